@@ -34,7 +34,7 @@ from .hooks.warmup import warm_up
 from .policies.budgets import check_count
 from .policies.needs import Calibrated
 from .report import Report
-from .report_text import budget
+from .report_text import format_budget
 from .storage.save_load import load, save
 
 
@@ -66,7 +66,7 @@ class Patch:
     def __repr__(self) -> str:
         policy, ks = self.settings.policy, self.settings.budget.per_layer
         block = "" if self.settings.block is None else f", block={self.settings.block}"
-        size = budget(policy.name, policy.schedule, ks)
+        size = format_budget(policy.name, policy.schedule, ks)
         return f"<Patch of {type(self._target.decoder).__name__}: {policy.name}, {size}{block}>"
 
     def new_cache(self, past: Cache | None = None, *, room: int | None = None) -> EvictingCache:

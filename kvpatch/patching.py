@@ -25,7 +25,7 @@ from .cache.lifetimes import Record
 from .errors import KVPatchError
 from .handle import Patch
 from .hooks import settings
-from .hooks.install import unmark
+from .hooks.install import unmark_module
 from .hooks.target import Target
 from .hooks.versions import check_versions, find_untested
 from .policies import Policy
@@ -245,7 +245,7 @@ def unpatch(model: nn.Module) -> None:
         raise KVPatchError(f"unpatch() takes a model (torch.nn.Module), not {type(model).__name__}: give the patched model.")
     for module in model.modules():
         if "_kvpatch" in vars(module):
-            unmark(module, vars(module)["_kvpatch"])
+            unmark_module(module, vars(module)["_kvpatch"])
 
 
 @contextmanager

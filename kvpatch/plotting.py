@@ -135,7 +135,7 @@ def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Any:
         axes.set_ylim(L - 0.5, -0.5)
     for j in range(len(columns)):
         grid[depth - 1][j].set_xlabel("token of the prompt", fontsize=8)
-    _explain(figure, marks, title)
+    _write_legend(figure, marks, title)
     figure.colorbar(image, ax=grid, label="share of heads that kept the token", shrink=0.5, pad=0.01)
     return figure
 
@@ -181,7 +181,7 @@ def _point_at(axes: Any, spans: Sequence[tuple[int, int]], colour: str, L: int) 
         axes.vlines(x, -0.5, L - 0.5, color=colour, lw=0.7)
 
 
-def _explain(figure: Any, marks: Marks, title: str) -> None:
+def _write_legend(figure: Any, marks: Marks, title: str) -> None:
     from matplotlib.lines import Line2D
 
     labels = (

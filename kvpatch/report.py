@@ -101,24 +101,24 @@ class Report:
     def of(cls, cache: EvictingCache) -> Report:
         """Take a snapshot of `cache`, which later changes to the cache do not affect."""
         cache.was_read = True
-        return cls._of(Snapshot.of(cache))
+        return cls._take_snapshot(Snapshot.of(cache))
 
     @classmethod
     def last(cls, log: RunLog) -> Report:
         """Report on the last pass that had a cache, and on all passes of a patch."""
         snapshot = log.snapshot()
-        report = cls(**_settings(log.settings), backend="", seen=0, nbytes=0, full_nbytes=0, positions=[], acted=False)
-        report = report if snapshot is None else cls._of(snapshot)
+        report = cls(**_describe_settings(log.settings), backend="", seen=0, nbytes=0, full_nbytes=0, positions=[], acted=False)
+        report = report if snapshot is None else cls._take_snapshot(snapshot)
         report.backends = report.backends | log.replayed
         report.passes = log.counts()
         report.dropped = log.dropped
         return report
 
     @classmethod
-    def _of(cls, snapshot: Snapshot) -> Report:
+    def _take_snapshot(cls, snapshot: Snapshot) -> Report:
         settings, parts = snapshot.settings, snapshot.parts.values()
         return cls(
-            **_settings(settings),
+            **_describe_settings(settings),
             backend=", ".join(dict.fromkeys(name for name, _ in snapshot.ran.values())) or "torch",
             backends=snapshot.ran,
             seen=snapshot.seen,
@@ -134,7 +134,7 @@ class Report:
             seconds=snapshot.seconds,
             state_nbytes=snapshot.state_nbytes,
             record_nbytes=0 if snapshot.lifetimes is None else snapshot.lifetimes.nbytes,
-            answers_nbytes=_answers(snapshot),
+            answers_nbytes=_count_answers(snapshot),
         )
 
     @property
@@ -146,13 +146,13 @@ class Report:
         """Return the number of tokens that each head holds, int64 [L,B,H]; -1 for heads that only other layers have."""
         if not self.positions:
             return torch.zeros(0, 0, 0, dtype=torch.long)
-        held, heads = self._held(), self._heads()
+        held, heads = self._count_held(), self._count_heads()
         return torch.stack([F.pad(layer, (0, heads - layer.shape[1]), value=-1) for layer in held])
 
-    def _held(self) -> list[Tensor]:
+    def _count_held(self) -> list[Tensor]:
         return [(positions >= 0).sum(-1).cpu() for positions in self.positions]
 
-    def _heads(self) -> int:
+    def _count_heads(self) -> int:
         return max(positions.shape[1] for positions in self.positions)
 
     def kept(self, row: int = 0) -> Tensor:
@@ -163,7 +163,7 @@ class Report:
         """
         if not self.positions:
             raise KVPatchError("The cache is empty: there is nothing to show. Run the model inside the block first.")
-        B, H = len(self.positions[0]), self._heads()
+        B, H = len(self.positions[0]), self._count_heads()
         if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < B:
             raise KVPatchError(f"row={row!r}: the batch has the rows 0 to {B - 1}.")
         n = self.lengths[row] if self.lengths else 1 + max(int(p[row].max()) for p in self.positions)
@@ -187,7 +187,7 @@ class Report:
             "nbytes": self.nbytes,
             "full_nbytes": self.full_nbytes,
             "peak_nbytes": self.peak_nbytes,
-            "held": [layer.tolist() for layer in self._held()],
+            "held": [layer.tolist() for layer in self._count_held()],
             "bounds": list(self.bounds),
             "layers": list(self.layers),
             "states": list(self.states),
@@ -204,31 +204,31 @@ class Report:
         }
 
     def __repr__(self) -> str:
-        budget = text.budget(self.policy, self.schedule, self.budget)
-        return f"<Report: {self.policy}, {budget}; {text.held(self.nbytes, self.full_nbytes, 0)}>"
+        budget = text.format_budget(self.policy, self.schedule, self.budget)
+        return f"<Report: {self.policy}, {budget}; {text.format_held(self.nbytes, self.full_nbytes, 0)}>"
 
     def __str__(self) -> str:
-        return text.table(self._rows())
+        return text.align_rows(self._list_rows())
 
     def _repr_html_(self) -> str:
         try:
             image = base64.b64encode(plotting.png(self.plot())).decode() if self.positions else None
         except KVPatchError:  # without matplotlib the table stands alone
             image = None
-        return text.html_table(self._rows(), image)
+        return text.html_table(self._list_rows(), image)
 
-    def _rows(self) -> list[tuple[str, str]]:
+    def _list_rows(self) -> list[tuple[str, str]]:
         rows = [
-            ("policy", text.policy(self.policy, self.schedule, self.budget)),
-            ("budget", text.sized(self.size, self.schedule, self.answers_nbytes, self.policy, self.budget)),
+            ("policy", text.format_policy(self.policy, self.schedule, self.budget)),
+            ("budget", text.format_sized(self.size, self.schedule, self.answers_nbytes, self.policy, self.budget)),
         ]
         if self.bits != 16:
             rows.append(("precision", f"{self.bits} bits for each key and value held"))
-        passes = text.passes(self.passes, self.dropped, text.never(self.policy, self.budget))
+        passes = text.list_passes(self.passes, self.dropped, text.never_evicts(self.policy, self.budget))
         rows += [("" if i else "passes", line) for i, line in enumerate(passes)]
         if self.passes and not self.positions:
             return [*rows, ("tokens held", "none: no pass had a cache")]
-        rows += self._tokens()
+        rows += self._list_tokens()
         if self.positions and not self.acted and self.nbytes < self.full_nbytes:
             none = "no token: all were computed before the first eviction, as with a full cache"
             rows.append(("budget acted on", none))
@@ -238,35 +238,35 @@ class Report:
             kept = f"{mean:.1%} of the mass that the prompt's rows gave; least in one head {least:.1%}"
             rows.append(("attention kept", kept))
         if self.seconds:
-            rows.append(("time", text.times(self.seconds)))
-        return rows + [("" if i else "attention by", line) for i, line in enumerate(text.backends(self.backends))]
+            rows.append(("time", text.format_times(self.seconds)))
+        return rows + [("" if i else "attention by", line) for i, line in enumerate(text.list_backends(self.backends))]
 
-    def _tokens(self) -> list[tuple[str, str]]:
+    def _list_tokens(self) -> list[tuple[str, str]]:
         seen = f"{self.seen:,}"
         if self.lengths and min(self.lengths) != self.seen:
-            seen += f" columns; the rows' own: {text.span(self.lengths)}"
+            seen += f" columns; the rows' own: {text.format_span(self.lengths)}"
         rows = [("tokens seen", seen)]
         own = {layer: bound for layer, bound in enumerate(self.bounds) if bound is not None}
         if own:
             chunked = any(isinstance(bound, Chunk) for bound in own.values())
             kind, what = ("chunked", "chunks") if chunked else ("sliding", "window")
-            windows = f"{', '.join(map(str, own))} hold their own {what} of {text.span(list(own.values()))}"
+            windows = f"{', '.join(map(str, own))} hold their own {what} of {text.format_span(list(own.values()))}"
             rows.append((f"{kind} layers", f"{windows}; the policy acts on the others"))
         if self.part:
             rows.append(("counted here", self.part))
-        held = [layer.flatten() for layer in self._held()]
+        held = [layer.flatten() for layer in self._count_held()]
         if held:
-            per_layer = [text.span(layer.tolist()) for layer in held]
-            rows.append(("tokens held per head", text.span(torch.cat(held).tolist())))
+            per_layer = [text.format_span(layer.tolist()) for layer in held]
+            rows.append(("tokens held per head", text.format_span(torch.cat(held).tolist())))
             if len(set(per_layer)) > 1:
                 rows.append(("  layer by layer", ", ".join(per_layer)))
-            rows.append(("KV bytes", text.held(self.nbytes, self.full_nbytes, self.peak_nbytes)))
+            rows.append(("KV bytes", text.format_held(self.nbytes, self.full_nbytes, self.peak_nbytes)))
         if self.record_nbytes:
-            rows.append(("record", text.size(self.record_nbytes)))
+            rows.append(("record", text.format_size(self.record_nbytes)))
         if self.states or self.readers:
             rows.append(("layers on the budget", ", ".join(map(str, self.layers))))
         if self.states:
-            kept = f"{', '.join(map(str, self.states))} keep a state of fixed size: {text.size(self.state_nbytes)}"
+            kept = f"{', '.join(map(str, self.states))} keep a state of fixed size: {text.format_size(self.state_nbytes)}"
             rows.append(("other layers", kept))
         if self.readers:
             reading, sources = (", ".join(map(str, numbers)) for numbers in zip(*self.readers, strict=True))
@@ -311,8 +311,8 @@ class Report:
         """
         if what not in ("kept", "budgets"):
             raise KVPatchError(f"what={what!r} is no picture; give 'kept' or 'budgets'.")
-        budget = text.budget(self.policy, self.schedule, self.budget)
-        sizes = text.held(self.nbytes, self.full_nbytes, 0)
+        budget = text.format_budget(self.policy, self.schedule, self.budget)
+        sizes = text.format_held(self.nbytes, self.full_nbytes, 0)
         drawn = "Tokens" if what == "kept" else "Number of tokens"
         title = f"{drawn} that each KV head holds\n{self.policy}, {budget}: {sizes}"
         kept = self.kept(row)
@@ -323,7 +323,7 @@ class Report:
         return None
 
 
-def _answers(snapshot: Snapshot) -> int:
+def _count_answers(snapshot: Snapshot) -> int:
     """Return the bytes of the tokens since the newest prompt, in layers whose policy evicts after prompts alone."""
     settings = snapshot.settings
     if settings.policy.schedule != "prompt":
@@ -332,7 +332,7 @@ def _answers(snapshot: Snapshot) -> int:
     return snapshot.steps * sum(kept)
 
 
-def _settings(settings: CacheSettings) -> dict[str, Any]:
+def _describe_settings(settings: CacheSettings) -> dict[str, Any]:
     """Return what a report says of the settings."""
     policy = settings.policy
     stack = settings.stack or Stack((), ())

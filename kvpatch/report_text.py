@@ -21,11 +21,11 @@ def block(share: float) -> str:
     return BLOCKS[8 if share >= 1 else 0 if share <= 0 else min(max(eighths, 1), 7)]
 
 
-def size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """Return bytes in binary units.
 
     Example:
-        >>> size(264 * 1024), size(1_155_072)
+        >>> format_size(264 * 1024), format_size(1_155_072)
         ('264 KiB', '1.10 MiB')
     """
     value, unit = float(nbytes), "B"
@@ -37,70 +37,70 @@ def size(nbytes: int) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
-def span(numbers: Sequence[int]) -> str:
+def format_span(numbers: Sequence[int]) -> str:
     """Return the smallest and the largest of some numbers."""
     low, high = min(numbers), max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def tokens(count: int) -> str:
+def format_tokens(count: int) -> str:
     """Return a number of tokens."""
     return f"{count:,} token{'s' * (count != 1)}"
 
 
-def never(name: str, ks: Sequence[Any]) -> bool:
+def never_evicts(name: str, ks: Sequence[Any]) -> bool:
     """Tell if a policy never evicts under these budgets."""
     return name == "full" or not any(rule.evicts for rule in Budget(tuple(ks)).rules)
 
 
-def policy(name: str, schedule: str, ks: Sequence[Any]) -> str:
+def format_policy(name: str, schedule: str, ks: Sequence[Any]) -> str:
     """Return a policy and when it evicts."""
-    return f"{name} ({'never evicts' if never(name, ks) else f'evicts {_WHEN.get(schedule, schedule)}'})"
+    return f"{name} ({'never evicts' if never_evicts(name, ks) else f'evicts {_WHEN.get(schedule, schedule)}'})"
 
 
-def budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
+def format_budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
     """Return the budgets of a policy's layers."""
     if name == "full":
         return "all tokens"
-    budgets = [_budget(k) for k in ks]
+    budgets = [_format_budget(k) for k in ks]
     if len(set(budgets)) > 1:
         return f"layer by layer: {', '.join(budgets)}"
     return budgets[0] + (", counting generated tokens only" if schedule == "decode" else "")
 
 
-def sized(given: str, schedule: str, answers: int, name: str, ks: Sequence[Any]) -> str:
+def format_sized(given: str, schedule: str, answers: int, name: str, ks: Sequence[Any]) -> str:
     """Return the budget, with the size in bytes that it was given as, if it was, and what is held beside that.
 
     answers: bytes of generated tokens that are kept beside it.
     """
-    counted = budget(name, schedule, ks)
+    counted = format_budget(name, schedule, ks)
     if not given:
         return counted
     if schedule != "prompt":
         return f"{given}: {counted}"
-    return f"{given} for the prompt: {counted}; answers are kept beside it, now {size(answers)}"
+    return f"{given} for the prompt: {counted}; answers are kept beside it, now {format_size(answers)}"
 
 
-def _budget(k: Any) -> str:
+def _format_budget(k: Any) -> str:
     if isinstance(k, Rule):
         return str(k)
     if isinstance(k, tuple | list):  # of one layer, head by head
-        return f"[{', '.join(map(_budget, k))}]"
+        return f"[{', '.join(map(_format_budget, k))}]"
     if isinstance(k, int):
-        return tokens(k)
+        return format_tokens(k)
     return "all tokens" if k == 1.0 else f"{k:g} of the prompt"
 
 
-def held(nbytes: int, full: int, peak: int) -> str:
+def format_held(nbytes: int, full: int, peak: int) -> str:
     """Return the bytes of a cache, their share of a full cache's, those of free slots beyond it, and the most at any time."""
     ahead = max(nbytes - full, 0) if full else 0
     share = f"{(nbytes - ahead) / full:.0%}" if full else "nothing read"
-    beside = f", and {size(ahead)} in free slots for coming tokens" if ahead else ""
-    at_most = f"; at most {size(peak)} at a time" if peak > nbytes else ""
-    return f"{size(nbytes - ahead)} of {size(full)} in full ({share}){beside}{at_most}"
+    beside = f", and {format_size(ahead)} in free slots for coming tokens" if ahead else ""
+    at_most = f"; at most {format_size(peak)} at a time" if peak > nbytes else ""
+    return f"{format_size(nbytes - ahead)} of {format_size(full)} in full ({share}){beside}{at_most}"
 
 
-def passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool) -> list[str]:
+def list_passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool) -> list[str]:
     """Return lines on the passes by kind, and in how many of them the budget acted.
 
     counts: by kind of pass, (all, those in which the budget acted). dropped: prompts that nothing went on from. never: the
@@ -111,33 +111,34 @@ def passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool) -> 
     names = {"training": "training", "no_cache": "forward without a cache"}
     known = [(name, counts[kind]) for kind, name in names.items() if kind in counts]
     lines = [
-        _acted(f"{name}: {_count(count[0], 'pass')}", count) + (" (block= would make it act)" if not count[1] else "")
+        _format_acted(f"{name}: {_format_count(count[0], 'pass')}", count)
+        + (" (block= would make it act)" if not count[1] else "")
         for name, count in known
     ]
     (prompts, acted), steps = counts.get("prompt", (0, 0)), counts.get("decode", (0, 0))
     if prompts:
         unused = "" if not dropped else ", none continued" if dropped == prompts else f", {dropped:,} not continued"
-        said = f"; the budget acted in {_part(acted, prompts)}" if acted > 0 else ""
-        lines.append(f"{_count(prompts, 'prompt')}{unused}{said}")
+        said = f"; the budget acted in {_name_part(acted, prompts)}" if acted > 0 else ""
+        lines.append(f"{_format_count(prompts, 'prompt')}{unused}{said}")
     if steps[0]:
-        lines.append(_acted(_count(steps[0], "decode step"), steps))
+        lines.append(_format_acted(_format_count(steps[0], "decode step"), steps))
     return lines
 
 
-def _acted(what: str, count: tuple[int, int]) -> str:
-    return what if count[1] < 0 else f"{what}, the budget acted in {_part(count[1], count[0])}"
+def _format_acted(what: str, count: tuple[int, int]) -> str:
+    return what if count[1] < 0 else f"{what}, the budget acted in {_name_part(count[1], count[0])}"
 
 
-def _part(some: int, every: int) -> str:
+def _name_part(some: int, every: int) -> str:
     return "none" if not some else "all" if some == every else f"{some:,}"
 
 
-def _count(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
     ending = "" if number == 1 else "es" if what.endswith("s") else "s"
     return f"{number:,} {what}{ending}"
 
 
-def backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
+def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
     """Return lines on the backends that ran: one where all agree, or where nothing else could be, else one per backend."""
     reasons = {part for _, why in ran.values() for part in why.split("; ")}
     if {name for name, _ in ran.values()} <= {"torch"} and (not ran or reasons & {_ASKED, *_ON_CPU}):
@@ -149,19 +150,19 @@ def backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
     return [f"{name}{tasks[name, why]}" + (f" ({why})" if why else "") for name, why in groups]
 
 
-def times(seconds: Mapping[str, float]) -> str:
+def format_times(seconds: Mapping[str, float]) -> str:
     """Return the time to the first token and per further token, as far as they are known."""
     if "first_token" not in seconds:
-        return f"{_time(seconds['total'])} in all"
-    further = f", {_time(seconds['per_token'])} for each further one" if "per_token" in seconds else ""
-    return f"{_time(seconds['first_token'])} to the first token{further}"
+        return f"{_format_time(seconds['total'])} in all"
+    further = f", {_format_time(seconds['per_token'])} for each further one" if "per_token" in seconds else ""
+    return f"{_format_time(seconds['first_token'])} to the first token{further}"
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
-def table(rows: Sequence[tuple[str, str]]) -> str:
+def align_rows(rows: Sequence[tuple[str, str]]) -> str:
     """Return rows of a name and a value as aligned lines."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

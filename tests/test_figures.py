@@ -22,7 +22,7 @@ from tests import conftest
 from tests.helpers.contexts import small_context
 from tests.helpers.tiny import make, prompt
 from tests.test_layers import HUGGING_FACE, LINES, ROOT, circles, graph, modules
-from tools import docs_tables, peer_presses
+from tools import docs_tables, house, peer_presses
 
 HERE = ROOT.parent
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -78,8 +78,6 @@ def test_modules_circles_and_lines():
 
 
 def test_what_a_score_is_made_of():
-    members = [name for name in vars(kvpatch.Score) if not name.startswith("_")]
-    assert said("docs/architecture.md", r"members of a score \| (\d+) \|") == (len(members),)
     kinds = [one for one in map(needs.__dict__.get, needs.__all__) if inspect.isclass(one) and issubclass(one, needs.Need)]
     assert said("docs/architecture.md", r"kinds of needs \| (\d+) \|") == (len(kinds) - 1,)
     assert said("docs/architecture.md", r"run by themselves \| (\d+) \|") == (len(bound_step.Fused.__subclasses__()),)
@@ -95,6 +93,32 @@ def test_lengths_of_functions():
     limit, share = said("docs/architecture.md", r"functions of at most (\d+) lines, at least \| (\d+)% \|")
     assert 100 * sum(length <= limit for length in lengths) / len(lengths) >= share
     assert said("CONTRIBUTING.md", r"functions (\d+) wherever possible") == (limit,)
+
+
+def test_counts_of_the_code_before_and_now():
+    """Counts of single places are exact; a page need not follow each line that is written."""
+    text = (HERE / "docs/architecture.md").read_text().partition("| | before | now |\n")[2].partition("\n\n")[0]
+    said = {name: now for name, _, now in (line.strip("| ").split(" | ") for line in text.splitlines()[1:])}
+    counted = house.count_all()
+    assert list(said) == list(counted)
+    for name, count in counted.items():
+        stated, found = (float(one.replace(",", "")) for one in (said[name], count))
+        exact = not re.search("lines|%", name)
+        assert abs(stated - found) <= (0 if exact else found / 30), f"{name}: {count}, not {said[name]}"
+
+
+def test_what_a_gate_and_a_read_of_a_flag_are(tmp_path):
+    """The counts see what they count."""
+    (tmp_path / "kvpatch/policies").mkdir(parents=True)
+    score = "class Score:\n    rows: str\n    def value(self): ...\n    def _own(self): ...\n"
+    (tmp_path / "kvpatch/policies/scores.py").write_text(score + "def own(score):\n    return score.rows\n")
+    gate = "def refuse(policy, n: Any):\n    if policy.rows == n:\n        raise ValueError  # of the user\n"
+    (tmp_path / "kvpatch/gate.py").write_text(gate + "def map_rows(it):\n    return it.policy.needs, it.other.rows\n")
+    code = house.Code(tmp_path)
+    assert code.list_score_members() == {"rows", "value"}
+    assert (code.count_flags_read(), code.count_gates(), code.count_definitions("map_rows")) == (1, 1, 1)
+    assert (code.count_lines("kvpatch"), code.share_of_single_words()) == (11, 80)
+    assert (code.rate_of_any(), round(code.rate_of_comments())) == (1000 / 11, 9)
 
 
 def test_where_transformers_is_named():

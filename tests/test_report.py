@@ -267,16 +267,18 @@ def test_words(policy, k, words):
 
 def test_bytes_in_words():
     sizes = {0: "0 B", 1023: "1,023 B", 1024: "1 KiB", 3584: "3.50 KiB", 1_155_072: "1.10 MiB", 654 * 2**20: "654 MiB"}
-    assert {count: report_text.size(count) for count in sizes} == sizes
-    assert report_text.size(16 * 2**30 + 2**29) == "16.5 GiB"
+    assert {count: report_text.format_size(count) for count in sizes} == sizes
+    assert report_text.format_size(16 * 2**30 + 2**29) == "16.5 GiB"
 
 
 def test_backends_that_differ_are_told():
     own = "triton: a score of your own"
     ran = {"prompt": ("flash", "FlashAttention 2"), "decode": ("triton", ""), "statistics": ("torch", own)}
     want = ["flash for prompt (FlashAttention 2)", "triton for decode", f"torch for statistics ({own})"]
-    assert report_text.backends(ran) == want
-    assert report_text.backends({"prompt": ("torch", "asked for"), "decode": ("torch", "asked for")}) == ["torch (asked for)"]
+    assert report_text.list_backends(ran) == want
+    assert report_text.list_backends({"prompt": ("torch", "asked for"), "decode": ("torch", "asked for")}) == [
+        "torch (asked for)"
+    ]
 
 
 def test_times_of_a_generate():

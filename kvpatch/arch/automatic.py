@@ -58,19 +58,19 @@ def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]
         return [(module, trial) for module in attentions]
     decoder: Any = holder_of(model, attentions) or model
     derive(attentions, decoder).check(decoder)
-    row = _verdict(model, decoder, attentions)
+    row = _find_verdict(model, decoder, attentions)
     return [(module, row) for module in attentions]
 
 
-def _verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> InterfaceAdapter:
+def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> InterfaceAdapter:
     """Return the row that passed, or raise the error that says why none did; judge it if this is the first time."""
     key = type(decoder), describe(decoder)
     if key not in _VERDICTS:
         try:
             twin = make_twin(decoder, attentions)
         except Exception as error:  # a class of any shape
-            twin = _itself(model, decoder, attentions[0], error)
-        verdict = _VERDICTS[key] = _judge(model, decoder, twin, attentions)
+            twin = _find_judged(model, decoder, attentions[0], error)
+        verdict = _VERDICTS[key] = _judge_rows(model, decoder, twin, attentions)
         if isinstance(verdict, InterfaceAdapter):
             _LOG.warning(
                 f"[kvpatch] {type(model).__name__} has no row; its attention goes through transformers' attention interface, "
@@ -82,7 +82,7 @@ def _verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> Int
     return verdict
 
 
-def _itself(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:
+def _find_judged(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:
     """Return the model to be checked itself, if it is small and has its numbers."""
     if is_checkable(model):
         return decoder
@@ -94,7 +94,7 @@ def _itself(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Except
     ) from error
 
 
-def _judge(
+def _judge_rows(
     model: nn.Module, decoder: nn.Module, twin: nn.Module, attentions: list[nn.Module]
 ) -> InterfaceAdapter | KVPatchError:
     """Return the first row that passes, or the error that names the first failure of the plain one."""

@@ -13,14 +13,14 @@ from .adapter import Adapter, Core, Forward, source_module
 
 
 @functools.cache
-def _slopes(build: Callable[[Tensor, int, torch.dtype], Tensor], num_heads: int) -> Tensor:
+def _read_slopes(build: Callable[[Tensor, int, torch.dtype], Tensor], num_heads: int) -> Tensor:
     """Read the slopes from the model's own table for two tokens, where the newer one's bias is the slope."""
     return build(torch.ones(1, 2, dtype=torch.int64), num_heads, torch.float32)[:, 0, 1]
 
 
 def alibi_slopes(attn: Any) -> Tensor:
     """Return the slopes [H*G] of a model that builds its ALiBi from the padding mask."""
-    return _slopes(source_module(attn).build_alibi_tensor, attn.num_heads)
+    return _read_slopes(source_module(attn).build_alibi_tensor, attn.num_heads)
 
 
 def _no_alibi(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from .upstream import Conv1D
 
 
 @contextmanager
-def _evaluating(attn: nn.Module) -> Iterator[None]:
+def _set_evaluating(attn: nn.Module) -> Iterator[None]:
     training = [module for module in attn.modules() if module.training]
     for module in training:
         module.training = False
@@ -117,7 +117,7 @@ class BoundAdapter:
             unit, measured = torch.eye(inputs, dtype=like.dtype, device=like.device)[None], True
             run = module if module is not None else lambda y: self.adapter.output(self.attn, y)
             mixed = torch.autocast(like.device.type) if self.autocast else nullcontext()
-            with mixed, _evaluating(self.attn):  # a dropout on the way is no part of the weight
+            with mixed, _set_evaluating(self.attn):  # a dropout on the way is no part of the weight
                 answers = [run(unit if turn == parallel.rank else unit * 0) for turn in range(parallel.size)]
                 weight = (answers[parallel.rank] - run(unit[:, :1] * 0))[0]
         rows = rearrange(weight.detach(), "(n g d) e -> n g d e", n=N, g=group)

@@ -37,7 +37,7 @@ class GPTJAdapter(Adapter):
             table, places = attn.embed_positions.to(hidden_BQE.device), position_ids.to(hidden_BQE.device)
             position_embeddings = table[places].to(hidden_BQE.dtype).chunk(2, -1)
         sin, cos = (one.to(hidden_BQE.device)[:, None] for one in position_embeddings)
-        return _turn(attn, q, sin, cos), _turn(attn, k, sin, cos), v
+        return _rotate_pairs(attn, q, sin, cos), _rotate_pairs(attn, k, sin, cos), v
 
     def heads(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project hidden states to heads, without positions."""
@@ -61,7 +61,7 @@ class GPTJAdapter(Adapter):
 
     def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
         sin, cos = table.to(x_BHTD.device)[places_BHT].to(x_BHTD.dtype).chunk(2, -1)
-        return _turn(attn, x_BHTD, sin, cos)
+        return _rotate_pairs(attn, x_BHTD, sin, cos)
 
     def rotate_back(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
         sin, cos = table.chunk(2, -1)
@@ -84,7 +84,7 @@ class GPTJAdapter(Adapter):
         return config.max_position_embeddings
 
 
-def _turn(attn: Any, x_BHTD: Tensor, sin_BHTP: Tensor, cos_BHTP: Tensor) -> Tensor:
+def _rotate_pairs(attn: Any, x_BHTD: Tensor, sin_BHTP: Tensor, cos_BHTP: Tensor) -> Tensor:
     """Rotate the first 2P elements of queries or keys, pair by pair."""
     sin, cos = sin_BHTP.repeat_interleave(2, -1), cos_BHTP.repeat_interleave(2, -1)
     turned = x_BHTD[..., : sin.shape[-1]]

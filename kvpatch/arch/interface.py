@@ -22,7 +22,7 @@ from ..policies.windows import Chunk
 from . import latent as latents
 from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, class_name, qualified_name, source_module
 from .handover import Entries, Handover
-from .kinds import attends_both_ways, crosses, encoder_refused, knows_number, position_limit
+from .kinds import attends_both_ways, encoder_refused, is_cross_attention, knows_number, position_limit
 from .rotary import Rotary
 from .upstream import attention_of, cache_argument, name_attention
 
@@ -108,7 +108,7 @@ class InterfaceAdapter(Adapter):
 
         out = own(hidden_BQE, **call, kvpatch=attend)
         if not attended:
-            raise _kept(attn)
+            raise _refuse_arguments(attn)
         return out
 
     def attributes(self, attn: Any) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class InterfaceAdapter(Adapter):
         return {"config": config, **({"expand_kv": MethodType(latents.expand_kv, attn)} if self.latent(attn) else {})}
 
     def scale(self, attn: nn.Module) -> float:
-        return _found(attn, self._scale) if isinstance(self._scale, str) else self._scale
+        return _find_value(attn, self._scale) if isinstance(self._scale, str) else self._scale
 
     def sliding(self, attn: nn.Module) -> int | None:
         config: Any = attn.config
@@ -133,13 +133,13 @@ class InterfaceAdapter(Adapter):
         return getattr(config, "sliding_window", None) if slides else None
 
     def softcap(self, attn: nn.Module) -> float | None:
-        return _found(attn, self._softcap)
+        return _find_value(attn, self._softcap)
 
     def sinks(self, attn: nn.Module) -> Tensor | None:
-        return _found(attn, self._sinks)
+        return _find_value(attn, self._sinks)
 
     def dropout(self, attn: nn.Module) -> float:
-        return _found(attn, self._dropout) or 0.0
+        return _find_value(attn, self._dropout) or 0.0
 
     def kv_shape(self, attn: Any) -> tuple[int, int]:
         if self.latent(attn):
@@ -173,13 +173,13 @@ class InterfaceAdapter(Adapter):
             if getattr(config, name, False):
                 raise KVPatchError(f"This {type(model).__name__} has {name}=True: kvpatch serves causal decoders.")
         for name, module in model.named_modules():
-            if qualified_name(module) not in self.classes or crosses(name, module):
+            if qualified_name(module) not in self.classes or is_cross_attention(name, module):
                 continue
             if attends_both_ways(module):
                 raise encoder_refused(model, module)
             takes = inspect.signature(type(module).forward).parameters.values()
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
-                raise _kept(module)
+                raise _refuse_arguments(module)
         served = ATTENTION | OTHERS if getattr(config, "attention_chunk_size", None) else (ATTENTION | OTHERS) - {CHUNKED}
         others = set(getattr(config, "layer_types", None) or ()) - served
         if others:
@@ -206,7 +206,7 @@ class InterfaceAdapter(Adapter):
                 )
 
 
-def _kept(attn: nn.Module) -> KVPatchError:
+def _refuse_arguments(attn: nn.Module) -> KVPatchError:
     return KVPatchError(
         f"The forward of {type(attn).__name__} does not hand its further arguments (**kwargs) on to its attention function, "
         "which kvpatch reaches by one of them: hand them on, or write an adapter (kvpatch.Adapter)."
@@ -238,7 +238,7 @@ def routes_through_interface(module: nn.Module) -> bool:
     return hasattr(module, "layer_idx") and "Attention" in type(module).__name__ and "ALL_ATTENTION_FUNCTIONS" in home
 
 
-def _found(attn: Any, name: str | None) -> Any:
+def _find_value(attn: Any, name: str | None) -> Any:
     try:
         return attrgetter(name)(attn) if name is not None else None
     except AttributeError:

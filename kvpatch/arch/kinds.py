@@ -36,7 +36,7 @@ def attends_both_ways(module: nn.Module) -> bool:
     return getattr(module, "is_causal", None) is False
 
 
-def crosses(name: str, module: nn.Module) -> bool:
+def is_cross_attention(name: str, module: nn.Module) -> bool:
     """Tell if the module of this name is attention to what an encoder read."""
     last = name.rpartition(".")[2]
     return last in CROSS or "crossattention" in type(module).__name__.lower()

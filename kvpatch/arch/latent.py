@@ -40,7 +40,7 @@ def is_latent(attn: Any) -> bool:
     return weight.shape == (attn.num_heads * (attn.qk_nope_head_dim + attn.v_head_dim), attn.kv_lora_rank)
 
 
-def _weights(attn: Any) -> tuple[Tensor, Tensor]:
+def _find_weights(attn: Any) -> tuple[Tensor, Tensor]:
     """Return W_UK [N,D,R] and W_UV [N,E,R] of N heads: from R numbers of a latent to D of a key, or E of a value."""
     weight = attn.kv_b_proj.weight.unflatten(0, (attn.num_heads, -1))
     return weight.split([attn.qk_nope_head_dim, attn.v_head_dim], 1)  # type: ignore[return-value]
@@ -56,7 +56,7 @@ def expand_kv(attn: Any, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor
 
 def attend(attn: Any, core: Core, q_BNQD: Tensor, entry_B1QD: Tensor, latent_B1QR: Tensor) -> Tensor:
     """Return the heads' outputs [B,Q,N,E], from the module's own queries."""
-    (up_NDR, value_NER), split = _weights(attn), [attn.qk_nope_head_dim, attn.qk_rope_head_dim]
+    (up_NDR, value_NER), split = _find_weights(attn), [attn.qk_nope_head_dim, attn.qk_rope_head_dim]
     plain, rotary = q_BNQD.split(split, -1)
     q = torch.cat([plain @ up_NDR, rotary], -1)
     mixed_BQNR = core(q, entry_B1QD, latent_B1QR).unflatten(-1, (attn.num_heads, -1))
@@ -65,5 +65,5 @@ def attend(attn: Any, core: Core, q_BNQD: Tensor, entry_B1QD: Tensor, latent_B1Q
 
 def values(attn: Any, latent_B1TR: Tensor) -> Tensor:
     """Return the values of each query head [B,N,T,E]."""
-    value_NER = _weights(attn)[1].detach()
+    value_NER = _find_weights(attn)[1].detach()
     return latent_B1TR @ value_NER.transpose(1, 2).to(latent_B1TR.device, latent_B1TR.dtype)

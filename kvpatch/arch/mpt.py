@@ -12,7 +12,7 @@ from .adapter import Adapter, heads_first, source_module
 
 
 @functools.cache
-def _slopes(build: Callable[[int, int], Tensor], n_heads: int) -> Tensor:
+def _read_slopes(build: Callable[[int, int], Tensor], n_heads: int) -> Tensor:
     """Read the slopes from the model's own table for two tokens, where the older one's bias is minus the slope."""
     return -build(n_heads, 2)[:, 0, 0]
 
@@ -38,7 +38,7 @@ class MptAdapter(Adapter):
         return attn.softmax_scale
 
     def slopes(self, attn: Any) -> Tensor | None:
-        return _slopes(source_module(attn).build_mpt_alibi_tensor, attn.n_heads)
+        return _read_slopes(source_module(attn).build_mpt_alibi_tensor, attn.n_heads)
 
     def dropout(self, attn: Any) -> float:
         return attn.attn_dropout_p

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import KVPatchError
-from .twin import PARAMETERS, make_twin, shrunk
+from .twin import PARAMETERS, make_twin, shrink_config
 
 _LOG = logging.getLogger(__name__)
 _PROVED: dict[tuple[type, str, str], str] = {}
@@ -81,6 +81,6 @@ def is_checkable(model: nn.Module) -> bool:
 def describe(decoder: Any) -> str:
     """Describe the twin of a decoder, or the decoder itself if it has none."""
     try:
-        return shrunk(decoder.config).to_json_string(use_diff=False)
+        return shrink_config(decoder.config).to_json_string(use_diff=False)
     except Exception:  # a configuration of any shape
         return str(getattr(decoder, "config", ""))

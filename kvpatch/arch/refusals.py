@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ..errors import KVPatchError
 from .adapter import list_architectures
 from .interface import routes_through_interface
-from .kinds import attends_both_ways, crosses, decoder_wanted, encoder_refused
+from .kinds import attends_both_ways, decoder_wanted, encoder_refused, is_cross_attention
 from .upstream import keeps_state
 
 
@@ -30,7 +30,7 @@ def refuse_other_kinds(model: nn.Module) -> None:
         raise encoder_refused(model, attentions[0])
     if attentions and any(vars(module).get("is_decoder") is False for module in text.modules()):
         raise decoder_wanted(model)
-    crossed = next((at for at, module in text.named_modules() if crosses(at, module)), None)
+    crossed = next((at for at, module in text.named_modules() if is_cross_attention(at, module)), None)
     if crossed is not None and not _reads_alone(model, text.get_submodule(crossed)):
         raise KVPatchError(
             f"{name} attends to what an encoder read, too ({crossed} is cross-attention): kvpatch serves decoders that "

@@ -116,19 +116,21 @@ class RoFormerAdapter(BertAdapter):
         return *attn.apply_rotary_position_embeddings(sinusoidal_pos, q, k), v
 
 
-def _class(home: str, name: str) -> str:
+def _name_class(home: str, name: str) -> str:
     return f"transformers.models.{home}.modeling_{home}.{name}"
 
 
 # fmt: off
 SEPARATE = (
-    GPTNeoAdapter("gpt_neo", _class("gpt_neo", "GPTNeoSelfAttention"), "GPT-Neo: every other layer slides, learned positions"),
-    SeparateAdapter("xglm", _class("xglm", "XGLMAttention"), "XGLM: sinusoidal positions", learned=False, one_mask=True),
-    SeparateAdapter("mvp", _class("mvp", "MvpAttention"), "MVP, the decoder: learned positions", one_mask=True),
-    SeparateAdapter("trocr", _class("trocr", "TrOCRAttention"), "TrOCR, the decoder: absolute positions", one_mask=True),
-    BertAdapter("rembert", _class("rembert", "RemBertSelfAttention"), "RemBERT as a decoder: learned positions"),
-    BertAdapter("megatron_bert", _class("megatron_bert", "MegatronBertSelfAttention"),
+    GPTNeoAdapter(
+        "gpt_neo", _name_class("gpt_neo", "GPTNeoSelfAttention"), "GPT-Neo: every other layer slides, learned positions"
+    ),
+    SeparateAdapter("xglm", _name_class("xglm", "XGLMAttention"), "XGLM: sinusoidal positions", learned=False, one_mask=True),
+    SeparateAdapter("mvp", _name_class("mvp", "MvpAttention"), "MVP, the decoder: learned positions", one_mask=True),
+    SeparateAdapter("trocr", _name_class("trocr", "TrOCRAttention"), "TrOCR, the decoder: absolute positions", one_mask=True),
+    BertAdapter("rembert", _name_class("rembert", "RemBertSelfAttention"), "RemBERT as a decoder: learned positions"),
+    BertAdapter("megatron_bert", _name_class("megatron_bert", "MegatronBertSelfAttention"),
                 "Megatron-BERT as a decoder: learned positions"),
-    RoFormerAdapter("roformer", _class("roformer", "RoFormerSelfAttention"), "RoFormer as a decoder: rotary positions"),
+    RoFormerAdapter("roformer", _name_class("roformer", "RoFormerSelfAttention"), "RoFormer as a decoder: rotary positions"),
 )
 # fmt: on

@@ -41,7 +41,7 @@ def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
     Raises:
         ValueError: the twin would be large or lacks a kind of layer. The model's class may raise anything else.
     """
-    kind, config = type(decoder), shrunk(decoder.config)
+    kind, config = type(decoder), shrink_config(decoder.config)
     capped = any("attn_logit_softcap" in key and value for key, value in vars(config).items())  # some versions' sdpa omits it
     config._attn_implementation = "sdpa" if getattr(kind, "_supports_sdpa", False) and not capped else "eager"
     with torch.device("meta"):
@@ -57,7 +57,7 @@ def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
         finally:
             torch.set_default_dtype(default)
         for parameter in twin.parameters():
-            _fill(parameter)
+            _draw_weights(parameter)
         twin = (twin if config._attn_implementation == "eager" else twin.double()).requires_grad_(False)
         twin(torch.zeros(1, 4, dtype=torch.int64), use_cache=False)  # a twin that cannot run is none
     known = {kind_of(module) for module in twin.modules()}
@@ -72,7 +72,7 @@ def kind_of(attn: nn.Module) -> tuple[Any, ...]:
     return type(attn), *sorted((one for one in flags if one[0] != "training" and not one[0].startswith("_")), key=str)
 
 
-def _fill(parameter: nn.Parameter) -> None:
+def _draw_weights(parameter: nn.Parameter) -> None:
     """Draw weights so large that attention is far from uniform, where a mistake would hardly show."""
     if parameter.ndim >= 2 and not parameter.requires_grad:  # a table of sines
         return
@@ -82,7 +82,7 @@ def _fill(parameter: nn.Parameter) -> None:
         parameter.add_(torch.randn_like(parameter) * 0.2)
 
 
-def shrunk(config: Any) -> Any:
+def shrink_config(config: Any) -> Any:
     """Copy a configuration with few layers, heads and experts and small widths; what shapes attention stays.
 
     Head sizes, scales, caps, sinks and rotary parameters stay; sliding windows become so short that they matter.
@@ -90,22 +90,22 @@ def shrunk(config: Any) -> Any:
     own = {key: value for key, value in config.to_dict().items() if key not in ("quantization_config", "dtype")}
     of_hybrid = _of_hybrid(getattr(config, "layer_types", None) or ())
     if of_hybrid:  # widths of its other layers follow from others
-        own = {key: value for key, value in own.items() if key not in _derived(config)}
+        own = {key: value for key, value in own.items() if key not in _list_derived(config)}
     names = {**{name: name for name in own}, **getattr(config, "attribute_map", {})}
     layers, heads = config.num_hidden_layers, query_heads(config) or 1
     kv_heads = None if hasattr(config, _HEADS[0]) else getattr(config, "num_key_value_heads", None)
-    chosen = _with_readers(own, layers) or range(max(_kinds(own, layers), of_hybrid))
+    chosen = _with_readers(own, layers) or range(max(_count_kinds(own, layers), of_hybrid))
     few_layers = len(chosen)
     few_kv, few_heads = _few_heads(heads, kv_heads or heads, 2 if of_hybrid else 4)  # a hybrid's layers are many
     for key, value in own.items():
         if isinstance(value, list | tuple):
-            own[key] = [_small(key, one) for one in ([value[at] for at in chosen] if len(value) == layers else value)]
+            own[key] = [_choose_size(key, one) for one in ([value[at] for at in chosen] if len(value) == layers else value)]
         elif isinstance(value, dict) and value and all(map(_is_layer, value)):
             own[key] = {chosen.index(int(layer)): one for layer, one in value.items() if int(layer) in chosen}
         elif isinstance(value, dict) and key.endswith("_config"):  # of its attention, or of its experts
-            own[key] = {name: few_kv if "kv_n_heads" in name else _small(name, one) for name, one in value.items()}
+            own[key] = {name: few_kv if "kv_n_heads" in name else _choose_size(name, one) for name, one in value.items()}
         else:
-            own[key] = _small(key, value)
+            own[key] = _choose_size(key, value)
     for few, *same in ((few_layers, "num_hidden_layers", "decoder_layers"), (few_heads, "num_attention_heads", *_HEADS)):
         own |= dict.fromkeys({names.get(name, name) for name in same} & own.keys(), few)  # else a list's length
     if kv_heads is not None:
@@ -129,7 +129,7 @@ def _is_layer(key: object) -> bool:
     return isinstance(key, int) or (isinstance(key, str) and key.isdigit())
 
 
-def _kinds(own: dict[str, Any], layers: int) -> int:
+def _count_kinds(own: dict[str, Any], layers: int) -> int:
     """Return the number of first layers among which each kind of layer occurs, at least two."""
     count = min(_LAYERS, layers)
     for value in own.values():
@@ -155,7 +155,7 @@ def _with_readers(own: dict[str, Any], layers: int) -> list[int]:
     return sorted(found)
 
 
-def _derived(config: Any) -> set[str]:
+def _list_derived(config: Any) -> set[str]:
     """Return the attributes that a configuration computes from its parameters."""
     names = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else vars(config).keys()
     return vars(config).keys() - names - set(config.attribute_map.values())
@@ -176,7 +176,7 @@ def _few_heads(heads: int, kv_heads: int, most: int) -> tuple[int, int]:
     return few, few * min(group, most)
 
 
-def _small(key: str, value: Any) -> Any:
+def _choose_size(key: str, value: Any) -> Any:
     """Return a small number for a name: widths and experts, and how many tokens a layer looks at."""
     if isinstance(value, bool) or not isinstance(value, int):
         return value

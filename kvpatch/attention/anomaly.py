@@ -19,27 +19,27 @@ SHOWN = 4  # positions that an error lists
 def check_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check q [B,H*G,Q,D], k and v [B,H,Q,D] before the layer's cache changes. Padding columns are not read."""
     for hop, tensor in (("queries", q), ("keys", k), ("values", v)):
-        _check(call, hop, ~tensor.isfinite().all(-1), call.positions_BQ[:, None], "This layer's cache is as before.")
+        _refuse_bad(call, hop, ~tensor.isfinite().all(-1), call.positions_BQ[:, None], "This layer's cache is as before.")
 
 
 def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
     """Check attention's output and the state that the policy keeps beside the keys."""
     bad_BHQ = ~out_BHGQD.isfinite().all(-1).flatten(1, 2)
-    _check(call, "probabilities (attention's output)", bad_BHQ, call.positions_BQ[:, None], "")
+    _refuse_bad(call, "probabilities (attention's output)", bad_BHQ, call.positions_BQ[:, None], "")
     if not call.slots.is_initialized:
         return
     positions_BHT = call.slots.view()[2]
     for name, tensor in call.slots.state_view().items():
         if tensor.is_floating_point():
             bad_BHT = ~tensor.isfinite().flatten(3).all(-1) if tensor.ndim > 3 else ~tensor.isfinite()
-            _check(call, f"scores ({name!r})", bad_BHT, positions_BHT, "")
+            _refuse_bad(call, f"scores ({name!r})", bad_BHT, positions_BHT, "")
 
 
 def check_value(call: Call, value_BHT: Tensor) -> None:
     """Check what the score's value() gives for the tokens in use, if that is not the fault of what it was given."""
     given = [tensor for tensor in call.slots.state_view().values() if tensor.is_floating_point()]
     if all(bool(tensor.isfinite().all()) for tensor in given):  # else check_outcome names it
-        _check(call, "scores (of value())", value_BHT.isnan(), call.slots.view()[2], "")
+        _refuse_bad(call, "scores (of value())", value_BHT.isnan(), call.slots.view()[2], "")
 
 
 def check_cache(cache: TextState) -> None:
@@ -53,12 +53,12 @@ def check_cache(cache: TextState) -> None:
         ) from error
 
 
-def _check(call: Call, hop: str, bad_BHT: Tensor, positions: Tensor, then: str) -> None:
+def _refuse_bad(call: Call, hop: str, bad_BHT: Tensor, positions: Tensor, then: str) -> None:
     """Raise where `bad` is True of a real token; positions [B,1|H,T]."""
     bad_BHT = bad_BHT & (positions >= 0)
     if not bool(bad_BHT.any()):
         return
-    places = [(b, p) for b in range(len(bad_BHT)) for p in _positions(bad_BHT[b], positions[b])]
+    places = [(b, p) for b in range(len(bad_BHT)) for p in _list_positions(bad_BHT[b], positions[b])]
     few = ", ".join(f"row {b} position {p}" for b, p in places[:SHOWN])
     more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
     heads = ", ".join(map(str, sorted(set(bad_BHT.nonzero()[:, 1].tolist()))))
@@ -70,5 +70,5 @@ def _check(call: Call, hop: str, bad_BHT: Tensor, positions: Tensor, then: str) 
     )
 
 
-def _positions(bad_HT: Tensor, positions: Tensor) -> list[int]:
+def _list_positions(bad_HT: Tensor, positions: Tensor) -> list[int]:
     return sorted(torch.masked_select(positions.expand_as(bad_HT), bad_HT).unique().tolist())

@@ -37,19 +37,19 @@ def attend(
     norms and statistics stay float32, and q, k and v arrive in autocast's dtype. reads: the module has no keys of its own and
     uses those of `layer`, which has run (reading.py).
     """
-    run = reading.attend if reads else _writable
-    if _autocasts(q.device.type):
+    run = reading.attend if reads else _attend_writing
+    if _is_autocasting(q.device.type):
         bound_adapter.autocast = True
         with torch.autocast(q.device.type, enabled=False):
             return run(cache, layer, q, k, v, bound_adapter)
     return run(cache, layer, q, k, v, bound_adapter)
 
 
-def _autocasts(device: str) -> bool:
+def _is_autocasting(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def _writable(
+def _attend_writing(
     cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter
 ) -> Tensor:
     if isinstance(cache, ReplayPass):
@@ -57,15 +57,15 @@ def _writable(
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         # what the cache allocates must stay writable outside inference mode
         with torch.inference_mode(False), torch.no_grad():
-            return _attend(cache, layer, q, k, v, bound_adapter)
-    return _attend(cache, layer, q, k, v, bound_adapter)
+            return _attend_layer(cache, layer, q, k, v, bound_adapter)
+    return _attend_layer(cache, layer, q, k, v, bound_adapter)
 
 
-def _attend(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    return _run(_bound(cache, layer, q, k, bound_adapter), q, k, v)
+def _attend_layer(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
+    return _run_call(_bind_call(cache, layer, q, k, bound_adapter), q, k, v)
 
 
-def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run a layer's part of a pass, [B,Q,H*G*D]."""
     cache, layer, slots = call.cache, call.layer, call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: the first pass decides the cache's
@@ -76,7 +76,7 @@ def _run(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     (B, N, Q, D), P = q.shape, call.now.prompt
     if Q == 1 and not P:
         q_BHGD = q.view(B, N // call.group, call.group, D)
-        stack = _stack(call, q_BHGD)
+        stack = _find_stack(call, q_BHGD)
         out = decode.attend(call, q_BHGD, k, v, 0, stack)
         out_BQE = out.reshape(B, 1, -1)
         if layer == 0:
@@ -106,7 +106,7 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
     return torch.cat(outs, 3) if len(outs) > 1 else outs[0]
 
 
-def _bound(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:
+def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:
     """Return the Call of this layer: made by the prefill, and bound again by the decode steps that follow."""
     now = cache.running
     call = None if now.prompt or now.traced else cache.calls.get(layer)
@@ -120,7 +120,7 @@ def _bound(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: Bo
     return call
 
 
-def _stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
+def _find_stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
     """Return the stacked layers for this pass, or None.
 
     They are built once every slot is in use, and dropped when rows move or decode steps are recorded.

@@ -40,7 +40,7 @@ class BoundStep:
         self.query, self.out = (B, H, call.group, D), (B, 1, -1)
         self.row, self.value_row = ((B * H, size) for size in call.slots.kv.sizes)
 
-    def takes(self, attn: Any, q: Tensor) -> bool:
+    def takes_call(self, attn: Any, q: Tensor) -> bool:
         """Tell if this call is of the layer that was bound."""
         return attn is self.attn and self.slots.mode is self.mode and q.dtype == self.dtype and not q.requires_grad
 
@@ -85,10 +85,12 @@ class FusedByTorch(Fused):
         super().__init__(call, stack)
         self.observes, self.slotted = stack is not None and call.observes, self.mode.slotted
         self.heads = (self.row[0], call.group, self.row[1])
-        self.p_NGC = stack.buffer(call, self.dtype).flatten(0, 1) if self.observes and self.slotted and stack else None
-        self._view()
+        self.p_NGC = (
+            stack.view_probabilities(call, self.dtype).flatten(0, 1) if self.observes and self.slotted and stack else None
+        )
+        self._view_buffers()
 
-    def _view(self) -> None:
+    def _view_buffers(self) -> None:
         """Take views of the buffers."""
         (N, D), kv = self.row, self.slots.kv
         self.kv, self.C = kv, kv.width
@@ -97,19 +99,19 @@ class FusedByTorch(Fused):
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.count(v)
-        T = self._write(cache, k, v)
+        T = self._write_token(cache, k, v)
         if not self.observes:
             keys, values = (t if T == self.C else t.narrow(2, 0, T) for t in (self.kv.keys, self.kv.values))
             return F.scaled_dot_product_attention(q.view(self.query), keys, values, scale=self.geometry.scale).reshape(self.out)
         p_NGT, kt_NDT, v_NTV = self.p_NGC, self.kt_NDC, self.v_NCV
         if p_NGT is None:
             assert self.stack is not None
-            p_NGT = self.stack.buffer(self.call, self.dtype).flatten(0, 1)
+            p_NGT = self.stack.view_probabilities(self.call, self.dtype).flatten(0, 1)
             kt_NDT, v_NTV = kt_NDT.narrow(2, 0, T), v_NTV.narrow(1, 0, T)
         x = torch.bmm(q.reshape(self.heads) * self.geometry.scale, kt_NDT)
         return torch.bmm(torch.softmax(x, -1, out=p_NGT), v_NTV).view(self.out)
 
-    def _write(self, cache: TextState, k: Tensor, v: Tensor) -> int:
+    def _write_token(self, cache: TextState, k: Tensor, v: Tensor) -> int:
         """Write key and value into the free slots, or behind the used columns; return the columns to attend to."""
         slots = self.slots
         if self.flat is not None:
@@ -120,12 +122,12 @@ class FusedByTorch(Fused):
         start = slots.used
         if start == self.C:
             slots.reserve(start + 1)
-            self._view()
+            self._view_buffers()
         slots.used = start + 1
         self.kv.keys.narrow(2, start, 1).copy_(k)
         self.kv.values.narrow(2, start, 1).copy_(v)
         if self.stack is None:  # which writes those of all layers
-            slots.positions.narrow(2, start, 1).copy_(cache.running.on(slots.device)[:, None])
+            slots.positions.narrow(2, start, 1).copy_(cache.running.positions_on(slots.device)[:, None])
         return start + 1
 
 
@@ -145,8 +147,8 @@ class FusedByKernels(Fused):
         if stack is not None:
             newest_B, tau = stack.newest_B, stack.tau
         else:
-            newest_B = cache.running.on(slots.device)[:, 0]
-            self.mode.free_BH = cache.running.column(slots.used, slots.positions)
+            newest_B = cache.running.positions_on(slots.device)[:, 0]
+            self.mode.free_BH = cache.running.index_column(slots.used, slots.positions)
             slots.open_column({})
         return self.step(q.view(self.query), k, v, slots, newest_B, self.geometry, self.rule, tau).view(self.out)
 
@@ -157,30 +159,30 @@ def bind(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
     whole = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered
     if whole or cache.settings.record or first.bound_adapter.autocast or torch.is_grad_enabled():
         return
-    between = (_step(cache.calls.get(layer), cache, q_BHGD, stack) for layer in range(1, len(cache.layers) - 1))
+    between = (_bind_layer(cache.calls.get(layer), cache, q_BHGD, stack) for layer in range(1, len(cache.layers) - 1))
     now.bound = [None, *between, None]
 
 
-def _step(call: Call | None, cache: TextState, q_BHGD: Tensor, stack: LayerStack | None) -> BoundStep | None:
+def _bind_layer(call: Call | None, cache: TextState, q_BHGD: Tensor, stack: LayerStack | None) -> BoundStep | None:
     """Return the step of a layer, bound once for each stack or mode; None for a layer that has not run yet."""
     if call is None:
         return None
     owner, step = call.slots.mode if stack is None else stack, call.step
     if step is None or step.owner is not owner or step.launched != call.launched or step.kv is not call.slots.kv:
-        call.step = step = _stacked(call, stack) if stack is not None else _alone(call, q_BHGD)
+        call.step = step = _bind_stacked(call, stack) if stack is not None else _bind_alone(call, q_BHGD)
         step.owner = owner
     return step
 
 
-def _stacked(call: Call, stack: LayerStack) -> BoundStep:
+def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
     slotted, kernels = call.slots.mode.slotted, stack.backend == "triton"
     alone = call.policy.stores and not call.policy.entry_by_position  # else written for all layers at once
-    if alone or (kernels and not slotted) or not (kernels or _unmasked(call)):
+    if alone or (kernels and not slotted) or not (kernels or _is_plain_softmax(call)):
         return Unbound(call, stack)
     return FusedByKernels(call, stack) if kernels else FusedByTorch(call, stack)
 
 
-def _alone(call: Call, q_BHGD: Tensor) -> BoundStep:
+def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
     slots = call.slots
     entry = call.policy.stores or call.policy.keeps_norms
     scores = call.observes or slots.statistics or (call.evicts and entry)
@@ -188,10 +190,10 @@ def _alone(call: Call, q_BHGD: Tensor) -> BoundStep:
         return Unbound(call, None)
     if decode.backend_of(call, q_BHGD) == "triton":  # its first launch, which may fail, is decode.attend's
         return FusedByKernels(call, None) if call.launched else Unbound(call, None)
-    return FusedByTorch(call, None) if _unmasked(call) else Unbound(call, None)
+    return FusedByTorch(call, None) if _is_plain_softmax(call) else Unbound(call, None)
 
 
-def _unmasked(call: Call) -> bool:
+def _is_plain_softmax(call: Call) -> bool:
     """Tell if a step is a softmax over scaled products in one precision."""
     slots, geometry = call.slots, call.geometry
     masked = slots.holes or geometry.slopes_HG is not None or geometry.sliding is not None

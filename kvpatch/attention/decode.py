@@ -33,7 +33,7 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, s
     if stack is not None:
         entry, name = stack.begin(call, k_BH1D, v_BH1D), stack.backend
     else:
-        entry, name = _begin(call, k_BH1D, v_BH1D, positions_B1), backend_of(call, q_BHGD)
+        entry, name = _write_token(call, k_BH1D, v_BH1D, positions_B1), backend_of(call, q_BHGD)
     done = _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, t, stack) if name == "triton" else None
     if done is not None:
         (out, named), p_BHGT, positions_BHT = done, None, call.slots.positions
@@ -50,10 +50,12 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, s
         call.show(call.keys(call.slots.used), copied=more or moves)
     if stack is None:
         new = q_BHGD, k_BH1D, v_BH1D
-        _end(call, new, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, named)
+        _end_step(call, new, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, named)
     elif call.layer == stack.L - 1:
         stack.close()
-        _end(stack.call, _NOTHING, stack.p_BHGT, stack.slots.positions[:, :, : stack.slots.used], stack.newest_B11, t, named)
+        _end_step(
+            stack.call, _NOTHING, stack.p_BHGT, stack.slots.positions[:, :, : stack.slots.used], stack.newest_B11, t, named
+        )
         stack.share_free()
     return out
 
@@ -73,12 +75,12 @@ def _by_torch(
         out = backend(name).ragged_step(q_BHGD, keys, call.geometry)
     if out is None:
         wanted = call.observes
-        buffer = None if stack is None or not wanted else stack.buffer(call, q_BHGD.dtype)
+        buffer = None if stack is None or not wanted else stack.view_probabilities(call, q_BHGD.dtype)
         out, p_BHGT = torch_backend.step(q_BHGD, keys, positions_B1[:, None], call.geometry, wanted, buffer)
     return out, p_BHGT, keys.positions_BHT
 
 
-def _begin(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
+def _write_token(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
     """Make room for a token, count it, and write its entry of the score state."""
     slots = call.slots
     if not call.now.traced:
@@ -89,7 +91,7 @@ def _begin(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> 
     return call.step_entry(k_BH1D, v_BH1D, positions_B1)
 
 
-def _end(
+def _end_step(
     call: Call,
     new: tuple[Tensor | None, Tensor | None, Tensor | None],
     p_BHGT: Tensor | None,
@@ -103,7 +105,7 @@ def _end(
     new: queries, key and value of the token; None for stacked layers.
     """
     if p_BHGT is not None and call.policy.needs.sums:
-        _sum(call, p_BHGT, positions_BHT, newest_B11, t)
+        _add_statistics(call, p_BHGT, positions_BHT, newest_B11, t)
     if call.steppers:
         step, log = StepRead(call, *new, p_BHGT, call.observes, newest_B11[:, 0]), call.slots.undo_log
         for need in call.steppers:
@@ -113,7 +115,7 @@ def _end(
     if named:
         call.slots.forget_places()
     elif call.evicting:
-        _evict(call, newest_B11, t)
+        _evict_over_budget(call, newest_B11, t)
     else:
         call.slots.advance()
     if call.evicts:
@@ -123,28 +125,28 @@ def _end(
 def backend_of(call: Call, q_BHGD: Tensor) -> str:
     """Return the name of the backend that runs the step."""
     if call.no_kernels is not None:
-        call.cache.choice.record(_task(call), "torch", call.no_kernels)
+        call.cache.choice.record(_name_task(call), "torch", call.no_kernels)
         return "torch"
     if call.cache.counters.shortfall_B is not None and call.observes:
-        call.cache.choice.record(_task(call), "torch", "rows have temperatures of their own")
+        call.cache.choice.record(_name_task(call), "torch", "rows have temperatures of their own")
         return "torch"
-    return call.cache.choice.of(*_case(call, q_BHGD))
+    return call.cache.choice.of(*_describe_case(call, q_BHGD))
 
 
 def foresee(call: Call, q_BHGD: Tensor) -> None:
     """Choose the backends of the coming steps."""
     if call.slots.mode.slotted:
-        task, case = _case(call, q_BHGD)
+        task, case = _describe_case(call, q_BHGD)
         for padding, gradients in product((case.padding, True), (case.gradients, False)):
             call.cache.choice.foresee(task, replace(case, padding=padding, gradients=gradients))
 
 
-def _task(call: Call) -> Task:
+def _name_task(call: Call) -> Task:
     return "decode" if call.slots.kv.head_offsets is None else "ragged"
 
 
-def _case(call: Call, q_BHGD: Tensor) -> tuple[Task, Case]:
-    task = _task(call)
+def _describe_case(call: Call, q_BHGD: Tensor) -> tuple[Task, Case]:
+    task = _name_task(call)
     return task, call.case(task, q_BHGD, call.keys(call.slots.used, contents=False), call.observes)
 
 
@@ -168,7 +170,7 @@ def _by_kernel(
     with torch.no_grad():
         evicting = call.evicting and not (appends or call.rule.moves or call.shows)
         if appends:
-            slots.mode.free_BH = call.now.column(slots.used, slots.positions)
+            slots.mode.free_BH = call.now.index_column(slots.used, slots.positions)
             slots.open_column(entry)
         else:
             slots.write_entry(entry)
@@ -183,18 +185,18 @@ def _by_kernel(
             out = step()
         else:
             written = (slots.positions, slots.mode.free_BH, *slots.state.values())
-            out = call.cache.choice.attempt(*_case(call, q_BHGD), step, written)
+            out = call.cache.choice.attempt(*_describe_case(call, q_BHGD), step, written)
     call.launched = out is not None
     if out is None:
         slots.used -= appends
         return None
     many = "heads evict as many tokens as their budget says" if call.rule.moves else None
     if call.evicting and not chosen.evicts and (why := many or backend("triton").torch_evicts(call.policy, slots)) is not None:
-        call.cache.choice.record(_task(call), "triton", f"torch names who goes: {why}")
+        call.cache.choice.record(_name_task(call), "triton", f"torch names who goes: {why}")
     return out, chosen.evicts
 
 
-def _sum(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
+def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
     """Add the new row's probabilities to the statistics."""
     policy, (B, H, _, T) = call.policy, p_BHGT.shape
     seen = _visible_count(call, positions_BHT, newest_B11) if "count" in policy.needs.statistics else UNCOUNTED
@@ -212,16 +214,16 @@ def _visible_count(call: Call, positions_BHT: Tensor, newest_B11: Tensor) -> Ten
     return visible.sum(-1).reshape(-1, 1)
 
 
-def _waits(call: Call) -> bool:
+def _evicts_nothing(call: Call) -> bool:
     """Tell if no head evicts at this step. A traced step cannot be told, and heads on other processes may evict."""
     slots = call.slots
     return not (slots.mode.due or (slots.holes and (slots.traced or call.parallel)))
 
 
-def _evict(call: Call, newest_B11: Tensor, t: int) -> None:
+def _evict_over_budget(call: Call, newest_B11: Tensor, t: int) -> None:
     """Evict what is over each head's budget, if the rhythm says so, and name the slot for the next token."""
     slots, every = call.slots, call.policy.every
-    if _waits(call):
+    if _evicts_nothing(call):
         if slots.holes:
             slots.set_free(slots.empty_slots())
         slots.mode.count(1)

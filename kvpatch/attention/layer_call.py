@@ -65,7 +65,7 @@ class Call(LayerRead):
             # the user's policy options do not apply to a window of the layer's own
             now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None)
         self.now = now
-        self.positions_BQ = now.on(self.device)
+        self.positions_BQ = now.positions_on(self.device)
         self.rows_BQ = self.positions_BQ if now.rows_BQ is None else now.rows_BQ.to(self.device)
 
     @property
@@ -75,7 +75,7 @@ class Call(LayerRead):
         assert cache is not None, "whoever runs a pass holds its cache"
         return cache
 
-    def over(self, slots: SlotLayer, layer_B: Tensor) -> Call:
+    def copy_for_stack(self, slots: SlotLayer, layer_B: Tensor) -> Call:
         """Return this call for stacked layers: `slots` has their rows, layer_B [B] the layer of each row."""
         other = copy.copy(self)
         other.slots, other.layer_B = slots, layer_B
@@ -107,9 +107,11 @@ class Call(LayerRead):
     def score_entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> dict[str, Tensor]:
         """Compute what the score keeps about tokens."""
         key_codec, value_codec = self.slots.kv.codecs
-        return self.policy.entry(self._new(key_codec.cached(k_BHQD), value_codec.cached(v_BHQD), positions_BQ))
+        return self.policy.entry(
+            self._describe_tokens(key_codec.round_trip(k_BHQD), value_codec.round_trip(v_BHQD), positions_BQ)
+        )
 
-    def _new(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> NewTokens:
+    def _describe_tokens(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> NewTokens:
         first = self.settings.parallel.first(k_BHQD.shape[1])
         return NewTokens(k_BHQD, v_BHQD, positions_BQ, self.group, self.layer_B, self.settings.seed, first)
 
@@ -121,16 +123,16 @@ class Call(LayerRead):
         """
         if not self.evicts or not self.policy.keeps_norms:
             return {}
-        return {"norm": self._norms(self.slots.kv.codecs[1].cached(v_BHQD), None)}
+        return {"norm": self._project_norms(self.slots.kv.codecs[1].round_trip(v_BHQD), None)}
 
     def write_norms(self, v_BH1D: Tensor, out_NB: Tensor) -> None:
         """Write `selection_entry` of a decoded token for each query head [H*G,B]; whoever reads it takes the group's mean."""
         assert isinstance(self.policy.selection, TwoStage)
-        v_BN1D = self.bound_adapter.head_values(self.slots.kv.codecs[1].cached(v_BH1D))
+        v_BN1D = self.bound_adapter.head_values(self.slots.kv.codecs[1].round_trip(v_BH1D))
         rows = self._output_rows(v_BN1D, len(out_NB) // v_BN1D.shape[1])
         head_norms(v_BN1D[:, :, 0].transpose(0, 1), rows, self.policy.selection.norm, out_NB)
 
-    def _norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
+    def _project_norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
         assert isinstance(self.policy.selection, TwoStage)
         norm, H = self.policy.selection.norm, v_BHQD.shape[1]
         v_BNQD = self.bound_adapter.head_values(v_BHQD.detach())
@@ -166,14 +168,14 @@ class Call(LayerRead):
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
             like = like_BH1D.expand(-1, -1, AHEAD, -1)
-            slots.ahead = (slots.seen, self.policy.entry(self._new(like, like, coming)))
+            slots.ahead = (slots.seen, self.policy.entry(self._describe_tokens(like, like, coming)))
         at = slots.seen - slots.ahead[0]
         return {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
 
     def keys(self, past: int, contents: bool = True) -> Keys:
         """Return the used slots in the form that a backend takes. contents: False where shapes are enough."""
         slots = self.slots
-        keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline()
+        keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline_view()
         grown = None if self.now.traced else slots.mode.newest()  # a traced step knows it from the positions only
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown, slots.kv.codecs)
 
@@ -213,7 +215,7 @@ class Call(LayerRead):
         if not self.settings.renumbered:
             return q_BHGQD, keys
         positions, Q = keys.positions_BHT, q_BHGQD.shape[3]
-        ranks = _ranks(positions) if keys.holes or not keys.ordered else positions
+        ranks = _rank_positions(positions) if keys.holes or not keys.ordered else positions
         # the new tokens were written last, or are a decode step's newest
         if behind_BQ is not None:
             own = (ranks.amax(-1, keepdim=True) - behind_BQ[:, None]).clamp(min=0)
@@ -250,10 +252,10 @@ class Call(LayerRead):
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
         """Return the eviction context for scores and scopes. t: column of the pass, for values that all layers share."""
         slots, limits = self.slots, self.slots.own_limits
-        positions, state = self._positions, slots.state_view()
+        positions, state = self._used_positions, slots.state_view()
         for one in self.policy.needs.sums:
             if one.across_layers:
-                state = {**state, one.key: self._shared(positions).gather(-1, positions + 1)}
+                state = {**state, one.key: self._find_shared_score(positions).gather(-1, positions + 1)}
         shared = None if self.now.traced else self.now.recent
         recent_B11 = None if shared is None else shared.get((id(limits), t))
         if recent_B11 is None:
@@ -317,7 +319,7 @@ class Call(LayerRead):
         return tensor if slots.used == tensor.shape[2] else tensor[:, :, : slots.used]
 
     def plain_keys(self) -> Tensor:
-        return self.rotated_back(self.held()[0], self._positions)
+        return self.rotated_back(self.held()[0], self._used_positions)
 
     def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
         now = self.now
@@ -330,7 +332,7 @@ class Call(LayerRead):
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, newest_B11: Tensor) -> tuple[Tensor, Tensor]:
         slots, geometry, newest = self.slots, self.geometry, newest_B11[:, 0]
         # if the budget has no room for all their tokens there is nothing to choose, and any logits will do
-        (k, v), positions = self.held(), self._positions
+        (k, v), positions = self.held(), self._used_positions
         candidate = (positions >= 0) & (positions <= newest[:, None] - positions_BW.shape[1])
         if self.settings.renumbered:
             keys = Keys(k, v, positions, holes=slots.holes, past=slots.used, ordered=False)
@@ -339,23 +341,25 @@ class Call(LayerRead):
         x = window_logits(q_BHGWD, k, positions, positions_BW, geometry)
         seen = candidate[:, :, None, None]
         if geometry.sliding is not None:
-            seen = seen & (self._positions[:, :, None, None] >= oldest(geometry.sliding, positions_BW[:, None, None, :, None]))
+            seen = seen & (
+                self._used_positions[:, :, None, None] >= oldest(geometry.sliding, positions_BW[:, None, None, :, None])
+            )
         # the least number rather than -inf: a query that sees no candidate is not NaN
         return x.masked_fill(~seen, torch.finfo(x.dtype).min), candidate
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Return keys and values [B,H,T,D] of the used slots; those of a ragged layer are copied, rounded ones unpacked."""
         slots = self.slots
-        return slots.kv.dense(*slots.positions.shape[:2]).numbers(slots.used)
+        return slots.kv.make_dense(*slots.positions.shape[:2]).numbers(slots.used)
 
     def live(self, newest_B11: Tensor) -> Tensor:
         """Return the tokens of the used slots that a later query can see, bool [B,H,T]."""
-        positions, sliding = self._positions, self.geometry.sliding
+        positions, sliding = self._used_positions, self.geometry.sliding
         live = positions >= 0
         return live if sliding is None else live & (positions >= oldest(sliding, newest_B11 + 1))
 
     @property
-    def _positions(self) -> Tensor:
+    def _used_positions(self) -> Tensor:
         """Return the positions of the used slots [B,H,T]."""
         slots = self.slots
         return slots.positions if slots.used == slots.positions.shape[2] else slots.positions[:, :, : slots.used]
@@ -365,7 +369,7 @@ class Call(LayerRead):
         if "norm" in self.slots.state:
             return self.slots.state_view()["norm"]
         unwanted = known if out is None else known | out
-        return self._norms(self.slots.view()[1], ~unwanted)
+        return self._project_norms(self.slots.view()[1], ~unwanted)
 
     def sums(self, rows: Rows, rows_BQ: Tensor, tau: float | Tensor) -> dict[str, Tensor]:
         """Return the policy's statistics [N,M] of some rows' probabilities; rows_BQ are the positions of all rows."""
@@ -404,16 +408,16 @@ class Call(LayerRead):
         for one in self.policy.needs.sums:
             increment = sums[one.key]
             if one.across_layers:
-                self._add_shared(increment, self._positions, one.decay)
+                self._add_shared(increment, self._used_positions, one.decay)
                 continue
             total = slots.statistic(one.key)
             if total.shape[2] != increment.shape[2]:
                 total = total[:, :, : increment.shape[2]]
             if one.decay != 1.0:
-                total.mul_(self._decay(total, one.decay))
+                total.mul_(self._find_decay(total, one.decay))
             total.add_(increment)
 
-    def _decay(self, total: Tensor, decay: float) -> float | Tensor:
+    def _find_decay(self, total: Tensor, decay: float) -> float | Tensor:
         """Return the factor of the old sums: 1 for rows whose text ended before this block."""
         if min(self.now.rows_B, default=1) > 0:
             return decay
@@ -425,16 +429,18 @@ class Call(LayerRead):
         cache = self.cache
         B, H, _ = positions.shape
         needed = self.slots.seen + 1
-        shared = self._shared(positions)
+        shared = self._find_shared_score(positions)
         if shared.shape[-1] < needed:
             more = increment.new_zeros(B, H, needed + needed // 4 + 64 - shared.shape[-1])
             cache.shared = shared = torch.cat([shared, more], -1)
         index = positions + 1  # column 0 belongs to empty slots
         old = shared.gather(-1, index)
-        total = old * self._decay(old, decay) + increment.nan_to_num(0.0)  # a NaN in one layer adds nothing to the shared sum
+        total = old * self._find_decay(old, decay) + increment.nan_to_num(
+            0.0
+        )  # a NaN in one layer adds nothing to the shared sum
         shared.scatter_(-1, index, total)
 
-    def _shared(self, like: Tensor) -> Tensor:
+    def _find_shared_score(self, like: Tensor) -> Tensor:
         """Return the score that layers share, zeros at first, moved to the current layer's device."""
         cache = self.cache
         if cache.shared is None:
@@ -445,7 +451,7 @@ class Call(LayerRead):
         return cache.shared
 
 
-def _ranks(positions_BHT: Tensor) -> Tensor:
+def _rank_positions(positions_BHT: Tensor) -> Tensor:
     """Return the rank of each position among a head's real ones, oldest first; 0 for empty slots."""
     order = positions_BHT.argsort(-1)
     count = torch.arange(positions_BHT.shape[-1], device=positions_BHT.device).expand_as(order)

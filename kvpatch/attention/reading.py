@@ -27,7 +27,7 @@ def attend(cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: T
     q may be of the last columns of the pass alone. k and v [B,H,N,D] are of all its new tokens, which the source has written.
     """
     if isinstance(cache, ReplayPass):
-        return _replayed(cache, layer, q, k, v, bound_adapter)
+        return _attend_replay(cache, layer, q, k, v, bound_adapter)
     now, slots = cache.running, cache.layers[layer]
     call = Call(cache, now, layer, bound_adapter, group=q.shape[1] // k.shape[1], device=slots.device)
     call.geometry, call.evicts = bound_adapter.geometry(slots.device), False
@@ -37,7 +37,7 @@ def attend(cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: T
     if P:
         keys = shown.pop(0)
         if first < P:
-            outs.append(_prompt(call, q_BHGQD[:, :, :, : P - first], keys, first))
+            outs.append(_attend_prompt(call, q_BHGQD[:, :, :, : P - first], keys, first))
     for t in range(max(P, first), now.positions_BQ.shape[1]):
         newest_B11 = call.positions_BQ[:, t : t + 1, None]
         out, _ = torch_backend.step(q_BHGQD[:, :, :, t - first], shown[t - P], newest_B11, call.geometry, False)
@@ -45,7 +45,7 @@ def attend(cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: T
     return rearrange(torch.cat(outs, 3), "b h g q d -> b q (h g d)").to(q.device)
 
 
-def _prompt(call: Call, q_BHGQD: Tensor, keys: Keys, first: int) -> Tensor:
+def _attend_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, first: int) -> Tensor:
     """Return the output [B,H,G,Q,D] of a prompt's columns from `first` on."""
     rows_BQ = call.rows_BQ[:, first : call.now.prompt]
     if not first:
@@ -53,7 +53,7 @@ def _prompt(call: Call, q_BHGQD: Tensor, keys: Keys, first: int) -> Tensor:
     return torch_backend.attend(q_BHGQD, replace(keys, past=keys.past + first), rows_BQ, call.geometry)[0]
 
 
-def _replayed(cache: ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
+def _attend_replay(cache: ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
     """Attend by the record; columns that the model has left out are put in front and cut off again."""
     missing = k.shape[2] - q.shape[2]
     out = cache.attend(layer, torch.nn.functional.pad(q, (0, 0, missing, 0)), k, v, bound_adapter)

@@ -42,7 +42,7 @@ class ReplayPass:
         positions_BHQ, n = positions_BQ[:, None].expand(-1, H, -1), self.whole
         if not geometry.plain or geometry.slopes_HG is not None or (geometry.sliding is not None and geometry.sliding < n):
             n = 0  # it needs masks too
-        deaths_BHQ = self._deaths(layer, positions_BQ) if n < Q else None
+        deaths_BHQ = self._find_deaths(layer, positions_BQ) if n < Q else None
         keys = Keys(k, v, positions_BHQ, self.padded, 0, self.ordered, deaths_BHT=deaths_BHQ)
         out = None if deaths_BHQ is None else self._by_kernels(q_BHGQD, keys, positions_BQ, geometry)
         if out is None:
@@ -65,7 +65,7 @@ class ReplayPass:
             "replay", case, functools.partial(_Kernels.apply, *inputs, keys, positions_BQ, geometry, name, case)
         )
 
-    def _deaths(self, layer: int, positions_BQ: Tensor) -> Tensor:
+    def _find_deaths(self, layer: int, positions_BQ: Tensor) -> Tensor:
         """Return the death of each column's token [B,H,Q]; of tokens behind the record it is not known, and none sees them."""
         deaths_BHT = self.record.deaths[layer].to(positions_BQ.device)[self.text_B.to(positions_BQ.device)]
         T = deaths_BHT.shape[-1]

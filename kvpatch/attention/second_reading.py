@@ -10,7 +10,7 @@ from torch import Tensor
 from ..backends import torch_backend
 from ..backends.protocol import Keys
 from ..cache.forward_context import Repeat
-from ..cache.slots import gathered
+from ..cache.slots import gather_entries
 from ..policies.context import accumulator
 from ..policies.needs import SecondReading
 from . import prefill
@@ -25,13 +25,13 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     """
     held = call.keys(call.slots.used)
     if call.shows:
-        call.show(_before(call, held, k_BHQD, v_BHQD))
+        call.show(_join_keys(call, held, k_BHQD, v_BHQD))
     need = call.policy.needs.find(SecondReading)
     if not call.evicts or need is None:
-        return prefill.attend_to(call, q_BHGQD, _before(call, held, k_BHQD, v_BHQD), call.rows_BQ).out
+        return prefill.attend_to(call, q_BHGQD, _join_keys(call, held, k_BHQD, v_BHQD), call.rows_BQ).out
     by_outputs = need.by_outputs
     part = _Part.of(call, repeat, held)
-    near = _before(call, part.shown, k_BHQD, v_BHQD)
+    near = _join_keys(call, part.shown, k_BHQD, v_BHQD)
     found = prefill.attend_to(call, q_BHGQD, near, call.rows_BQ)
     factors = _row_factors(repeat.hidden) if by_outputs else None
     most_BHGM = torch_backend.greatest(q_BHGQD, near, call.rows_BQ, call.geometry, found.lse, factors)
@@ -41,12 +41,12 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     if found.lse is not None and torch_backend.attends_before(q_BHGQD, held, call.geometry):
         out, lse = found.out, found.lse
         for keys in part.rest:
-            out, lse = torch_backend.joined((out, lse), torch_backend.attend_before(q_BHGQD, keys, call.geometry))
+            out, lse = torch_backend.join_parts((out, lse), torch_backend.attend_before(q_BHGQD, keys, call.geometry))
         return out
-    return prefill.attend_to(call, q_BHGQD, _before(call, held, k_BHQD, v_BHQD), call.rows_BQ).out
+    return prefill.attend_to(call, q_BHGQD, _join_keys(call, held, k_BHQD, v_BHQD), call.rows_BQ).out
 
 
-def _before(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
+def _join_keys(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
     """Return the keys with the rows' own behind them."""
     padded = call.now.padding is not None
     return replace(
@@ -110,8 +110,8 @@ class _Part:
         longest = max(b - a for a, b in zip(repeat.start_B, repeat.stop_B, strict=True))
         index_BHM = (~wanted).byte().argsort(dim=-1, stable=True)[..., : min(longest + min(sinks, start), T)]
         shown = Keys(
-            gathered(held.k_BHTD, index_BHM),
-            gathered(held.v_BHTD, index_BHM),
+            gather_entries(held.k_BHTD, index_BHM),
+            gather_entries(held.v_BHTD, index_BHM),
             position.gather(-1, index_BHM).masked_fill(~wanted.gather(-1, index_BHM), -1),
             holes=True,
             past=index_BHM.shape[2],

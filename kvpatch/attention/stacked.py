@@ -38,9 +38,9 @@ class LayerStack:
         first = self.layers[0]
         B, self.H, self.C = first.positions.shape
         self.rows = [slice(index * B, (index + 1) * B) for index in range(self.L)]
-        self.slots = self._stacked(first)
+        self.slots = self._join_layers(first)
         layer_B = torch.arange(self.L, device=first.device).repeat_interleave(B)
-        self.call = call.over(self.slots, layer_B)
+        self.call = call.copy_for_stack(self.slots, layer_B)
         self.offset_LN = torch.arange(self.L, device=first.device)[:, None] * (B * self.H * self.C)
         self.p_BHGT: Tensor | None = None
         self.buffer_N: Tensor | None = None
@@ -52,7 +52,7 @@ class LayerStack:
             layer.state = {name: tensor[rows] for name, tensor in self.slots.state.items()}
         self.share_free()
 
-    def _stacked(self, first: SlotLayer) -> SlotLayer:
+    def _join_layers(self, first: SlotLayer) -> SlotLayer:
         slots, layers = _Together(self.layers, first), self.layers
         slots.dtype, slots.device, slots.geometry = first.dtype, first.device, first.geometry
         slots.contiguous, slots.used, slots.seen = False, first.used, first.seen
@@ -102,7 +102,7 @@ class LayerStack:
     def begin(self, call: Call, k_BH1D: Tensor, v_BH1D: Tensor) -> dict[str, Tensor]:
         """Count a layer's new token and return its entry; the first layer writes what depends on positions alone for all."""
         if call.layer == 0:
-            self._open(call)
+            self._open_step(call)
         call.slots.seen += 1
         if self.norms_LNB is not None:
             call.write_norms(v_BH1D, self.norms_LNB[call.layer])
@@ -110,7 +110,7 @@ class LayerStack:
             return {}
         return call.score_entry(k_BH1D, v_BH1D, call.positions_BQ)
 
-    def _open(self, call: Call) -> None:
+    def _open_step(self, call: Call) -> None:
         """Write the new token's position and an empty score in every layer, which kernels do themselves."""
         self.newest_B, self.tau = call.positions_BQ[:, 0], call.cache.temperature(1) if call.observes else 1.0
         self.newest_B11 = call.positions_BQ[:, None].repeat(self.L, 1, 1)
@@ -134,7 +134,7 @@ class LayerStack:
         self.backend = backend
         self.slots.write_position(self.call.positions_BQ)
 
-    def buffer(self, call: Call, dtype: torch.dtype) -> Tensor:
+    def view_probabilities(self, call: Call, dtype: torch.dtype) -> Tensor:
         """Return the view for a layer's probabilities [B,H,G,T]."""
         T = self.slots.used + self.slots.mode.adds
         if self.p_BHGT is None or self.p_BHGT.shape[-1] != T:

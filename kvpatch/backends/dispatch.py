@@ -79,12 +79,12 @@ class Choice:
         """Choose the backend for a task that is about to run, record it, and return its name."""
         if torch.compiler.is_compiling():
             return self.known[task, case][0] if (task, case) in self.known else "torch"  # torch takes every case
-        self.ran[task] = self._found(task, case)
+        self.ran[task] = self._find_choice(task, case)
         return self.ran[task][0]
 
     def instead(self, task: Task, case: Case, name: str, why: str) -> str:
         """Choose and record who serves a call that the chosen backend `name` cannot take after all, for a reason `why`."""
-        self.ran[task] = self._choose(task, case, {name: why})
+        self.ran[task] = self._choose_backend(task, case, {name: why})
         return self.ran[task][0]
 
     def record(self, task: Task, name: str, why: str) -> None:
@@ -110,14 +110,14 @@ class Choice:
 
     def foresee(self, task: Task, case: Case) -> None:
         """Choose ahead for a step under torch.compile, which cannot choose while it is traced."""
-        self.coming[task] = self._found(task, case)
+        self.coming[task] = self._find_choice(task, case)
 
-    def _found(self, task: Task, case: Case) -> tuple[str, str]:
+    def _find_choice(self, task: Task, case: Case) -> tuple[str, str]:
         if (task, case) not in self.known:
-            self.known[task, case] = self._choose(task, case)
+            self.known[task, case] = self._choose_backend(task, case)
         return self.known[task, case]
 
-    def _choose(self, task: Task, case: Case, known: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
+    def _choose_backend(self, task: Task, case: Case, known: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
         """Return the first backend that takes a case, and the reasons against those before it. known: reasons by name."""
         if self.wanted == "torch":
             return "torch", "asked for"

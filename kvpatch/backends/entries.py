@@ -39,7 +39,7 @@ class Exact:
         """Return the numbers [...,D] of entries."""
         return entries
 
-    def cached(self, x: Tensor) -> Tensor:
+    def round_trip(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache."""
         return x
 
@@ -91,18 +91,18 @@ class Rounded:
         step = scale.to(wide.dtype)
         codes = ((wide - zero.to(wide.dtype)) / step.masked_fill(step == 0, 1.0)).round_().clamp_(0, top)
         numbers = torch.cat([scale, zero], -2).squeeze(-1)
-        return torch.cat([numbers.view(torch.uint8), self._packed(codes.flatten(-2).to(torch.uint8))], -1)
+        return torch.cat([numbers.view(torch.uint8), self._pack_codes(codes.flatten(-2).to(torch.uint8))], -1)
 
     def decode(self, entries: Tensor) -> Tensor:
         """Return the numbers [...,D] of entries."""
         wide = accumulator(self.dtype)
         numbers = entries[..., : self.head].clone(memory_format=torch.contiguous_format).view(self.dtype).to(wide)
         scale, zero = (part.unsqueeze(-1) for part in numbers.unflatten(-1, (2, self.groups)).unbind(-2))
-        codes = self._unpacked(entries[..., self.head :]).to(wide).unflatten(-1, (self.groups, -1))
+        codes = self._unpack_codes(entries[..., self.head :]).to(wide).unflatten(-1, (self.groups, -1))
         wide_x = codes.mul_(scale).add_(zero).flatten(-2)
         return (wide_x if self.centre is None else wide_x + self.centre).to(self.dtype)
 
-    def cached(self, x: Tensor) -> Tensor:
+    def round_trip(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache."""
         return self.decode(self.encode(x))
 
@@ -114,7 +114,7 @@ class Rounded:
         """Return the codec of entries [N,...,width] of these heads, numbered n = b * H + h."""
         return self if self.centre is None else replace(self, centre=self.centre.flatten(0, 1)[heads_N])
 
-    def _packed(self, codes: Tensor) -> Tensor:
+    def _pack_codes(self, codes: Tensor) -> Tensor:
         """Pack codes [...,D] of 4 bits in pairs: one of the first half of D is the low half of its byte."""
         if self.bits == 8:
             return codes
@@ -122,7 +122,7 @@ class Rounded:
         low, high = codes[..., :half], torch.nn.functional.pad(codes[..., half:], (0, self.D % 2))
         return low | (high << 4)
 
-    def _unpacked(self, packed: Tensor) -> Tensor:
+    def _unpack_codes(self, packed: Tensor) -> Tensor:
         if self.bits == 8:
             return packed
         return torch.cat([packed & 15, packed >> 4], -1)[..., : self.D]
@@ -155,12 +155,12 @@ class Latent:
         """Return the numbers [...,D] of entries."""
         return self.whole.decode(entries)[..., : self.D]
 
-    def cached(self, x: Tensor) -> Tensor:
+    def round_trip(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache; no group of a key's channels reaches beyond its value."""
         if isinstance(self.whole, Exact):
             return x
         whole, centre = self.whole, None if self.whole.centre is None else self.whole.centre[..., : self.D]
-        return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)
+        return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).round_trip(x)
 
     def size(self, entries: Tensor) -> int:
         """Return D."""
@@ -183,12 +183,12 @@ def codecs(bits: int, D: int, E: int, dtype: torch.dtype, latent: bool = False) 
     latent: a value is the first E numbers of its key.
     """
     if latent:
-        whole = Exact() if bits == FULL else Rounded(bits, D, D // _group(math.gcd(D, E)), dtype)
+        whole = Exact() if bits == FULL else Rounded(bits, D, D // _choose_group(math.gcd(D, E)), dtype)
         return whole, Latent(whole, E)
-    return EXACT if bits == FULL else (Rounded(bits, D, D // _group(D), dtype), Rounded(bits, E, 1, dtype))
+    return EXACT if bits == FULL else (Rounded(bits, D, D // _choose_group(D), dtype), Rounded(bits, E, 1, dtype))
 
 
-def centred(codecs: Codecs, centre_BH1D: Tensor | None) -> Codecs:
+def centre_codecs(codecs: Codecs, centre_BH1D: Tensor | None) -> Codecs:
     """Return the codecs of keys around a centre; codecs in full precision have none."""
     key, value = codecs
     if isinstance(key, Exact):
@@ -205,10 +205,10 @@ def centre_of(codecs: Codecs) -> Tensor | None:
 def map_centre(codecs: Codecs, change: Callable[[Tensor], Tensor]) -> Codecs:
     """Return the codecs after `change` of the centre."""
     centre = centre_of(codecs)
-    return codecs if centre is None else centred(codecs, change(centre))
+    return codecs if centre is None else centre_codecs(codecs, change(centre))
 
 
-def midrange(k_BHTD: Tensor, real_BHT: Tensor) -> Tensor:
+def find_midrange(k_BHTD: Tensor, real_BHT: Tensor) -> Tensor:
     """Return the number midway between the least and the greatest of each channel [B,H,1,D], over the keys that are `real`.
 
     It is the same in any order of the keys, whatever padding lies beside them. Where it is no number, 0 takes its place.
@@ -236,7 +236,7 @@ def entry_bytes(bits: int, key: int, value: int, dtype: torch.dtype, latent: boo
     return sum(size * dtype.itemsize if isinstance(codec, Exact) else codec.width for size, codec in stored)
 
 
-def _group(D: int) -> int:
+def _choose_group(D: int) -> int:
     """Return the most channels, at most GROUP, of which D are a multiple."""
     return next(size for size in range(min(D, GROUP), 0, -1) if D % size == 0)
 
@@ -249,7 +249,7 @@ def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
     if codec.exact:
         return torch.matmul(q_NGD, entries_NTW.transpose(-1, -2))
     q_NGD = q_NGD.to(accumulator(q_NGD.dtype))
-    blocks = [torch.matmul(q_NGD, k.transpose(-1, -2)) for _, _, k in _blocks(entries_NTW, codec)]
+    blocks = [torch.matmul(q_NGD, k.transpose(-1, -2)) for _, _, k in _unpack_blocks(entries_NTW, codec)]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
 
 
@@ -258,11 +258,11 @@ def mix(p_NGT: Tensor, entries_NTW: Tensor, codec: Codec, dtype: torch.dtype) ->
     if codec.exact:
         return torch.matmul(p_NGT.to(dtype), entries_NTW)
     p_NGT = p_NGT.to(accumulator(dtype))
-    parts = [torch.matmul(p_NGT[..., lo:hi], v) for lo, hi, v in _blocks(entries_NTW, codec)]
+    parts = [torch.matmul(p_NGT[..., lo:hi], v) for lo, hi, v in _unpack_blocks(entries_NTW, codec)]
     return sum(parts[1:], parts[0]).to(dtype)
 
 
-def _blocks(entries_NTW: Tensor, codec: Codec) -> Iterator[tuple[int, int, Tensor]]:
+def _unpack_blocks(entries_NTW: Tensor, codec: Codec) -> Iterator[tuple[int, int, Tensor]]:
     """Unpack columns [lo, hi) of all heads at a time."""
     *N, T, _ = entries_NTW.shape
     most = CPU_BLOCK if entries_NTW.device.type == "cpu" else DEVICE_BLOCK

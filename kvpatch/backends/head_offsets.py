@@ -51,7 +51,7 @@ class Blocks:
     at_S: Tensor
 
 
-def wasteful(needs: list[int], least: int = 0) -> bool:
+def is_wasteful(needs: list[int], least: int = 0) -> bool:
     """Tell whether dense slots would waste too much for heads that need these numbers of slots.
 
     Wasting at most `least` slots per head is never too much.
@@ -98,10 +98,10 @@ class HeadOffsets:
     def blocks(self) -> Blocks:
         """Return the blocks of the entries."""
         if self._blocks is None:
-            self._blocks = self._cut()
+            self._blocks = self._cut_blocks()
         return self._blocks
 
-    def _cut(self) -> Blocks:
+    def _cut_blocks(self) -> Blocks:
         F, N, device = self.rows, len(self.capacities), self.begin_N.device
         whole, head_F = F - F % BLOCK, self.slot_F.long() // self.width
         head_P = head_F[:whole:BLOCK]
@@ -123,37 +123,37 @@ class HeadOffsets:
         inner = same_P.nonzero().flatten()
         return Blocks(whole, head_P, inner, head_P[inner], edge_NE, self.slot_F[edge_NE], real_NE, at_S)
 
-    def products(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
+    def multiply_keys(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
         """Return the products of each head's queries with its keys [N,G,width]; behind a head's end anything."""
         blocks, (N, G, _) = self.blocks(), q_NGD.shape
-        inner, edges = self._parts(k_FD, codec, q_NGD.dtype)
-        of_P, of_N = self._codecs(codec)
+        inner, edges = self._split_entries(k_FD, codec, q_NGD.dtype)
+        of_P, of_N = self._split_codecs(codec)
         x_PGM, x_NGE = dot(q_NGD.index_select(0, blocks.head_P), inner, of_P), dot(q_NGD, edges, of_N)
         every = torch.cat([rearrange(x, "n g m -> g (n m)") for x in (x_PGM, x_NGE)], 1)
         return every.index_select(1, blocks.at_S).view(G, N, self.width).transpose(0, 1)
 
-    def mixed(self, p_NGT: Tensor, v_FD: Tensor, codec: Codec = EXACT[1]) -> Tensor:
+    def mix_values(self, p_NGT: Tensor, v_FD: Tensor, codec: Codec = EXACT[1]) -> Tensor:
         """Return the values of each head [N,G,D], summed with the weights p."""
         blocks, p_GS = self.blocks(), p_NGT.transpose(0, 1).flatten(1)
-        inner, edges = self._parts(v_FD, codec, p_NGT.dtype)
-        of_P, of_N = self._codecs(codec)
+        inner, edges = self._split_entries(v_FD, codec, p_NGT.dtype)
+        of_P, of_N = self._split_codecs(codec)
         w_PGM = rearrange(p_GS.index_select(1, self.slot_F[: blocks.whole]), "g (p m) -> p g m", m=BLOCK)
         w_NGE = rearrange(p_GS[:, blocks.edge_slot_NE] * blocks.real_NE, "g n e -> n g e")
         part = mix(w_PGM, inner, of_P, w_PGM.dtype).index_select(0, blocks.inner)
         return mix(w_NGE, edges, of_N, w_NGE.dtype).index_add(0, blocks.inner_head, part)
 
-    def _codecs(self, codec: Codec) -> tuple[Codec, Codec]:
+    def _split_codecs(self, codec: Codec) -> tuple[Codec, Codec]:
         """Return the codecs of entries in blocks, and of those of the heads' edges."""
         return codec.of(self.blocks().head_P), codec.of(slice(None))
 
-    def _parts(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _split_entries(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return entries in blocks [P,BLOCK,D] and those of the heads' edges [N,E,D]; rounded ones are unpacked later."""
         blocks = self.blocks()
         inner = entries_FD[: blocks.whole].view(-1, BLOCK, entries_FD.shape[-1])
         edges = entries_FD.index_select(0, blocks.edge_NE.flatten()).view(*blocks.edge_NE.shape, entries_FD.shape[-1])
         return (inner.to(dtype), edges.to(dtype)) if codec.exact else (inner, edges)
 
-    def sequences(self) -> tuple[Tensor, Tensor, Tensor]:
+    def view_sequences(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the segments in the form that variable-length attention kernels take.
 
         Returns:

@@ -203,7 +203,7 @@ class KeyValues(Protocol):
 
     codecs: Codecs
 
-    def memory(self) -> Memory:
+    def locate_entries(self) -> Memory:
         """Return where they lie."""
         ...
 

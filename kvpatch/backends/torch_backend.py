@@ -111,13 +111,13 @@ def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor,
     """Return output [B,N,Q,D] and log-sum-exp [B,N,Q] by the CPU's flash kernel, of earlier keys and of the prompt's own."""
     past, T = keys.past, keys.k_BHTD.shape[2]
     if not past:
-        return _flash(q_BNQD, keys, geometry, causal=True)
+        return _call_flash(q_BNQD, keys, geometry, causal=True)
     own, before = keys.columns(past, T), keys.columns(0, past)
-    out, lse = _flash(q_BNQD, own, geometry, causal=True)
+    out, lse = _call_flash(q_BNQD, own, geometry, causal=True)
     if keys.holes:  # the kernel gives 0 for a row that sees no key
         unseen = ((own.positions_BHT >= 0).cumsum(-1) == 0).repeat_interleave(q_BNQD.shape[1] // own.k_BHTD.shape[1], 1)
         lse = lse.masked_fill(unseen, -torch.inf)
-    return joined((out, lse), _flash(q_BNQD, before, geometry, causal=False))
+    return join_parts((out, lse), _call_flash(q_BNQD, before, geometry, causal=False))
 
 
 def attends_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> bool:
@@ -127,12 +127,12 @@ def attends_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> bool:
 
 def attend_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """Return output [B,H,G,Q,D] and log-sum-exp [B,H,G,Q] of rows that see all of these keys."""
-    out, lse = _flash(rearrange(q_BHGQD, "b h g q d -> b (h g) q d"), keys, geometry, causal=False)
+    out, lse = _call_flash(rearrange(q_BHGQD, "b h g q d -> b (h g) q d"), keys, geometry, causal=False)
     H = q_BHGQD.shape[1]
     return rearrange(out, "b (h g) q d -> b h g q d", h=H), rearrange(lse, "b (h g) q -> b h g q", h=H)
 
 
-def joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def join_parts(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Join outputs [...,D] and log-sum-exps [...] of the same rows over different keys."""
     (out, lse), (more, its_lse) = one, other
     total = torch.logaddexp(lse, its_lse)
@@ -141,7 +141,7 @@ def joined(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
     return (out * share).addcmul_(more.to(share.dtype), its_share).to(out.dtype), total
 
 
-def _flash(q_BNQD: Tensor, keys: Keys, geometry: Geometry, causal: bool) -> tuple[Tensor, Tensor]:
+def _call_flash(q_BNQD: Tensor, keys: Keys, geometry: Geometry, causal: bool) -> tuple[Tensor, Tensor]:
     """Call the CPU's flash kernel: output [B,N,Q,D] and log-sum-exp [B,N,Q], -inf for rows that see none of all keys."""
     bias = _key_bias(keys, geometry, q_BNQD.dtype, causal)
     if bias is not None and bias.shape[1] != 1:
@@ -172,7 +172,7 @@ def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) 
     bias = torch.zeros(positions.shape, dtype=accumulator(dtype), device=positions.device)[:, :, None]
     if geometry.slopes_HG is not None:
         slopes, newest = geometry.slopes_HG.reshape(1, -1, 1, 1).to(bias.dtype), positions.amax(-1, keepdim=True)
-        bias = _alibi(slopes, positions[:, :, None], newest[:, :, None], geometry)
+        bias = _find_alibi(slopes, positions[:, :, None], newest[:, :, None], geometry)
     return bias.masked_fill(positions[:, :, None] < 0, -torch.inf) if keys.holes else bias
 
 
@@ -186,14 +186,14 @@ def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geome
     heads = H * G if geometry.slopes_HG is not None else (1 if alike else H)
 
     def rows(q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, start: int, stop: int) -> Tensor:
-        lo, hi = _columns(keys, geometry, start, stop)
-        visible = _visible(keys, rows_BQ, geometry, start, stop, lo, hi)
+        lo, hi = _find_columns(keys, geometry, start, stop)
+        visible = _find_visible(keys, rows_BQ, geometry, start, stop, lo, hi)
         q = rearrange(q_BHGQD[:, :, :, start:stop], "b h g r d -> b (h g) r d")
         if geometry.slopes_HG is None:
             mask = visible if visible.shape[1] == 1 else visible.repeat_interleave(G, 1)
         else:
             slopes, own = geometry.slopes_HG[None, :, :, None, None].to(q.dtype), keys.positions_BHT[:, :, None, None, lo:hi]
-            bias = _alibi(slopes, own, rows_BQ[:, None, None, start:stop, None], geometry)
+            bias = _find_alibi(slopes, own, rows_BQ[:, None, None, start:stop, None], geometry)
             mask = rearrange(bias.masked_fill(~visible[:, :, None], -torch.inf), "b h g r m -> b (h g) r m")
         k, v = _per_head(q, k_BHTD[:, :, lo:hi], v_BHTD[:, :, lo:hi], mask)
         grouped = k.shape[1] != q.shape[1]
@@ -215,7 +215,7 @@ def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry)
     """Split rows into blocks whose masks of `heads` heads have a bounded size: taller where rows see fewer keys."""
     entries, start = (MASK_BLOCK if device == "cpu" else DEVICE_BLOCK) // heads, 0
     while start < Q:
-        lo, hi = _columns(keys, geometry, start, start)  # a block of R rows sees R more
+        lo, hi = _find_columns(keys, geometry, start, start)  # a block of R rows sees R more
         size = (math.isqrt((hi - lo) ** 2 + 4 * entries) - (hi - lo)) // 2
         stop = min(start + max(size, 1), Q)
         yield start, stop
@@ -247,17 +247,17 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
     k, v = (t.to(dtype)[:, :, None] for t in (keys.k_BHTD, keys.v_BHTD))
 
     def rows(q_BHGQD: Tensor, k: Tensor, v: Tensor, start: int, stop: int) -> Tensor:
-        lo, hi = _columns(keys, geometry, start, stop)
+        lo, hi = _find_columns(keys, geometry, start, stop)
         x = q_BHGQD[:, :, :, start:stop].to(dtype) * geometry.scale @ k[:, :, :, lo:hi].transpose(-1, -2)
-        visible = _visible(keys, rows_BQ, geometry, start, stop, lo, hi)[:, :, None]
-        p = _weights(_capped(x, geometry).masked_fill(~visible, -torch.inf), geometry)
+        visible = _find_visible(keys, rows_BQ, geometry, start, stop, lo, hi)[:, :, None]
+        p = _weigh_logits(_cap_logits(x, geometry).masked_fill(~visible, -torch.inf), geometry)
         return p @ v[:, :, :, lo:hi]
 
     blocks = mask_blocks(q_BHGQD.device.type, LOGITS * B * H * G, Q, keys, geometry)
     return _in_blocks(rows, blocks, keys, q_BHGQD, k, v).to(q_BHGQD.dtype)
 
 
-def _alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geometry) -> Tensor:
+def _find_alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geometry) -> Tensor:
     """Return ALiBi of keys at `positions` minus that of a key at `origin`; the softmax depends on differences alone."""
     if geometry.coarse is None:
         return slopes * (positions - origin)
@@ -266,12 +266,12 @@ def _alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geometry
     return (own - theirs) * geometry.coarse
 
 
-def _capped(x: Tensor, geometry: Geometry) -> Tensor:
+def _cap_logits(x: Tensor, geometry: Geometry) -> Tensor:
     """Cap scaled logits if the layer has a softcap."""
     return x if geometry.softcap is None else geometry.softcap * torch.tanh(x / geometry.softcap)
 
 
-def _weights(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> Tensor:
+def _weigh_logits(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> Tensor:
     """Return the softmax of logits [B,H,G,...,M] without the share of the attention sinks.
 
     sinks: the sinks' logits in the layout of `x`, if that is not [B,H,G,...].
@@ -283,7 +283,7 @@ def _weights(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> Tens
     return torch.cat([x, sinks.to(x.dtype).expand(*x.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
 
 
-def _columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tuple[int, int]:
+def _find_columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tuple[int, int]:
     """Return the range of key columns that rows [start, stop) can see."""
     lo = 0
     if geometry.sliding is not None and keys.ordered:  # no window reaches further back, and a chunk's may reach less far
@@ -291,7 +291,7 @@ def _columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tuple[int
     return lo, keys.past + stop
 
 
-def _visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: int, lo: int, hi: int) -> Tensor:
+def _find_visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: int, lo: int, hi: int) -> Tensor:
     """Return a bool mask [B,1|H,R,M] of visible keys; a row that sees none, which is padding, sees itself, to give no NaN."""
     positions = keys.positions_BHT[:, :1] if keys.past == 0 else keys.positions_BHT
     positions, rows = positions[:, :, None, lo:hi], rows_BQ[:, None, start:stop, None]
@@ -346,7 +346,7 @@ def observe(
     ends = range(keys.past + 1, keys.past + Q + 1) if ends is None else ends
     sinks_NG11 = None if geometry.sinks_HG is None else geometry.sinks_HG.repeat(B, 1)[:, :, None, None]
     blocks = [
-        (start, stop, _columns(keys, geometry, start, stop)[0], ends[stop - 1])
+        (start, stop, _find_columns(keys, geometry, start, stop)[0], ends[stop - 1])
         for start, stop in _row_blocks(ends, budget // (2 * G), G)
     ]
     most = max(((stop - start) * (hi - lo) for start, stop, lo, hi in blocks), default=1)
@@ -362,10 +362,10 @@ def observe(
             x = room[: rows.shape[0] * rows.shape[1] * (hi - lo)].view(*rows.shape[:2], hi - lo)
             parts = threads if n1 - n0 == 1 and rows.shape[1] % threads == 0 else 1
             if lse_NGQ is None:
-                x = _capped(_multiply(rows, kt[:, :, lo:hi], parts, x, geometry.scale), geometry)
+                x = _cap_logits(_multiply_rows(rows, kt[:, :, lo:hi], parts, x, geometry.scale), geometry)
             else:
                 x.copy_(rearrange(lse_NGQ[n0:n1, :, start:stop], "n g r -> n (g r) 1"))
-                x = _multiply(rows, kt[:, :, lo:hi], parts, x, geometry.scale, minus=True)
+                x = _multiply_rows(rows, kt[:, :, lo:hi], parts, x, geometry.scale, minus=True)
             x = rearrange(x, "n (g r) m -> n g r m", g=G)
             mask.apply(x, n0, n1, start, stop, lo, hi)
             seen = mask.count(x, start, stop) if count else UNCOUNTED
@@ -374,7 +374,7 @@ def observe(
             if lse_NGQ is None and on_cpu and geometry.sinks_HG is None:
                 p = torch.softmax(x, -1, out=x)  # a second block would not fit into the core's cache
             elif lse_NGQ is None:
-                p = _weights(x, geometry, None if sinks_NG11 is None else sinks_NG11[n0:n1])
+                p = _weigh_logits(x, geometry, None if sinks_NG11 is None else sinks_NG11[n0:n1])
             else:
                 p = x.exp_()
             if on_cpu and dtype == torch.float32:
@@ -382,7 +382,7 @@ def observe(
             mask.zero_padding(p, n0, n1, start, stop)
             if out_NGQD is not None:
                 block = out_NGQD.new_empty(*rows.shape[:2], v.shape[2])
-                _multiply(rearrange(p, "n g r m -> n (g r) m"), v[:, lo:hi], parts, block)
+                _multiply_rows(rearrange(p, "n g r m -> n (g r) m"), v[:, lo:hi], parts, block)
                 out_NGQD[n0:n1, :, start:stop] = rearrange(block, "n (g r) d -> n g r d", g=G)
             observer(Rows(n0, n1, start, stop, lo, hi, p, seen))
 
@@ -397,7 +397,9 @@ def _clear_smallest(p_NGRM: Tensor) -> None:
         torch.threshold_(p_NGRM[n], FLOOR, 0.0)
 
 
-def _multiply(a_NLK: Tensor, b_NKM: Tensor, parts: int, out_NLM: Tensor, scale: float = 1.0, minus: bool = False) -> Tensor:
+def _multiply_rows(
+    a_NLK: Tensor, b_NKM: Tensor, parts: int, out_NLM: Tensor, scale: float = 1.0, minus: bool = False
+) -> Tensor:
     """Write the scaled products to `out_NLM`, less what is there if minus. Of N = 1, `parts` blocks of rows are a batch.
 
     The CPU's library gives each matrix of a batch to a thread of its own, and shares out a single one less well.
@@ -445,7 +447,7 @@ class _Mask:
         if self.geometry.slopes_HG is not None:
             # relative to the block's last row, so that large distances do not cancel
             slopes, last = self.slopes_NG[n0:n1, :, None, None], self.rows_NQ[n0:n1, None, None, stop - 1 : stop]
-            x_NGRM += _alibi(slopes.to(x_NGRM.dtype), positions, last, self.geometry)
+            x_NGRM += _find_alibi(slopes.to(x_NGRM.dtype), positions, last, self.geometry)
         if self.ends is None:
             if self.future is None or len(self.future) < R:
                 self.future = torch.ones(R, R, dtype=torch.bool, device=x_NGRM.device).triu(1)
@@ -503,7 +505,7 @@ def greatest(
     minus_N1Q = -shift_BHGQ.masked_fill(rows_BQ[:, None, None] < 0, torch.inf).flatten(0, 2)[:, None]
     q_NQD, k_NTD = q_BHGQD.flatten(0, 2), keys.k_BHTD[:, :, :past].flatten(0, 1)
     most_NT = torch.full((B * H * G, past), -torch.inf, dtype=dtype, device=q_NQD.device)
-    heads, rows = _spread(B * H, past, q_NQD.device.type == "cpu")
+    heads, rows = _size_blocks(B * H, past, q_NQD.device.type == "cpu")
     for n0 in range(0, B * H, heads):
         k = k_NTD[n0 : n0 + heads].to(dtype) * geometry.scale
         for g in range(G):
@@ -537,7 +539,7 @@ def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geo
     return most_NGT.view(B, H, G, past)
 
 
-def _spread(N: int, keys: int, on_cpu: bool) -> tuple[int, int]:
+def _size_blocks(N: int, keys: int, on_cpu: bool) -> tuple[int, int]:
     """Return how many of N heads, and how many of their rows, make a block of logits."""
     if on_cpu:
         return 1, max(32, min(256, CPU_BLOCK // keys))
@@ -610,8 +612,8 @@ def window_logits(q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_B
     x = (q_BHGWD.to(dtype) * geometry.scale) @ k_BHTD.to(dtype).transpose(-1, -2)[:, :, None]
     if geometry.slopes_HG is not None:
         slopes = geometry.slopes_HG[None, :, :, None, None].to(dtype)
-        x = x + _alibi(slopes, positions_BHT[:, :, None, None], rows_BW[:, None, None, :, None], geometry)
-    return _capped(x, geometry)
+        x = x + _find_alibi(slopes, positions_BHT[:, :, None, None], rows_BW[:, None, None, :, None], geometry)
+    return _cap_logits(x, geometry)
 
 
 # ---- decode ----
@@ -647,26 +649,26 @@ def step(
         if not probabilities:
             return out, None
     if offsets is None:
-        x = _finite(dot(q_BHGD * geometry.scale, keys.k_BHTD, keys.codecs[0])).to(accumulator(q_BHGD.dtype))
+        x = _clamp_logits(dot(q_BHGD * geometry.scale, keys.k_BHTD, keys.codecs[0])).to(accumulator(q_BHGD.dtype))
     else:
         q_NGD = q_BHGD.to(accumulator(q_BHGD.dtype)).flatten(0, 1) * geometry.scale
-        x = offsets.products(q_NGD, keys.k_BHTD, keys.codecs[0]).unflatten(0, q_BHGD.shape[:2])
-    x = _capped(x, geometry)
+        x = offsets.multiply_keys(q_NGD, keys.k_BHTD, keys.codecs[0]).unflatten(0, q_BHGD.shape[:2])
+    x = _cap_logits(x, geometry)
     x = x if bias is None else x.add_(bias)
     if buffer is None or x.requires_grad or not geometry.plain:
-        p = _weights(x, geometry)
+        p = _weigh_logits(x, geometry)
         if buffer is not None:
             buffer.copy_(p.detach())
     else:
         p = torch.softmax(x, -1, out=buffer)
     if offsets is not None:
-        out = offsets.mixed(p.flatten(0, 1), keys.v_BHTD, keys.codecs[1]).unflatten(0, q_BHGD.shape[:2]).to(q_BHGD.dtype)
+        out = offsets.mix_values(p.flatten(0, 1), keys.v_BHTD, keys.codecs[1]).unflatten(0, q_BHGD.shape[:2]).to(q_BHGD.dtype)
     elif out is None:
         out = mix(p, keys.v_BHTD, keys.codecs[1], q_BHGD.dtype)
     return out, p if probabilities else None
 
 
-def _finite(x: Tensor) -> Tensor:
+def _clamp_logits(x: Tensor) -> Tensor:
     """Clamp float16 logits to finite numbers, since an infinite logit would make its whole row NaN."""
     return x.clamp(-FLOAT16, FLOAT16) if x.dtype == torch.float16 else x
 
@@ -680,7 +682,7 @@ def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.
         bias = torch.zeros(positions.shape, dtype=dtype, device=positions.device)[:, :, None]
     else:
         slopes = geometry.slopes_HG[None, :, :, None].to(accumulator(dtype))
-        bias = _alibi(slopes, positions[:, :, None], newest_B11[:, :, None], geometry)
+        bias = _find_alibi(slopes, positions[:, :, None], newest_B11[:, :, None], geometry)
     if keys.holes:
         bias = bias.masked_fill((positions < 0)[:, :, None], -torch.inf)
     if geometry.sliding is not None:

@@ -27,7 +27,7 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
     """
     (B, H, T, _), (_, G, _, E) = v_BHTD.shape, rows_HGDE.shape
     device, dtype = v_BHTD.device, accumulator(v_BHTD.dtype)
-    on_cpu, block = device.type == "cpu", _block(device)
+    on_cpu, block = device.type == "cpu", _choose_block(device)
     v_HTD = v_BHTD.transpose(0, 1).flatten(1, 2)
     if E * B * T <= block:
         out_NT = torch.empty(H * G, B * T, dtype=dtype, device=device)
@@ -40,7 +40,7 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
         if wanted_BHT is not None and on_cpu:  # on a device, finding the indices costs more than it saves
             at = wanted_BHT[:, h].reshape(-1).nonzero()[:, 0]
             v_TD = v_TD[at]
-        norms = torch.cat([_many(part, weight, G, norm) for part in v_TD.split(size)])
+        norms = torch.cat([_norm_many(part, weight, G, norm) for part in v_TD.split(size)])
         if at is None:
             out_HT[h] = norms
         else:
@@ -52,20 +52,20 @@ def head_norms(v_HTD: Tensor, rows_HGDE: Tensor, norm: int, out_NT: Tensor) -> N
     """Write ||v W_O|| of a few tokens for each query head, [H*G,T]; the weights are read where they lie."""
     (_, T, _), (_, G, _, E) = v_HTD.shape, rows_HGDE.shape
     v_NTD = v_HTD if G == 1 else v_HTD.repeat_interleave(G, 0)
-    rows_NDE, size = rows_HGDE.flatten(0, 1), max(_block(v_HTD.device) // (E * max(T, 1)), 1)
+    rows_NDE, size = rows_HGDE.flatten(0, 1), max(_choose_block(v_HTD.device) // (E * max(T, 1)), 1)
     if size >= len(v_NTD):  # a decode step, whose Python counts
-        torch.linalg.vector_norm(_product(v_NTD, rows_NDE), norm, dim=-1, out=out_NT)
+        torch.linalg.vector_norm(_multiply_values(v_NTD, rows_NDE), norm, dim=-1, out=out_NT)
         return
     for n in range(0, len(v_NTD), size):
         heads = slice(n, n + size)
-        torch.linalg.vector_norm(_product(v_NTD[heads], rows_NDE[heads]), norm, dim=-1, out=out_NT[heads])
+        torch.linalg.vector_norm(_multiply_values(v_NTD[heads], rows_NDE[heads]), norm, dim=-1, out=out_NT[heads])
 
 
-def _block(device: torch.device) -> int:
+def _choose_block(device: torch.device) -> int:
     return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
 
 
-def _product(v_NTD: Tensor, rows_NDE: Tensor) -> Tensor:
+def _multiply_values(v_NTD: Tensor, rows_NDE: Tensor) -> Tensor:
     """Multiply, with the sums and the result in the dtype of scores."""
     dtype, device = accumulator(v_NTD.dtype), v_NTD.device
     if v_NTD.dtype == rows_NDE.dtype != dtype and device.type in WIDE_SUMS:
@@ -73,9 +73,9 @@ def _product(v_NTD: Tensor, rows_NDE: Tensor) -> Tensor:
     return torch.bmm(v_NTD.to(dtype), rows_NDE.to(device, dtype))
 
 
-def _many(v_TD: Tensor, weight: Tensor, G: int, norm: int) -> Tensor:
+def _norm_many(v_TD: Tensor, weight: Tensor, G: int, norm: int) -> Tensor:
     """Return norms [T] of many tokens of one head with one product for its group."""
-    y_TE = _product(v_TD[None], weight[None])[0]
+    y_TE = _multiply_values(v_TD[None], weight[None])[0]
     if norm == 1:  # the mean over the group is one sum over all its elements, faster than vector_norm
         return y_TE.abs_().sum(-1) / G
     return torch.linalg.vector_norm(y_TE.unflatten(-1, (G, -1)), dim=-1).mean(-1)

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import KVPatchError
 from ..policies.budgets import check_count
-from ..policies.served import refuse
 from . import checks, concat, editing, invariants
 from .state import TextState, writable
 
@@ -113,10 +111,10 @@ class EvictingCache(TextState):
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
         new = memo[id(self)] = copy.copy(self)
         memo[id(self.make_table)] = self.make_table  # it holds the model
-        vars(new).update(copy.deepcopy(self._copied(), memo))
+        vars(new).update(copy.deepcopy(self._copy_attributes(), memo))
         return new
 
-    def _copied(self) -> dict[str, Any]:
+    def _copy_attributes(self) -> dict[str, Any]:
         """Return the attributes of a copy, which binds its own steps and stacks its own layers."""
         due = self.stack is not None or self.stack_due
         return {**vars(self), "record": None, "calls": {}, "stack": None, "stack_due": due}
@@ -140,7 +138,7 @@ class EvictingCache(TextState):
         index = checks.rows([rows] if type(rows) is int else rows, self.seen_B, "rows", "select_rows")
         self.catch_up()
         with self.reading("select_rows()"):
-            new = self._sharing()
+            new = self._copy_sharing()
             new._map_rows("select_rows()", lambda tensor: tensor[index, ...])
         shared = {id(layer.limits): one.limits for layer, one in zip(self.layers, new.layers, strict=True)}
         for layer, one in zip(self.layers, new.layers, strict=True):
@@ -148,11 +146,11 @@ class EvictingCache(TextState):
         new.record = copy.copy(self.record)
         return new
 
-    def _sharing(self) -> EvictingCache:
+    def _copy_sharing(self) -> EvictingCache:
         """Return a copy that shares the layers' tensors, to be replaced before either cache writes to them."""
         shared = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
         new, memo = copy.copy(self), {id(one): one for one in shared}
-        own = self._copied() | dict.fromkeys(("layers", "states", "shared", "now", "ids"))
+        own = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "now", "ids"))
         vars(new).update(copy.deepcopy(own, memo))
         new.layers, new.shared, new.states = [layer.sharing() for layer in self.layers], self.shared, self.states.sharing()
         new.ids = self.ids
@@ -210,15 +208,15 @@ class EvictingCache(TextState):
                 for layer in self.layers:
                     layer.seen = columns
                 counters.keep_rows(columns)
-            if self._shrinks(before):
-                self._fit()
+            if self._may_shrink(before):
+                editing.fit_slots(self)
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put row `beam_idx[i]` at row i, as beam search does."""
         self.check_finished()
         checks.beams(beam_idx, self.seen_B)
-        lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.without(beam_idx, self.seen_B)
+        lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.select_dropped(beam_idx, self.seen_B)
         self._map_rows("reorder_cache()", lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
         if self.lifetimes is not None:
             self.lifetimes.lost = lost
@@ -237,19 +235,11 @@ class EvictingCache(TextState):
         check_count("repeats", repeats, "copies of each row")
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
-    def _shrinks(self, before_B: Tensor | None) -> bool:
+    def _may_shrink(self, before_B: Tensor | None) -> bool:
         """Tell if the longest row may have been dropped. before_B: previous lengths; beams of one text are equally long."""
         if before_B is None or self.seen_B is None or not any(layer.holes for layer in self.layers):
             return False
         return self.rows.joined or self.turns.count > 1 or set(before_B.tolist()) != set(self.seen_B.tolist())
-
-    def _fit(self) -> None:
-        """Give back slots left empty by dropped rows or tokens, unless room was asked for."""
-        for layer in self.layers:
-            if self.request.room is None:
-                layer.fit()
-            else:
-                layer.measure()
 
     # ---- editing ----
 
@@ -290,37 +280,4 @@ class EvictingCache(TextState):
             KVPatchError: the steps were not recorded (call `activate_past_recording()` before them), or a hybrid's recurrent
                 state cannot be taken back.
         """
-        self.check_finished()
-        self.catch_up()
-        count = checks.removal(tokens_to_remove, self.get_seq_length())
-        if count == 0:
-            return
-        settings = self.settings
-        if self.seen - count < self.rows.edited:
-            raise KVPatchError(
-                f"Cannot roll back {count} tokens: forget() has edited the text after {self.rows.edited}. Take back "
-                f"{self.seen - self.rows.edited} at most, or go on from a clone() made before the edit."
-            )
-        remembers = [on and policy.remembers for on, policy in zip(settings.evicts, settings.policies, strict=True)]
-        remembered = all(layer.can_crop(count, on) for layer, on in zip(self.layers, remembers, strict=True))
-        if not remembered or not self.states.can_crop(count, self.seen):
-            if self.request.drafts:
-                self.reset()
-                return
-            refuse("roll-back", settings.combine(crop=count))
-            raise KVPatchError(
-                f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
-                "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."
-            )
-        with self.changing("crop()"):
-            self.drop_stack()
-            shared = [layer.crop(count) for layer in self.layers]
-            self.states.crop(count)
-            self.shared = self.shared if shared[0] is None else shared[0]
-            self.seen_B = self.lengths_B - count
-            if self.lifetimes is not None:
-                self.lifetimes.crop(self.seen_B)
-            self.counters.steps = max(self.counters.steps - count, 0)
-            self.counters.device = None  # the next pass makes it anew
-            self.ids.crop(self.get_seq_length())
-            self._fit()
+        editing.crop(self, tokens_to_remove)

@@ -30,7 +30,7 @@ def filled(is_filled: bool) -> None:
 
 def beams(beam_idx: object, seen_B: Tensor | None) -> None:
     """Check indices of batch rows: one per row, each within the batch."""
-    index = _index("beam_idx", beam_idx, (torch.int64, torch.int32))
+    index = _check_index("beam_idx", beam_idx, (torch.int64, torch.int32))
     if seen_B is None:
         return
     B = len(seen_B)
@@ -45,7 +45,7 @@ def beams(beam_idx: object, seen_B: Tensor | None) -> None:
 def rows(indices: object, seen_B: Tensor | None, name: str = "indices", method: str = "batch_select_indices") -> Tensor:
     """Return the rows to keep as a tensor: indices, or a mask over the batch. name, method: for the error message."""
     given = torch.as_tensor(indices) if isinstance(indices, list) and indices else indices
-    index = _index(name, given, (torch.int64, torch.int32, torch.bool))
+    index = _check_index(name, given, (torch.int64, torch.int32, torch.bool))
     if seen_B is None:
         return index
     B = len(seen_B)
@@ -58,7 +58,7 @@ def rows(indices: object, seen_B: Tensor | None, name: str = "indices", method: 
     return index
 
 
-def _index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
+def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
     wanted = f"give an int64 tensor of row numbers{' or a bool mask' * (torch.bool in dtypes)}, such as torch.tensor([1, 0])."
     if not isinstance(value, Tensor):
         raise KVPatchError(f"{name}={value!r} is a {type(value).__name__}: {wanted}")

@@ -50,9 +50,9 @@ def _check_one(index: int, cache: TextState) -> None:
 
 
 def _check_same(index: int, first: TextState, cache: TextState) -> None:
-    theirs, mine = _described(first), _described(cache)
+    theirs, mine = _describe_cache(first), _describe_cache(cache)
     of_layers = ((name, theirs.get(name), mine.get(name)) for name in dict.fromkeys((*theirs, *mine)))
-    for name, there, here in (*first.settings.differences(cache.settings), *of_layers):
+    for name, there, here in (*first.settings.list_differences(cache.settings), *of_layers):
         if there != here:
             raise KVPatchError(
                 f"Cache {index} was made under another patch or model than cache 0: {name} is {here!r} there and "
@@ -72,12 +72,14 @@ def _check_reader(index: int, first: TextState, cache: TextState) -> None:
         )
 
 
-def _described(cache: TextState) -> dict[str, Any]:
-    of_layers = {f"layer {index}'s {name}": value for index, layer in enumerate(cache.layers) for name, value in _shape(layer)}
+def _describe_cache(cache: TextState) -> dict[str, Any]:
+    of_layers = {
+        f"layer {index}'s {name}": value for index, layer in enumerate(cache.layers) for name, value in _describe_layer(layer)
+    }
     return {"number of layers": len(cache.layers), **of_layers}
 
 
-def _shape(layer: SlotLayer) -> list[tuple[str, object]]:
+def _describe_layer(layer: SlotLayer) -> list[tuple[str, object]]:
     sizes = layer.kv.sizes
     device = str(layer.positions.device)
     return [("KV heads", layer.positions.shape[1]), ("head sizes", sizes), ("dtype", layer.dtype), ("device", device)]

@@ -37,12 +37,12 @@ def concatenate(caches: Sequence[Text], consume: bool) -> Text:
     check(caches)
     with ExitStack() as stack:
         for cache in caches:
-            stack.enter_context(_emptied(cache) if consume else cache.reading("concatenate()"))
-        return _joined(caches, consume)
+            stack.enter_context(_take_layers(cache) if consume else cache.reading("concatenate()"))
+        return _join_caches(caches, consume)
 
 
 @contextmanager
-def _emptied(cache: TextState) -> Iterator[None]:
+def _take_layers(cache: TextState) -> Iterator[None]:
     """Guard code that takes the layers of `cache` one by one. An error before the first leaves the cache usable."""
     cache.begin_change("concatenate(consume=True)")
     try:
@@ -54,20 +54,20 @@ def _emptied(cache: TextState) -> Iterator[None]:
     cache.reset()
 
 
-def _joined(caches: Sequence[Text], consume: bool) -> Text:
+def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
     first, seen = caches[0], [cache.lengths_B for cache in caches]
-    new = _blank(first)
+    new = _make_blank(first)
     new.rows.joined = True
     new.seen_B = torch.cat([seen_B.to(seen[0].device) for seen_B in seen])
     new.turns.count = max(cache.turns.count for cache in caches)
     new.turns.begin_B = [start for cache in caches for start in cache.turns.begin_B]
-    new.shared, new.lifetimes = _shared(caches), Lifetimes.joined([cache.lifetimes for cache in caches])
+    new.shared, new.lifetimes = _join_shared(caches), Lifetimes.join_parts([cache.lifetimes for cache in caches])
     _set_steps(new, caches)
     new.states.join([cache.states for cache in caches])
     columns, limits = int(new.lengths_B.max()), _Limits()
-    new.read_by = ModelStamp.joined([cache.read_by for cache in caches], [len(cache.lengths_B) for cache in caches])
+    new.read_by = ModelStamp.join_parts([cache.read_by for cache in caches], [len(cache.lengths_B) for cache in caches])
     if new.keeps_ids:
-        new.ids = TokenIds.joined([(cache.ids, cache.lengths_B) for cache in caches], columns)
+        new.ids = TokenIds.join_parts([(cache.ids, cache.lengths_B) for cache in caches], columns)
     for index, layer in enumerate(new.layers):
         _join_layer(layer, [cache.layers[index] for cache in caches], limits)
         layer.seen = columns
@@ -78,7 +78,7 @@ def _joined(caches: Sequence[Text], consume: bool) -> Text:
     return new
 
 
-def _blank(cache: Text) -> Text:
+def _make_blank(cache: Text) -> Text:
     """Make an empty cache of the same settings."""
     new = copy.copy(cache)
     new.layers = [copy.copy(layer) for layer in cache.layers]
@@ -109,7 +109,7 @@ def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
         new.counters.span_B = span_B.to(new.lengths_B.device)
 
 
-def _shared(caches: Sequence[TextState]) -> Tensor | None:
+def _join_shared(caches: Sequence[TextState]) -> Tensor | None:
     """Join the sums that layers share, indexed by position, as wide as the longest text's."""
     sums = [cache.shared for cache in caches if cache.shared is not None]
     if not sums:
@@ -146,22 +146,22 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
     for name, note in first.notes.items():
         new.notes[name] = type(note).cat([part.notes[name] for part in parts])
     counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]
-    goals = _goals(parts)
+    goals = _list_goals(parts)
     beside = first.kv.beside([part.kv for part in parts[1:]], max(goals or (0,)))
     if beside is not None:
-        _stack(new, parts, beside)
+        _stack_parts(new, parts, beside)
     else:
         _lay_out(new, parts, counts, goals)
-        _fill(new, parts)
+        _fill_segments(new, parts)
     if isinstance(first.mode, Moving):
         new.used = new.positions.shape[2]
         new.start_moving(counts, goals)
         new.contiguous, new.floor = False, new.used
     else:
-        _open(new, counts, goals, moved=beside is None)
+        _set_mode(new, counts, goals, moved=beside is None)
 
 
-def relay(layer: SlotLayer) -> SlotLayer:
+def lay_out_anew(layer: SlotLayer) -> SlotLayer:
     """Lay out a layer's tokens anew, in text order and in slots of the size that the end of a prompt would give them."""
     new = copy.copy(layer)
     new.reset()
@@ -170,9 +170,9 @@ def relay(layer: SlotLayer) -> SlotLayer:
     return new
 
 
-def _goals(parts: list[SlotLayer]) -> list[int] | None:
+def _list_goals(parts: list[SlotLayer]) -> list[int] | None:
     """Return the slots that each head needs once it has reached its budget, if tokens are evicted."""
-    goals = [part.goals() for part in parts]
+    goals = [part.list_goals() for part in parts]
     return None if any(own is None for own in goals) else [goal for own in goals for goal in own or ()]
 
 
@@ -182,7 +182,7 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: l
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
     centres = [part.kv.centre for part in parts if part.kv.centre is not None]
     centre_BH1D = torch.cat(centres) if centres else None
-    new.kv = slots.empty(like.kv, B, H, plan(counts, goals, new.spare, exactly=new.every > 1), centre_BH1D)
+    new.kv = slots.empty(like.kv, B, H, plan(counts, goals, new.count_spare, exactly=new.every > 1), centre_BH1D)
     C = new.kv.width
     new.positions = like.positions.new_full((B, H, C), -1)
     for part in parts:
@@ -191,7 +191,7 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: l
                 new.state[name] = t.new_zeros(B, H, C, *t.shape[3:])
 
 
-def _stack(new: SlotLayer, parts: list[SlotLayer], beside: Slots) -> None:
+def _stack_parts(new: SlotLayer, parts: list[SlotLayer], beside: Slots) -> None:
     """Join parts whose keys and values stay where they are: slot indices stay too."""
     new.kv, C = beside, beside.width
     new.positions = torch.cat([fitted(part.positions[:, :, : part.used], C, -1) for part in parts])
@@ -199,7 +199,7 @@ def _stack(new: SlotLayer, parts: list[SlotLayer], beside: Slots) -> None:
     new.state = {name: torch.cat([fitted(part.statistic(name)[:, :, : part.used], C, 0) for part in parts]) for name in names}
 
 
-def _fill(new: SlotLayer, parts: list[SlotLayer]) -> None:
+def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
     """Move each head's tokens to the front of its segment, in text order."""
     heads, C = 0, new.positions.shape[2]
     for part in parts:
@@ -208,14 +208,14 @@ def _fill(new: SlotLayer, parts: list[SlotLayer]) -> None:
         index = positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max).argsort(-1)
         head, column = (torch.arange(index.shape[1], device=index.device) < count[:, None]).nonzero(as_tuple=True)
         taken = index[head, column]
-        new.kv.write_at(new.kv.begins()[heads + head] + column, *part.kv.read_at(part.kv.begins()[head] + taken))
+        new.kv.write_at(new.kv.find_begins()[heads + head] + column, *part.kv.read_at(part.kv.find_begins()[head] + taken))
         new.positions.view(-1, C)[heads + head, column] = positions[head, taken]
         for name, tensor in part.state.items():
             new.state[name].flatten(0, 1)[heads + head, column] = tensor.flatten(0, 1)[head, taken]
         heads += len(positions)
 
 
-def _open(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: bool) -> None:
+def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: bool) -> None:
     """Set the mode: the slots that the next token goes to. moved: each head's tokens are in its first slots."""
     C, held = new.positions.shape[2], max(counts)
     next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])

@@ -1,4 +1,4 @@
-"""Editing the text of a cache: tokens that are taken out of all layers and heads, wherever a policy has kept them.
+"""Editing the text of a cache: spans that are taken out, wherever a policy has kept them, and last tokens that are taken back.
 
 A layer's tokens are laid out anew without them, as joining lays out rows (concat.py): storages, statistics and modes need no
 code here. Nothing is written in place, so that a cache that shares tensors, such as a prefix, keeps its own.
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from ..policies.served import refuse
 from . import checks
-from .concat import relay
+from .concat import lay_out_anew
 from .layer import SlotLayer
 from .state import TextState
 
@@ -100,4 +100,54 @@ def _take_out(layer: SlotLayer, gone_BT: Tensor) -> None:
     part = copy.copy(layer)
     part.positions = layer.positions.clone()
     part.positions[:, :, : layer.used].masked_fill_(gone_BHT, -1)
-    vars(layer).update(vars(relay(part)))  # bound steps hold the layer
+    vars(layer).update(vars(lay_out_anew(part)))  # bound steps hold the layer
+
+
+# ---- the last tokens ----
+
+
+def crop(cache: TextState, tokens_to_remove: int) -> None:
+    """Roll back the last tokens: see EvictingCache.crop."""
+    cache.check_finished()
+    cache.catch_up()
+    count = checks.removal(tokens_to_remove, cache.seen)
+    if count == 0:
+        return
+    if cache.seen - count < cache.rows.edited:
+        raise KVPatchError(
+            f"Cannot roll back {count} tokens: forget() has edited the text after {cache.rows.edited}. Take back "
+            f"{cache.seen - cache.rows.edited} at most, or go on from a clone() made before the edit."
+        )
+    settings = cache.settings
+    remembers = [on and policy.remembers for on, policy in zip(settings.evicts, settings.policies, strict=True)]
+    remembered = all(layer.can_crop(count, on) for layer, on in zip(cache.layers, remembers, strict=True))
+    if not remembered or not cache.states.can_crop(count, cache.seen):
+        if cache.request.drafts:
+            cache.reset()
+            return
+        refuse("roll-back", settings.combine(crop=count))
+        raise KVPatchError(
+            f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
+            "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."
+        )
+    with cache.changing("crop()"):
+        cache.drop_stack()
+        shared = [layer.crop(count) for layer in cache.layers]
+        cache.states.crop(count)
+        cache.shared = cache.shared if shared[0] is None else shared[0]
+        cache.seen_B = cache.lengths_B - count
+        if cache.lifetimes is not None:
+            cache.lifetimes.crop(cache.seen_B)
+        cache.counters.steps = max(cache.counters.steps - count, 0)
+        cache.counters.device = None  # the next pass makes it anew
+        cache.ids.crop(cache.seen)
+        fit_slots(cache)
+
+
+def fit_slots(cache: TextState) -> None:
+    """Give back slots left empty by dropped rows or tokens, unless room was asked for."""
+    for layer in cache.layers:
+        if cache.request.room is None:
+            layer.give_back_slots()
+        else:
+            layer.measure_room()

@@ -103,7 +103,7 @@ class Forward:
             self._copies[key] = on_device(values, device)
         return self._copies[key]
 
-    def column(self, index: int, like_BHC: Tensor) -> Tensor:
+    def index_column(self, index: int, like_BHC: Tensor) -> Tensor:
         """Return a column's index for each head [B,H], as kernels take it."""
         key = index, like_BHC.device
         if key not in self.columns:
@@ -116,7 +116,7 @@ class Forward:
             self._shared[name, device] = make()
         return self._shared[name, device]
 
-    def on(self, device: torch.device) -> Tensor:
+    def positions_on(self, device: torch.device) -> Tensor:
         """Return positions_BQ on a layer's device."""
         return self.positions_BQ if self.positions_BQ.device == device else self.positions_BQ.to(device)
 

@@ -23,7 +23,7 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, rereads
         KVPatchError: the policy needs more than keys and values, or `past` has dropped tokens.
     """
     cache.check_finished()
-    _check(cache, past, rereads)
+    _check_past(cache, past, rereads)
     seen, taken = past.get_seq_length(), []
     for index, (_, other) in enumerate(zip(cache.layers, past.layers, strict=True)):
         keys, values = getattr(other, "keys", None), getattr(other, "values", None)
@@ -33,10 +33,10 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, rereads
         taken.append((torch.cat([keys, values], -1), keys) if latent else (keys, values))  # a latent and a rotary key
     with cache.changing("absorb()"):
         cache.lifetimes = None  # the text's beginning is not known
-        _fill(cache, taken, seen, mask_BT)
+        _fill_layers(cache, taken, seen, mask_BT)
 
 
-def _fill(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_BT: Tensor | None) -> None:
+def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_BT: Tensor | None) -> None:
     cache.count_in(taken[0][0].dtype)
     for index, (mine, (keys, values)) in enumerate(zip(cache.layers, taken, strict=True)):
         B, H, T, _ = keys.shape
@@ -58,7 +58,7 @@ def _fill(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_
                 cache.rows.gaps_B, cache.rows.by_columns = gaps_B, True
 
 
-def _check(cache: TextState, past: Cache, rereads: bool) -> None:
+def _check_past(cache: TextState, past: Cache, rereads: bool) -> None:
     kind, settings = type(past).__name__, cache.settings
     if not isinstance(past, Cache):
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")

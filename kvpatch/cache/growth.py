@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..backends.head_offsets import wasteful
+from ..backends.head_offsets import is_wasteful
 
 LEAST, PART = 8, 16
 
@@ -44,7 +44,7 @@ def plan(counts: list[int], goals: list[int] | None, more: Callable[[int], int] 
     more: returns the coming tokens that a head of so many gets room for. exactly: so many at once, not half of them first.
     """
     fills = goals is not None and any(count + 1 < goal for count, goal in zip(counts, goals, strict=True))
-    ragged = wasteful(counts if goals is None else [count + 1 for count in counts], LEAST if fills else 0)
+    ragged = is_wasteful(counts if goals is None else [count + 1 for count in counts], LEAST if fills else 0)
     if not ragged:
         return Layout(capacities(counts, goals, more(max(counts))))
     free = more(sum(counts) // len(counts))

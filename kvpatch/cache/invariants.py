@@ -94,11 +94,11 @@ def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
     for index in layers:
         layer = cache.layers[index]
         given += (layer.own_budget_BH1[..., 0] + layer.every - 1).sum(-1).to(given.device)
-        most += _most(cache, index, layer, seen_B, ever=True).sum(-1).to(given.device)
+        most += _bound_held(cache, index, layer, seen_B, ever=True).sum(-1).to(given.device)
     must(given <= most * cache.settings.parallel.size, "keep_BH1 of all layers is over their budget")
 
 
-def _most(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, ever: bool) -> Tensor:
+def _bound_held(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, ever: bool) -> Tensor:
     """Return the most tokens [B,H] of each head now, or ever; on average over heads that share."""
     settings, H = cache.settings, layer.positions.shape[1]
     known = settings.policies[index].schedule == "decode"  # else the prompt's length is not
@@ -119,7 +119,7 @@ def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor
         return
     held_BH = (layer.positions >= 0).sum(-1)
     for ever, count_BH, name in (True, keep_BH + layer.every - 1, "keep_BH1 is"), (False, held_BH, "the tokens of a head are"):
-        most_BH = _most(cache, index, layer, seen_B, ever)
+        most_BH = _bound_held(cache, index, layer, seen_B, ever)
         if shared:
             count_BH, most_BH = count_BH.sum(-1), most_BH.sum(-1) * cache.settings.parallel.size
         must(count_BH <= most_BH, f"{name} over the budget")
@@ -145,28 +145,28 @@ class _LayerState:
         must(self.held_BH >= least, "a head holds nothing")
         must(layer.floor <= layer.used, f"{layer.floor} of {layer.used} columns in use cannot be cropped")
         if layer.contiguous:
-            rank = self.real.long().cumsum(-1) + _first(layer.positions) - 1
+            rank = self.real.long().cumsum(-1) + _find_oldest(layer.positions) - 1
             must((layer.positions == rank) | ~self.real, "tokens are not in text order")
             must(not layer.mode.slotted, "slots that are written to are not in text order")
         for name, note in layer.notes.items():
-            if (wrong := note.contradiction(self.seen_B11)) is not None:
+            if (wrong := note.find_contradiction(self.seen_B11)) is not None:
                 must(~wrong, f"its note {name!r} is not of what was seen")
         mode = layer.mode
         must(not reading or isinstance(mode, Reading), f"a layer is {mode.name} while a prompt is read")
         rounded = layer.kv.codecs == codecs(layer.bits, *layer.kv.sizes, layer.dtype, layer.latent)
         must(rounded or isinstance(mode, Reading), "keys and values are not of the bits that were asked for")
         if isinstance(mode, Evicting):
-            self._evicting(mode)
+            self._check_evicting(mode)
         elif isinstance(mode, Growing):
-            self._growing(mode)
+            self._check_growing(mode)
         elif isinstance(mode, Moving):
-            self._moving(mode)
+            self._check_moving(mode)
         else:
-            self._appended()
+            self._check_appended()
         if isinstance(mode, Filling):
-            self._filling(mode)
+            self._check_filling(mode)
 
-    def _appended(self) -> None:
+    def _check_appended(self) -> None:
         """Check a layer whose tokens are appended after the used columns."""
         layer, real = self.layer, self.real
         must(layer.holes or (self.held_BH == layer.used), "slots are empty that should not be")
@@ -174,14 +174,14 @@ class _LayerState:
         newest = (layer.positions == self.seen_B11 - later) | ~real | (self.column < layer.floor)
         must(newest, "what was appended is not the newest")
 
-    def _filling(self, mode: Filling) -> None:
+    def _check_filling(self, mode: Filling) -> None:
         """Check that all heads reach their budget after the same number of steps."""
         layer = self.layer
         most = layer.used + mode.filling - (layer.every - 1)
         leads = layer.keep_BH1 is not None and bool((layer.keep_BH1 == most).all())
         must(not layer.holes and leads, "filling does not lead to the budget")
 
-    def _evicting(self, mode: Evicting) -> None:
+    def _check_evicting(self, mode: Evicting) -> None:
         """Check that each head has one slot free for the next token, or is below budget."""
         layer, free_BH = self.layer, mode.free_BH
         keep_BH = layer.own_budget_BH1[..., 0] + layer.every - 1  # between steps
@@ -206,7 +206,7 @@ class _LayerState:
             full = mode.filling == 0 and not mode.growing
             must(full and (self.held_BH == layer.used - 1), "slots are empty that should not be")
 
-    def _moving(self, mode: Moving) -> None:
+    def _check_moving(self, mode: Moving) -> None:
         """Check that each head has a slot free for the next token, or that buffers move before it."""
         layer, free_BH = self.layer, mode.free_BH
         must(layer.holes and layer.used == len(self.column), "unused columns between slots")
@@ -220,7 +220,7 @@ class _LayerState:
         must(mode.growing == bool(short.any()), "growing is not what the slots say")
         must(~short | (self.limit_BH - self.held_BH >= mode.slack - mode.grown), "fewer slots are free than it says")
 
-    def _growing(self, mode: Growing) -> None:
+    def _check_growing(self, mode: Growing) -> None:
         """Check the free slots after each head's tokens, in a layer that evicts nothing."""
         layer, free_BH = self.layer, mode.free_BH
         must(layer.holes and layer.used == len(self.column), "unused columns between slots")
@@ -250,7 +250,7 @@ def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
     must(slots <= allowed, f"{slots} slots are allocated where {held} are taken: a sixteenth, or 8 a head, may stand empty")
 
 
-def _first(positions: Tensor) -> Tensor:
+def _find_oldest(positions: Tensor) -> Tensor:
     """Return the oldest position of each head."""
     return positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max).amin(-1, keepdim=True)
 

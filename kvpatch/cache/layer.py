@@ -28,7 +28,7 @@ from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Moving, R
 from .narrow import opened, reading
 from .pickling import Unpicklable
 from .rollback import UNDO_STEPS, Undo, record, restore
-from .slots import Slots, fitted, gathered
+from .slots import Slots, fitted, gather_entries
 from .tensors import HEAD_TENSORS
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         B, H, _, D = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         keys, values = key_states.new_empty(B, H, 0, D), value_states.new_empty(B, H, 0, value_states.shape[-1])
-        self.kv = self._stored(keys, values)
+        self.kv = self._make_slots(keys, values)
         self.positions = torch.empty(B, H, 0, dtype=torch.long, device=self.device)
         self.is_initialized, self.mode = True, Reading()
 
@@ -172,9 +172,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def reserve(self, columns: int, most: list[int] | None = None) -> None:
         """Make room for `columns` and some more, at most `most` in all."""
         if columns > self.positions.shape[2]:
-            self._resize([max(capacities([columns], most, self.spare(columns))[0], columns)])
+            self._resize_slots([max(capacities([columns], most, self.count_spare(columns))[0], columns)])
 
-    def _resize(self, capacities: list[int], goals: list[int] | None = None) -> None:
+    def _resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
         """Move the used columns into slots of these capacities. goals: the most slots of each head, if heads differ."""
         with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
             self.kv = self.kv.resized(capacities, goals, self.used)
@@ -183,14 +183,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.state = {name: fitted(tensor[:, :, : self.used], C, 0) for name, tensor in self.state.items()}
         self.free_at = None
 
-    def _stored(self, keys: Tensor, values: Tensor) -> Slots:
+    def _make_slots(self, keys: Tensor, values: Tensor) -> Slots:
         """Return the slots of a first prompt's columns."""
         return reading(keys, values, self.bits, self.latent) if self.storage is None else self.storage(keys, values)
 
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
         """Take a whole prompt's keys and values without a copy, until `allocate` allocates buffers of its own."""
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
-        self.kv = self._stored(k_BHQD.detach(), v_BHQD.detach())
+        self.kv = self._make_slots(k_BHQD.detach(), v_BHQD.detach())
         self.used = k_BHQD.shape[2]
         self.positions = positions_BQ[:, None].expand(*k_BHQD.shape[:3]).contiguous()
         self.state = dict(entry)
@@ -202,7 +202,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.lazy_initialization(k_BHQD, v_BHQD)
         start, stop = self.used, self.used + k_BHQD.shape[2]
         self.reserve(stop)
-        self.kv = dense = self.kv.dense(*k_BHQD.shape[:2])
+        self.kv = dense = self.kv.make_dense(*k_BHQD.shape[:2])
         dense.append(start, k_BHQD, v_BHQD)
         self.positions[:, :, start:stop] = positions_BQ[:, None]
         self.used = stop
@@ -232,18 +232,18 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             if positions_B1 is not None:
                 self.write_position(positions_B1)
         elif positions_B1 is None:
-            self.kv.dense(*k_BH1D.shape[:2]).append(self.used, k_BH1D, v_BH1D)
+            self.kv.make_dense(*k_BH1D.shape[:2]).append(self.used, k_BH1D, v_BH1D)
             self.write_entry(entry)
             self.used += 1
         else:
             if self.is_initialized:  # never more columns than the budget
-                self.reserve(self.used + 1, self._most())
+                self.reserve(self.used + 1, self._bound_columns())
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
 
     def open_column(self, entry: dict[str, Tensor]) -> None:
         """Make room for a token after the used columns and write its entry; kernels write its key, value and position."""
         start = self.used
-        self.reserve(start + 1, self._most())
+        self.reserve(start + 1, self._bound_columns())
         self.used += 1
         for name, tensor in entry.items():
             self.statistic(name, tensor)[:, :, start : self.used] = tensor
@@ -263,7 +263,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     def write_kv(self, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
         """Write the new token's key and value into each head's free slot."""
-        self.kv.write_at(self.free_rows(), *self.kv.encoded(k_BH1D, v_BH1D))
+        self.kv.write_at(self.free_rows(), *self.kv.encode_pair(k_BH1D, v_BH1D))
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
         """Write the new token's entries of the score state."""
@@ -278,16 +278,16 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """Return the free slots as indices [B*H] into the flattened slots, computed once."""
         free_BH = self.mode.free_BH
         if self.traced:
-            return free_BH.reshape(-1) + self._heads()
+            return free_BH.reshape(-1) + self._find_heads()
         if self.free_at is None or self.free_at[0] is not free_BH:
-            self.free_at = (free_BH, free_BH.reshape(-1) + self._heads())
+            self.free_at = (free_BH, free_BH.reshape(-1) + self._find_heads())
         return self.free_at[1]
 
     def free_rows(self) -> Tensor:
         """Return the free slots as indices [B*H] into the rows of keys and values."""
         return self.kv.rows(self.mode.free_BH, self.free_slots())
 
-    def _heads(self) -> Tensor:
+    def _find_heads(self) -> Tensor:
         """Return the index at which each head's slots begin, flattened [B*H]."""
         shape = tuple(self.positions.shape)
         if self.traced:
@@ -304,9 +304,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             return self.kv.keys, self.kv.values, self.positions
         return *self.kv.view(T), self.positions[:, :, :T]
 
-    def outline(self) -> tuple[Tensor, Tensor, Tensor]:
+    def outline_view(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `view` does, with any contents of keys and values."""
-        return *self.kv.shaped(self.used), self.positions[:, :, : self.used]
+        return *self.kv.outline_view(self.used), self.positions[:, :, : self.used]
 
     def state_view(self) -> dict[str, Tensor]:
         """Return the state of the used slots."""
@@ -320,16 +320,16 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """End a prompt: allocate slots by `layout` and move the entries at `index` (None: all used ones) into them."""
         if index_BHK is None:
             self.round()
-            self._resize([max(*layout.capacities, self.used)])
+            self._resize_slots([max(*layout.capacities, self.used)])
             return
         self._cut_graph(index_BHK)
         with torch.no_grad():
-            self.kv = self.kv.dense(*index_BHK.shape[:2])
+            self.kv = self.kv.make_dense(*index_BHK.shape[:2])
             self.kv.fix_centre(self.positions[:, :, : self.used])
-            self.kv = self.kv.compact(index_BHK, kept_BHK, layout)
+            self.kv = self.kv.move_to_front(index_BHK, kept_BHK, layout)
             C, K = self.kv.width, index_BHK.shape[-1]
-            self.positions = fitted(gathered(self.positions, index_BHK), C, -1)
-            self.state = {name: fitted(gathered(tensor, index_BHK), C, 0) for name, tensor in self.state.items()}
+            self.positions = fitted(gather_entries(self.positions, index_BHK), C, -1)
+            self.state = {name: fitted(gather_entries(tensor, index_BHK), C, 0) for name, tensor in self.state.items()}
         self.used = self.floor = K
         self._round_graph()
         self.contiguous, self.free_at = False, None
@@ -353,7 +353,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def round(self) -> None:
         """Round the columns in use, where a prompt or a block of it ends."""
         self.kv.fix_centre(self.positions[:, :, : self.used])
-        closed = self.kv.closed(self.used)
+        closed = self.kv.close_columns(self.used)
         if closed is not self.kv:
             self.kv, self.positions = closed, self.positions[:, :, : self.used]
             self.state = {name: tensor[:, :, : self.used] for name, tensor in self.state.items()}
@@ -365,7 +365,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """Begin a prompt, or a piece of one: slots become columns, some of them empty, and tokens are appended."""
         if not isinstance(self.mode, Reading):
             if self.mode.slotted:
-                self.kv = self.kv.dense(*self.positions.shape[:2])
+                self.kv = self.kv.make_dense(*self.positions.shape[:2])
                 self.used, self.holes = self.taken, True
                 self.floor = min(self.floor, self.used)
             self.mode = Reading(croppable=self.mode.croppable)
@@ -381,7 +381,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     def start_growing(self, next_BH: Tensor, counts: list[int] | None = None) -> None:
         """End a prompt: tokens go into slots, starting with these, and none is evicted. counts: see `measure`."""
-        self._open(Growing(next_BH), counts)
+        self._open_slots(Growing(next_BH), counts)
 
     def start_evicting(
         self, steps: int, next_BH: Tensor | None = None, counts: list[int] | None = None, goals: list[int] | None = None
@@ -390,7 +390,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         next_BH: slots for the first tokens; None: the first empty slot of each head. counts, goals: see `measure`.
         """
-        self._open(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
+        self._open_slots(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
 
     def start_moving(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """End a prompt, or pack: tokens go into empty slots, and heads evict what their budgets say.
@@ -400,12 +400,12 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         counts = self.counts() if counts is None else counts
         packed_BH = torch.tensor(counts, device=self.positions.device).view(self.positions.shape[:2])
         self.holes = True
-        self._open(Moving(self.empty_slots(), packed_BH=packed_BH), counts, goals)
+        self._open_slots(Moving(self.empty_slots(), packed_BH=packed_BH), counts, goals)
 
-    def _open(self, mode: Growing | Evicting | Moving, counts: list[int] | None, goals: list[int] | None = None) -> None:
+    def _open_slots(self, mode: Growing | Evicting | Moving, counts: list[int] | None, goals: list[int] | None = None) -> None:
         """Turn all columns into slots; empty ones are masked."""
         self.used, self.contiguous, self.mode = self.positions.shape[2], False, mode
-        self.measure(counts, goals)
+        self.measure_room(counts, goals)
 
     def empty_slots(self) -> Tensor:
         """Return the first empty slot of each head [B,H], or the index after its last slot if none is empty."""
@@ -419,13 +419,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         taken = self.mode.free_BH if isinstance(self.mode, Growing) else (self.positions >= 0).sum(-1)
         return taken.flatten().tolist()
 
-    def goals(self) -> list[int] | None:
+    def list_goals(self) -> list[int] | None:
         """Return the slots that each head needs once it has reached its budget, or None if it has no budget."""
         if not self.mode.evicts or self.keep_BH1 is None:
             return None
         return [keep + self.every for keep in self.keep_BH1.flatten().tolist()]
 
-    def measure(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
+    def measure_room(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """Update how many tokens can be written before buffers move.
 
         counts, goals: what the methods of these names return, if the host knows it already.
@@ -436,17 +436,17 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             free = [capacity - count for short, capacity, count in heads if short]
             mode.grown = mode.grown if mode.growing else 0
             mode.slack = mode.grown + min(free, default=0)
-        self.pace(counts, goals)
+        self.update_pace(counts, goals)
 
-    def pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
+    def update_pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """Update when heads evict, if they evict several tokens at once. counts, goals: see `measure`."""
         if isinstance(self.mode, Evicting) and self.every > 1:
             self.mode.every = self.every
-            self.mode.waits = waits(counts or self.counts(), goals or self.goals() or ())
+            self.mode.waits = waits(counts or self.counts(), goals or self.list_goals() or ())
 
     def short_heads(self, goals: list[int] | None = None) -> list[bool]:
         """Tell which heads may need more slots than they have, and update the mode's fields about them."""
-        capacities, goals = self.kv.capacities(), goals or self.goals()
+        capacities, goals = self.kv.capacities(), goals or self.list_goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
         if isinstance(self.mode, Evicting | Moving):
             self.mode.growing = any(short)
@@ -454,7 +454,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.unfilled = all(short)
         return short
 
-    def _most(self) -> list[int] | None:
+    def _bound_columns(self) -> list[int] | None:
         """Return an upper bound of the columns while tokens are appended, if a budget bounds them."""
         return [self.used + self.mode.filling + 1] if self.mode.evicts else None
 
@@ -466,55 +466,55 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if isinstance(mode, Moving) and not self.undo_log:  # which names slots
             self.pack()
             return
-        wanted = self.kv.wanted(self.counts(), self.goals(), self.ahead_of)
-        self._move([max(old, new) for old, new in zip(self.kv.capacities(), wanted, strict=True)])
+        wanted = self.kv.plan_slots(self.counts(), self.list_goals(), self.ahead_of)
+        self._move_slots([max(old, new) for old, new in zip(self.kv.capacities(), wanted, strict=True)])
         if mode.evicts:
             mode.free_BH = self.empty_slots()
-        self.measure()
+        self.measure_room()
 
-    def fit(self) -> None:
+    def give_back_slots(self) -> None:
         """Give back empty slots beyond the slack, after tokens were rolled back or rows dropped."""
         if not self.is_initialized:
             return
         C = self.positions.shape[2]
         if not self.mode.slotted:
-            enough = capacities([self.used], self._most(), self.spare(self.used))[0]
+            enough = capacities([self.used], self._bound_columns(), self.count_spare(self.used))[0]
             if enough < C:
-                self._resize([enough])
+                self._resize_slots([enough])
             return
-        old, counts, goals = self.kv.capacities(), self.counts(), self.goals()
+        old, counts, goals = self.kv.capacities(), self.counts(), self.list_goals()
         if isinstance(self.mode, Moving) and not self.undo_log:
-            if sum(old) > self.kv.allowed(counts, goals, self.ahead_of):
+            if sum(old) > self.kv.bound_slots(counts, goals, self.ahead_of):
                 self.pack()
             return
-        fitting = list(map(min, old, self.kv.wanted(counts, goals, self.ahead_of)))
+        fitting = list(map(min, old, self.kv.plan_slots(counts, goals, self.ahead_of)))
         enough_BH1 = torch.tensor(fitting, device=self.positions.device).view(*self.positions.shape[:2], 1)
         gone_BHC = torch.arange(C, device=self.positions.device) >= enough_BH1
-        if sum(old) > self.kv.allowed(counts, goals, self.ahead_of) and not bool((gone_BHC & (self.positions >= 0)).any()):
-            self._move(fitting)
-        self.measure()
+        if sum(old) > self.kv.bound_slots(counts, goals, self.ahead_of) and not bool((gone_BHC & (self.positions >= 0)).any()):
+            self._move_slots(fitting)
+        self.measure_room()
 
     def pack(self) -> None:
         """Move each head's tokens, in text order, to the front of new slots of the size that a prompt's end would give them."""
-        counts, goals = self.counts(), self.goals()
+        counts, goals = self.counts(), self.list_goals()
         with torch.inference_mode(False), torch.no_grad():
             (B, H, _), old = self.positions.shape, self.positions
             order = old.masked_fill(old < 0, torch.iinfo(old.dtype).max).argsort(-1)[:, :, : max(counts)]
             kept = torch.arange(max(counts), device=old.device) < (old >= 0).sum(-1, keepdim=True)
-            kv = slots.empty(self.kv, B, H, plan(counts, goals, self.spare), self.kv.centre)
+            kv = slots.empty(self.kv, B, H, plan(counts, goals, self.count_spare), self.kv.centre)
             head, column = kept.flatten(0, 1).nonzero(as_tuple=True)
             taken = order.flatten(0, 1)[head, column]
-            kv.write_at(kv.begins()[head] + column, *self.kv.read_at(self.kv.begins()[head] + taken))
+            kv.write_at(kv.find_begins()[head] + column, *self.kv.read_at(self.kv.find_begins()[head] + taken))
             self.kv, C = kv, kv.width
-            self.positions = fitted(gathered(old, order).masked_fill(~kept, -1), C, -1)
-            self.state = {name: fitted(gathered(tensor, order), C, 0) for name, tensor in self.state.items()}
+            self.positions = fitted(gather_entries(old, order).masked_fill(~kept, -1), C, -1)
+            self.state = {name: fitted(gather_entries(tensor, order), C, 0) for name, tensor in self.state.items()}
         self.used = self.floor = C
         self.free_at = None
         self.start_moving(counts, goals)
 
-    def _move(self, capacities: list[int]) -> None:
+    def _move_slots(self, capacities: list[int]) -> None:
         """Move into slots of these capacities, all of them in use; slot indices stay."""
-        self._resize(capacities, self.goals())
+        self._resize_slots(capacities, self.list_goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
 
@@ -523,7 +523,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """Slots that heads get ahead of time, for the tokens that are evicted at once."""
         return self.every if self.every > 1 else 0
 
-    def spare(self, tokens: int) -> int:
+    def count_spare(self, tokens: int) -> int:
         """Return the spare slots of a head of so many tokens."""
         return max(slack(tokens), self.ahead_of)
 
@@ -544,14 +544,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def _cut_graph(self, index_BHK: Tensor) -> None:
         if self.graph is not None:
             with torch.enable_grad():
-                self.graph = (gathered(self.graph[0], index_BHK), gathered(self.graph[1], index_BHK))
+                self.graph = (gather_entries(self.graph[0], index_BHK), gather_entries(self.graph[1], index_BHK))
 
     def _round_graph(self) -> None:
         """Give the next block the rounded numbers; gradients pass through the rounding as if it were none."""
         if self.graph is not None and not all(codec.exact for codec in self.kv.codecs):
             keys, values = self.kv.numbers(self.used)
             with torch.enable_grad():
-                self.graph = (_straight(self.graph[0], keys), _straight(self.graph[1], values))
+                self.graph = (_pass_gradient(self.graph[0], keys), _pass_gradient(self.graph[1], values))
 
     def set_free(self, slot_BH: Tensor) -> None:
         """Set the slot for the next token; in place in a traced step, since graphs know tensors by address."""
@@ -643,6 +643,6 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return shared
 
 
-def _straight(x: Tensor, rounded: Tensor) -> Tensor:
+def _pass_gradient(x: Tensor, rounded: Tensor) -> Tensor:
     """Return `rounded` with the gradient of `x`; `x` itself where a final layout holds other columns."""
     return x + (rounded - x).detach() if x.shape == rounded.shape else x

@@ -46,7 +46,7 @@ class Lifetimes:
         """Note the ids of a pass; positions are -1 in padding and below `columns`."""
         if self.ids is None:
             self.ids = ids_BQ.new_zeros(len(ids_BQ), 0)
-        self.ids = _wide(self.ids, columns + 1, 0)
+        self.ids = _widen_tensor(self.ids, columns + 1, 0)
         at = positions_BQ.masked_fill(positions_BQ < 0, self.ids.shape[-1] - 1)  # the last column is no token's
         self.ids = self.ids.scatter(1, at, ids_BQ.to(self.ids.dtype))
 
@@ -56,7 +56,7 @@ class Lifetimes:
         known = self.deaths[layer]
         if known is None:
             known = torch.empty(B, H, 0, dtype=torch.int32, device=positions_BHT.device)
-        known = _wide(known, self.columns, NEVER)
+        known = _widen_tensor(known, self.columns, NEVER)
         C = known.shape[-1]
         held = torch.zeros(B, H, C + 1, dtype=torch.bool, device=known.device)
         held.scatter_(-1, positions_BHT.masked_fill(positions_BHT < 0, C), True)
@@ -77,7 +77,7 @@ class Lifetimes:
         new.deaths = [None if deaths is None else change(deaths) for deaths in self.deaths]
         return new
 
-    def without(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
+    def select_dropped(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
         """Return the rows that `index` leaves out, and their lengths."""
         dropped = torch.ones(len(seen_B), dtype=torch.bool).index_fill_(0, index.cpu().long(), False)
         if not dropped.any():
@@ -85,7 +85,7 @@ class Lifetimes:
         return self.map_rows(lambda one: one[dropped.to(one.device)]), seen_B[dropped.to(seen_B.device)]
 
     @staticmethod
-    def joined(parts: Sequence[Lifetimes | None]) -> Lifetimes | None:
+    def join_parts(parts: Sequence[Lifetimes | None]) -> Lifetimes | None:
         """Join the rows of several; None if those of some text are not known."""
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
@@ -125,8 +125,8 @@ class Record:
         T = int(lengths_B.max())
         assert lifetimes.ids is not None
         inside = torch.arange(T, device=lengths_B.device) < lengths_B[:, None]
-        ids = _wide(lifetimes.ids, T, 0)[:, :T].masked_fill(~inside.to(lifetimes.ids.device), -1)
-        deaths = tuple(_wide(one, T, NEVER)[..., :T].clone() for one in lifetimes.deaths if one is not None)
+        ids = _widen_tensor(lifetimes.ids, T, 0)[:, :T].masked_fill(~inside.to(lifetimes.ids.device), -1)
+        deaths = tuple(_widen_tensor(one, T, NEVER)[..., :T].clone() for one in lifetimes.deaths if one is not None)
         record = cls(ids, deaths, model)
         return record if lifetimes.lost is None else cls.join([record, cls.of(*lifetimes.lost, model)])
 
@@ -165,9 +165,11 @@ class Record:
         for part in parts[1:]:
             same_model(part.model, first.model, "the first record")
         device = first.ids.device
-        ids = _cat([part.ids.to(device) for part in parts], -1)
+        ids = _join_padded([part.ids.to(device) for part in parts], -1)
         pairs = zip(*(part.deaths for part in parts), strict=True)
-        return Record(ids, tuple(_cat([one.to(layer[0].device) for one in layer], NEVER) for layer in pairs), first.model)
+        return Record(
+            ids, tuple(_join_padded([one.to(layer[0].device) for one in layer], NEVER) for layer in pairs), first.model
+        )
 
 
 def same_model(recorded: dict[str, Any], own: dict[str, Any], what: str) -> None:
@@ -180,19 +182,19 @@ def same_model(recorded: dict[str, Any], own: dict[str, Any], what: str) -> None
             )
 
 
-def _wide(tensor: Tensor, columns: int, value: int) -> Tensor:
+def _widen_tensor(tensor: Tensor, columns: int, value: int) -> Tensor:
     """Return a tensor of at least so many columns, those added holding `value`."""
     more = columns - tensor.shape[-1]
     return tensor if more <= 0 else F.pad(tensor, (0, more + slack(columns)), value=value)
 
 
-def _cat(parts: Sequence[Tensor], value: int) -> Tensor:
+def _join_padded(parts: Sequence[Tensor], value: int) -> Tensor:
     """Join rows of different widths, padded with `value`."""
     width = max(part.shape[-1] for part in parts)
     return torch.cat([F.pad(part, (0, width - part.shape[-1]), value=value) for part in parts])
 
 
 def _cat_known(parts: Sequence[Tensor | None], value: int) -> Tensor | None:
-    """Join rows as `_cat` does; None if those of some part are not known."""
+    """Join rows as `_join_padded` does; None if those of some part are not known."""
     known = [part for part in parts if part is not None]
-    return _cat(known, value) if len(known) == len(parts) else None
+    return _join_padded(known, value) if len(known) == len(parts) else None

@@ -46,7 +46,7 @@ class ModelStamp:
         if self.layout != now.layout:
             return "dtype or shape of weights", "one", "another"
         same = self.decoder() is now.decoder()
-        if (same and self.versions != now.versions) or not _equal(self.sample, now.sample):
+        if (same and self.versions != now.versions) or not _are_equal(self.sample, now.sample):
             return "weights", "as they were", "changed since" if same else "another model's"
         return None
 
@@ -62,7 +62,7 @@ class ModelStamp:
         return self.with_adapters(tuple(self.adapters[row] for row in rows))
 
     @staticmethod
-    def joined(stamps: Sequence[ModelStamp | None], counts: Sequence[int]) -> ModelStamp | None:
+    def join_parts(stamps: Sequence[ModelStamp | None], counts: Sequence[int]) -> ModelStamp | None:
         """Return the stamp of the rows of several caches, of so many rows each, which one model has read."""
         known = [stamp for stamp in stamps if stamp is not None]
         if len(known) < len(stamps) or len({stamp.adapters for stamp in known}) == 1:
@@ -78,7 +78,7 @@ def _of_each_row(there: tuple[str, ...], here: tuple[str, ...]) -> tuple[tuple[s
     return tuple(one if len(one) == B else tuple(one[row * len(one) // B] for row in range(B)) for one in (there, here))  # type: ignore[return-value]
 
 
-def _equal(there: Sequence[Tensor], here: Sequence[Tensor]) -> bool:
+def _are_equal(there: Sequence[Tensor], here: Sequence[Tensor]) -> bool:
     """Tell if samples are equal, also if the model was moved to another device."""
     pairs = [(one, other) for one, other in zip(there, here, strict=False)]
     alike = len(there) == len(here) and all(one.shape == other.shape for one, other in pairs)

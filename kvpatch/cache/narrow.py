@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..backends.entries import FULL, Codecs, Latent, centre_of, centred, codecs, in_full, map_centre, midrange
+from ..backends.entries import FULL, Codecs, Latent, centre_codecs, centre_of, codecs, find_midrange, in_full, map_centre
 from .growth import Layout
-from .slots import DenseSlots, Slots, fitted, gathered
+from .slots import DenseSlots, Slots, fitted, gather_entries
 
 
 class ReadingSlots(DenseSlots):
@@ -36,10 +36,10 @@ class ReadingSlots(DenseSlots):
         known, W, T = self.centre, self.packed[0].shape[2], positions_BHT.shape[2]
         real_BHT = positions_BHT >= 0
         if W < T:
-            centre = midrange(self.keys[:, :, W:T].detach(), real_BHT[:, :, W:])
+            centre = find_midrange(self.keys[:, :, W:T].detach(), real_BHT[:, :, W:])
             if known is not None:  # a row of which only padding was read has none yet
                 centre = torch.where(real_BHT[:, :, :W].flatten(1).any(1)[:, None, None, None], known, centre)
-            self.then = centred(self.then, centre)
+            self.then = centre_codecs(self.then, centre)
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         super().append(start, k_BHQD, v_BHQD)
@@ -52,23 +52,23 @@ class ReadingSlots(DenseSlots):
         packed = [change(t) for t in self.packed[: len(self.stored)]]
         return ReadingSlots(*self.each(change), map_centre(self.then, change), (packed[0], packed[-1]))
 
-    def closed(self, used: int) -> DenseSlots:
+    def close_columns(self, used: int) -> DenseSlots:
         every = torch.arange(used, device=self.keys.device)
-        return self._rounded(every.expand(*self.keys.shape[:2], used))
+        return self._round_entries(every.expand(*self.keys.shape[:2], used))
 
-    def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
+    def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
         every = torch.arange(index_BHK.shape[-1], device=index_BHK.device).expand_as(index_BHK)
-        return self._rounded(index_BHK).compact(every, kept_BHK, layout)
+        return self._round_entries(index_BHK).move_to_front(every, kept_BHK, layout)
 
-    def _rounded(self, index_BHK: Tensor) -> DenseSlots:
+    def _round_entries(self, index_BHK: Tensor) -> DenseSlots:
         """Return slots of the entries at `index`."""
         entries = []
         assert self.centre is not None, "fix_centre() goes before"
         for numbers, known, codec in zip(self.stored, self.packed, self.then, strict=False):
             assert not isinstance(codec, Latent), "nothing is stored for values in their keys"
-            new, W = codec.encode(gathered(numbers, index_BHK)), known.shape[2]
+            new, W = codec.encode(gather_entries(numbers, index_BHK)), known.shape[2]
             if W:
-                before = gathered(known, index_BHK.clamp(max=W - 1))
+                before = gather_entries(known, index_BHK.clamp(max=W - 1))
                 new = torch.where((index_BHK < W)[..., None], before, new)
             entries.append(new)
         return DenseSlots(entries[0], entries[-1], self.then)
@@ -86,6 +86,6 @@ def reading(keys: Tensor, values: Tensor, bits: int, latent: bool = False) -> De
 def opened(slots: Slots) -> Slots:
     """Return slots to which a prompt's columns are appended in full precision: rounded ones are unpacked."""
     if all(codec.exact for codec in slots.codecs):
-        return slots.buffered()
+        return slots.move_to_buffers()
     keys, values = slots.numbers(slots.width)
     return ReadingSlots(keys, values, slots.codecs, (slots.keys, slots.values))

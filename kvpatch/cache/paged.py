@@ -17,7 +17,7 @@ from torch import Tensor
 from ..backends.entries import EXACT
 from ..backends.protocol import Memory
 from .growth import Layout
-from .slots import DenseSlots, Slots, fitted, gathered
+from .slots import DenseSlots, Slots, fitted, gather_entries
 
 
 class PagedSlots(DenseSlots):
@@ -47,23 +47,23 @@ class PagedSlots(DenseSlots):
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
-        return self._read(0, self.width)
+        return self._read_pages(0, self.width)
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]
-        return self._read(1, self.width)
+        return self._read_pages(1, self.width)
 
-    def _read(self, which: int, used: int) -> Tensor:
+    def _read_pages(self, which: int, used: int) -> Tensor:
         _, H, _, P, D = self.pool.shape
         if used <= P:
             ours = self.pool[:, :, which, :used]
-            return ours.index_select(0, self.table_BN[:, 0]) if self._together is None else ours[self._together]
+            return ours.index_select(0, self.table_BN[:, 0]) if self._adjacent_pages is None else ours[self._adjacent_pages]
         B, N = len(self.table_BN), -(-used // P)
         pages = self.pool[:, :, which].index_select(0, self.table_BN[:, :N].flatten())
         return pages.view(B, N, H, P, D).transpose(1, 2).reshape(B, H, N * P, D)[:, :, :used]
 
     @functools.cached_property
-    def _together(self) -> slice | None:
+    def _adjacent_pages(self) -> slice | None:
         """The rows' first pages, if they lie one behind the other."""
         first = self.table_BN[:, 0].tolist()
         here = range(first[0], first[0] + len(first))
@@ -74,28 +74,28 @@ class PagedSlots(DenseSlots):
         return self.table_BN.numel() * self.pool[0].numel() * self.pool.element_size()
 
     def view(self, used: int) -> tuple[Tensor, Tensor]:
-        return self._read(0, used), self._read(1, used)
+        return self._read_pages(0, used), self._read_pages(1, used)
 
-    def shaped(self, used: int) -> tuple[Tensor, Tensor]:
+    def outline_view(self, used: int) -> tuple[Tensor, Tensor]:
         B, H, _, D = self.shape
         some = self.pool[:1, :, 0, :1].expand(B, H, used, D)
         return some, some
 
     # ---- entries, by their row of the flattened pool; a value lies P rows behind its key ----
 
-    def memory(self) -> Memory:
-        return self._memory
+    def locate_entries(self) -> Memory:
+        return self._pool_memory
 
     @functools.cached_property
-    def _memory(self) -> Memory:
+    def _pool_memory(self) -> Memory:
         """The pool's own entries, and where those of each head's pages begin."""
         P, (B, H, C, _) = self.pool.shape[3], self.shape
-        heads, (flat, behind) = torch.arange(H, device=self.pool.device), self._flat()
+        heads, (flat, behind) = torch.arange(H, device=self.pool.device), self._flatten_pool()
         begin_BHM = (self.table_BN[:, None, : -(-C // P)] * H + heads[:, None]) * 2 * P
         one = C <= P
         return Memory(flat, flat[behind:], begin_BHM.reshape(B * H, *(() if one else (-1,))), None, None if one else P)
 
-    def begins(self) -> Tensor:
+    def find_begins(self) -> Tensor:
         B, H, _, _ = self.shape
         return self.rows(self.table_BN.new_zeros(B, H), self.table_BN)
 
@@ -105,16 +105,16 @@ class PagedSlots(DenseSlots):
         heads = torch.arange(H, device=slot_BH.device)
         return ((page_BH * H + heads) * 2 * P + slot_BH % P).flatten()
 
-    def _flat(self) -> tuple[Tensor, int]:
+    def _flatten_pool(self) -> tuple[Tensor, int]:
         P, D = self.pool.shape[3:]
         return self.pool.view(-1, D), P
 
     def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        flat, behind = self._flat()
+        flat, behind = self._flatten_pool()
         return flat[rows_N], flat[rows_N + behind]
 
     def write_at(self, rows_N: Tensor, k: Tensor, v: Tensor) -> None:
-        flat, behind = self._flat()
+        flat, behind = self._flatten_pool()
         flat.index_copy_(0, rows_N, k.reshape(-1, flat.shape[1]))
         flat.index_copy_(0, rows_N + behind, v.reshape(-1, flat.shape[1]))
 
@@ -125,7 +125,7 @@ class PagedSlots(DenseSlots):
 
     # ---- moving slots ----
 
-    def buffered(self) -> PromptSlots:
+    def move_to_buffers(self) -> PromptSlots:
         keys, values = (columns.clone() for columns in self.view(self.width))
         return PromptSlots(keys, values, self.pool, self.table_BN)
 
@@ -140,8 +140,8 @@ class PagedSlots(DenseSlots):
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> PagedSlots:
         return PagedSlots(self.pool, self.table_BN, max(capacities))
 
-    def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
-        return self.buffered().compact(index_BHK, kept_BHK, layout)
+    def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
+        return self.move_to_buffers().move_to_front(index_BHK, kept_BHK, layout)
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> PagedSlots:
         """Apply `change` to the rows' pages: rows can be selected and ordered, but not copied."""
@@ -162,14 +162,14 @@ class PromptSlots(DenseSlots):
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> PromptSlots:
         return PromptSlots(change(self.keys), change(self.values), self.pool, change(self.table_BN))
 
-    def closed(self, used: int) -> PagedSlots:
-        return self._stored(self.keys[:, :, :used], self.values[:, :, :used], used)
+    def close_columns(self, used: int) -> PagedSlots:
+        return self._store_columns(self.keys[:, :, :used], self.values[:, :, :used], used)
 
-    def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> PagedSlots:
+    def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> PagedSlots:
         width = max(*layout.capacities, index_BHK.shape[-1])
-        return self._stored(gathered(self.keys, index_BHK), gathered(self.values, index_BHK), width)
+        return self._store_columns(gather_entries(self.keys, index_BHK), gather_entries(self.values, index_BHK), width)
 
-    def _stored(self, k_BHKD: Tensor, v_BHKD: Tensor, width: int) -> PagedSlots:
+    def _store_columns(self, k_BHKD: Tensor, v_BHKD: Tensor, width: int) -> PagedSlots:
         """Write columns to the pages, and zeros to the rest of the last one."""
         B, H, _, D = k_BHKD.shape
         P = self.pool.shape[3]

@@ -44,7 +44,7 @@ def begin(
     cache.catch_up()
     cache.settings.notices.look()
     try:
-        now, before, after = _read(cache, B, Q, mask_BT, input_ids, device, repeatable, merged_ids)
+        now, before, after = _read_pass(cache, B, Q, mask_BT, input_ids, device, repeatable, merged_ids)
     except BaseException:
         cache.end_change()
         raise
@@ -191,7 +191,7 @@ def finish(cache: TextState) -> None:
 # ---- reading a pass ----
 
 
-def _read(
+def _read_pass(
     cache: TextState,
     B: int,
     Q: int,
@@ -230,7 +230,7 @@ def _read(
     n_B = read.whole_B if ends or settings.block else []
     if ends and read.padding is not None:
         _check_rows(cache, n_B, read.last_B)
-    protect = _protect(cache, positions, merged_ids if input_ids is None else input_ids, seen) if prompt else None
+    protect = _mark_protected(cache, positions, merged_ids if input_ids is None else input_ids, seen) if prompt else None
     first = 0 if ends else cache.counters.steps
     recording = Q - prompt > 1 or recorded
     now = Forward(positions, prompt, ends, n_B, read.padding, protect, recording, first, repeatable=repeatable)
@@ -334,7 +334,7 @@ def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
         )
 
 
-def _protect(cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, seen: int) -> Tensor | None:
+def _mark_protected(cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, seen: int) -> Tensor | None:
     """Mark the columns of the user's `protect=`, bool [B,Q]."""
     protect = cache.settings.policy.scope.protect
     if protect is None or not cache.settings.acts:
@@ -342,7 +342,7 @@ def _protect(cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, s
     wanted = protect_tensor(protect).to(positions_BQ.device)
     B, Q = positions_BQ.shape
     if wanted.dtype != torch.bool:
-        assert input_ids is not None, "refused in _read"
+        assert input_ids is not None, "refused in _read_pass"
         return torch.isin(input_ids.to(wanted.device), wanted, invert=isinstance(protect, AllBut)) & (positions_BQ >= 0)
     wanted = wanted.expand(B, -1) if wanted.ndim == 1 else wanted.repeat_interleave(max(B // len(wanted), 1), 0)
     total = cache.request.prompt_len or Q

@@ -88,7 +88,7 @@ class Prefixes:
 
     def get(self, ids: Tokens) -> Prefix | None:
         """Return the prefix of exactly these tokens, if it was read; anew if the model has changed since."""
-        return self._fresh(self._by_ids.get(ids))
+        return self._keep_fresh(self._by_ids.get(ids))
 
     def add(self, prefix: Prefix) -> Prefix:
         """Keep a prefix in place of an earlier one with the same tokens."""
@@ -98,9 +98,9 @@ class Prefixes:
     def longest(self, ids: Sequence[int]) -> Prefix | None:
         """Return the longest prefix that these tokens begin with and go beyond; read anew if the model has changed since."""
         fit = [one for one in self if len(one) < len(ids) and one.ids == tuple(ids[: len(one)])]
-        return self._fresh(max(fit, key=len, default=None))
+        return self._keep_fresh(max(fit, key=len, default=None))
 
-    def _fresh(self, prefix: Prefix | None) -> Prefix | None:
+    def _keep_fresh(self, prefix: Prefix | None) -> Prefix | None:
         if prefix is None or self.renew is None:
             return prefix
         new = self.renew(prefix)

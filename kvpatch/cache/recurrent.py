@@ -56,7 +56,7 @@ class RecurrentStates(Cache):
         """Numbers of the layers that have a state."""
         return tuple(number for number, layer in enumerate(self.layers) if layer is not None)
 
-    def _held(self) -> Iterator[tuple[str, dict[int, Any], int]]:
+    def _list_held(self) -> Iterator[tuple[str, dict[int, Any], int]]:
         """Yield each state's name, the table that holds it, and its key there."""
         for number in self.numbers:
             for kind in ("conv_states", "recurrent_states"):
@@ -65,7 +65,7 @@ class RecurrentStates(Cache):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all states by name: the layer's number, conv_states or recurrent_states, and which of several."""
-        return {name: table[key] for name, table, key in self._held()}
+        return {name: table[key] for name, table, key in self._list_held()}
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +74,7 @@ class RecurrentStates(Cache):
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply `change` to every state; its first axis is the batch."""
-        for _, table, key in self._held():
+        for _, table, key in self._list_held():
             table[key] = change(table[key])
 
     def end_pass(self) -> None:
@@ -84,7 +84,7 @@ class RecurrentStates(Cache):
     def sharing(self) -> RecurrentStates:
         """Return a copy that shares the tensors, to be replaced before either writes to them."""
         new = copy.copy(self)
-        new.layers = [None if layer is None else _sharing(layer) for layer in self.layers]
+        new.layers = [None if layer is None else _copy_sharing(layer) for layer in self.layers]
         return new
 
     @contextmanager
@@ -95,15 +95,15 @@ class RecurrentStates(Cache):
         try:
             yield
         finally:
-            for name, table, key in self._held():
+            for name, table, key in self._list_held():
                 table[key] = before[name]
 
     def join(self, parts: Sequence[RecurrentStates]) -> None:
         """Fill these empty states with the rows of several others."""
-        every = [part._trimmed() for part in parts]
+        every = [part._trim_states() for part in parts]
         self.fill({name: torch.cat([one[name] for one in every]) for name in every[0]})
 
-    def _trimmed(self) -> dict[str, Tensor]:
+    def _trim_states(self) -> dict[str, Tensor]:
         """Return all states, those of convolutions as wide as the next token needs them."""
         found = self.tensors()
         for number in self.numbers:
@@ -124,7 +124,7 @@ class RecurrentStates(Cache):
 
     def place(self, devices: dict[int, torch.device]) -> None:
         """Move the state of each layer to its device."""
-        for name, table, key in self._held():
+        for name, table, key in self._list_held():
             table[key] = table[key].to(devices[int(name.split(".")[0])])
 
     # ---- roll-back ----
@@ -144,7 +144,7 @@ class RecurrentStates(Cache):
             self.layers[number].crop(-count)  # type: ignore[union-attr]
 
 
-def _sharing(layer: LinearAttentionLayer) -> LinearAttentionLayer:
+def _copy_sharing(layer: LinearAttentionLayer) -> LinearAttentionLayer:
     new = copy.copy(layer)
     vars(new).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
     return new

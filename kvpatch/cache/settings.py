@@ -72,10 +72,10 @@ class CacheSettings:
 
     def combine(self, **facts: Any) -> Combination:
         """Return these settings as what is asked for together. facts: what the gate knows beside them, or otherwise."""
-        return dataclasses.replace(self._combination, **facts)
+        return dataclasses.replace(self._combine_settings, **facts)
 
     @cached_property
-    def _combination(self) -> Combination:
+    def _combine_settings(self) -> Combination:
         stack = self.stack
         return Combination(
             self.policy,
@@ -158,9 +158,9 @@ class CacheSettings:
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
         """The budget of each layer; of a layer with a sliding window of its own, that window."""
-        return tuple(self._sloped(i) if bound is None else Size(bound) for i, bound in enumerate(self.bounds))
+        return tuple(self._slope_rule(i) if bound is None else Size(bound) for i, bound in enumerate(self.bounds))
 
-    def _sloped(self, layer: int) -> Rule:
+    def _slope_rule(self, layer: int) -> Rule:
         rule, policy = self.budget.rules[layer], self.policy
         if policy.over_layers is None or not policy.evicts:
             return rule
@@ -214,7 +214,7 @@ class CacheSettings:
     def described(self) -> dict[str, Any]:
         """Describe as plain values all settings that two caches must share to go on under one another's patch."""
         return {
-            "policy": _described(self.policy),
+            "policy": _describe_policy(self.policy),
             "k": self.budget.described(),
             "bits": self.bits,
             "seed": self.seed,
@@ -222,30 +222,30 @@ class CacheSettings:
             "positions": "renumbered" if self.renumbered else "original",
         }
 
-    def differences(self, other: CacheSettings) -> Iterator[tuple[str, Any, Any]]:
+    def list_differences(self, other: CacheSettings) -> Iterator[tuple[str, Any, Any]]:
         """List each differing setting as (name, own value, value of `other`); empty if caches are interchangeable."""
         if other is self:
             return
-        mine, theirs = (_flat(one.described()) for one in (self, other))
+        mine, theirs = (_flatten_names(one.described()) for one in (self, other))
         for name in dict.fromkeys((*mine, *theirs)):
             if mine.get(name) != theirs.get(name):
                 yield name, mine.get(name), theirs.get(name)
 
 
-def _described(policy: Policy) -> dict[str, Any]:
+def _describe_policy(policy: Policy) -> dict[str, Any]:
     """Describe a policy's name, schedule, parts and options as plain values."""
     own = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
     parts = {name: type(part).__name__ for name, part in own.items() if not isinstance(part, str | None)}
-    options = {name: _plain(value) for name, value in policy.options().items()}
+    options = {name: _simplify_option(value) for name, value in policy.options().items()}
     return {"name": policy.name, "schedule": policy.schedule, **parts, **options}
 
 
-def _plain(value: Any) -> Any:
+def _simplify_option(value: Any) -> Any:
     """Return an option as JSON has it."""
     if isinstance(value, Calibration):
         return value.digest
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def _flat(described: dict[str, Any]) -> dict[str, Any]:
+def _flatten_names(described: dict[str, Any]) -> dict[str, Any]:
     return {**{f"the policy's {name}": value for name, value in described.pop("policy").items()}, **described}

@@ -2,7 +2,7 @@
 
 A layer uses its storage through `Slots` only. A storage holds just keys and values: positions and scores are [B,H,C] tensors
 of the layer, C the storage's `width`, with -1 and 0 where a head has no slot. Heads are numbered n = b * H + h. Another
-storage is a class here (or anywhere) and a line in `compact` and `empty`, which choose one by a Layout.
+storage is a class here (or anywhere) and a line in `move_to_front` and `empty`, which choose one by a Layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.entries import EXACT, Codecs, Latent, centre_of, centred, map_centre
+from ..backends.entries import EXACT, Codecs, Latent, centre_codecs, centre_of, map_centre
 from ..backends.head_offsets import HeadOffsets
 from ..backends.protocol import Memory
 from .growth import Layout, capacities, slack
@@ -86,7 +86,7 @@ class Slots(ABC):
         keys, values = self.numbers(used)
         return (values, keys[..., values.shape[-1] :]) if self.latent else (keys, values)
 
-    def encoded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def encode_pair(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the entries of keys and values."""
         keys, codec = self.codecs[0].encode(k), self.codecs[1]
         return keys, codec.within(keys) if isinstance(codec, Latent) else codec.encode(v)
@@ -95,11 +95,11 @@ class Slots(ABC):
         """Fix the centre of a first prompt's keys before any is evicted or rounded. positions: -1 in an empty slot."""
         return
 
-    def closed(self, used: int) -> Slots:
+    def close_columns(self, used: int) -> Slots:
         """Return slots with the first `used` columns as they are held between prompts (narrow.py); itself if they are."""
         return self
 
-    def buffered(self) -> Slots:
+    def move_to_buffers(self) -> Slots:
         """Return slots in memory of the layer's own, which a prompt's columns are appended to; itself if they are."""
         return self
 
@@ -111,12 +111,12 @@ class Slots(ABC):
         """Return keys and values with one entry per slot."""
         return self.keys.reshape(-1, self.keys.shape[-1]), self.values.reshape(-1, self.values.shape[-1])
 
-    def memory(self) -> Memory:
+    def locate_entries(self) -> Memory:
         """Return where keys and values lie, without copying any."""
         return Memory(self.keys, self.values)
 
     @abstractmethod
-    def begins(self) -> Tensor:
+    def find_begins(self) -> Tensor:
         """Return the entry at which each head's slots begin [B*H]."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Slots(ABC):
 
     def rows_of(self, column_BHM: Tensor) -> Tensor:
         """Return the entries [B*H*M] of columns of each head."""
-        return (self.begins()[:, None] + column_BHM.flatten(0, 1)).flatten()
+        return (self.find_begins()[:, None] + column_BHM.flatten(0, 1)).flatten()
 
     def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the entries of keys and values in these rows."""
@@ -144,7 +144,7 @@ class Slots(ABC):
     def view(self, used: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of the first `used` columns, as a backend takes them."""
 
-    def shaped(self, used: int) -> tuple[Tensor, Tensor]:
+    def outline_view(self, used: int) -> tuple[Tensor, Tensor]:
         """Return tensors of the shapes that `view` returns, for decisions that need no contents."""
         return self.view(used)
 
@@ -159,11 +159,11 @@ class Slots(ABC):
         """Return the slots of each head."""
 
     @abstractmethod
-    def wanted(self, counts: list[int], goals: list[int] | None, ahead: int) -> list[int]:
+    def plan_slots(self, counts: list[int], goals: list[int] | None, ahead: int) -> list[int]:
         """Return the slots that each head would get now, having taken `counts`, with at least `ahead` free ones."""
 
     @abstractmethod
-    def allowed(self, counts: list[int], goals: list[int] | None, ahead: int) -> int:
+    def bound_slots(self, counts: list[int], goals: list[int] | None, ahead: int) -> int:
         """Return the most slots of all heads together that are no waste for heads that have taken `counts`."""
 
     @abstractmethod
@@ -192,11 +192,11 @@ class Slots(ABC):
         """Apply `change` along the batch axis."""
 
     @abstractmethod
-    def dense(self, B: int, H: int) -> DenseSlots:
+    def make_dense(self, B: int, H: int) -> DenseSlots:
         """Return slots that columns can be appended to; itself if they can already."""
 
     @abstractmethod
-    def spread(self, tensor_BHC: Tensor) -> Tensor:
+    def spread_heads(self, tensor_BHC: Tensor) -> Tensor:
         """Bring a [B,H,C] tensor into the shape of keys and values without their last axis."""
 
     @abstractmethod
@@ -218,7 +218,7 @@ class DenseSlots(Slots):
     def width(self) -> int:
         return self.shape[2]
 
-    def begins(self) -> Tensor:
+    def find_begins(self) -> Tensor:
         B, H, C, _ = self.keys.shape
         return torch.arange(B * H, device=self.keys.device) * C
 
@@ -235,11 +235,11 @@ class DenseSlots(Slots):
         B, H, C, _ = self.shape
         return [C] * (B * H)
 
-    def wanted(self, counts: list[int], goals: list[int] | None, ahead: int) -> list[int]:
+    def plan_slots(self, counts: list[int], goals: list[int] | None, ahead: int) -> list[int]:
         return [max(capacities(counts, goals, max(slack(max(counts)), ahead)))] * len(counts)
 
-    def allowed(self, counts: list[int], goals: list[int] | None, ahead: int) -> int:
-        return sum(self.wanted(counts, goals, ahead))
+    def bound_slots(self, counts: list[int], goals: list[int] | None, ahead: int) -> int:
+        return sum(self.plan_slots(counts, goals, ahead))
 
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
         held = max(counts) if columns is None else columns  # columns are as many as the longest row's
@@ -253,28 +253,28 @@ class DenseSlots(Slots):
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         """Write columns from `start` on."""
-        new = self.encoded(k_BHQD.detach(), v_BHQD.detach())
+        new = self.encode_pair(k_BHQD.detach(), v_BHQD.detach())
         for held, entries in zip(self.stored, new, strict=False):  # values in their keys are written with these
             held[:, :, start : start + k_BHQD.shape[2]] = entries
 
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> DenseSlots:
         return DenseSlots(*self.each(lambda t: fitted(t[:, :, :used], max(capacities), 0)), self.codecs)
 
-    def compact(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
+    def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
         """Move the entries of each head at `index` (where `kept`; None: all) to the front of slots of this layout."""
         if layout.filled is not None and kept_BHK is not None:
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
             return RaggedSlots(*self.each(lambda t: offsets.pack(t, index_BHK, kept_BHK)), offsets, self.codecs)
         C = max(*layout.capacities, index_BHK.shape[-1])
-        return DenseSlots(*self.each(lambda t: fitted(gathered(t, index_BHK), C, 0)), self.codecs)
+        return DenseSlots(*self.each(lambda t: fitted(gather_entries(t, index_BHK), C, 0)), self.codecs)
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> DenseSlots:
         return DenseSlots(*self.each(change), map_centre(self.codecs, change))
 
-    def dense(self, B: int, H: int) -> DenseSlots:
+    def make_dense(self, B: int, H: int) -> DenseSlots:
         return self
 
-    def spread(self, tensor_BHC: Tensor) -> Tensor:
+    def spread_heads(self, tensor_BHC: Tensor) -> Tensor:
         return tensor_BHC
 
     def described(self) -> None:
@@ -294,10 +294,10 @@ class RaggedSlots(Slots):
     def width(self) -> int:
         return self.offsets.width
 
-    def memory(self) -> Memory:
+    def locate_entries(self) -> Memory:
         return Memory(self.keys, self.values, self.offsets.begin_N, self.offsets.capacity_N)
 
-    def begins(self) -> Tensor:
+    def find_begins(self) -> Tensor:
         return self.offsets.begin_N
 
     def rows(self, slot_BH: Tensor, flat_N: Tensor) -> Tensor:
@@ -317,10 +317,10 @@ class RaggedSlots(Slots):
     def capacities(self) -> list[int]:
         return self.offsets.capacities
 
-    def wanted(self, counts: list[int], goals: list[int] | None, ahead: int) -> list[int]:
+    def plan_slots(self, counts: list[int], goals: list[int] | None, ahead: int) -> list[int]:
         return capacities(counts, goals, max(slack(sum(counts) // len(counts)), ahead))
 
-    def allowed(self, counts: list[int], goals: list[int] | None, ahead: int) -> int:
+    def bound_slots(self, counts: list[int], goals: list[int] | None, ahead: int) -> int:
         return self.bound(counts, None, ahead)[1]
 
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
@@ -343,10 +343,10 @@ class RaggedSlots(Slots):
         offsets, rows = self.offsets.select(change(heads_BH).reshape(-1))
         return RaggedSlots(*self.each(lambda t: t[rows]), offsets, map_centre(self.codecs, change))
 
-    def dense(self, B: int, H: int) -> DenseSlots:
+    def make_dense(self, B: int, H: int) -> DenseSlots:
         return DenseSlots(*self.each(lambda t: self.offsets.unpack(t, B, H, self.width)), self.codecs)
 
-    def spread(self, tensor_BHC: Tensor) -> Tensor:
+    def spread_heads(self, tensor_BHC: Tensor) -> Tensor:
         head, column = self.offsets.places()
         return tensor_BHC.flatten(0, 1)[head, column]
 
@@ -364,7 +364,7 @@ def nothing() -> DenseSlots:
 
 def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | None) -> Slots:
     """Make zeros for B * H heads, of the dtype, device and head sizes of `like`, with keys around this centre."""
-    codecs = centred(like.codecs, centre_BH1D)
+    codecs = centre_codecs(like.codecs, centre_BH1D)
 
     def zeros(*rows: int) -> tuple[Tensor, Tensor]:
         return like.each(lambda t: t.new_zeros(*rows, t.shape[-1]))
@@ -376,14 +376,14 @@ def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | Non
     return RaggedSlots(keys, values, offsets, codecs)
 
 
-def restored(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) -> Slots:
+def restore_slots(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) -> Slots:
     """Rebuild slots from their tensors and `described`."""
     if described is None:
         return DenseSlots(keys, values, codecs)
     return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device), codecs)
 
 
-def gathered(tensor: Tensor, index_BHK: Tensor) -> Tensor:
+def gather_entries(tensor: Tensor, index_BHK: Tensor) -> Tensor:
     """[B,H,T,...] -> [B,H,K,...]: gather each head's entries at `index`."""
     if tensor.ndim == 3:
         return tensor.gather(2, index_BHK)

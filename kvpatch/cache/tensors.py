@@ -37,9 +37,9 @@ class HeadTensor:
         own = [getattr(layer, self.name) for layer in layers]
         if all(one is None for one in own) or (self.missing is None and any(one is None for one in own)):
             return None
-        return torch.cat([self._filled(layer) if one is None else one for one, layer in zip(own, layers, strict=True)])
+        return torch.cat([self._fill_missing(layer) if one is None else one for one, layer in zip(own, layers, strict=True)])
 
-    def _filled(self, layer: Any) -> Tensor:
+    def _fill_missing(self, layer: Any) -> Tensor:
         B, H = layer.positions.shape[:2]
         return torch.full(self.shape(B, H), self.missing or 0, device=layer.positions.device)
 

@@ -84,7 +84,7 @@ class TokenIds(Batched):
             self.columns, self.prompt = columns, max(self.prompt + columns - self.columns, 0)
 
     @staticmethod
-    def joined(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:
+    def join_parts(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:
         """Join rows of several, each given with its rows' lengths [B]; all end in the last of so many columns."""
         rows = [_at_the_end(ids, lengths_B, columns) for ids, lengths_B in parts]
         return TokenIds.of(torch.cat([one.to(rows[0].device) for one in rows]))

@@ -24,7 +24,7 @@ from ..policies.needs.last_queries import Recent
 from ..policies.parallel import Parallel
 from ..policies.policy import Policy
 from ..policies.repeated import repeat_instruction
-from ..storage.calibration import made
+from ..storage.calibration import make_calibration
 
 _KEEPS_ALL = 1 << 20  # tokens, more than a piece of text has
 
@@ -55,15 +55,15 @@ def calibrate(
             model(piece, **{cache_argument(type(model).forward): cache})
             for index, layer in enumerate(cache.layers):
                 if "repeated" in layer.state and teacher is not None:
-                    _add(_taught(layer, teacher.scope.sinks), sums.setdefault(index, {}))
+                    _add_piece(_read_taught(layer, teacher.scope.sinks), sums.setdefault(index, {}))
                 elif isinstance(recent := layer.notes.get("recent"), Recent):
-                    _add(parts[index].sample(layer, recent), sums.setdefault(index, {}))
+                    _add_piece(parts[index].sample(layer, recent), sums.setdefault(index, {}))
             on_piece()
     layers = {
         index: {name: MEASURES[name].finish(found).to(MEASURES[name].dtype) for name, found in own.items()}
         for index, own in sums.items()
     }
-    return made(target.identity(), layers, sum(piece.shape[1] for piece in pieces))
+    return make_calibration(target.identity(), layers, sum(piece.shape[1] for piece in pieces))
 
 
 def teacher_of(tokenizer: Any, chunk: int, name: str = "kvzip_plus") -> Policy:
@@ -126,7 +126,7 @@ class _Parts:
         """Return a piece's queries, and what they look at."""
         known = recent.positions_BW[0] >= 0
         q_HGQD, turning = recent.q_BHGWD[0][:, :, known], self.turning
-        area_HT = self._areas(layer, q_HGQD.shape[1])
+        area_HT = self._measure_areas(layer, q_HGQD.shape[1])
         if turning is None:
             return Sample(q_HGQD, area_HT)
         q, places = q_HGQD.flatten(0, 1)[None].double(), recent.positions_BW[:, None, known]
@@ -134,7 +134,7 @@ class _Parts:
         plain = turning.adapter.rotate(plain, torch.zeros_like(places), turning.table)
         return Sample(q_HGQD, area_HT, turning.rotation, plain[0].view(q_HGQD.shape))
 
-    def _areas(self, layer: SlotLayer, group: int) -> Tensor | None:
+    def _measure_areas(self, layer: SlotLayer, group: int) -> Tensor | None:
         """Return the sums "area" [H,T] of a piece of text, in its order, each times its value's length as it is given out."""
         if not self.bound.adapter.projects:
             return None
@@ -143,7 +143,7 @@ class _Parts:
         return layer.statistic("area")[0, :, : layer.used] * projected_norms(v_BHTD, rows, 2)[0]
 
 
-def _taught(layer: SlotLayer, sinks: int) -> Sample:
+def _read_taught(layer: SlotLayer, sinks: int) -> Sample:
     """Return a piece's tokens of a layer behind its sinks, with the logarithms of their scores."""
     k_BHTD, v_BHTD, positions_BHT = layer.view()
     among = positions_BHT[0, 0] >= sinks  # all heads hold all tokens, in one order
@@ -151,7 +151,7 @@ def _taught(layer: SlotLayer, sinks: int) -> Sample:
     return Sample(x_HTF=x_HTF[:, among], y_HT=learned.target(layer.state_view()["repeated"])[0][:, among])
 
 
-def _add(sample: Sample, sums: dict[str, Totals]) -> None:
+def _add_piece(sample: Sample, sums: dict[str, Totals]) -> None:
     """Add a piece to the sums of a layer."""
     for name in names(sample.kinds):
-        sums[name] = MEASURES[name].joined(sums.get(name), sample)
+        sums[name] = MEASURES[name].join_parts(sums.get(name), sample)

@@ -94,7 +94,7 @@ class Checks:
         vocabulary = model.get_input_embeddings().num_embeddings
         ids = torch.randint(0, vocabulary, (2, self.n + _NEW), generator=torch.Generator().manual_seed(seed))
         self.ids_BT = ids.to(model.device)
-        self.tolerance = ROUNDINGS * rounding_error(model, self.target.mixers(), self.ids_BT, self._places())
+        self.tolerance = ROUNDINGS * rounding_error(model, self.target.list_mixers(), self.ids_BT, self._take_positions())
 
     def _prompt_length(self, settings: Any) -> int:
         """Return a number of tokens, at most _LONGEST, of which the policy must evict some, and more than its window."""
@@ -117,9 +117,9 @@ class Checks:
             ("the model is as it was after the block", self.restored),
         ]
         served = why_not("forget", self.settings.combine()) is None
-        return [self._judged(name, check) for name, check in checks if served or check != self.forgetting]
+        return [self._judge_difference(name, check) for name, check in checks if served or check != self.forgetting]
 
-    def _judged(self, name: str, check: Callable[[], Outcome]) -> Result:
+    def _judge_difference(self, name: str, check: Callable[[], Outcome]) -> Result:
         try:
             with torch.no_grad():
                 outcome = check()
@@ -140,7 +140,7 @@ class Checks:
 
         def both() -> Tensor:
             out = self.model(self.ids_BT, attention_mask=mask_BT, use_cache=True)
-            return torch.cat([self._feed(self.ids_BT), wide(predictions(out))[:, pads:]], 1)
+            return torch.cat([self._feed_tokens(self.ids_BT), wide(predictions(out))[:, pads:]], 1)
 
         expected = both()
         with patched(self.model, self.policy, 1.0, seed=self.seed):
@@ -151,28 +151,28 @@ class Checks:
         budget = min(_BUDGET, self.n - 1)
         sinks = min(_SINKS, budget - 1)
         with patched(self.model, "window", budget, sinks=sinks) as patch:
-            got, bounds = self._feed(self.ids_BT), patch.settings.bounds
+            got, bounds = self._feed_tokens(self.ids_BT), patch.settings.bounds
         total = self.ids_BT.shape[1]
         query, key = torch.arange(total)[:, None], torch.arange(total)[None]
         seen_QT = key <= query
         # a generated token sees the tokens kept before it, and itself
         kept_QT = seen_QT & ((query < self.n) | (key < sinks) | (key >= query - (budget - sinks)))
         layers = [(seen_QT if bound is not None else kept_QT)[None, None] for bound in bounds]
-        return got, self._masked(layers), ""
+        return got, self._predict_masked(layers), ""
 
     def evictions(self) -> Outcome:
         """Compare the policy itself with masking what its cache does not hold."""
         with patched(self.model, self.policy, self.k, seed=self.seed, strict=True):
-            self._feed(self.ids_BT)
+            self._feed_tokens(self.ids_BT)
         watched = Evictions(self.n, self.ids_BT.shape[1])
         with patched(self.model, self.policy, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, watch=watched.note).logits_BSV
-        few, many = watched.evicted()
+        few, many = watched.count_evicted()
         count = f"{few} of" if few == many else f"{few} to {many} of"
         total = self.ids_BT.shape[1]
         none = f"NOTHING EVICTED of {total} tokens, give a smaller k: "
         remark = f"{count} {total} tokens evicted per head, " if many else none
-        return got, self._masked(watched.seen()), remark
+        return got, self._predict_masked(watched.seen()), remark
 
     def forgetting(self) -> Outcome:
         """Compare spans that are taken out of a cache with masking what it holds: of the prompt, of one row, of new tokens."""
@@ -194,12 +194,12 @@ class Checks:
 
         with patched(self.model, self.policy, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, watch=watch).logits_BSV
-        return f"other tokens went in layer {wrong[0]}" if wrong else (got, self._masked(watched.seen()), "")
+        return f"other tokens went in layer {wrong[0]}" if wrong else (got, self._predict_masked(watched.seen()), "")
 
-    def _masked(self, seen: list[Tensor]) -> Tensor:
-        return masked_predictions(self.model, self.target, self.ids_BT, self.n, seen, self._places())
+    def _predict_masked(self, seen: list[Tensor]) -> Tensor:
+        return masked_predictions(self.model, self.target, self.ids_BT, self.n, seen, self._take_positions())
 
-    def _places(self) -> dict[str, Tensor]:
+    def _take_positions(self) -> dict[str, Tensor]:
         """Return position_ids, if the model takes them."""
         if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
             return {}
@@ -211,14 +211,14 @@ class Checks:
         pads = self.n // 3
         mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0
-        if not self._places() or self.target.places_itself() is not None:
-            own = self._feed(self.ids_BT, mask)[1:] - self._feed(self.ids_BT[1:, pads:], skipped=pads)
+        if not self._take_positions() or self.target.places_itself() is not None:
+            own = self._feed_tokens(self.ids_BT, mask)[1:] - self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads)
             if float(own.abs().max()) > 1000 * self.tolerance:
-                return self._padded(mask, pads)
+                return self._predict_padded(mask, pads)
         with patched(self.model, self.policy, self.k, seed=self.seed):
-            return self._feed(self.ids_BT, mask)[1:], self._feed(self.ids_BT[1:, pads:], skipped=pads), ""
+            return self._feed_tokens(self.ids_BT, mask)[1:], self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads), ""
 
-    def _padded(self, mask_BT: Tensor, pads: int) -> Outcome:
+    def _predict_padded(self, mask_BT: Tensor, pads: int) -> Outcome:
         """Compare a padded batch with masking what its cache does not hold: the model counts padding, so rows differ alone."""
         watched = Evictions(self.n, self.ids_BT.shape[1], torch.tensor([0, pads]))
         with patched(self.model, self.policy, self.k, seed=self.seed):
@@ -236,29 +236,29 @@ class Checks:
 
         One block ends normally and one raises.
         """
-        before, logits = _snapshot(self.model), self._feed(self.ids_BT)
+        before, logits = _record_model(self.model), self._feed_tokens(self.ids_BT)
         self._patched_logits()
         try:
             with patched(self.model, self.policy, self.k):
                 raise InterruptedError
         except InterruptedError:
             pass
-        after = _snapshot(self.model)
+        after = _record_model(self.model)
         changed = [where for where in before.keys() | after.keys() if before.get(where) != after.get(where)]
         if changed:
             return f"changed: {', '.join('.'.join(where).lstrip('.') for where in sorted(changed)[:3])}"
-        return "" if torch.equal(self._feed(self.ids_BT), logits) else "attributes are as before, but the logits differ"
+        return "" if torch.equal(self._feed_tokens(self.ids_BT), logits) else "attributes are as before, but the logits differ"
 
     def _patched_logits(self) -> Tensor:
         with patched(self.model, self.policy, self.k, seed=self.seed):
-            return self._feed(self.ids_BT)
+            return self._feed_tokens(self.ids_BT)
 
-    def _feed(self, ids_BT: Tensor, mask_BT: Tensor | None = None, skipped: int = 0) -> Tensor:
+    def _feed_tokens(self, ids_BT: Tensor, mask_BT: Tensor | None = None, skipped: int = 0) -> Tensor:
         """Return logits [B,1+_NEW,V] of the prompt's last token and of each further token, fed one by one."""
         return feed(self.model, ids_BT, self.n - skipped, mask_BT).logits_BSV
 
 
-def _snapshot(model: Any) -> dict[tuple[str, str], _Same]:
+def _record_model(model: Any) -> dict[tuple[str, str], _Same]:
     """Record every attribute and hook of every module by identity."""
     return {
         (name, key): _Same([*value.keys(), *value.values()] if isinstance(value, dict) else [value])

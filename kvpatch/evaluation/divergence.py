@@ -123,7 +123,7 @@ class Comparison:
         rows = []
         for (text, k), b, (name, policy) in product(ks.items(), bits, policies.items()):
             on_start(name, Row(name, text, None, bits=b).size)
-            rows.append(self._row(name, policy, text, k, b))
+            rows.append(self._make_row(name, policy, text, k, b))
             on_row(rows[-1])
         return self.result(rows)
 
@@ -131,13 +131,13 @@ class Comparison:
         """Return rows together with what the unpatched model held."""
         return Result(rows, self.nbytes, self.n, self.ids_1T.shape[1] - self.n)
 
-    def _row(self, name: str, policy: Policy, text: str, k: Any, bits: int = FULL) -> Row:
+    def _make_row(self, name: str, policy: Policy, text: str, k: Any, bits: int = FULL) -> Row:
         try:
-            return Row(name, text, self.figures(policy, k, bits), bits=bits)
+            return Row(name, text, self.measure_policy(policy, k, bits), bits=bits)
         except KVPatchError as error:
             return Row(name, text, None, str(error), bits)
 
-    def figures(self, policy: Policy, k: Any, bits: int = FULL) -> Figures:
+    def measure_policy(self, policy: Policy, k: Any, bits: int = FULL) -> Figures:
         """Measure one policy under one budget.
 
         Raises:

@@ -2,11 +2,11 @@
 
     python -m kvpatch.evaluation.lm_eval run --model kvpatch --model_args pretrained=gpt2,policy=h2o,k=0.5,block=16 --tasks piqa
 
-takes every option of `lm_eval`. In generate_until tasks the budget acts as in generate(). A log-likelihood task is one
-forward pass per request, where the budget acts only with a `block=` of fewer tokens than the request has; a share `k` then
-refers to context and continuation together. The results' "config" has an entry "kvpatch" that says of each task if the budget
-acted, and a line of the log above the table says so too. --use_cache finds stored responses by the request alone, so give each
-policy and budget a file of its own.
+takes every option of `lm_eval`. settings=FILE, a file of kvpatch.Settings, takes the place of policy= and k=. In generate_until
+tasks the budget acts as in generate(). A log-likelihood task is one forward pass per request, where the budget acts only with
+a `block=` of fewer tokens than the request has; a share `k` then refers to context and continuation together. The results'
+"config" has an entry "kvpatch" that says of each task if the budget acted, and a line of the log above the table says so too.
+--use_cache finds stored responses by the request alone, so give each policy and budget a file of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import difflib
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +57,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         pretrained: name, folder or model, as HFLM takes it.
         policy: as `kvpatch.patched` takes it, Settings too; it has no default.
         k: as `kvpatch.patched` takes it.
+        settings: a file of kvpatch.Settings, in place of policy and k.
         **kwargs: bits, block, schedule, positions, seed and strict as `kvpatch.patched` takes them; kv_backend for its
             `backend`, since HFLM has a parameter of that name; options of the policy, such as window=; all others go to HFLM.
 
@@ -68,8 +70,13 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         pretrained: Any,
         policy: str | Policy | Settings | None = None,
         k: Any = HALF,
+        settings: str | PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
+        if settings is not None:
+            if policy is not None:
+                raise KVPatchError(f"policy={policy!r:.60} and settings={settings} both name a policy: give one of them.")
+            policy = Settings.load(settings)
         if isinstance(policy, Settings):
             policy, k, kwargs = _add_settings(policy, k, kwargs)
         own = set(PolicyOptions.__annotations__) | set(policy.options() if isinstance(policy, Policy) else ())
@@ -98,17 +105,17 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Score requests as HFLM does, and note of each task if the budget acted."""
         run = super().loglikelihood
-        return self._noting(requests, ("prompt", "no_cache"), lambda: run(requests, disable_tqdm))
+        return self._note_tasks(requests, ("prompt", "no_cache"), lambda: run(requests, disable_tqdm))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts as HFLM does, and note of each task if the budget acted."""
         run = super().loglikelihood_rolling
-        return self._noting(requests, ("prompt", "no_cache"), lambda: run(requests, disable_tqdm))
+        return self._note_tasks(requests, ("prompt", "no_cache"), lambda: run(requests, disable_tqdm))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate as HFLM does, and note of each task if the budget acted."""
         run = super().generate_until
-        return self._noting(requests, ("decode",), lambda: run(requests, disable_tqdm))
+        return self._note_tasks(requests, ("decode",), lambda: run(requests, disable_tqdm))
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what the results' "config" says of the model, with an entry "kvpatch"; logs a line per task."""
@@ -122,7 +129,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
             eval_logger.log(30 if none else 20, line + (": give block=, fewer tokens than a request has" if none else ""))
         return {**super().get_model_info(), "kvpatch": {**said, "tasks": self._tasks}}
 
-    def _noting(self, requests: list[Instance], kinds: Sequence[str], run: Callable[[], _Answers]) -> _Answers:
+    def _note_tasks(self, requests: list[Instance], kinds: Sequence[str], run: Callable[[], _Answers]) -> _Answers:
         """Run the requests of some tasks, and note if the budget acted in passes of these kinds; tasks share the passes."""
 
         def count() -> tuple[int, int]:
@@ -148,10 +155,10 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         texts = [(*context, *continuation)[-(self.max_length + 1) : -1] for _, context, continuation in requests]
         lengths: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for text in dict.fromkeys(texts):
-            lengths[_stripped(text)].append(len(text))
+            lengths[_strip_padding(text)].append(len(text))
         calls: dict[int, list[int]] = defaultdict(list)
         for index, text in enumerate(texts):
-            calls[lengths[_stripped(text)].index(len(text))].append(index)
+            calls[lengths[_strip_padding(text)].index(len(text))].append(index)
         answers: dict[int, tuple[float, bool]] = {}
         for call, indices in sorted(calls.items()):
             some = [requests[index] for index in indices]
@@ -164,7 +171,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Return logits; rows that are being scored get a padding mask."""
-        found = [self._lengths.get(_stripped(row)) for row in inps.tolist()] if self._lengths else [None]
+        found = [self._lengths.get(_strip_padding(row)) for row in inps.tolist()] if self._lengths else [None]
         if attn_mask is not None or None in found:  # the harness probes the memory with such batches
             return super()._model_call(inps, attn_mask, labels)
         mask_BT = torch.arange(inps.shape[1])[None] < torch.tensor(found)[:, None]
@@ -183,7 +190,7 @@ def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[s
 
 def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
     """Raise KVPatchError for a name that nobody has and that is near to one of ours; all others go to HFLM."""
-    ours = ["policy", "k", *_NAMES.values(), *options]
+    ours = ["policy", "k", "settings", *_NAMES.values(), *options]
     theirs = {*inspect.signature(HFLM.__init__).parameters, *inspect.signature(PreTrainedModel.from_pretrained).parameters}
     for name in given:
         if name in ours or name in theirs:
@@ -193,7 +200,7 @@ def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
             raise KVPatchError(f"model_args has no {name!r}. Did you mean {meant[0]!r}?")
 
 
-def _stripped(tokens: Sequence[int]) -> tuple[int, ...]:
+def _strip_padding(tokens: Sequence[int]) -> tuple[int, ...]:
     """Strip the zeros at the end, with which the harness pads."""
     end = len(tokens)
     while end and tokens[end - 1] == 0:

@@ -37,9 +37,9 @@ class Evictions:
     def seen(self) -> list[Tensor]:
         """Return what each query sees, bool [B,H*G,Q,T] per layer: all before it in the prompt, then what was held."""
         causal = torch.ones(self.total, self.total, dtype=torch.bool).tril()
-        return [self._layer(causal, index) for index in range(len(self.passes[0]))]
+        return [self._see_layer(causal, index) for index in range(len(self.passes[0]))]
 
-    def _layer(self, causal_QT: Tensor, index: int) -> Tensor:
+    def _see_layer(self, causal_QT: Tensor, index: int) -> Tensor:
         rows = [one[index] for one in self.passes[:-1]]  # what the last pass left, no query sees
         B, H = rows[0].shape[:2]
         seen = causal_QT.expand(B, H, -1, -1).clone()
@@ -50,7 +50,7 @@ class Evictions:
             seen[:, :, self.n + step, self.n + step] = True
         return seen.repeat_interleave(self.groups[index], 1)
 
-    def evicted(self) -> tuple[int, int]:
+    def count_evicted(self) -> tuple[int, int]:
         """Return the fewest and the most tokens that a head had evicted in the end."""
         held = torch.cat([(positions >= 0).sum(-1).flatten() for positions in self.passes[-1]])
         return self.total - int(held.max()), self.total - int(held.min())
@@ -85,14 +85,14 @@ def masked_predictions(
     attentions = [pair for _, _, pair in target.modules()]
     seen = [seen[layer] for layer, _, _ in target.modules()]
     pads_B = torch.zeros(1, dtype=torch.int64) if mask_BT is None else (mask_BT.cumsum(-1) == 0).sum(-1).cpu()
-    with _masks(attentions, seen, pads_B):
+    with _put_masks(attentions, seen, pads_B):
         if target.stack is not None and target.stack.states:
             return feed(model, ids_BT, n, mask_BT).logits_BSV
         return wide(predictions(model(ids_BT, attention_mask=mask_BT, use_cache=False, **places)))[:, n - 1 :]
 
 
 @contextmanager
-def _masks(attentions: Attentions, seen: list[Tensor], pads_B: Tensor) -> Iterator[None]:
+def _put_masks(attentions: Attentions, seen: list[Tensor], pads_B: Tensor) -> Iterator[None]:
     hooks = []
     try:
         for (module, adapter), seen_BNQT in zip(attentions, seen, strict=True):
@@ -129,7 +129,7 @@ class _Masked:
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         name = "attention_mask" if "attention_mask" in names else next(name for name in names if name.endswith("mask"))
         hidden, own = call.pop(names[0]), call.get(name)
-        mask = self._hidden(own, self._of_pass(own, hidden.shape[1]).to(hidden.device), hidden)
+        mask = self._hide_columns(own, self._of_pass(own, hidden.shape[1]).to(hidden.device), hidden)
         call[name] = mask.as_subclass(_OneMask) if self.disguised else mask
         return (hidden,), call
 
@@ -139,7 +139,7 @@ class _Masked:
         keys = own.shape[-1] if own is not None else self.window if Q == 1 else None
         return self.seen[:, :, start : self.read, : self.read][..., -(keys or 0) :]
 
-    def _hidden(self, own: Tensor | None, seen_BNQT: Tensor, hidden_BQE: Tensor) -> Tensor:
+    def _hide_columns(self, own: Tensor | None, seen_BNQT: Tensor, hidden_BQE: Tensor) -> Tensor:
         if own is not None and own.dtype == torch.bool:
             return own & seen_BNQT if own[0, 0, -1, -1] else own | ~seen_BNQT  # a token sees itself: so it says what True means
         own = torch.zeros_like(seen_BNQT, dtype=hidden_BQE.dtype) if own is None else own
@@ -161,7 +161,7 @@ def rounding_error(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, plac
     def off(module: nn.Module, args: Any, out: Any) -> Any:
         y, rest = (out, None) if isinstance(out, Tensor) else (out[0], out[1:])
         sign = torch.randint(0, 2, y.shape, generator=draw).to(y) * 2 - 1
-        y = y * (1 + _unit(y.dtype) * sign)
+        y = y * (1 + _find_unit(y.dtype) * sign)
         return y if rest is None else (y, *rest)
 
     expected = wide(predictions(model(ids_BT, use_cache=False, **places)))
@@ -171,8 +171,8 @@ def rounding_error(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, plac
     finally:
         for hook in hooks:
             hook.remove()
-    return max(_unit(model.dtype), float((moved - expected).abs().max()) / max(1.0, float(expected.abs().max())))
+    return max(_find_unit(model.dtype), float((moved - expected).abs().max()) / max(1.0, float(expected.abs().max())))
 
 
-def _unit(dtype: torch.dtype) -> float:
+def _find_unit(dtype: torch.dtype) -> float:
     return torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps

@@ -88,7 +88,7 @@ def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.devi
     A module without parameters (linear modules that pack int8 weights) computes on its decoder's device.
     """
     for one in module.modules():
-        for hook in _hooks(one):
+        for hook in _list_hooks(one):
             device = getattr(hook, "execution_device", None)
             if device is not None:
                 return torch.device(device)
@@ -102,7 +102,7 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Offloaded ones are fetched from their hooks; sharded or quantized ones are yielded as their tensors on this process.
     """
-    hooks = [(f"{at}." if at else "", hook) for at, one in model.named_modules() for hook in _hooks(one)]
+    hooks = [(f"{at}." if at else "", hook) for at, one in model.named_modules() for hook in _list_hooks(one)]
     stores = {at: hook.weights_map for at, hook in hooks if getattr(hook, "weights_map", None) is not None}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -123,6 +123,6 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
             yield from parts(part)
 
 
-def _hooks(module: nn.Module) -> tuple[Any, ...]:
+def _list_hooks(module: nn.Module) -> tuple[Any, ...]:
     hook = getattr(module, "_hf_hook", None)
     return () if hook is None else (hook, *getattr(hook, "hooks", ()))

@@ -53,7 +53,7 @@ def attention_forward(
             now, compiling = cache.now, torch.compiler.is_compiling()
             if now is not None and now.bound and not (compiling or reads):
                 step = now.bound[layer]
-                if step is not None and step.takes(self, q):
+                if step is not None and step.takes_call(self, q):
                     return step(cache, q, k, v)
             if now is not None and now.repeat is not None:
                 now.repeat.hidden = hidden

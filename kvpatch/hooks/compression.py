@@ -25,8 +25,8 @@ from .target import Target
 def compressed(target: Target, state: PatchState, past: Any, ids: Any, mask: Any) -> EvictingCache:
     """Return a cache under the budget with what the policy keeps of `past`; see Patch.compress."""
     if isinstance(past, EvictingCache):
-        past, mask = _plain(past)
-    _check(target.decoder, state, past, ids, mask)
+        past, mask = _take_entries(past)
+    _check_past(target.decoder, state, past, ids, mask)
     cache, devices = state.new_cache(), target.devices()
     with torch.inference_mode(False), torch.no_grad():
         from_dynamic.absorb(cache, past, mask, rereads=ids is not None)
@@ -57,7 +57,7 @@ def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device
         compress.end_prompt(call, call.slots.used, nominal_B, like)
 
 
-def _plain(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
+def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
     """Return the keys and values of a cache that has evicted nothing, and its padding mask."""
     settings = past.settings
     if settings.acts or settings.renumbered or any(bound is not None for bound in settings.bounds):
@@ -70,12 +70,12 @@ def _plain(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
             raise KVPatchError(_EMPTY)
         plain = DynamicCache()
         for layer, slots in enumerate(past.layers):
-            dense = slots.kv.dense(*slots.positions.shape[:2])
+            dense = slots.kv.make_dense(*slots.positions.shape[:2])
             plain.update(*dense.as_transformers(slots.used), layer)
         return plain, past.layers[0].positions[:, 0, : past.layers[0].used] >= 0
 
 
-def _check(model: nn.Module, state: PatchState, past: Any, ids: Any, mask: Any) -> None:
+def _check_past(model: nn.Module, state: PatchState, past: Any, ids: Any, mask: Any) -> None:
     settings = state.settings
     refuse("compress()", settings.combine())
     shape = None

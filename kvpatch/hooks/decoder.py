@@ -40,20 +40,20 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         past = ownership.begun(past, state)
         set_cache(call, past, state.cache_name)
     if state.capturing and isinstance(past, EvictingCache):
-        if not _step(decoder, call, past, state):
+        if not _begin_step(decoder, call, past, state):
             raise KVPatchError(NO_CAPTURE)
         return (), call
     if torch.compiler.is_compiling():
         foreign = past is not None and not isinstance(past, EvictingCache)
-        if isinstance(past, EvictingCache) and _step(decoder, call, past, state):
+        if isinstance(past, EvictingCache) and _begin_step(decoder, call, past, state):
             return (), call
         if state.settings.transparent and foreign and is_aside(decoder, state.aside, ours=False):
             return None  # a cache of the model's own: its code, in one graph
     return _begin_untraced(decoder, call, state)
 
 
-def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
-    """Run `_begin`, set the decoder's attributes that an adapter replaces during a pass under the patch, and log the pass."""
+def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
+    """Begin a pass, log it, and set the decoder's attributes that an adapter replaces during a pass under the patch."""
     mask = call.get("attention_mask")
     if isinstance(mask, Courier) and isinstance(mask.cache, RequestPool):
         return _begin_packed(decoder, call, mask.cache, state)
@@ -63,7 +63,7 @@ def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     if isinstance(past, EvictingCache) and past.now is not None and past.now.repeat is not None:
         return begin_repeat(call, past, call["input_ids"].device, state)
     made_here = past is None
-    changed = _begin(decoder, call, state)
+    changed = _begin_pass(decoder, call, state)
     put_aside(decoder, state.aside, ours=changed is not None)
     if changed is None:
         state.log.own_code(call, decoder.training)
@@ -74,7 +74,7 @@ def _enter(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     return changed
 
 
-def _begin(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
+def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
     """Run `before_decoder` for any pass except a traced decode step."""
     if runs_own_code(decoder, call, state):
         return None
@@ -206,7 +206,7 @@ def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
     return _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)
 
 
-def _step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:
+def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:
     """Begin a decode step that torch.compile can trace; False if it cannot."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")
@@ -274,4 +274,4 @@ def check_second_reading(settings: CacheSettings, seen: int, Q: int, limit: int)
 
 
 # torch.compile must not trace these: prompts, and all that advances the cache's counters
-_begin_untraced = torch.compiler.disable(_enter, reason=compiled.ONE_GRAPH)
+_begin_untraced = torch.compiler.disable(_enter_decoder, reason=compiled.ONE_GRAPH)

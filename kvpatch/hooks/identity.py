@@ -26,7 +26,7 @@ FEW = 16  # numbers of each weight that are looked at
 
 def stamp_model(decoder: nn.Module) -> ModelStamp:
     """Make the stamp of a decoder as it is now."""
-    weights, tuned = _walk(decoder)
+    weights, tuned = _walk_modules(decoder)
     versions, few = list[int](), dict[Any, list[Tensor]]()
     layout = hash(tuple([(weight.dtype, weight.shape) for weight in weights]))
     with torch.no_grad():
@@ -36,22 +36,22 @@ def stamp_model(decoder: nn.Module) -> ModelStamp:
             versions.append(0 if weight.is_inference() else weight._version)
             for part in (weight,) if type(weight) in _PLAIN else parts(weight):
                 if part.numel():
-                    few.setdefault((part.device, part.dtype), []).append(_first(part))
+                    few.setdefault((part.device, part.dtype), []).append(_read_first(part))
         sample = tuple(torch.cat(one).view(torch.uint8) for one in few.values())
-    adapters, acting = _adapters(tuned)
+    adapters, acting = _list_adapters(tuned)
     return ModelStamp(weakref.ref(decoder), adapters, acting, layout, hash(tuple(versions)), sample)
 
 
 _PLAIN = (nn.Parameter, Tensor)
 
 
-def _walk(decoder: nn.Module) -> tuple[list[Tensor], list[nn.Module]]:
+def _walk_modules(decoder: nn.Module) -> tuple[list[Tensor], list[nn.Module]]:
     """Return the parameters, and the modules that adapters change. No parameters if passes gather them and put them away."""
     weights, tuned, waiting, away = list[Tensor](), list[nn.Module](), [decoder], False
     while waiting:  # nn.Module.modules() takes several times as long
         module = waiting.pop()
         own = vars(module)
-        tunes, gathers = _traits(cast(Any, type(module)))
+        tunes, gathers = _find_traits(cast(Any, type(module)))
         weights += [weight for weight in own["_parameters"].values() if weight is not None]
         waiting += [child for child in own["_modules"].values() if child is not None]
         if tunes or "_disable_adapters" in own:
@@ -63,12 +63,12 @@ def _walk(decoder: nn.Module) -> tuple[list[Tensor], list[nn.Module]]:
 
 
 @functools.cache
-def _traits(kind: Any) -> tuple[bool, bool]:
+def _find_traits(kind: Any) -> tuple[bool, bool]:
     """Tell of a class of modules whether it has adapters of PEFT, and whether FSDP has sharded it."""
     return hasattr(kind, "_disable_adapters"), hasattr(kind, "_get_fsdp_state")
 
 
-def _first(part: Tensor) -> Tensor:
+def _read_first(part: Tensor) -> Tensor:
     """Return a tensor's first numbers, without a copy of the tensor."""
     if part.is_contiguous():
         return part.as_strided((min(part.numel(), FEW),), (1,))
@@ -78,17 +78,17 @@ def _first(part: Tensor) -> Tensor:
 # ---- adapters ----
 
 
-def _adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
+def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
     """Return the names of PEFT's adapters that act, of each row if rows have their own; and a hash of those by module."""
     rows = next((names for module in tuned if (names := adapter_names(module)) is not None), None)
     if rows is not None:
         return tuple(BASE if name == "__base__" else name for name in rows), 0
-    acting = [_acting(module) for module in tuned]
+    acting = [_list_acting(module) for module in tuned]
     names = sorted({name for own in acting for name, _ in own})
     return (" + ".join(names) or BASE,), hash(tuple(acting))
 
 
-def _acting(module: nn.Module) -> tuple[tuple[str, object], ...]:
+def _list_acting(module: nn.Module) -> tuple[tuple[str, object], ...]:
     """Return the adapters that change what a module computes, each with its scale."""
     own = vars(module)
     if own.get("_disable_adapters", False):
@@ -132,9 +132,9 @@ def describe_weights(decoder: nn.Module) -> dict[str, Any]:
         few = weight.flatten()[:FEW]
         digest.update(name.encode() + (b"" if few.is_meta else few.float().cpu().numpy().tobytes()))
     about: dict[str, Any] = {"weights": digest.hexdigest()[:16]}
-    tuned = _walk(decoder)[1]
+    tuned = _walk_modules(decoder)[1]
     if tuned:
-        about["adapters"] = ", ".join(_adapters(tuned)[0])
+        about["adapters"] = ", ".join(_list_adapters(tuned)[0])
     quantized = getattr(getattr(decoder, "config", None), "quantization_config", None)
     if quantized is not None:
         how = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)

@@ -1,7 +1,7 @@
 """Installing a patch in a model, and undoing it.
 
 Each module that a patch changes carries a Mark: how to undo what was changed there. A deep copy of the module has a deep
-copy of its mark, so that `unmark` restores the copy as well, to what a copy of the unpatched module would be.
+copy of its mark, so that `unmark_module` restores the copy as well, to what a copy of the unpatched module would be.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Attribute:
 
     def __call__(self, module: nn.Module) -> None:
         """Put the module's own value back."""
-        _put(module, self.name, self.value)
+        _put_attribute(module, self.name, self.value)
 
 
-def _put(module: nn.Module, name: str, value: object) -> None:
+def _put_attribute(module: nn.Module, name: str, value: object) -> None:
     own = vars(module)
     if value is MISSING:
         own.pop(name, None)
@@ -63,33 +63,33 @@ class Installation:
             KVPatchError: the model is patched already.
         """
         try:
-            self._install(self.target)
+            self._change_model(self.target)
         except BaseException:
             self.restore()
             raise
 
-    def _install(self, target: Target) -> None:
+    def _change_model(self, target: Target) -> None:
         state = self.state
         for layer, reads, (module, adapter) in target.modules():
-            mark = self._mark(module)
+            mark = self._mark_module(module)
             for name, value in adapter.attributes(module).items():
-                self._set(module, mark, name, value)
+                self._set_attribute(module, mark, name, value)
             forward = functools.partial(attention_forward, type(module), adapter, layer, reads)
             replace_forward(module, forward, mark.undo.append)
-        mark = self._mark(target.decoder)
+        mark = self._mark_module(target.decoder)
         for name, ours in state.adapter.aside(target.decoder).items():
             state.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
-            self._set(target.decoder, mark, name, state.aside[name][0])
+            self._set_attribute(target.decoder, mark, name, state.aside[name][0])
         if state.settings.rereads or state.settings.stack is not None:
             put_hook(target.decoder, functools.partial(after_decoder, state=state), mark.undo.append, after=True)
         if target.outer is not None and state.settings.policy.scope.protect is not None:
             names = parameters(type(target.outer))  # type: ignore[arg-type]
             note = functools.partial(shell.note_ids, names=names, merged=state.merged)
-            put_hook(target.outer, note, self._mark(target.outer).undo.append)
+            put_hook(target.outer, note, self._mark_module(target.outer).undo.append)
         for module, hook in shell.hooks(target.shell, target.decoder, state):
-            put_hook(module, hook, self._mark(module).undo.append)
+            put_hook(module, hook, self._mark_module(module).undo.append)
         for generator in target.generators:
-            self._install_generate(generator, self._mark(generator))
+            self._install_generate(generator, self._mark_module(generator))
 
     def _install_generate(self, generator: nn.Module, mark: Mark) -> None:
         state, changes = self.state, dict[str, object]()
@@ -104,13 +104,13 @@ class Installation:
         for name in COMPILED:  # dropped with the patch
             changes[name] = MISSING
         for name, value in changes.items():
-            self._set(generator, mark, name, value)
+            self._set_attribute(generator, mark, name, value)
 
-    def _set(self, module: nn.Module, mark: Mark, name: str, value: object) -> None:
+    def _set_attribute(self, module: nn.Module, mark: Mark, name: str, value: object) -> None:
         mark.undo.append(Attribute(name, vars(module).get(name, MISSING)))
-        _put(module, name, value)
+        _put_attribute(module, name, value)
 
-    def _mark(self, module: nn.Module) -> Mark:
+    def _mark_module(self, module: nn.Module) -> Mark:
         """Mark a module as this patch's, or return the mark that it has from this patch."""
         for one, mark in self.marked:
             if one is module:
@@ -130,13 +130,13 @@ class Installation:
         failed = 0
         while self.marked:
             try:
-                unmark(*self.marked[-1])
+                unmark_module(*self.marked[-1])
                 self.marked.pop()
                 failed = 0
             except BaseException as error:
                 raised, failed = raised or error, failed + isinstance(error, Exception)
                 if failed > 1:  # one at a time: the others must not wait for it
-                    _skip(self.marked)
+                    _skip_undo(self.marked)
                     failed = 0
         try:
             if raised is not None:
@@ -145,7 +145,7 @@ class Installation:
             raised = None  # else a cycle through its traceback
 
 
-def _skip(marked: list[tuple[nn.Module, Mark]]) -> None:
+def _skip_undo(marked: list[tuple[nn.Module, Mark]]) -> None:
     """Drop the undo that failed twice."""
     if marked[-1][1].undo:
         marked[-1][1].undo.pop()
@@ -153,7 +153,7 @@ def _skip(marked: list[tuple[nn.Module, Mark]]) -> None:
         marked.pop()
 
 
-def unmark(module: nn.Module, mark: Mark) -> None:
+def unmark_module(module: nn.Module, mark: Mark) -> None:
     """Undo what was changed on a module, newest change first, unless that was done; may be called again if interrupted."""
     own = vars(module)
     if own.get("_kvpatch") is not mark:

@@ -19,7 +19,7 @@ def check(cache: EvictingCache, state: PatchState) -> None:
     """Raise KVPatchError if `cache` belongs to another patch."""
     if cache.settings is state.settings:
         return
-    for name, there, here in cache.settings.differences(state.settings.first_layers(cache.settings.numbers[-1] + 1)):
+    for name, there, here in cache.settings.list_differences(state.settings.first_layers(cache.settings.numbers[-1] + 1)):
         raise KVPatchError(
             f"The cache was made under another patch: {name} is {there!r} there and {here!r} here. A cache goes on under the "
             "settings it was made with: make one with this patch.new_cache() and read the text again."

@@ -71,7 +71,7 @@ class TextRecord:
         acted = self.evicted = self.evicted or seen - self.base > self.room
         if not now.n_B:
             return acted
-        keep_B = [MAX_POSITION] * len(now.n_B) if now.keeps_all else _keeps(settings, now)
+        keep_B = [MAX_POSITION] * len(now.n_B) if now.keeps_all else _count_kept(settings, now)
         for block in now.blocks[:-1]:
             acted |= any(keep < held < n for held, keep, n in zip(block.n_B, keep_B, now.n_B, strict=True))
         room = min(keep - n for keep, n in zip(keep_B, now.n_B, strict=True))
@@ -89,7 +89,7 @@ class TextRecord:
         self.log.release(cache, self)
 
 
-def _keeps(settings: CacheSettings, now: Forward) -> list[int]:
+def _count_kept(settings: CacheSettings, now: Forward) -> list[int]:
     """Return how many tokens each row may hold in the layer with the smallest budget."""
     layers = evicting(settings)
     known = {n: min((settings.rules[layer].least(n) for layer in layers), default=MAX_POSITION) for n in set(now.budget_n_B)}

@@ -21,9 +21,9 @@ def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) 
     Raises:
         KVPatchError: these are no tokens of one text, or the patch is not in force.
     """
-    tokens = _tokens(ids)
+    tokens = _list_tokens(ids)
     known = state.prefixes.get(tokens)
-    return state.prefixes.add(_read(target, state, tokens)) if known is None else known
+    return state.prefixes.add(_read_prefix(target, state, tokens)) if known is None else known
 
 
 def renew_prefix(target: Target, owner: weakref.ref[PatchState], prefix: Prefix) -> Prefix:
@@ -31,17 +31,17 @@ def renew_prefix(target: Target, owner: weakref.ref[PatchState], prefix: Prefix)
     state = owner()
     assert state is not None
     same = prefix.read_by is not None and prefix.read_by.differs(stamp_model(target.decoder)) is None
-    return prefix if same else _read(target, state, prefix.ids)
+    return prefix if same else _read_prefix(target, state, prefix.ids)
 
 
-def _read(target: Target, state: PatchState, tokens: tuple[int, ...]) -> Prefix:
+def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> Prefix:
     cache, ids_1N = state.new_cache(), torch.tensor([tokens], device=target.devices()[0])
     with torch.no_grad():
         target.decoder(input_ids=ids_1N, use_cache=True, **{state.cache_name: cache})
     return Prefix(tokens, cache)
 
 
-def _tokens(ids: object) -> tuple[int, ...]:
+def _list_tokens(ids: object) -> tuple[int, ...]:
     listed = ids.tolist() if isinstance(ids, Tensor) else ids
     if isinstance(listed, Sequence) and len(listed) == 1 and isinstance(listed[0], Sequence):
         listed = listed[0]

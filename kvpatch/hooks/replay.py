@@ -60,10 +60,10 @@ def match(record: Record, ids_BQ: Tensor, real_BQ: Tensor) -> Tensor:
         KVPatchError: a row is no recorded text.
     """
     known_NT = record.ids.cpu()
-    return torch.tensor([_match(b, ids[real], known_NT) for b, (ids, real) in enumerate(zip(ids_BQ, real_BQ, strict=True))])
+    return torch.tensor([_match_row(b, ids[real], known_NT) for b, (ids, real) in enumerate(zip(ids_BQ, real_BQ, strict=True))])
 
 
-def _match(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
+def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
     n = len(ids_Q)
     width = min(n, known_NT.shape[1])
     same_NT = known_NT[:, :width] == ids_Q[:width]

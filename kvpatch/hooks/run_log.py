@@ -58,16 +58,16 @@ class RunLog:
         if not isinstance(tokens, Tensor) or tokens.ndim < 2 or not tokens.shape[1]:
             return  # the model raises the error
         kind = "training" if training else "no_cache"
-        self._count(kind, 1, False)
+        self._count_pass(kind, 1, False)
         if _would_evict(self.settings, tokens.shape[1]):
-            self._warn(kind, tokens.shape[1])
+            self._warn_once(kind, tokens.shape[1])
 
     def begin(self, cache: EvictingCache, training: bool, made_here: bool) -> None:
         """Count a pass through `cache`, which passes.begin() has read."""
         record, now = self.record(cache, made_here), cache.running
         Q, missed = now.positions_BQ.shape[1], cache.seen - record.columns
         if missed > 0:
-            self._count("decode", missed, record.step(cache, 0))  # steps inside a graph of torch.compile
+            self._count_pass("decode", missed, record.step(cache, 0))  # steps inside a graph of torch.compile
         if not now.prompt:
             kind, acted = "decode", record.step(cache, Q)
             if record.timing is not None and record.timing.step is None:
@@ -77,9 +77,9 @@ class RunLog:
         if cache.scratch:
             kind = "training" if training else "no_cache"
         record.columns, record.acted = cache.seen + Q, record.acted or acted
-        self._count(kind, 1, acted, record)
+        self._count_pass(kind, 1, acted, record)
         if cache.scratch and not acted and _would_evict(self.settings, max(now.n_B, default=0)):
-            self._warn(kind, max(now.n_B))
+            self._warn_once(kind, max(now.n_B))
 
     def record(self, cache: EvictingCache, made_here: bool = False) -> TextRecord:
         """Return the record of a cache; a new one if it has none of this log."""
@@ -103,7 +103,7 @@ class RunLog:
         if record.timing is not None:
             record.timing.end, record.timing.steps = end, record.columns - record.base
         if record.number:
-            self._last(record)  # an assistant's cache may have had the last pass
+            self._note_last(record)  # an assistant's cache may have had the last pass
 
     def release(self, cache: EvictingCache, record: TextRecord) -> None:
         """Keep a snapshot of a cache that is about to be freed, if the last pass was its own."""
@@ -112,7 +112,7 @@ class RunLog:
         self._catch_up(cache, record)
         if record.number >= self.newest:
             self.last = Snapshot.of(cache)
-        self._unused(cache, record)
+        self._note_unused(cache, record)
 
     def not_compared(self, why: str | None) -> None:
         """Say once that generate() goes on without comparing the text it is given with what its cache has read."""
@@ -129,9 +129,9 @@ class RunLog:
 
     def close(self) -> None:
         """Note that the patch is removed: no pass can go on from the last cache under it."""
-        cache = self._alive()
+        cache = self._find_cache()
         if cache is not None and not cache.unfinished:
-            self._unused(cache, cache.record)
+            self._note_unused(cache, cache.record)
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Return by kind, of those that ran: (all passes, those in which the budget acted)."""
@@ -139,7 +139,7 @@ class RunLog:
 
     def snapshot(self) -> Snapshot | None:
         """Return a snapshot of the cache of the last pass that had one."""
-        cache = self._alive()
+        cache = self._find_cache()
         if cache is None:
             return self.last
         cache.was_read = True
@@ -149,7 +149,7 @@ class RunLog:
 
     # ----
 
-    def _alive(self) -> EvictingCache | None:
+    def _find_cache(self) -> EvictingCache | None:
         """Return the cache of the last pass that had one, unless it was freed or reset."""
         cache = None if self._cache is None else self._cache()
         return None if cache is None or cache.record is None else cache
@@ -162,24 +162,24 @@ class RunLog:
         if missed > 0 and not cache.scratch:
             acted = record.step(cache, 0)
             record.columns, record.acted = cache.seen, record.acted or acted
-            self._count("decode", missed, acted)
+            self._count_pass("decode", missed, acted)
 
-    def _count(self, kind: str, count: int, acted: bool, record: TextRecord | None = None) -> None:
+    def _count_pass(self, kind: str, count: int, acted: bool, record: TextRecord | None = None) -> None:
         with self._lock:
             passes = self.passes[kind]
             passes.total += count
             passes.acted += count * acted
             if record is not None:
-                self._last(record)
+                self._note_last(record)
 
-    def _last(self, record: TextRecord) -> None:
+    def _note_last(self, record: TextRecord) -> None:
         """Note that a cache is the last one that was used: it is reported on."""
         with self._lock:
             self.number += 1
             record.number = self.newest = self.number
             self._cache = record.cache
 
-    def _unused(self, cache: EvictingCache, record: PassRecord | None) -> None:
+    def _note_unused(self, cache: EvictingCache, record: PassRecord | None) -> None:
         """Note a prompt that nothing goes on from: its cache was made for it, and is not used again."""
         if not isinstance(record, TextRecord) or not record.made_here or cache.scratch or cache.changes > 1 or cache.was_read:
             return
@@ -187,9 +187,9 @@ class RunLog:
         with self._lock:
             self.dropped += 1
         if not record.acted and (record.evicted or (self.settings.acts and self.settings.policy.schedule == "decode")):
-            self._warn("prompt" if record.timing is None else "first token", record.columns)
+            self._warn_once("prompt" if record.timing is None else "first token", record.columns)
 
-    def _warn(self, kind: str, Q: int) -> None:
+    def _warn_once(self, kind: str, Q: int) -> None:
         """Warn once that the budget cannot act in passes of a kind, and name the argument that would change it."""
         with self._lock:
             if kind in self._warned:

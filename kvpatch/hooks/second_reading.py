@@ -42,7 +42,7 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
     now, need = cache.running, cache.settings.policy.needs.find(SecondReading)
     assert need is not None
     rows = [[token for token in row if token >= 0] for row in ids_BN.tolist()]
-    texts = [list(need.pieces(row)) for row in rows]
+    texts = [list(need.cut_pieces(row)) for row in rows]
     with torch.no_grad():
         try:
             for chunk in range(max(map(len, texts))):

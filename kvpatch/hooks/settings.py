@@ -122,7 +122,7 @@ def settings_of(  # noqa: PLR0913 - those of patched()
         target.check_projection(policy)
     target.check_calibration(policy)
     k = policy.budget(k, bounds)
-    budget, budgets = _budgets(k, target, bits, bounds, policy)
+    budget, budgets = _parse_budgets(k, target, bits, bounds, policy)
     settings = CacheSettings(
         policy,
         budget,
@@ -140,15 +140,15 @@ def settings_of(  # noqa: PLR0913 - those of patched()
         stack=target.stack,
         budgets=budgets,
     )
-    refuse_pairs(settings.combine(listed=listed, least=_least(budget), alibi=target.alibi()))
+    refuse_pairs(settings.combine(listed=listed, least=_find_least(budget), alibi=target.find_alibi()))
     for rule, shape in zip(budget.rules, target.shapes(), strict=True):
         rule.check(policy, shape.heads)
-    for case in dict.fromkeys(target.cases(renumbered, policy)):
+    for case in dict.fromkeys(target.list_cases(renumbered, policy)):
         check(backend, case)
     return settings
 
 
-def _budgets(
+def _parse_budgets(
     k: object, target: Target, bits: int, bounds: tuple[int | None, ...], policy: Policy
 ) -> tuple[Budget, dict[torch.dtype, Budget]]:
     """Return the budget where keys have the model's dtype, and that of each dtype that they may have, if it is in bytes."""
@@ -179,7 +179,7 @@ def _by_ids(policy: Policy, target: Target) -> Policy:
     return policy.with_options(None, protect=ids if kind == "image" else AllBut(ids))
 
 
-def _least(budget: Budget) -> int | None:
+def _find_least(budget: Budget) -> int | None:
     """Return the fewest tokens of a budget, of what is given in tokens."""
     sizes = (size for k in budget.per_layer for size in (k if isinstance(k, tuple) else (k,)))
     return min((size for size in sizes if isinstance(size, int)), default=None)

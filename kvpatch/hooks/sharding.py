@@ -35,7 +35,7 @@ def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -
     styles = {plan.get(f"{names[id(module)]}.{adapter.projection}") for module, adapter in attentions}
     if "rowwise" not in styles:
         return WHOLE
-    mesh = _mesh(holder, attentions)
+    mesh = _find_mesh(holder, attentions)
     size = mesh.size()
     for module, adapter in attentions:
         heads, _ = adapter.kv_shape(module)
@@ -47,7 +47,7 @@ def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -
     return Parallel(size, mesh.get_local_rank(), mesh.get_group())
 
 
-def _mesh(holder: Any, attentions: list[tuple[nn.Module, Adapter]]) -> Any:
+def _find_mesh(holder: Any, attentions: list[tuple[nn.Module, Adapter]]) -> Any:
     """Return the one-dimensional device mesh of tensor parallelism."""
     module, adapter = attentions[0]
     weight = getattr(getattr(module, str(adapter.projection)), "weight", None)

@@ -15,7 +15,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from ..arch import Adapter, adapter_of
 from ..arch.adapter import dtype_of, query_heads
 from ..arch.automatic import AutomaticAdapter, automatic_rows
-from ..arch.kinds import crosses
+from ..arch.kinds import is_cross_attention
 from ..arch.refusals import refuse_other_kinds, row_of, unknown
 from ..arch.upstream import CACHE, CACHE_NAMES
 from ..backends.entries import centre_bytes, entry_bytes
@@ -83,7 +83,7 @@ class Target:
         """
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
-        known = ((module, adapter_of(module)) for name, module in model.named_modules() if not crosses(name, module))
+        known = ((module, adapter_of(module)) for name, module in model.named_modules() if not is_cross_attention(name, module))
         found: list[tuple[nn.Module, Adapter]] = [(module, adapter) for module, adapter in known if adapter is not None]
         if not found:
             refuse_other_kinds(model)
@@ -95,7 +95,7 @@ class Target:
                 raise already_patched(module)
         _refuse_prefix_tuning(model)
         inside = {id(module) for module, _ in found}
-        holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _contains(m, inside)]
+        holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _contains_all(m, inside)]
         decoder = holders[-1] if holders else model
         if next(decoder.parameters(), None) is None:
             raise KVPatchError(
@@ -154,7 +154,7 @@ class Target:
             asked = Combination(policy, renumbered=renumbered, adapter=adapter.name, obstacle=obstacle)
             refuse("renumbered" if renumbered else "rotations undone", asked)
 
-    def alibi(self) -> str:
+    def find_alibi(self) -> str:
         """Return the name of an adapter with ALiBi's slopes, or an empty string."""
         return next((adapter.name for module, adapter in self.attentions if adapter.slopes(module) is not None), "")
 
@@ -228,7 +228,7 @@ class Target:
             shapes.append(LayerShape(own, D, value, group, adapter.sliding(module), latent))
         return shapes
 
-    def cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
+    def list_cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
         """Yield the description of each layer's tasks for a backend."""
         fresh = policy.needs.fresh
         dtype = dtype_of(self.decoder)
@@ -243,7 +243,7 @@ class Target:
             layer = Case(device, dtype, head_dim, 1, alibi, window, special=special, value_dim=value_dim)
             yield replace(layer, fresh=fresh, renumbered=renumbered)
 
-    def mixers(self) -> list[nn.Module]:
+    def list_mixers(self) -> list[nn.Module]:
         """Return the modules that mix tokens: those of attention, and a hybrid's other layers."""
         attentions = [module for _, _, (module, _) in self.modules()]
         others = {} if self.stack is None else state_modules(self.decoder, self.stack, attentions)
@@ -312,7 +312,7 @@ def _image_tokens(model: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(one for one in ids if one is not None))
 
 
-def _contains(module: nn.Module, wanted: set[int]) -> bool:
+def _contains_all(module: nn.Module, wanted: set[int]) -> bool:
     return wanted <= {id(child) for child in module.modules()}
 
 

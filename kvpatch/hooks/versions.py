@@ -23,12 +23,12 @@ def check_versions(transformers: str, torch: str) -> None:
         KVPatchError: names the command that installs a supported version.
     """
     oldest, newest = TRANSFORMERS
-    if not int(newest) > _release(transformers)[0] or _release(transformers) < _release(oldest):
+    if not int(newest) > _parse_release(transformers)[0] or _parse_release(transformers) < _parse_release(oldest):
         raise KVPatchError(
             f"kvpatch knows transformers {oldest} to {int(newest) - 1}.x; this is {transformers}: "
             f"pip install 'transformers>={oldest},<{newest}'"
         )
-    if _release(torch) < _release(TORCH):
+    if _parse_release(torch) < _parse_release(TORCH):
         raise KVPatchError(f"kvpatch knows torch {TORCH} and newer; this is {torch}: pip install 'torch>={TORCH}'")
 
 
@@ -38,21 +38,21 @@ def find_untested(transformers: str, torch: str) -> tuple[str, str]:
     Two empty strings where there is none.
     """
     newer = {"transformers": transformers, "torch": torch}
-    newer = {name: version for name, version in newer.items() if _release(version)[:2] > _release(TESTED[name])}
+    newer = {name: version for name, version in newer.items() if _parse_release(version)[:2] > _parse_release(TESTED[name])}
     said = [f"{name} {version} is newer than {TESTED[name]}, the newest tested" for name, version in newer.items()]
-    below = [f"'{name}<{_following(TESTED[name])}'" for name in newer]
+    below = [f"'{name}<{_find_next_release(TESTED[name])}'" for name in newer]
     return (f"This is untested: {' and '.join(said)}", f"pip install {' '.join(below)}") if newer else ("", "")
 
 
-def _following(minor: str) -> str:
+def _find_next_release(minor: str) -> str:
     """Return the minor release that follows another: 5.25 of 5.24."""
-    major, number = _release(minor)
+    major, number = _parse_release(minor)
     return f"{major}.{number + 1}"
 
 
 def check_engine(transformers: str) -> None:
     """Raise KVPatchError for a version whose continuous batching cannot be put on a budget."""
-    if _release(transformers) < _release(ENGINE):
+    if _parse_release(transformers) < _parse_release(ENGINE):
         raise KVPatchError(
             f"Continuous batching under a budget needs transformers {ENGINE} or newer; this is {transformers}: "
             f"pip install 'transformers>={ENGINE},<{TRANSFORMERS[1]}'. Or use generate() with a padded batch."
@@ -61,14 +61,14 @@ def check_engine(transformers: str) -> None:
 
 def check_prompt_tuning(peft: str) -> None:
     """Raise KVPatchError for a PEFT whose prompts are put before every token, since it looks for the cache by its old name."""
-    if CACHE == "cache" and _release(peft) <= _release(PEFT_BY_OLD_NAME):
+    if CACHE == "cache" and _parse_release(peft) <= _parse_release(PEFT_BY_OLD_NAME):
         raise KVPatchError(
             f"PEFT {peft} puts its tuned prompt before every generated token under transformers 5.24, without a patch too: "
             f"install a PEFT newer than {PEFT_BY_OLD_NAME}, or pip install 'transformers<5.24'."
         )
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _parse_release(version: str) -> tuple[int, ...]:
     """Parse the release: (5, 23, 0) of "5.23.0.dev0" or "5.23.0+cpu", since a development version has its release's API."""
     if not (release := re.match(r"\d+(\.\d+)*", version)):
         raise KVPatchError(

@@ -24,14 +24,14 @@ def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: i
     log, state.log = state.log, RunLog(state.settings)
     try:
         with torch.no_grad():
-            length = _length(state, tokens)
+            length = _choose_length(state, tokens)
             for padding in (0, length // 2) if batch_size > 1 else (0,):
-                _read(target, state, length, batch_size, padding)
+                _read_prompt(target, state, length, batch_size, padding)
     finally:
         state.log = log
 
 
-def _length(state: PatchState, tokens: int | None) -> int:
+def _choose_length(state: PatchState, tokens: int | None) -> int:
     """Return the length of the prompt, above the budgets of all layers."""
     rules = state.settings.budget.rules
     length = TOKENS if tokens is None else tokens
@@ -44,7 +44,7 @@ def _length(state: PatchState, tokens: int | None) -> int:
     return length
 
 
-def _read(target: Target, state: PatchState, length: int, batch_size: int, padding: int) -> None:
+def _read_prompt(target: Target, state: PatchState, length: int, batch_size: int, padding: int) -> None:
     """Read a prompt whose first row begins with `padding` empty columns, and decode STEPS tokens."""
     device, cache = target.devices()[0], state.new_cache()
     mask = torch.ones(batch_size, length + STEPS, dtype=torch.long, device=device)

@@ -48,7 +48,7 @@ class Pyramid:
             least: fewest tokens of the last layer, as far as the budget allows.
             most: tokens that one layer can hold at most, such as the prompt's length; None for no bound.
         """
-        return _split(self.beta, budget, n_layers, least, most)
+        return _split_budget(self.beta, budget, n_layers, least, most)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Sloped(Rule):
 
 
 @functools.lru_cache(maxsize=1024)
-def _split(beta: int | float, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
+def _split_budget(beta: int | float, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
     last = max(budget / Fraction(beta), Fraction(min(least, budget)))
     if most is not None:
         last = max(last, Fraction(2 * budget - most))

@@ -104,7 +104,7 @@ class TriAttention(CalibratedScore):
     def value(self, context: EvictionContext) -> Tensor:
         keys = context.view(Held)[0]
         keys = keys.to(accumulator(keys.dtype))
-        mean, norm, pairs, turn = self._measured(context, keys)
+        mean, norm, pairs, turn = self._read_statistic(context, keys)
         # the mean of the rotations, exact at far positions
         offset = 1 << torch.arange(self.reach.bit_length(), device=keys.device)
         places = context.newest_B11 + 1 + offset
@@ -115,9 +115,9 @@ class TriAttention(CalibratedScore):
         probe[..., pairs[:, 0]], probe[..., pairs[:, 1]] = a * cos - b * sin, a * sin + b * cos
         spread = norm - lengths(mean, pairs)
         x = probe @ keys.transpose(-1, -2) + spread @ lengths(keys, pairs).transpose(-1, -2)
-        return _standardized(x, context).amax(2)
+        return _standardize_scores(x, context).amax(2)
 
-    def _measured(self, context: EvictionContext, keys: Tensor) -> list[Tensor]:
+    def _read_statistic(self, context: EvictionContext, keys: Tensor) -> list[Tensor]:
         """Return the statistics of the heads of this process."""
         assert self.calibration is not None and isinstance(context.layer, int)
         H = keys.shape[1]
@@ -126,7 +126,7 @@ class TriAttention(CalibratedScore):
         return [one[first : first + H] if MEASURES[name].shape[0] == "H" else one for name, one in found.items()]
 
 
-def _standardized(x_BHGT: Tensor, context: EvictionContext) -> Tensor:
+def _standardize_scores(x_BHGT: Tensor, context: EvictionContext) -> Tensor:
     """Return x less its mean over its standard deviation, over tokens held that are not of a kept prompt."""
     counted = context.positions_BHT >= (context.limits.prompt.clamp(min=0) if context.limits.any_prompt else 0)
     counted = counted[:, :, None]
@@ -178,9 +178,9 @@ class WholeHeads(CalibratedScore, Recency):
                 f"recent={policy.scope.recent!r} with sinks={policy.scope.sinks!r}: they are all that heads of policy "
                 f"{policy.name!r} keep which are not whole, so give numbers of tokens, such as recent=256."
             )
-        return k if part == 1.0 else self._table(part, few, bounds)
+        return k if part == 1.0 else self._make_table(part, few, bounds)
 
-    def _table(self, part: float, few: int, bounds: Sequence[int | None]) -> list[float | list[float | int]]:
+    def _make_table(self, part: float, few: int, bounds: Sequence[int | None]) -> list[float | list[float | int]]:
         assert self.calibration is not None
         areas = {layer: self.calibration.layers[layer]["area"] for layer, bound in enumerate(bounds) if bound is None}
         order = torch.cat([*areas.values()]).argsort(descending=True, stable=True)  # of equal areas the lower layer's

@@ -86,11 +86,11 @@ class Cur(Score):
 
     def value(self, context: EvictionContext) -> Tensor:
         order, _ = text_order(context.positions_BHT)
-        K, V = (self._relative(context.state[name], order, context) for name in ("key_square", "value_square"))
+        K, V = (self._compare_neighbours(context.state[name], order, context) for name in ("key_square", "value_square"))
         combined = {"product": K * V, "mean": (K + V) / 2, "key": K, "value": V}[self.combine]
         return torch.empty_like(combined).scatter_(-1, order, combined)
 
-    def _relative(self, square: Tensor, order: Tensor, context: EvictionContext) -> Tensor:
+    def _compare_neighbours(self, square: Tensor, order: Tensor, context: EvictionContext) -> Tensor:
         """Return [B,H,T] in text order: each token's share of its window."""
         T = square.shape[-1]
         square = square.masked_fill(context.positions_BHT < 0, 0.0) if context.empty else square
@@ -134,14 +134,14 @@ class LagKV(Score):
         P = int(whole_BH1.max())
         if P > 1:
             index = (start_BH1 + torch.arange(P * self.lag, device=position.device)).clamp(max=position.shape[-1] - 1)
-            ranks = self._ranks([_taken(t, order.gather(-1, index)) for t in context.view(Held)]) / self.lag
+            ranks = self._rank_tokens([_take_columns(t, order.gather(-1, index)) for t in context.view(Held)]) / self.lag
             scored = (behind >= 0) & (behind < (whole_BH1 - 1) * self.lag)
             placed = ranks.to(score.dtype).gather(-1, behind.clamp(0, ranks.shape[-1] - 1))
             score = torch.where(scored, placed, score)
         score = torch.where(whole_BH1 < 2, rank.to(score.dtype), score)
         return torch.empty_like(score).scatter_(-1, order, score)
 
-    def _ranks(self, tensors: list[Tensor]) -> Tensor:
+    def _rank_tokens(self, tensors: list[Tensor]) -> Tensor:
         """Return the ranks [B,H,(P-1)*lag] of tokens [B,H,P*lag,D] inside their partitions."""
         shares = []
         for tensor in tensors:
@@ -178,21 +178,21 @@ class Leverage(Score):
         check_count("sketch", self.sketch, "columns")
 
     def value(self, context: EvictionContext) -> Tensor:
-        return self._leverage(context, context.positions_BHT >= 0)
+        return self._find_leverage(context, context.positions_BHT >= 0)
 
-    def _leverage(self, context: EvictionContext, among_BHT: Tensor) -> Tensor:
+    def _find_leverage(self, context: EvictionContext, among_BHT: Tensor) -> Tensor:
         """Return the leverage of keys among these tokens."""
         keys, real = context.view(PlainKeys), among_BHT[..., None]
         keys = keys.masked_fill(~real, 0.0)
         keys = (keys - keys.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)).masked_fill(~real, 0.0)
         # in float32 large keys would swallow the ridge, and what is singular without it has no factor
-        sketched = (keys @ self._sketch(context, *keys.shape[1::2]).to(keys.dtype)).double()
+        sketched = (keys @ self._sketch_keys(context, *keys.shape[1::2]).to(keys.dtype)).double()
         ridge = _RIDGE * torch.eye(self.sketch, dtype=torch.float64, device=keys.device)
         factor = torch.linalg.cholesky_ex(sketched.transpose(-1, -2) @ sketched + ridge).L  # a row that is NaN stays one
         solved = torch.cholesky_solve(sketched.transpose(-1, -2), factor)
         return (sketched * solved.transpose(-1, -2)).sum(-1).clamp_min(0).to(keys.dtype)
 
-    def _sketch(self, context: EvictionContext, H: int, D: int) -> Tensor:
+    def _sketch_keys(self, context: EvictionContext, H: int, D: int) -> Tensor:
         """Draw the random matrix of each head [H,D,sketch]; layers and heads draw independently, rows of a batch share it."""
         device = context.positions_BHT.device
         head, row = (torch.arange(n, device=device) for n in (H, D))
@@ -245,11 +245,11 @@ class Compactor(Leverage):
         order, _ = text_order(position)
         attended = (local * size).masked_fill(~among, 0.0).gather(-1, order)
         attended = torch.empty_like(attended).scatter_(-1, order, F.avg_pool1d(attended, 3, stride=1, padding=1))
-        found = (_standard(one, among, context.parallel) for one in (attended, self._leverage(context, among)))
+        found = (_standardize_scores(one, among, context.parallel) for one in (attended, self._find_leverage(context, among)))
         return next(found) + self.blend * next(found)
 
 
-def _standard(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
+def _standardize_scores(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
     """Return numbers less their mean, over their standard deviation, of some tokens of all heads of each row."""
     x = x_BHT.nan_to_num(0.0)  # one NaN would make all heads NaN
     among = everyone.gather_heads(among_BHT.to(x.dtype), empty=0)
@@ -266,5 +266,5 @@ def text_order(positions_BHT: Tensor) -> tuple[Tensor, Tensor]:
     return positions_BHT.masked_fill(~real, last).argsort(-1), real.sum(-1, keepdim=True)
 
 
-def _taken(tensor_BHTD: Tensor, index_BHK: Tensor) -> Tensor:
+def _take_columns(tensor_BHTD: Tensor, index_BHK: Tensor) -> Tensor:
     return tensor_BHTD.gather(2, index_BHK[..., None].expand(*index_BHK.shape, tensor_BHTD.shape[-1]))

@@ -140,9 +140,9 @@ class Redundancy(RecentScore):
     def value(self, context: EvictionContext) -> Tensor:
         looks = context.view(LastQueries)
         attention = self._pooled(looks.mean(looks.x_BHGWT.amax(2).softmax(-1)), looks.candidate_BHT, context)
-        return self.weight * attention - (1 - self.weight) * self._redundancy(context)
+        return self.weight * attention - (1 - self.weight) * self._find_redundancy(context)
 
-    def _redundancy(self, context: EvictionContext) -> Tensor:
+    def _find_redundancy(self, context: EvictionContext) -> Tensor:
         """Return the softmax of the mean cosine to the other held keys [B,H,T]."""
         keys, position = context.view(Held)[0], context.positions_BHT
         keys, real = keys.to(accumulator(keys.dtype)), position >= 0

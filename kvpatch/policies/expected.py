@@ -61,11 +61,11 @@ class ExpectedAttention(Score):
         wide = accumulator(keys.dtype)
         # empty slots are at position -1
         outside = context.positions_BHT < context.limits.first
-        expected = _expected(context.view(QueryMoments), keys.to(wide), context, outside)
+        expected = _expect_attention(context.view(QueryMoments), keys.to(wide), context, outside)
         return (expected + self.eps) * torch.linalg.vector_norm(values, dim=-1, dtype=wide)
 
 
-def _expected(queries: Queries, keys_BHTD: Tensor, context: EvictionContext, outside: Tensor) -> Tensor:
+def _expect_attention(queries: Queries, keys_BHTD: Tensor, context: EvictionContext, outside: Tensor) -> Tensor:
     """Return the expected attention [B,H,T], averaged over the group."""
     total = torch.zeros_like(keys_BHTD[..., 0])
     for g in range(context.group):  # one query head at a time holds one matrix of the keys' size

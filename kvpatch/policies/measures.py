@@ -155,7 +155,7 @@ class Measure:
     dtype: torch.dtype = torch.float32
     adds_up: bool = True
 
-    def joined(self, sums: Totals | None, sample: Sample) -> Totals:
+    def join_parts(self, sums: Totals | None, sample: Sample) -> Totals:
         """Return the sums with those of another piece, in float64 on the CPU; integers stay."""
         if sums is not None and not self.adds_up:
             return sums
@@ -168,14 +168,14 @@ def lengths(x: Tensor, pairs_P2: Tensor) -> Tensor:
     return torch.hypot(x[..., pairs_P2[:, 0]], x[..., pairs_P2[:, 1]])
 
 
-def _products(sample: Sample) -> Totals:
+def _sum_products(sample: Sample) -> Totals:
     """Return the sum of the products [H,D,D] of queries, those of a group being its KV head's, and the sum of these [H,D]."""
     assert sample.q_HGQD is not None
     q = sample.q_HGQD.flatten(1, 2).float()
     return q.transpose(1, 2) @ q, q.sum(1)
 
 
-def _direction(sums: Totals) -> Tensor:
+def _find_direction(sums: Totals) -> Tensor:
     """Return the first right singular vectors [H,D], turned to the side of the mean."""
     products, total = sums
     first = torch.linalg.eigh(products).eigenvectors[..., -1]  # in ascending order
@@ -183,53 +183,53 @@ def _direction(sums: Totals) -> Tensor:
     return first * torch.where(side < 0, -1.0, 1.0)
 
 
-def _plain(sample: Sample) -> Totals:
+def _count_plain(sample: Sample) -> Totals:
     assert sample.plain_HGQD is not None
-    return _counted(sample.plain_HGQD)
+    return _count_sums(sample.plain_HGQD)
 
 
-def _norms(sample: Sample) -> Totals:
+def _count_norms(sample: Sample) -> Totals:
     assert sample.plain_HGQD is not None and sample.rotation is not None
-    return _counted(lengths(sample.plain_HGQD, sample.rotation.pairs_P2.to(sample.plain_HGQD.device)))
+    return _count_sums(lengths(sample.plain_HGQD, sample.rotation.pairs_P2.to(sample.plain_HGQD.device)))
 
 
-def _counted(x_HGQD: Tensor) -> Totals:
+def _count_sums(x_HGQD: Tensor) -> Totals:
     return torch.tensor(x_HGQD.shape[2]), x_HGQD.sum(2)
 
 
-def _mean(sums: Totals) -> Tensor:
+def _divide_sums(sums: Totals) -> Tensor:
     return sums[1] / sums[0].clamp(min=1)
 
 
-def _areas(sample: Sample) -> Totals:
+def _sum_areas(sample: Sample) -> Totals:
     """Return the number of queries behind the first tokens, and the sum of the areas under their curves."""
     assert sample.q_HGQD is not None and sample.area_HT is not None
     _, G, Q, _ = sample.q_HGQD.shape
     return torch.tensor(max(Q - FIRST, 0)), sample.area_HT[:, FIRST:].sum(1) / G
 
 
-def _pairs(sample: Sample) -> Totals:
+def _list_pairs(sample: Sample) -> Totals:
     assert sample.rotation is not None
     return (sample.rotation.pairs_P2,)
 
 
-def _turn(sample: Sample) -> Totals:
+def _list_turns(sample: Sample) -> Totals:
     assert sample.rotation is not None
     return (sample.rotation.turn_P,)
 
 
-def _itself(sums: Totals) -> Tensor:
+def _take_sums(sums: Totals) -> Tensor:
     return sums[0]
 
 
-def _regression(sample: Sample) -> Totals:
+def _sum_regression(sample: Sample) -> Totals:
     """Return the sums of the products [H,F,F] of features, and of those with what is to be learned [H,F]."""
     assert sample.x_HTF is not None and sample.y_HT is not None
     x, y = sample.x_HTF.double(), sample.y_HT.double()
     return x.transpose(1, 2) @ x, (x * y[..., None]).sum(1)
 
 
-def _weight(sums: Totals) -> Tensor:
+def _solve_regression(sums: Totals) -> Tensor:
     """Return the weights [H,F] of least squares, with a ridge in units of each feature's size."""
     products, total = sums
     size = products.diagonal(dim1=-2, dim2=-1).sqrt()
@@ -241,20 +241,20 @@ def _weight(sums: Totals) -> Tensor:
 _RIDGE = 1e-3
 
 
-def _table(*rows: Measure) -> dict[str, Measure]:
+def _index_rows(*rows: Measure) -> dict[str, Measure]:
     return {row.name: row for row in rows}
 
 
 FIRST = 4  # tokens that draw attention wherever a head looks, and count for no area
 # fmt: off
-MEASURES = _table(
-    Measure("direction", "HD",  _products,   _direction, "queries"),    # the first singular direction of a group's queries
-    Measure("mean",      "HGD", _plain,      _mean,      "turned"),     # of the queries of each head at position 0
-    Measure("norm",      "HGP", _norms,      _mean,      "turned"),     # mean length of their pairs of channels
-    Measure("pairs",     "P2",  _pairs,      _itself,    "turned", torch.int64, adds_up=False),     # see Rotation
-    Measure("turn",      "P",   _turn,       _itself,    "turned", torch.float64, adds_up=False),
-    Measure("area",      "H",   _areas,      _mean,      "outputs"),    # under the curves of attention: see WholeHeads
-    Measure("weight",    "HF",  _regression, _weight,    "scores"),     # of a token's features: see learned.Learned
+MEASURES = _index_rows(
+    Measure("direction", "HD",  _sum_products,   _find_direction,   "queries"),  # first singular direction of a group's queries
+    Measure("mean",      "HGD", _count_plain,    _divide_sums,      "turned"),  # of the queries of each head at position 0
+    Measure("norm",      "HGP", _count_norms,    _divide_sums,      "turned"),  # mean length of their pairs of channels
+    Measure("pairs",     "P2",  _list_pairs,     _take_sums,        "turned", torch.int64, adds_up=False),  # see Rotation
+    Measure("turn",      "P",   _list_turns,     _take_sums,        "turned", torch.float64, adds_up=False),
+    Measure("area",      "H",   _sum_areas,      _divide_sums,      "outputs"),  # under the curves of attention: see WholeHeads
+    Measure("weight",    "HF",  _sum_regression, _solve_regression, "scores"),  # of a token's features: see learned.Learned
 )
 # fmt: on
 WHOLE: tuple[tuple[Of, ...], ...] = (

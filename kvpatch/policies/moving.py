@@ -146,17 +146,17 @@ class Mass(Rule):
         refuse("Mass", Combination(policy, k=self))
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
-        weight = _weights(score, context, keys_BHT)
+        weight = _weigh_tokens(score, context, keys_BHT)
         order = keys_BHT.argsort(dim=-1, descending=True)  # protected tokens first, dead ones and empty slots last
         reached = running_sum(weight.gather(-1, order))
-        held, adds_up = reached[..., -1:], _sums(score)
+        held, adds_up = reached[..., -1:], _is_sum(score)
         lost = context.lost_BH1 if adds_up and context.lost_BH1 is not None else torch.zeros_like(held)
         enough = (reached < (held + lost) * self.share).sum(-1, keepdim=True) + 1
         outside = (context.positions_BHT >= 0) & (context.positions_BHT < context.limits.prompt)
         least = context.limits.nominal + outside.sum(-1, keepdim=True)
         count = torch.maximum(enough, least)
         count = count if context.keep_BH1 is None else torch.minimum(count, context.keep_BH1)
-        count = _possible(count, keys_BHT)
+        count = _clamp_counts(count, keys_BHT)
         return count, lost + (held - reached.gather(-1, count - 1)) if adds_up else None
 
 
@@ -201,21 +201,21 @@ class Threshold(Rule):
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
         above = (keys_BHT == LAST) | ((context.value >= self.x * score.unit(context.group)) & (keys_BHT >= 0))
-        return _possible(above.sum(-1, keepdim=True), keys_BHT), None
+        return _clamp_counts(above.sum(-1, keepdim=True), keys_BHT), None
 
 
-def _sums(score: Any) -> bool:
+def _is_sum(score: Any) -> bool:
     """Tell whether a score is a sum over the text."""
     return any(isinstance(need, Sums) for need in score.needs)
 
 
-def _possible(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:
+def _clamp_counts(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:
     """Return the counts, but no fewer than protected tokens, and no more than tokens that a later query can see, at least 1."""
     protected, live = (keys_BHT == LAST).sum(-1, keepdim=True), (keys_BHT >= 0).sum(-1, keepdim=True)
     return torch.minimum(torch.maximum(count_BH1, protected), live).clamp(min=1)
 
 
-def _weights(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Tensor:
+def _weigh_tokens(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Tensor:
     """Return the scores [B,H,T] that are added up; 0 for tokens that do not count (see Mass)."""
     counted = keys_BHT >= 0
     if (dead := context.dead_BHT) is not None:  # protected ones too

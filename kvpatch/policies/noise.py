@@ -16,7 +16,7 @@ GUMBEL_MEAN, GUMBEL_STD = 0.5772, 1.2825
 _MASK = 0xFFFFFFFF
 
 
-def _mix(h: Tensor) -> Tensor:
+def _mix_bits(h: Tensor) -> Tensor:
     """Apply MurmurHash3's 32-bit finalizer to an int64 tensor (the low 32 bits of a wrapped product are exact)."""
     h = h ^ (h >> 16)
     h = (h * 0x85EBCA6B) & _MASK
@@ -36,9 +36,9 @@ def uniform(seed: int, layer: int | Tensor, head: Tensor, query: Tensor | int, k
         key: position of the key.
     """
     start = (((seed * 0x9E3779B1 + 0x165667B1) & _MASK) + layer * 0x7FEB352D) & _MASK
-    h = _mix((head * 0x27D4EB2F + start) & _MASK)
-    h = _mix(h ^ ((query * 0x2C1B3C6D + 0x297A2D39) & _MASK))
-    h = _mix(((key * 0x1B873593 + 0x52DCE729) ^ h) & _MASK)
+    h = _mix_bits((head * 0x27D4EB2F + start) & _MASK)
+    h = _mix_bits(h ^ ((query * 0x2C1B3C6D + 0x297A2D39) & _MASK))
+    h = _mix_bits(((key * 0x1B873593 + 0x52DCE729) ^ h) & _MASK)
     # 23 bits and a half: the largest value is still below one in float32
     return ((h >> 9).to(torch.float32) + 0.5) * 2.0**-23
 

@@ -28,11 +28,11 @@ def value(score: Score, policy: str, context: EvictionContext) -> Tensor:
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
     """
-    where = _named(score, "value(context)", policy)
-    wanted = f"a float tensor {_shape(context.positions_BHT, 'B,H,T')}, the shape of context.positions_BHT"
-    result = _run(where, wanted, lambda error: _state(error, context), score.value, context)
+    where = _name_method(score, "value(context)", policy)
+    wanted = f"a float tensor {_format_shape(context.positions_BHT, 'B,H,T')}, the shape of context.positions_BHT"
+    result = _run_method(where, wanted, lambda error: _name_missing_need(error, context), score.value, context)
     if not isinstance(result, Tensor) or result.shape != context.positions_BHT.shape:
-        raise KVPatchError(f"{where} returned {_said(result)}: it must return {wanted}.")
+        raise KVPatchError(f"{where} returned {_describe_result(result)}: it must return {wanted}.")
     return result
 
 
@@ -42,10 +42,13 @@ def mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | None:
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
     """
-    where, wanted = _named(scope, "mask(context)", policy), f"a bool tensor {_shape(context.positions_BHT, 'B,H,T')}, or None"
-    result = _run(where, wanted, lambda error: _state(error, context), scope.mask, context)
+    where, wanted = (
+        _name_method(scope, "mask(context)", policy),
+        f"a bool tensor {_format_shape(context.positions_BHT, 'B,H,T')}, or None",
+    )
+    result = _run_method(where, wanted, lambda error: _name_missing_need(error, context), scope.mask, context)
     if result is not None and (not isinstance(result, Tensor) or result.dtype != torch.bool):
-        said = f"a tensor of {result.dtype}" if isinstance(result, Tensor) else _said(result)
+        said = f"a tensor of {result.dtype}" if isinstance(result, Tensor) else _describe_result(result)
         raise KVPatchError(f"{where} returned {said}: it must return {wanted}.")
     return result
 
@@ -56,19 +59,19 @@ def entry(score: Score, policy: str, new: NewTokens) -> dict[str, Tensor]:
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
     """
-    where = _named(score, "entry(new)", policy)
-    wanted = f"a dict of tensors {_shape(new.k_BHQD[..., 0], 'B,H,Q')} or [B,H,Q,G]"
+    where = _name_method(score, "entry(new)", policy)
+    wanted = f"a dict of tensors {_format_shape(new.k_BHQD[..., 0], 'B,H,Q')} or [B,H,Q,G]"
     signature = " Its signature is entry(self, new); new is a kvpatch.policies.NewTokens."
-    result = _run(where, wanted, lambda error: signature, score.entry, new)
+    result = _run_method(where, wanted, lambda error: signature, score.entry, new)
     if not isinstance(result, dict):
-        raise KVPatchError(f"{where} returned {_said(result)}: it must return {wanted}.")
+        raise KVPatchError(f"{where} returned {_describe_result(result)}: it must return {wanted}.")
     for name, one in result.items():
         if not isinstance(one, Tensor) or one.shape[:3] != new.k_BHQD.shape[:3] or one.ndim > 4:
-            raise KVPatchError(f"{where}: {name!r} is {_said(one)}: it must return {wanted}.")
+            raise KVPatchError(f"{where}: {name!r} is {_describe_result(one)}: it must return {wanted}.")
     return result
 
 
-def _run(where: str, wanted: str, hint: Callable[[Exception], str], method: Callable[..., Any], *arguments: Any) -> Any:
+def _run_method(where: str, wanted: str, hint: Callable[[Exception], str], method: Callable[..., Any], *arguments: Any) -> Any:
     """Call a method; an error of its code names it. hint: what else to say about an error."""
     try:
         return method(*arguments)
@@ -79,21 +82,21 @@ def _run(where: str, wanted: str, hint: Callable[[Exception], str], method: Call
         raise KVPatchError(message) from error
 
 
-def _named(part: object, method: str, policy: str) -> str:
+def _name_method(part: object, method: str, policy: str) -> str:
     return f"{type(part).__name__}.{method} of policy {policy!r}"
 
 
-def _shape(like: Tensor, letters: str) -> str:
+def _format_shape(like: Tensor, letters: str) -> str:
     return f"[{letters}] = {list(like.shape)}"
 
 
-def _said(result: object) -> str:
+def _describe_result(result: object) -> str:
     if result is None:
         return "None"
     return f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
 
 
-def _state(error: Exception, context: EvictionContext) -> str:
+def _name_missing_need(error: Exception, context: EvictionContext) -> str:
     """Return what a missing entry of the state needs."""
     if not isinstance(error, KeyError) or not error.args:
         return ""

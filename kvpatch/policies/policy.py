@@ -79,7 +79,7 @@ class Policy:
             meant = suggest(self.schedule, SCHEDULES)
             raise KVPatchError(f"schedule={self.schedule!r} must be one of {', '.join(map(repr, SCHEDULES))}.{meant}")
         if self.schedule not in self.score.schedules:
-            why, use = _why(self.score.schedules), " or ".join(map(repr, self.score.schedules))
+            why, use = _explain_schedules(self.score.schedules), " or ".join(map(repr, self.score.schedules))
             raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {why}; use schedule={use}.")
         _check_members(self.score)
         object.__setattr__(self, "needs", Needs.of((self.score, self.scope)))
@@ -89,16 +89,16 @@ class Policy:
                 use = " or ".join(map(repr, part.schedules))
                 raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {part.only_then}; use schedule={use}.")
         refuse_pairs(Combination(self))
-        for one in (*self._parts(), *self.needs):
+        for one in (*self._list_parts(), *self.needs):
             one.check()
         check_names(self.needs.statistics, self.name)
 
-    def _parts(self) -> list[Any]:
+    def _list_parts(self) -> list[Any]:
         return [part for name, _, _ in _PARTS if (part := getattr(self, name)) is not None]
 
     def options(self) -> dict[str, Any]:
         """Return the current value of every option by name."""
-        own = {f.name: getattr(part, f.name) for part in self._parts() for f in dataclasses.fields(part)}
+        own = {f.name: getattr(part, f.name) for part in self._list_parts() for f in dataclasses.fields(part)}
         return own | {"every": self.every}
 
     def with_options(self, schedule: str | None = None, **options: Any) -> Policy:
@@ -215,7 +215,7 @@ _PARTS: tuple[tuple[str, type, bool], ...] = (
 )
 
 
-def _why(schedules: tuple[str, ...]) -> str:
+def _explain_schedules(schedules: tuple[str, ...]) -> str:
     """Say why a score has no other schedules."""
     if "prompt" in schedules:
         return "scores tokens by the prompt's last rows, which a generated token does not have"

@@ -52,7 +52,7 @@ def critical(base: str | Policy, **options: Any) -> Policy:
     Example:
         kvpatch.patched(model, kvpatch.critical("h2o", alpha=0.25), k=0.3)
     """
-    return _combine("critical", base, selection=TwoStage()).with_options(**options)
+    return _combine_parts("critical", base, selection=TwoStage()).with_options(**options)
 
 
 def adaptive(base: str | Policy, **options: Any) -> Policy:
@@ -68,7 +68,7 @@ def adaptive(base: str | Policy, **options: Any) -> Policy:
     Example:
         kvpatch.patched(model, kvpatch.adaptive("roco", floor=0.5), k=0.3)
     """
-    return _combine("adaptive", base, over_heads=Adaptive()).with_options(**options)
+    return _combine_parts("adaptive", base, over_heads=Adaptive()).with_options(**options)
 
 
 def global_topk(base: str | Policy, **options: Any) -> Policy:
@@ -85,7 +85,7 @@ def global_topk(base: str | Policy, **options: Any) -> Policy:
     Example:
         kvpatch.patched(model, kvpatch.policies.global_topk("snapkv", floor=0.5), k=0.3)
     """
-    return _combine("global_topk", base, over_heads=Global()).with_options(**options)
+    return _combine_parts("global_topk", base, over_heads=Global()).with_options(**options)
 
 
 def pyramid(base: str | Policy, **options: Any) -> Policy:
@@ -101,7 +101,7 @@ def pyramid(base: str | Policy, **options: Any) -> Policy:
     Example:
         kvpatch.patched(model, kvpatch.pyramid("h2o", beta=10), k=0.3)
     """
-    return _combine("pyramid", base, over_layers=Pyramid()).with_options(**options)
+    return _combine_parts("pyramid", base, over_layers=Pyramid()).with_options(**options)
 
 
 def chunked(base: str | Policy, **options: Any) -> Policy:
@@ -117,7 +117,7 @@ def chunked(base: str | Policy, **options: Any) -> Policy:
     Example:
         kvpatch.patched(model, kvpatch.policies.chunked("h2o", size=10), k=0.3)
     """
-    return _combine("chunked", base, selection=Chunked(), schedule="prompt").with_options(**options)
+    return _combine_parts("chunked", base, selection=Chunked(), schedule="prompt").with_options(**options)
 
 
 def merged(base: str | Policy, **options: Any) -> Policy:
@@ -133,10 +133,10 @@ def merged(base: str | Policy, **options: Any) -> Policy:
     Example:
         kvpatch.patched(model, kvpatch.merged("key_norm"), k=0.3)
     """
-    return _combine("merged", base, merging=Merge(), schedule="prompt").with_options(**options)
+    return _combine_parts("merged", base, merging=Merge(), schedule="prompt").with_options(**options)
 
 
-def _combine(prefix: str, base: str | Policy, **part: Any) -> Policy:
+def _combine_parts(prefix: str, base: str | Policy, **part: Any) -> Policy:
     """Return `base` with other parts, named prefix_base. Raises KVPatchError if it has a part of another class already."""
     policy = base if isinstance(base, Policy) else get_policy(base)
     if not policy.evicts:
@@ -156,12 +156,12 @@ def _combine(prefix: str, base: str | Policy, **part: Any) -> Policy:
     return dataclasses.replace(policy, name=f"{prefix}_{policy.name}", **part)
 
 
-def _table(*rows: Policy) -> dict[str, Policy]:
+def _index_rows(*rows: Policy) -> dict[str, Policy]:
     return {row.name: row for row in rows}
 
 
 # fmt: off
-POLICIES = _table(
+POLICIES = _index_rows(
     Policy("full",            Never(),                schedule="both", source="the baseline: never evicts"),
     Policy("random",          Random(),               source="RoCo, baselines"),
     Policy("window",          Recency(),              source="RoCo 4.1"),

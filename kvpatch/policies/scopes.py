@@ -37,7 +37,7 @@ def fit_window(score: Score, room: int) -> int:
     evicts while decoding take all.
     """
     window = protected_rows(score)
-    if _recalls(score):
+    if _reads_last_queries(score):
         return min(window, room)
     return window if window < room else (room + 1) // 2
 
@@ -47,7 +47,7 @@ def protected_rows(score: Score) -> int:
     return max((need.protects for need in score.needs), default=0)
 
 
-def _recalls(score: Score) -> bool:
+def _reads_last_queries(score: Score) -> bool:
     """Tell whether a score reads the last queries of steps too."""
     return any(isinstance(need, LastQueries) for need in score.needs)
 
@@ -113,7 +113,7 @@ class Scope:
         while first - start + sum(p >= first for p in own) > budget:
             first -= 1
         free = budget - (first - start) - sum(p >= first for p in own)
-        rows = budget if _recalls(score) else rows  # these are not of the prompt alone
+        rows = budget if _reads_last_queries(score) else rows  # these are not of the prompt alone
         protects = protected_rows(score) > 0
         seen = next((need.width for need in score.needs if isinstance(need, WindowAttention)), 0)
         observed = min(fit_window(score, free), rows) if protects else seen

@@ -106,8 +106,8 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "one budget for all layers": lambda it: it.policy.over_model,
     "output projection": lambda it: it.policy.projects,
     "protect=": lambda it: it.policy.scope.protect is not None,
-    "protect= as a mask": lambda it: _protects(it, masked=True),
-    "protect= by unknown token ids": lambda it: it.unknown and _protects(it, masked=False),
+    "protect= as a mask": lambda it: _has_protect(it, masked=True),
+    "protect= by unknown token ids": lambda it: it.unknown and _has_protect(it, masked=False),
     "pyramid": lambda it: it.policy.over_layers is not None,
     "rotations undone": lambda it: it.policy.needs.lookahead is not None,
     "schedule='decode'": lambda it: it.policy.schedule == "decode",
@@ -154,7 +154,7 @@ def _adds_up(policy: Any) -> bool:
     return any(isinstance(need, Sums) for need in policy.score.needs)
 
 
-def _protects(it: Combination, masked: bool) -> bool:
+def _has_protect(it: Combination, masked: bool) -> bool:
     protect = it.policy.scope.protect
     if protect is None or isinstance(protect, str):  # a kind of tokens, before the model says which
         return False

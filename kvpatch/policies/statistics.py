@@ -53,18 +53,18 @@ def check_names(names: tuple[str, ...], of: str) -> None:
             )
 
 
-def _sum(block: Block, need: Any) -> Tensor:
+def _sum_rows(block: Block, need: Any) -> Tensor:
     if block.grouped:
         return block.group_NRM.sum(1)
     return block.p_NGRM.flatten(1, 2).sum(1)  # one axis is summed faster than two
 
 
-def _squares(block: Block, need: Any) -> Tensor:
+def _sum_squares(block: Block, need: Any) -> Tensor:
     """Sum the squares of the probability averaged over the group; averaging comes first, so the square is of the mean."""
     return block.group_NRM.square().sum(1) / block.p_NGRM.shape[1] ** 2
 
 
-def _count(block: Block, need: Any) -> Tensor:
+def _count_rows(block: Block, need: Any) -> Tensor:
     """Count rows that give the key more than an even share; summed over the group, since integers stay exact."""
 
     def count(rows: slice) -> Tensor:
@@ -74,7 +74,7 @@ def _count(block: Block, need: Any) -> Tensor:
     return _add_pieces(block, count)
 
 
-def _gumbel(block: Block, need: Any) -> Tensor:
+def _sum_noisy(block: Block, need: Any) -> Tensor:
     """Sum softmax((x + noise) / tau), computed from p = softmax(x) as proportional to (p * exp(noise)) ** (1 / tau)."""
     p, weight = block.p_NGRM, None
     if need.fresh:
@@ -99,7 +99,7 @@ def _gumbel(block: Block, need: Any) -> Tensor:
     return _add_pieces(block, add)
 
 
-def _area(block: Block, need: Any) -> Tensor:
+def _sum_area(block: Block, need: Any) -> Tensor:
     """Sum the probability times the share of the text so far from the key on: 1 for its first token, least for its newest."""
     _, row_NR, key_NM = block.place()
 
@@ -124,9 +124,9 @@ def _add_pieces(block: Block, increment: Callable[[slice], Tensor]) -> Tensor:
 _AT_ONCE = 1 << 18  # probabilities: 1 MiB of float32, about a core's L2 cache
 _TINY = 1e-30  # divisor of a row of padding, whose sum is zero
 STATISTICS: dict[str, Callable[[Block, Any], Tensor]] = {
-    "sum": Statistic(_sum, kernel="sum"),
-    "squares": Statistic(_squares, kernel="squares"),
-    "count": Statistic(_count, kernel="count"),
-    "gumbel": Statistic(_gumbel, kernel="gumbel"),
-    "area": _area,
+    "sum": Statistic(_sum_rows, kernel="sum"),
+    "squares": Statistic(_sum_squares, kernel="squares"),
+    "count": Statistic(_count_rows, kernel="count"),
+    "gumbel": Statistic(_sum_noisy, kernel="gumbel"),
+    "area": _sum_area,
 }

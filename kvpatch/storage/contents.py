@@ -21,16 +21,16 @@ def check(cache: EvictingCache) -> None:
     slotted = [layer for layer in cache.layers if layer.mode.slotted]
     for layer in slotted:
         layer.short_heads()
-        layer.pace()
+        layer.update_pace()
     invariants.check_state(cache)
     if cache.ids.ids_BT is not None:
         invariants.must(cache.ids.ids_BT >= UNKNOWN, "ids holds a number that is no token")
     if cache.shared is not None:
-        _weights("shared", cache.shared)
+        _check_weights("shared", cache.shared)
     for name, state in cache.states.tensors().items():
-        _finite(f"states.{name}", state)
+        _check_finite(f"states.{name}", state)
     for index, layer in enumerate(cache.layers):
-        _numbers(cache, index, layer)
+        _check_numbers(cache, index, layer)
     try:
         invariants.check_bytes(cache)
     except InvalidError:
@@ -39,33 +39,33 @@ def check(cache: EvictingCache) -> None:
         invariants.check_bytes(cache)
 
 
-def _numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
+def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     """Check that all numbers of held tokens are finite and no weight is negative."""
     real, where = layer.positions >= 0, f"layer {index}"
-    slots = layer.kv.spread(real)
+    slots = layer.kv.spread_heads(real)
     if layer.kv.centre is not None:
-        _finite(f"{where}: the centre of its keys", layer.kv.centre)
+        _check_finite(f"{where}: the centre of its keys", layer.kv.centre)
     for name, tensor in zip(("keys", "values"), layer.kv.numbers(layer.kv.width), strict=True):
         finite = tensor.isfinite().all(-1) | ~slots
         invariants.must(finite, f"{where}: {name} are not finite")
     for need, note in layer.notes.items():
         for name, tensor in vars(note).items():
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                _finite(f"{where}: {name} of {need}", tensor)
+                _check_finite(f"{where}: {name} of {need}", tensor)
     policy = cache.settings.policies[index]
     known = (*policy.needs.statistics, "observed", "norm", "noise")
     for name, tensor in layer.state.items():
-        (_weights if name in known else _finite)(f"{where}: {name}", tensor[real])
+        (_check_weights if name in known else _check_finite)(f"{where}: {name}", tensor[real])
     for one in HEAD_TENSORS:
         if (tensor := getattr(layer, one.name)) is not None:
-            _weights(f"{where}: {one.name}", tensor)
+            _check_weights(f"{where}: {one.name}", tensor)
 
 
-def _finite(name: str, tensor: Tensor) -> None:
+def _check_finite(name: str, tensor: Tensor) -> None:
     if tensor.dtype != torch.bool and not bool(tensor.isfinite().all()):
         raise InvalidError(f"{name} holds a number that is not finite")
 
 
-def _weights(name: str, tensor: Tensor) -> None:
+def _check_weights(name: str, tensor: Tensor) -> None:
     if not bool((tensor.isfinite() & (tensor >= 0)).all()):
         raise InvalidError(f"{name} holds a number that is not finite or is negative")

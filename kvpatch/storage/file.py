@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import InvalidError, KVPatchError
 
 
-def write(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], what: str) -> None:
+def write_tensors(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], what: str) -> None:
     """Write a safetensors file, as `write_whole`."""
     from safetensors.torch import save_file
 
@@ -39,11 +39,11 @@ def write_whole(path: str | PathLike[str], save: Callable[[Path], object], what:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         try:
             save(part)
-            _to_disk(part)
+            _flush_to_disk(part)
             os.replace(part, goal)
         finally:
             part.unlink(missing_ok=True)
-        _to_disk(goal.parent)
+        _flush_to_disk(goal.parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise KVPatchError(
@@ -52,7 +52,7 @@ def write_whole(path: str | PathLike[str], save: Callable[[Path], object], what:
         ) from error
 
 
-def _to_disk(path: Path) -> None:
+def _flush_to_disk(path: Path) -> None:
     """Flush a file or folder to the disk, so that it survives a power failure."""
     if os.name == "nt" and path.is_dir():
         return  # folders cannot be opened
@@ -73,7 +73,7 @@ def checksum(text: str, tensors: dict[str, Tensor]) -> str:
 
 
 @contextmanager
-def readable(path: str | PathLike[str], what: str, writer: str, again: str) -> Iterator[None]:
+def explain_errors(path: str | PathLike[str], what: str, writer: str, again: str) -> Iterator[None]:
     """Turn the errors of reading a file into a KVPatchError that says what to do.
 
     Args:

@@ -35,12 +35,12 @@ class Entry:
     shape: tuple[int, ...]
 
 
-def entries(file: Any) -> dict[str, Entry]:
+def read_entries(file: Any) -> dict[str, Entry]:
     """Return dtype and shape of the tensors of an open file, by name."""
-    return {name: _entry(name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
+    return {name: _read_entry(name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
 
-def _entry(name: str, about: Any) -> Entry:
+def _read_entry(name: str, about: Any) -> Entry:
     dtype, shape = about.get_dtype(), about.get_shape()
     if dtype not in DTYPES:
         raise InvalidError(f"tensor {name!r:.40} is of type {dtype}")
@@ -49,7 +49,7 @@ def _entry(name: str, about: Any) -> Entry:
     return Entry(DTYPES[dtype], tuple(shape))
 
 
-def read(file: Any, name: str) -> Tensor:
+def read_tensor(file: Any, name: str) -> Tensor:
     """Copy a tensor out of an open file; safetensors' own tensors change with the file."""
     tensor = file.get_tensor(name).clone()
     if tensor.dtype == torch.bool and (tensor.view(torch.uint8) > 1).any():
@@ -67,27 +67,27 @@ def are_counts(values: object, least: int = 0) -> bool:
     return isinstance(values, list) and all(is_count(value, least) for value in values)
 
 
-def parse(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Parse strict JSON: no duplicate names, no NaN or infinity, no deeper nesting than Python can parse."""
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number, parse_float=_finite)
+        return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant, parse_float=_parse_float)
     except RecursionError:
         raise InvalidError("its description is nested too deep") from None
     except ValueError as error:
         raise InvalidError(f"its description is no JSON ({error!s:.80})") from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         raise InvalidError("a name stands twice in its description")
     return table
 
 
-def _no_number(text: str) -> float:
+def _refuse_constant(text: str) -> float:
     raise InvalidError(f"its description holds {text}")
 
 
-def _finite(text: str) -> float:
+def _parse_float(text: str) -> float:
     value = float(text)
-    return value if math.isfinite(value) else _no_number(text[:20])
+    return value if math.isfinite(value) else _refuse_constant(text[:20])

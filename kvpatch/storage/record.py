@@ -1,14 +1,8 @@
-"""Records of rollouts in a file, so that those of many need not stay in memory: safetensors with a description in JSON.
-
-The file is not trusted: its header is checked before memory is allocated for tensors, then their values. Its checksum detects
-accidents and is no signature.
-"""
+"""Records of rollouts in a file, so that those of many need not stay in memory."""
 
 from __future__ import annotations
 
-import json
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +10,8 @@ from torch import Tensor
 
 from ..cache.lifetimes import NEVER, Record
 from ..errors import InvalidError, KVPatchError
-from .file import checksum, readable, verify_checksum, write
-from .header import Entry, entries, is_count, parse, read
-from .schema import table
-
-FORMAT = "kvpatch record 1"
+from .header import Entry
+from .kinds import RECORD
 
 
 def save_record(record: Record, path: str | PathLike[str]) -> None:
@@ -40,8 +31,7 @@ def save_record(record: Record, path: str | PathLike[str]) -> None:
         raise KVPatchError(f"save_record() takes a record, not {record!r:.60}: give what patch.record() returned.")
     tensors = {"ids": record.ids} | {f"{layer}.deaths": deaths for layer, deaths in enumerate(record.deaths)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    text = json.dumps({"format": FORMAT, "model": record.model, "layers": len(record.deaths)})
-    write(path, tensors, {"kvpatch": text, "checksum": checksum(text, tensors)}, "record")
+    RECORD.write(path, RECORD.describe(model=record.model, layers=len(record.deaths)), tensors)
 
 
 def load_record(path: str | PathLike[str]) -> Record:
@@ -57,43 +47,18 @@ def load_record(path: str | PathLike[str]) -> Record:
         with kvpatch.replay(model, kvpatch.load_record("rollout.safetensors")):
             loss = model(texts, labels=texts).loss
     """
-    from safetensors import safe_open
-
-    if not isinstance(path, str | PathLike) or not str(path):
-        raise KVPatchError(f"path={path!r} is no path: give the file that kvpatch.save_record() wrote.")
-    again = "Record the rollout anew."
-    with readable(path, "record", "`kvpatch.save_record()`", again), safe_open(Path(path), "pt") as file:
-        texts = file.metadata() or {}
-        about = _about(texts.get("kvpatch", ""))
-        _check_shapes(about["layers"], entries(file))
-        tensors = {name: read(file, name) for name in file.keys()}  # noqa: SIM118 - no dict
-        verify_checksum(texts.get("checksum"), texts["kvpatch"], tensors)
+    with RECORD.reading(path):
+        about, tensors, _ = RECORD.read(path, _check_tensor_names)
         deaths = tuple(tensors[f"{layer}.deaths"] for layer in range(about["layers"]))
         _check_numbers(tensors["ids"], deaths)
     return Record(tensors["ids"], deaths, about["model"])
 
 
-def _about(text: str) -> dict[str, Any]:
-    about = parse(text) if text else {}
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise InvalidError(f"it is not of this version of kvpatch ({FORMAT!r})")
-    about = table("its description", about, ("format", "model", "layers"))
-    if not isinstance(about["model"], dict) or not is_count(about["layers"], least=1):
-        raise InvalidError("its description names no model, or no layers")
-    return about
-
-
-def _check_shapes(layers: int, found: dict[str, Entry]) -> None:
-    """Raise InvalidError unless there are token ids [N,T], and deaths [N,H,T] of each layer."""
+def _check_tensor_names(about: dict[str, Any], found: dict[str, Entry]) -> None:
+    """Raise InvalidError unless there are token ids, and deaths of each layer."""
+    layers = about["layers"]
     if len(found) != layers + 1 or {*found} != {"ids", *(f"{layer}.deaths" for layer in range(layers))}:
         raise InvalidError(f"it holds {', '.join(sorted(found)):.80} where ids and the deaths of {layers} layers belong")
-    ids = found["ids"]
-    if ids.dtype != torch.int64 or len(ids.shape) != 2:
-        raise InvalidError(f"ids is {ids.dtype} {list(ids.shape)} where int64 [N,T] belongs")
-    for name, entry in found.items():
-        shape = entry.shape
-        if name != "ids" and (entry.dtype != torch.int32 or len(shape) != 3 or (shape[0], shape[2]) != ids.shape):
-            raise InvalidError(f"{name} is {entry.dtype} {list(shape)} where int32 [{ids.shape[0]}, H, {ids.shape[1]}] belongs")
 
 
 def _check_numbers(ids_NT: Tensor, deaths: tuple[Tensor, ...]) -> None:

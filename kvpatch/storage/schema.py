@@ -14,16 +14,35 @@ from ..backends.entries import FULL, Rounded, codecs
 from ..cache.cache import EvictingCache
 from ..cache.modes import Appending, Evicting, Filling, Growing, Mode, Moving, Reading
 from ..cache.tensors import FLOATS, HEAD_TENSORS
+from ..errors import InvalidError
 from ..policies.context import SIZES, NewTokens, accumulator
-from .header import Entry, InvalidError, are_counts, is_count
+from .header import Entry, are_counts
+from .kinds import Field, check_fields
 
-CACHE = ("steps", "turns", "turn_from_B", "joined", "padded", "by_columns")
+HISTORY = (
+    Field.of_count("steps"),
+    Field.of_count("turns"),
+    Field("turn_from_B", are_counts, "turn_from_B is {value:.60}"),  # the next prompt sets it anew
+    Field.of_flag("joined"),
+    Field.of_flag("padded"),
+    Field.of_flag("by_columns"),
+    Field.of_count("edited", optional=True),
+)
 ROWS = ("seen_B", "gaps_B", "shared", "shortfall_B")
-LAYER = ("used", "seen", "holes", "contiguous", "floor", "sliding")
 TENSORS = ("positions", *(one.name for one in HEAD_TENSORS))
-_COUNTS = ("used", "seen", "floor")
-_FLAGS = ("holes", "contiguous")
 DTYPES = {str(dtype): dtype for dtype in FLOATS}
+LAYER = (
+    Field.of_count("used"),
+    Field.of_count("seen"),
+    Field.of_flag("holes"),
+    Field.of_flag("contiguous"),
+    Field.of_count("floor"),
+    Field("sliding"),
+)
+"""Attributes of a layer."""
+BESIDE = (Field("mode"), Field("dtype", list(DTYPES).__contains__, "dtype is {value:.40}"))
+SLOTS = (Field("head_offsets"), Field("limits"))
+ATTRIBUTES = tuple(one.name for one in LAYER)
 
 
 class LayerShape(NamedTuple):
@@ -46,48 +65,34 @@ class LayerShape(NamedTuple):
     latent: bool = False
 
 
-def table(what: str, value: object, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return `value` if it is a dict with exactly these names, else raise InvalidError; `what` names it in the message."""
-    if not isinstance(value, dict) or set(value) != set(names):
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise InvalidError(f"{what} has {found!r:.80} where {list(names)} belong")
-    return value
-
-
-def check(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
+def check_header(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
     """Raise InvalidError unless description and tensors fit `cache`, an empty cache of the patch."""
     left = dict(entries)
-    B = _take(left, "seen_B", (torch.int64,), (None,)).shape[0]
-    of_cache, layers = table("its cache", about["cache"], CACHE), about["layers"]
-    for name in ("steps", "turns"):
-        _must(is_count(of_cache[name]), f"{name} is {of_cache[name]!r:.40}")
-    for name in ("joined", "padded", "by_columns"):
-        _must(isinstance(of_cache[name], bool), f"{name} is {of_cache[name]!r:.40}")
-    starts = of_cache["turn_from_B"]
-    _must(are_counts(starts), f"turn_from_B is {starts!r:.60}")  # the next prompt sets it anew
-    _must(isinstance(layers, list) and len(layers) == len(cache.layers), f"it has not {len(cache.layers)} layers")
+    B = _take_entry(left, "seen_B", (torch.int64,), (None,)).shape[0]
+    of_cache, layers = check_fields("its cache", about["cache"], HISTORY), about["layers"]
+    _check_condition(isinstance(layers, list) and len(layers) == len(cache.layers), f"it has not {len(cache.layers)} layers")
     for index, described in enumerate(layers):
         _Layer(cache, index, B, of_cache["turns"] > 0, shapes[index]).check(described, left)
     if cache.settings.by_columns and "gaps_B" in left:
-        _take(left, "gaps_B", (torch.int64,), (B,))
+        _take_entry(left, "gaps_B", (torch.int64,), (B,))
     if of_cache["joined"] and "shortfall_B" in left:
-        _take(left, "shortfall_B", (torch.float64,), (B,))
+        _take_entry(left, "shortfall_B", (torch.float64,), (B,))
     if cache.settings.policy.needs.across_layers and of_cache["turns"] and cache.settings.acts:
-        _take(left, "shared", FLOATS[:2], (B, shapes[0].heads, None))
+        _take_entry(left, "shared", FLOATS[:2], (B, shapes[0].heads, None))
     if cache.keeps_ids and "ids" in left:  # files of earlier versions have none
-        _take(left, "ids", (torch.int64,), (B, layers[0]["seen"]))
-    _states(left, cache, B)
-    _must(not left, f"it holds {', '.join(sorted(left)):.80}, which nothing here would use")
+        _take_entry(left, "ids", (torch.int64,), (B, layers[0]["seen"]))
+    _check_states(left, cache, B)
+    _check_condition(not left, f"it holds {', '.join(sorted(left)):.80}, which nothing here would use")
 
 
-def _states(left: dict[str, Entry], cache: EvictingCache, B: int) -> None:
+def _check_states(left: dict[str, Entry], cache: EvictingCache, B: int) -> None:
     """Check the states of a hybrid's other layers; their sizes are known to the model's own code alone."""
     for number, count in () if cache.settings.stack is None else cache.settings.stack.states:
         names = [f"states.{number}.{kind}.{key}" for kind in ("conv_states", "recurrent_states") for key in range(count)]
         held = [name for name in names if name in left]
-        _must(held, f"it holds no state of layer {number}")
+        _check_condition(held, f"it holds no state of layer {number}")
         for name in held:
-            _take(left, name, FLOATS, (B, *[None] * (len(left[name].shape) - 1)))
+            _take_entry(left, name, FLOATS, (B, *[None] * (len(left[name].shape) - 1)))
 
 
 class _Layer:
@@ -102,37 +107,37 @@ class _Layer:
 
     def check(self, described: object, left: dict[str, Entry]) -> None:
         """Check the description of the layer, and remove its tensors from `left`."""
-        mode = self._mode(described)
-        own = table(self.where, described, (*LAYER, "mode", "dtype", *mode.saved, "head_offsets", "limits"))
-        for name in (*_COUNTS, *mode.saved):
-            _must(is_count(own[name]), f"{self.where}: {name} is {own[name]!r:.40}")
-        for name in _FLAGS:
-            _must(isinstance(own[name], bool), f"{self.where}: {name} is {own[name]!r:.40}")
-        _must(own["sliding"] == (self.sliding if self.ended else None), f"{self.where}: sliding is {own['sliding']!r:.40}")
-        _must(own["dtype"] in list(DTYPES), f"{self.where}: dtype is {own['dtype']!r:.40}")
+        mode = self._find_mode(described)
+        fields = (*LAYER, *BESIDE, *map(Field.of_count, mode.saved), *SLOTS)
+        own = check_fields(self.where, described, fields, where=f"{self.where}: ")
+        _check_condition(
+            own["sliding"] == (self.sliding if self.ended else None), f"{self.where}: sliding is {own['sliding']!r:.40}"
+        )
         dtype = DTYPES[own["dtype"]]
-        C = self._tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
-        _must(0 < own["used"] <= C and own["floor"] <= own["used"], f"{self.where}: {own['used']} of {C} slots are used")
-        shape = self._shape(own["head_offsets"], C, mode.slotted and own["holes"])
+        C = self._take_tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
+        _check_condition(
+            0 < own["used"] <= C and own["floor"] <= own["used"], f"{self.where}: {own['used']} of {C} slots are used"
+        )
+        shape = self._find_shape(own["head_offsets"], C, mode.slotted and own["holes"])
         bits = FULL if mode is Reading else self.cache.settings.bits  # a prompt's are in full
         every = zip(("keys", "values"), self.sizes, codecs(bits, *self.sizes, dtype, self.latent), strict=True)
         for name, size, codec in every:
             if codec.latent:
                 continue
             of, width = (torch.uint8, codec.width) if isinstance(codec, Rounded) else (dtype, size)
-            self._tensor(left, name, (of,), (*shape, width))
+            self._take_tensor(left, name, (of,), (*shape, width))
         if bits != FULL:
-            self._tensor(left, "centre_BH1D", (dtype,), (self.B, self.H, 1, self.sizes[0]))
+            self._take_tensor(left, "centre_BH1D", (dtype,), (self.B, self.H, 1, self.sizes[0]))
         if mode.slotted:
-            self._tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
+            self._take_tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
         for one in HEAD_TENSORS:
             may = f"{self.index}.{one.name}" in left and one.may_be(self.cache.settings, self.index, self.cuts)
             if may or one.must_be(self.cuts):
-                self._tensor(left, one.name, one.dtypes, one.shape(self.B, self.H))
-        self._limits(own["limits"])
-        self._state(left, dtype, C, mode.evicts)
+                self._take_tensor(left, one.name, one.dtypes, one.shape(self.B, self.H))
+        self._check_limits(own["limits"])
+        self._check_state(left, dtype, C, mode.evicts)
 
-    def _mode(self, described: object) -> type[Mode]:
+    def _find_mode(self, described: object) -> type[Mode]:
         """Return the mode of the layer, one that its policy brings about."""
         name = described.get("mode") if isinstance(described, dict) else None
         may: tuple[type[Mode], ...] = (Reading,)
@@ -140,72 +145,72 @@ class _Layer:
             steps: tuple[type[Mode], ...] = (Moving,) if self.cache.settings.rules[self.index].moves else (Filling, Evicting)
             may = steps if self.cuts and self.policy.schedule != "prompt" else (Appending, Growing)
         found = [one for one in may if one.name == name]
-        _must(found, f"{self.where}: mode is {name!r:.40}, which is none of {[one.name for one in may]}")
+        _check_condition(found, f"{self.where}: mode is {name!r:.40}, which is none of {[one.name for one in may]}")
         return found[0]
 
-    def _tensor(self, left: dict[str, Entry], name: str, dtypes: Any, shape: tuple[int | None, ...]) -> Entry:
-        return _take(left, f"{self.index}.{name}", dtypes, shape)
+    def _take_tensor(self, left: dict[str, Entry], name: str, dtypes: Any, shape: tuple[int | None, ...]) -> Entry:
+        return _take_entry(left, f"{self.index}.{name}", dtypes, shape)
 
-    def _shape(self, head_offsets: object, C: int, open_to_ragged: bool) -> tuple[int, ...]:
+    def _find_shape(self, head_offsets: object, C: int, open_to_ragged: bool) -> tuple[int, ...]:
         """Return the shape of keys and values without their last axis."""
         shape: tuple[int, ...] = (self.B, self.H, C)
         if head_offsets is not None:
             pair = isinstance(head_offsets, list) and len(head_offsets) == 2 and all(are_counts(part) for part in head_offsets)
-            _must(pair and open_to_ragged, f"{self.where}: head_offsets are {head_offsets!r:.60}")
+            _check_condition(pair and open_to_ragged, f"{self.where}: head_offsets are {head_offsets!r:.60}")
             assert isinstance(head_offsets, list)
             capacities, filled = head_offsets
             fits = len(capacities) == len(filled) == self.B * self.H and max(capacities) == C and min(capacities) > 0
             fits = fits and all(some <= all_ for some, all_ in zip(filled, capacities, strict=True))
             slots = f"{self.B * self.H} heads of up to {C} slots"
-            _must(fits, f"{self.where}: head_offsets {head_offsets!r:.60} are not those of {slots}")
+            _check_condition(fits, f"{self.where}: head_offsets {head_offsets!r:.60} are not those of {slots}")
             shape = (sum(capacities),)
         return shape
 
-    def _limits(self, limits: object) -> None:
+    def _check_limits(self, limits: object) -> None:
         if not self.cuts:
-            _must(limits is None, f"{self.where}: limits of a layer that the policy does not act on")
+            _check_condition(limits is None, f"{self.where}: limits of a layer that the policy does not act on")
             return
         rows = isinstance(limits, list) and len(limits) == self.B
         rows = rows and all(are_counts(row) and len(row) == len(SIZES) for row in limits)  # type: ignore[attr-defined]
-        _must(rows, f"{self.where}: limits are {limits!r:.60}")
+        _check_condition(rows, f"{self.where}: limits are {limits!r:.60}")
 
-    def _state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
+    def _check_state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
         """Check the tensors stored per key, which follow from the parts of the policy."""
         shape, wide = (self.B, self.H, C), (accumulator(dtype),)
         if not self.cache.settings.evicts[self.index]:
             return
         for name in self.policy.needs.statistics:
-            self._tensor(left, f"state.{name}", wide, shape)
+            self._take_tensor(left, f"state.{name}", wide, shape)
         key, value = (torch.zeros(1, self.H, 1, size, dtype=dtype) for size in self.sizes)
         at = torch.zeros(1, 1, dtype=torch.long)
         entry = self.policy.entry(NewTokens(key, value, at, self.group or 1, self.index, self.cache.settings.seed))
         for name, tensor in entry.items():
             rest = (self.group,) if tensor.ndim == 4 else ()
-            self._tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))
+            self._take_tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))
         if self.policy.keeps_norms:
-            self._tensor(left, "state.norm", wide, shape)
+            self._take_tensor(left, "state.norm", wide, shape)
         for need in self.policy.needs:
             for name in () if need.lasts else need.states:
                 if evicting or f"{self.index}.state.{name}" in left:
-                    self._tensor(left, f"state.{name}", wide, shape)
+                    self._take_tensor(left, f"state.{name}", wide, shape)
             sizes = {"B": self.B, "H": self.H, "G": self.group or 1, "D": self.sizes[0]}
             for name, own in need.saved(sizes).items() if evicting else ():
                 kinds = (torch.int64,) if name.startswith(("positions", "columns")) else (dtype, *wide)
-                self._tensor(left, f"{need.name}.{name}", kinds, own)
+                self._take_tensor(left, f"{need.name}.{name}", kinds, own)
         if self.policy.scope.protect is not None and f"{self.index}.state.protect" in left:
-            self._tensor(left, "state.protect", (torch.bool,), shape)
+            self._take_tensor(left, "state.protect", (torch.bool,), shape)
 
 
-def _take(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Entry:
+def _take_entry(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Entry:
     """Remove the entry `name` from `left`, check it and return it; None in `shape` stands for any size."""
-    _must(name in left, f"it holds no {name}")
+    _check_condition(name in left, f"it holds no {name}")
     entry = left.pop(name)
     fits = len(entry.shape) == len(shape) and all(own in (None, size) for own, size in zip(shape, entry.shape, strict=True))
     message = f"{name} is {entry.dtype} {list(entry.shape)} where {' or '.join(map(str, dtypes))} {list(shape)} belongs"
-    _must(fits and entry.dtype in dtypes, message.replace("None", "n"))
+    _check_condition(fits and entry.dtype in dtypes, message.replace("None", "n"))
     return entry
 
 
-def _must(condition: object, message: str) -> None:
+def _check_condition(condition: object, message: str) -> None:
     if not condition:
         raise InvalidError(message)

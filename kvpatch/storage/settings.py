@@ -6,7 +6,6 @@ The file is not trusted: its size, its names and its values are checked when it 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,11 +17,8 @@ from .. import __version__
 from ..errors import InvalidError, KVPatchError, suggest
 from ..policies import Mass, Policy, Share, Threshold, get_policy
 from ..policies.budgets import Rule, as_python, is_list, parse_k
-from .file import readable, write_whole
-from .header import parse
-from .schema import table
+from .kinds import SETTINGS, check_names
 
-FORMAT = "kvpatch settings 1"
 HALF = float("0.5")
 """Default of `k` where Settings are taken, an object of its own: a 0.5 that the caller gives is another one."""
 LARGEST = 1 << 22
@@ -33,7 +29,6 @@ RULES = {rule.__name__: rule for rule in (Mass, Share, Threshold)}
 """Budgets that follow the text, by the names that they have in a file."""
 _LONGEST = 200  # letters of a policy's name, combinations included
 _DEEPEST = 3  # lists in lists
-_NAMES = ("format", "kvpatch", "policy", "k", "options")
 
 
 @dataclass(frozen=True)
@@ -73,8 +68,8 @@ class Settings:
             )
         if not isinstance(self.options, Mapping):
             raise KVPatchError(f"options={self.options!r:.60} is no dict: give names and values, such as {{'window': 16}}.")
-        object.__setattr__(self, "k", _budget(self.k, "k"))
-        object.__setattr__(self, "options", {name: _plain(name, value) for name, value in self.options.items()})
+        object.__setattr__(self, "k", _normalize_budget(self.k, "k"))
+        object.__setattr__(self, "options", {name: _normalize_option(name, value) for name, value in self.options.items()})
         self.build_policy()
 
     def build_policy(self) -> Policy:
@@ -120,9 +115,8 @@ class Settings:
         Raises:
             KVPatchError: the file cannot be written.
         """
-        about = {"format": FORMAT, "kvpatch": __version__, "policy": self.policy, "k": _written(self.k)}
-        text = json.dumps({**about, "options": dict(self.options)}, indent=2, ensure_ascii=False) + "\n"
-        write_whole(path, lambda part: part.write_text(text, encoding="utf-8"), "settings file")
+        written = {"policy": self.policy, "k": _write_budget(self.k), "options": dict(self.options)}
+        SETTINGS.write_text(path, SETTINGS.describe(kvpatch=__version__, **written))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Settings:
@@ -134,20 +128,20 @@ class Settings:
         Example:
             settings = kvpatch.Settings.load("settings.json")
         """
-        if not isinstance(path, str | PathLike) or not str(path):
-            raise KVPatchError(f"path={path!r:.60} is no path: give the file that Settings.save wrote.")
-        with readable(path, "settings file", "Settings.save", "Write it anew with Settings.save or `kvpatch compare`."):
-            about = parse(_text(Path(path)))
-            if not isinstance(about, dict) or about.get("format") != FORMAT:
-                raise InvalidError(f"it is not of this version of kvpatch ({FORMAT!r})")
-            about = table("it", about, _NAMES)
-            try:
-                return cls(about["policy"], _read(about["k"]), about["options"])
-            except KVPatchError as error:
-                raise InvalidError(str(error).rstrip(".")) from error
+        with SETTINGS.reading(path):
+            return cls.parse(_read_text(Path(path)))
+
+    @classmethod
+    def parse(cls, text: str) -> Settings:
+        """Return the Settings that a file's text holds. Raises InvalidError if it holds none."""
+        about = SETTINGS.parse(text, "", "it")
+        try:
+            return cls(about["policy"], _read_budget(about["k"]), about["options"])
+        except KVPatchError as error:
+            raise InvalidError(str(error).rstrip(".")) from error
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Return the text of a file, unless it is too large to be one of Settings."""
     with path.open("rb") as file:
         content = file.read(LARGEST + 1)
@@ -159,7 +153,7 @@ def _text(path: Path) -> str:
         raise InvalidError("it is no text") from None
 
 
-def _budget(k: object, where: str, depth: int = 0) -> Any:
+def _normalize_budget(k: object, where: str, depth: int = 0) -> Any:
     """Return a budget with lists as tuples and texts of numbers as numbers; `where` names it in an error."""
     k = as_python(k)
     if isinstance(k, Rule):
@@ -170,14 +164,14 @@ def _budget(k: object, where: str, depth: int = 0) -> Any:
         return parse_k(k, where)
     if not k:
         raise KVPatchError(f"{where}=[] is empty: give a budget for each layer, or one number for all.")
-    return tuple(_budget(one, f"{where}[{i}]", depth + 1) for i, one in enumerate(k))
+    return tuple(_normalize_budget(one, f"{where}[{i}]", depth + 1) for i, one in enumerate(k))
 
 
-def _plain(name: object, value: object, depth: int = 0) -> Any:
+def _normalize_option(name: object, value: object, depth: int = 0) -> Any:
     """Return an option's value as JSON can hold it, with lists as tuples."""
     value = as_python(value)
     if is_list(value) and depth < _DEEPEST:
-        return tuple(_plain(name, one, depth + 1) for one in value)
+        return tuple(_normalize_option(name, one, depth + 1) for one in value)
     if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise KVPatchError(
@@ -186,21 +180,21 @@ def _plain(name: object, value: object, depth: int = 0) -> Any:
     )
 
 
-def _written(k: Any) -> Any:
+def _write_budget(k: Any) -> Any:
     """Return a budget as the file has it."""
     if isinstance(k, Rule):
         return {type(k).__name__: dataclasses.asdict(k)}
-    return [_written(one) for one in k] if isinstance(k, tuple) else k
+    return [_write_budget(one) for one in k] if isinstance(k, tuple) else k
 
 
-def _read(k: object, depth: int = 0) -> Any:
+def _read_budget(k: object, depth: int = 0) -> Any:
     """Return a budget of a file, with the rules that it names."""
     if isinstance(k, list) and depth < _DEEPEST:
-        return [_read(one, depth + 1) for one in k]
+        return [_read_budget(one, depth + 1) for one in k]
     if not isinstance(k, dict):
         return k
     name = next(iter(k), "")
     if len(k) != 1 or name not in RULES:
         raise InvalidError(f"its k names {sorted(k)!r:.60} where one of {', '.join(RULES)} belongs")
     rule = RULES[name]
-    return rule(**table(f"its {name}", k[name], tuple(one.name for one in dataclasses.fields(rule))))
+    return rule(**check_names(f"its {name}", k[name], tuple(one.name for one in dataclasses.fields(rule))))

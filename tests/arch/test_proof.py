@@ -16,7 +16,7 @@ from tests.helpers import tiny, tiny_families
 from tests.helpers.tiny import prompt, snapshot
 
 FAMILIES = (*tiny.MODELS, *tiny.MORE, *tiny_families.FAMILIES, *tiny_families.OWN)
-NEXT = versions._following(versions.TESTED["transformers"])
+NEXT = versions._find_next_release(versions.TESTED["transformers"])
 
 
 def make(name):
@@ -102,7 +102,7 @@ def test_without_a_twin_a_large_model_is_refused_and_a_small_one_checked_itself(
 
 
 def test_torch_is_named_too():
-    above = versions._following(versions.TESTED["torch"])
+    above = versions._find_next_release(versions.TESTED["torch"])
     said, remedy = versions.find_untested(f"{NEXT}.0", f"{above}.0+cpu")
     assert f"torch {above}.0+cpu is newer than {versions.TESTED['torch']}, the newest tested" in said
     assert remedy == f"pip install 'transformers<{NEXT}' 'torch<{above}'"

@@ -171,8 +171,8 @@ def test_another_model_is_not_the_one_that_was_bound(model, taken):
         attn = other.model.layers[1].self_attn
         step = cache.calls[1].step
         q = torch.zeros(1, 4, 1, 8)
-        assert step.takes(model.model.layers[1].self_attn, q) and not step.takes(attn, q)
-        assert not step.takes(model.model.layers[1].self_attn, q.double())
+        assert step.takes_call(model.model.layers[1].self_attn, q) and not step.takes_call(attn, q)
+        assert not step.takes_call(model.model.layers[1].self_attn, q.double())
 
 
 def test_a_cloned_cache_steps_alike(model):

@@ -105,7 +105,7 @@ def test_stacked_layers_hold_what_single_ones_do(model, policy, monkeypatch):
     ids, fed = prompt(2, 30), prompt(2, 13, seed=2)
     got, cache = run(model, ids, fed, policy, 0.4, every=4)
     assert cache.stack is not None
-    monkeypatch.setattr(kvpatch.attention.attend, "_stack", lambda *_: None)
+    monkeypatch.setattr(kvpatch.attention.attend, "_find_stack", lambda *_: None)
     want, alone = run(model, ids, fed, policy, 0.4, every=4)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     assert kept(cache) == kept(alone)

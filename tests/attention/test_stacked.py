@@ -35,7 +35,7 @@ def test_layer_by_layer_and_stacked_steps_agree(monkeypatch):
             again, _ = go_on(model, fed[:, 4:], twin)
         torch.testing.assert_close(stacked[:, 5:], again, atol=1e-6, rtol=0)
         with monkeypatch.context() as patched_out:
-            patched_out.setattr(kvpatch.attention.attend, "_stack", lambda *_: None)
+            patched_out.setattr(kvpatch.attention.attend, "_find_stack", lambda *_: None)
             alone, other = run(model, ids, fed, policy, 0.4)
         assert other.stack is None
         torch.testing.assert_close(stacked, alone, atol=1e-6, rtol=0)
@@ -71,7 +71,7 @@ def test_kernels_step_stacked_layers(model, policy, monkeypatch):
     stacked, one = run(model, ids, fed, policy, 0.5, backend="triton")
     assert one.stack is not None and one.stack.backend == one.choice.ran["decode"][0] == "triton"
     with monkeypatch.context() as patched_out:
-        patched_out.setattr(kvpatch.attention.attend, "_stack", lambda *_: None)
+        patched_out.setattr(kvpatch.attention.attend, "_find_stack", lambda *_: None)
         alone, other = run(model, ids, fed, policy, 0.5, backend="triton")
     by_torch, third = run(model, ids, fed, policy, 0.5, backend="torch")
     torch.testing.assert_close(stacked, alone, atol=1e-6, rtol=0)

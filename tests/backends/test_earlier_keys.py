@@ -49,7 +49,7 @@ def test_attention_to_earlier_and_own_keys_is_joined(holes):
 @pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_greatest_probability_of_each_earlier_key(holes, cap, weighted, monkeypatch):
-    monkeypatch.setattr(torch_backend, "_spread", lambda *_: (1, 4))
+    monkeypatch.setattr(torch_backend, "_size_blocks", lambda *_: (1, 4))
     q, keys, rows = case(holes)
     factors = torch.rand(B, Q, dtype=torch.float64) + 0.5 if weighted else None
     x = logits(q, keys, cap)
@@ -63,6 +63,6 @@ def test_the_greatest_probability_of_each_earlier_key(holes, cap, weighted, monk
 def test_a_row_that_sees_no_key_joins_as_nothing():
     out, lse = torch.ones(3, 2), torch.tensor([0.5, -math.inf, -math.inf])
     more, its_lse = torch.full((3, 2), 3.0), torch.tensor([-math.inf, 0.25, -math.inf])
-    joined, total = torch_backend.joined((out, lse), (more, its_lse))
+    joined, total = torch_backend.join_parts((out, lse), (more, its_lse))
     assert joined.tolist() == [[1, 1], [3, 3], [0, 0]]
     assert total.tolist() == [0.5, 0.25, -math.inf]

@@ -16,7 +16,7 @@ from kvpatch.backends.flash import flash_backend
 from kvpatch.policies import DeviationScope, Policy, Scope, Score, adaptive, critical, scores
 from kvpatch.policies.needs import NoisySums, Sums, WindowAttention
 from kvpatch.policies.statistics import STATISTICS, Statistic, kernel_of
-from kvpatch.policies.statistics import _sum as plain_sum
+from kvpatch.policies.statistics import _sum_rows as plain_sum
 from tests.backends.test_flash import install  # noqa: F401
 from tests.helpers.comparing import same_tokens
 from tests.helpers.marks import slow_but
@@ -320,7 +320,7 @@ def test_stacked_steps_and_steps_layer_by_layer(own, monkeypatch):
             return logits, [cache.positions(layer).sort(-1).values for layer in range(2)]
 
     want = run()
-    monkeypatch.setattr(kvpatch.attention.attend, "_stack", lambda *_: None)
+    monkeypatch.setattr(kvpatch.attention.attend, "_find_stack", lambda *_: None)
     got = run()
     torch.testing.assert_close(got[0], want[0], atol=1e-6, rtol=0)
     assert same_tokens(got[1], want[1])

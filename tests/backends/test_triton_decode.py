@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.backends.on_triton import DEVICE, GPU  # isort: skip
-from kvpatch.backends.entries import EXACT, Rounded, centred, codecs
+from kvpatch.backends.entries import EXACT, Rounded, centre_codecs, codecs
 from kvpatch.backends.triton import decode as kernels
 from kvpatch.backends.triton.decode import STATISTICS, Rule
 from kvpatch.errors import KVPatchError
@@ -165,7 +165,7 @@ def follow(
     rng = torch.Generator().manual_seed(C + D + G)
     slots = filled(B, H, G, D, C, dtype, rng, *(options.pop(name, None) for name in ("used", "capacities", "page")))
     centre_BH1D = torch.randn(B, H, 1, D, generator=torch.Generator().manual_seed(1)).to(dtype) * 3
-    of_slots, both = centred(codecs(bits, D, D, dtype), centre_BH1D), ("keys", "values")
+    of_slots, both = centre_codecs(codecs(bits, D, D, dtype), centre_BH1D), ("keys", "values")
     slots.keys, slots.values = entries = [by_head(slots, *pair, "encode") for pair in zip(both, of_slots, strict=True)]
     slots.keys, slots.values = (by_head(slots, *pair, "decode") for pair in zip(both, of_slots, strict=True))
     if not noise:

@@ -180,7 +180,7 @@ def test_tiles_that_nothing_is_seen_in_are_skipped(monkeypatch, shape, tiles):
 
     counted, dot = [], interpreter_builder.create_dot
     monkeypatch.setattr(interpreter_builder, "create_dot", lambda *a, **k: counted.append(1) or dot(*a, **k))
-    monkeypatch.setattr(forward, "_tile", lambda *given: (32, 64, 4, 2))
+    monkeypatch.setattr(forward, "_choose_tile", lambda *given: (32, 64, 4, 2))
     prompt = make(512, H=1, **shape)
     run(prompt, values=False)
     assert len(counted) <= tiles
@@ -191,7 +191,7 @@ def test_programs_that_see_most_rows_start_first(monkeypatch):
     grids, kind = [], type(forward._forward_kernel)
     launch = kind.__getitem__
     monkeypatch.setattr(kind, "__getitem__", lambda kernel, grid: grids.append(grid) or launch(kernel, grid))
-    monkeypatch.setattr(forward, "_tile", lambda *given: (32, 64, 4, 2))
+    monkeypatch.setattr(forward, "_choose_tile", lambda *given: (32, 64, 4, 2))
     run(make(256, B=2, H=3, G=2))
     assert grids == [(12, 4)]
 

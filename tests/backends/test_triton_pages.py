@@ -31,7 +31,7 @@ def test_steps_copy_nothing(monkeypatch, policy, P, options):
             for one in (cache, alone[-1]):
                 model(torch.tensor([ids], device=on_triton.DEVICE), past_key_values=one)
             rows.add(str(index), cache)
-        monkeypatch.setattr(PagedSlots, "_read", copied)
+        monkeypatch.setattr(PagedSlots, "_read_pages", copied)
         here = rows.gather([str(index) for index in range(len(texts))])
         for step in range(6):
             fed = torch.tensor([[5 + 7 * step + int(name)] for name in here.names], device=on_triton.DEVICE)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.backends import on_triton  # noqa: F401 # isort: skip
-from kvpatch.backends.entries import centred, codecs
+from kvpatch.backends.entries import centre_codecs, codecs
 from kvpatch.backends.protocol import Case
 from kvpatch.backends.triton import triton_backend
 from tests.backends.test_triton_decode import (
@@ -68,7 +68,7 @@ def written(k_BHD, v_BHD, bits, centre=None):
     slots = filled(B, H, 1, D, 3, k_BHD.dtype, rng)
     both = codecs(bits, D, D, k_BHD.dtype)
     if centre is not None:
-        both = centred(both, centre)
+        both = centre_codecs(both, centre)
     slots.keys, slots.values = (codec.encode(t) for codec, t in zip(both, (slots.keys, slots.values), strict=True))
     at, q = slots.slot.clone()[..., None, None], token(B, H, 1, D, k_BHD.dtype, rng)[0]
     launch((q, k_BHD, v_BHD), slots, Rule(evicts=False), scale=1.0, codecs=both)
@@ -103,7 +103,7 @@ def test_a_new_key_is_rounded_around_its_head_s_centre(D, dtype, bits):
     mine, theirs = written(k, v, bits, centre)
     for got, want in zip(mine, theirs, strict=True):
         assert torch.equal(got, want)
-    both = centred(codecs(bits, D, D, dtype), centre)
+    both = centre_codecs(codecs(bits, D, D, dtype), centre)
     assert torch.equal(both[0].decode(mine[0][:, :, None])[1, 2], centre[1, 2])
 
 
@@ -126,7 +126,7 @@ def test_attention_sees_the_rounded_token(bits):
     both = codecs(bits, 64, 64, F32)
     slots.keys, slots.values = (codec.encode(t) for codec, t in zip(both, (slots.keys, slots.values), strict=True))
     out = launch(new, slots, rule("sum"), scale=0.125, tau=1.5, codecs=both)
-    close(out, both[1].cached(new[2])[:, :, None].expand_as(out), 1e-6, "output")
+    close(out, both[1].round_trip(new[2])[:, :, None].expand_as(out), 1e-6, "output")
 
 
 def test_entries_whose_scales_are_not_aligned_are_left_to_torch():
@@ -143,7 +143,7 @@ def test_the_operator_of_compiled_steps_knows_bits_cap_and_sinks(bits):
     """It gets tensors and plain values, and must read the same entries."""
     rng = torch.Generator().manual_seed(0)
     centre = torch.randn(1, 2, 1, 64, generator=rng)
-    both, outs = centred(codecs(bits, 64, 64, F32), centre), []
+    both, outs = centre_codecs(codecs(bits, 64, 64, F32), centre), []
     start, new = filled(1, 2, 2, 64, 20, F32, rng), [t.contiguous() for t in token(1, 2, 2, 64, F32, rng)]
     for operator in (False, True):
         slots = start.copy()

@@ -5,7 +5,7 @@ import torch
 
 import kvpatch
 from kvpatch import EvictingCache, KVPatchError
-from kvpatch.backends.entries import centred, codecs, midrange
+from kvpatch.backends.entries import centre_codecs, codecs, find_midrange
 from tests.helpers import tiny_families
 from tests.helpers.running import RAGGED, go_on
 from tests.helpers.tiny import force, left_pad, make, prompt
@@ -76,9 +76,9 @@ def test_nor_under_a_policy(options, bits):
 def test_the_centre_is_midway_and_of_real_keys_alone():
     k = torch.tensor([[1.0, -4.0], [9.0, 0.0], [3.0, 2.0], [50.0, 50.0]])[None, None]
     real = torch.tensor([True, True, True, False])[None, None]
-    assert midrange(k, real).flatten().tolist() == [5.0, -1.0]
-    assert midrange(k, torch.zeros_like(real)).flatten().tolist() == [0.0, 0.0]
-    assert midrange(k.half() * 1200, real).isfinite().all()
+    assert find_midrange(k, real).flatten().tolist() == [5.0, -1.0]
+    assert find_midrange(k, torch.zeros_like(real)).flatten().tolist() == [0.0, 0.0]
+    assert find_midrange(k.half() * 1200, real).isfinite().all()
 
 
 @NARROW
@@ -130,13 +130,15 @@ def test_heads_of_a_ragged_layer_have_their_own(policy, bits):
     ragged = [layer.kv for layer in cache.layers if layer.kv.head_offsets is not None]
     assert ragged
     for kv in ragged:
-        dense, offsets, width = kv.dense(2, 2), kv.head_offsets, kv.width
+        dense, offsets, width = kv.make_dense(2, 2), kv.head_offsets, kv.width
         (k, v), (own_k, own_v) = dense.numbers(width), kv.numbers(width)
-        real = kv.spread(torch.arange(width) < offsets.capacity_N.view(2, 2, 1))
-        assert torch.equal(own_k, kv.spread(k)) and torch.equal(own_v, kv.spread(v)) and bool(real.all())
+        real = kv.spread_heads(torch.arange(width) < offsets.capacity_N.view(2, 2, 1))
+        assert torch.equal(own_k, kv.spread_heads(k)) and torch.equal(own_v, kv.spread_heads(v)) and bool(real.all())
         q = torch.randn(4, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         x = (q @ k.flatten(0, 1).transpose(1, 2)).transpose(1, 2)[torch.arange(width) < offsets.capacity_N[:, None]]
-        found = offsets.products(q, kv.keys, kv.codecs[0]).transpose(1, 2)[torch.arange(width) < offsets.capacity_N[:, None]]
+        found = offsets.multiply_keys(q, kv.keys, kv.codecs[0]).transpose(1, 2)[
+            torch.arange(width) < offsets.capacity_N[:, None]
+        ]
         torch.testing.assert_close(found, x, atol=1e-9, rtol=0)
 
 
@@ -150,7 +152,7 @@ def test_a_file_without_a_sound_centre_is_refused(bits, tmp_path):
         patch.save_cache(cache, tmp_path / "bad")
         with pytest.raises(KVPatchError, match="layer 1: .*centre of its keys"):
             patch.load_cache(tmp_path / "bad")
-        cache.layers[1].kv.codecs = centred(cache.layers[1].kv.codecs, None)
+        cache.layers[1].kv.codecs = centre_codecs(cache.layers[1].kv.codecs, None)
         patch.save_cache(cache, tmp_path / "none")
         with pytest.raises(KVPatchError, match=r"holds no 1\.centre_BH1D"):
             patch.load_cache(tmp_path / "none")
@@ -161,4 +163,4 @@ def test_full_precision_has_no_centre():
     with kvpatch.patched(model, "h2o", 0.4):
         _, cache = force(model, prompt(1, 9), prompt(1, 1))
     assert all(layer.kv.centre is None for layer in cache.layers)
-    assert centred(codecs(16, 8, 8, torch.float32), torch.zeros(1, 1, 1, 8)) == codecs(16, 8, 8, torch.float32)
+    assert centre_codecs(codecs(16, 8, 8, torch.float32), torch.zeros(1, 1, 1, 8)) == codecs(16, 8, 8, torch.float32)

@@ -66,7 +66,7 @@ def same(a, b):
 @pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gpt2", "mistral_sliding"])
 def test_what_follows_is_as_if_it_were_masked(name, policy):
     checks = Checks(make(name), kvpatch.get_policy(policy), 0.4)
-    result = checks._judged("", checks.forgetting)
+    result = checks._judge_difference("", checks.forgetting)
     assert result.passed, result.detail
 
 
@@ -188,6 +188,7 @@ def test_a_cache_is_saved_joined_copied_and_reordered_after_an_edit(tmp_path):
             cache.forget(spans)
             patch.save_cache(cache, tmp_path / "cache.safetensors")
             others = {"saved": patch.load_cache(tmp_path / "cache.safetensors"), "copied": cache.clone()}
+            assert others["saved"].rows.edited == 43
             others["joined"] = kvpatch.EvictingCache.concatenate([cache.select_rows(0), cache.select_rows(1)])
             for layer in range(2):
                 for what, other in others.items():

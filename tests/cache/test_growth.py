@@ -319,7 +319,7 @@ def test_what_is_too_large_is_found():
     """By the check that the loader, strict=True and the state machine share."""
     model, ids, mask = make("llama_gqa"), prompt(2, 20), left_pad(prompt(2, 20), (20, 17))
     spoils = {
-        "slots are allocated": lambda layer: layer._move([60] * 4) or layer.measure(),
+        "slots are allocated": lambda layer: layer._move_slots([60] * 4) or layer.measure_room(),
         "free_BH names no slot": lambda layer: setattr(layer.mode, "free_BH", layer.mode.free_BH + 90),
         "a free slot is taken": lambda layer: setattr(layer.mode, "free_BH", layer.mode.free_BH * 0),
         "has gaps": lambda layer: setattr(layer.mode, "free_BH", layer.mode.free_BH + 1),
@@ -338,8 +338,8 @@ def test_what_is_too_large_is_found():
                 cache.check_invariants()
     with kvpatch.patched(model, "h2o", WIDE, strict=True):
         cache = force(model, ids, ids[:, :2], mask)[1]
-        cache.layers[1]._move([60] * 4)
-        cache.layers[1].measure()
+        cache.layers[1]._move_slots([60] * 4)
+        cache.layers[1].measure_room()
         with pytest.raises(KVPatchError, match=r"strict=True: after this pass .* contradicts itself: layer 1: .*8 a head"):
             model(ids[:, :1], past_key_values=cache)
 

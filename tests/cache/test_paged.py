@@ -70,7 +70,7 @@ def test_rows_join_and_leave_where_they_lie(monkeypatch):
             cache = paged(patch.new_cache(), pools, [index + 1])
             model(torch.tensor([ids]), past_key_values=cache)
             rows.add(str(index), cache)
-        monkeypatch.setattr(PagedSlots, "_read", copied)
+        monkeypatch.setattr(PagedSlots, "_read_pages", copied)
         for wanted in ("0123", "12", "0123", "3"):
             assert sorted(rows.gather(wanted).names) == sorted(wanted)
 

@@ -126,7 +126,7 @@ def test_products_and_sums_over_blocks_are_those_of_each_head(heads, G, dtype, s
     offsets = HeadOffsets(heads, heads, torch.device("cpu"))
     k, v = (torch.randn(F, D, generator=random).to(dtype) for D in (5, 4))
     q, p = torch.randn(N, G, 5, generator=random).to(wide), torch.rand(N, G, max(heads), generator=random).to(wide)
-    products, mixed = offsets.products(q, k), offsets.mixed(p, v)
+    products, mixed = offsets.multiply_keys(q, k), offsets.mix_values(p, v)
     assert (products.shape, mixed.shape) == ((N, G, max(heads)), (N, G, 4))
     assert products.isfinite().all()
     for n, capacity in enumerate(heads):
@@ -146,8 +146,8 @@ def test_a_head_takes_nothing_from_its_neighbours():
         broken_k, broken_v = (torch.full_like(t, torch.nan) for t in (k, v))
         broken_k[begin : begin + capacity], broken_v[begin : begin + capacity] = (t[begin : begin + capacity] for t in (k, v))
         own = (slice(None), slice(capacity))
-        assert torch.equal(offsets.products(q, broken_k)[n][own], offsets.products(q, k)[n][own])
-        assert torch.equal(offsets.mixed(p, broken_v)[n], offsets.mixed(p, v)[n])
+        assert torch.equal(offsets.multiply_keys(q, broken_k)[n][own], offsets.multiply_keys(q, k)[n][own])
+        assert torch.equal(offsets.mix_values(p, broken_v)[n], offsets.mix_values(p, v)[n])
 
 
 def test_small_waste_stays_dense():

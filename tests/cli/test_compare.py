@@ -69,7 +69,7 @@ def test_figures_by_hand(monkeypatch):
     ids = torch.cat([tiny.prompt(1, 12), torch.tensor([[1, 0, 2]])], 1)
     model = tiny.make("llama")
     comparison = Comparison(model, ids, 12)
-    one = comparison.figures(kvpatch.get_policy("window"), 5)
+    one = comparison.measure_policy(kvpatch.get_policy("window"), 5)
     assert one.kl == pytest.approx(0.25 * math.log(2) / 3, rel=1e-5)
     assert one.worst == pytest.approx(0.25 * math.log(2), rel=1e-5)
     assert one.agreement == pytest.approx(2 / 3)
@@ -85,7 +85,7 @@ def test_figures_by_hand(monkeypatch):
 def test_figures_are_those_of_the_patched_model():
     model, ids = tiny.make("llama_gqa"), tiny.prompt(1, 36)
     comparison = Comparison(model, ids, 30, seed=3)
-    one = comparison.figures(kvpatch.get_policy("keyformer"), 0.4)
+    one = comparison.measure_policy(kvpatch.get_policy("keyformer"), 0.4)
     full = tiny.force(model, ids[:, :30], ids[:, 30:])[0][0, 1:].double().log_softmax(-1)
     with kvpatch.patched(model, "keyformer", 0.4, seed=3):
         evicted = tiny.force(model, ids[:, :30], ids[:, 30:])[0][0, 1:].double().log_softmax(-1)
@@ -94,13 +94,13 @@ def test_figures_are_those_of_the_patched_model():
     assert one.worst == pytest.approx(float(kl.max()), rel=1e-4)
     assert one.kl > 1e-3
     assert one.held == (12, 12)
-    low, high = comparison.figures(kvpatch.get_policy("adaptive(h2o)"), 0.4).held
+    low, high = comparison.measure_policy(kvpatch.get_policy("adaptive(h2o)"), 0.4).held
     assert low < 12 < high
 
 
 @pytest.mark.parametrize(("policy", "k"), [("full", 0.5), ("h2o", 1.0), ("adakv", 1.0), ("snapkv", 99)])
 def test_nothing_evicted_changes_nothing(policy, k):
-    one = Comparison(tiny.make("llama_gqa"), tiny.prompt(1, 24), 20).figures(kvpatch.get_policy(policy), k)
+    one = Comparison(tiny.make("llama_gqa"), tiny.prompt(1, 24), 20).measure_policy(kvpatch.get_policy(policy), k)
     assert one.kl == pytest.approx(0.0, abs=1e-9)
     assert one.agreement == 1.0
     assert (one.budget, one.held, one.cut) == (10 if policy == "full" else 20, (24, 24), {})
@@ -110,7 +110,7 @@ def test_sizes_that_the_budget_cuts():
     comparison = Comparison(tiny.make("llama"), tiny.prompt(1, 44), 40)
 
     def cut(name, k, **options):
-        return comparison.figures(kvpatch.get_policy(name).with_options(**options), k).cut
+        return comparison.measure_policy(kvpatch.get_policy(name).with_options(**options), k).cut
 
     assert cut("snapkv", 0.5) == {"window": (32, 10)}
     assert cut("critical(adaptive(snapkv))", 12) == {"window": (32, 6)}
@@ -137,7 +137,7 @@ def test_predictions_that_are_no_numbers(monkeypatch):
     comparison = Comparison(model, tiny.prompt(1, 20), 16)
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
-    row = comparison._row("h2o", kvpatch.get_policy("h2o"), "4", 4)
+    row = comparison._make_row("h2o", kvpatch.get_policy("h2o"), "4", 4)
     assert row.figures is None and "NaN" in row.error
     with pytest.raises(KVPatchError, match="NaN"):
         Comparison(model, tiny.prompt(1, 20), 16)
@@ -391,7 +391,7 @@ def test_compare_budgets_that_follow_the_text(prompt):
     assert all("takes scores for weights" in one["error"] and "kl" not in one for one in (chance, window))
     model, tokenizer = LlamaForCausalLM.from_pretrained(MODEL), load_tokenizer(str(MODEL))
     ids, n, _ = text_ids(model, tokenizer, TEXT, None, 6)
-    figures = Comparison(model, ids, n).figures(kvpatch.get_policy("h2o").with_options(recent=4), kvpatch.Mass(0.8))
+    figures = Comparison(model, ids, n).measure_policy(kvpatch.get_policy("h2o").with_options(recent=4), kvpatch.Mass(0.8))
     assert (mass["kl"], mass["mean_held"]) == (pytest.approx(figures.kl, rel=1e-6), figures.mean_held)
     assert mass["held"][0] < mass["held"][1] <= n, "each head holds what its own scores ask for"
     row = next(line.split() for line in result.stderr.splitlines() if line.startswith("h2o"))
@@ -417,7 +417,7 @@ def test_compare_on_a_text_of_ones_own(prompt, tmp_path):
     ids = torch.tensor([tokenizer(TEXT).input_ids + fed])
     comparison = Comparison(model, ids, n, schedule="prompt", seed=5)
     for line, policy in zip(lines, ("random", "window"), strict=True):
-        assert line["kl"] == pytest.approx(comparison.figures(kvpatch.get_policy(policy), 9).kl, rel=1e-6)
+        assert line["kl"] == pytest.approx(comparison.measure_policy(kvpatch.get_policy(policy), 9).kl, rel=1e-6)
         assert (line["seed"], line["schedule"], line["held"]) == (5, "prompt", [14, 14])
     assert (tmp_path / "deep" / "out" / "compare.png").is_file()
 

@@ -219,7 +219,7 @@ def test_the_instruction_of_a_tokenizer():
     talks.apply_chat_template = lambda turns, **_: f"{turns[0]['content']}: <user>{turns[0]['content']}<end>"  # said twice
     assert "".join(map(chr, repeat_instruction(talks)[2])) == "<end>"
     need = SecondReading(instruction=((1, 2), (3,), (4,)), chunk=10)
-    pieces = list(need.pieces(list(range(100, 125))))
+    pieces = list(need.cut_pieces(list(range(100, 125))))
     assert [(start, stop) for start, stop, _ in pieces] == [(0, 10), (10, 20), (20, 25)]
     assert pieces[0][2] == [1, 2, 4, *range(100, 110)]
     assert pieces[1][2] == [3, *range(102, 110), 4, *range(110, 120)]

@@ -156,6 +156,24 @@ def test_settings_are_taken_in_place_of_policy_and_k(recall):
             KVPatchLM(**recall, policy=settings, **twice)
 
 
+def test_a_file_of_settings_is_a_model_argument(recall, tmp_path):
+    path = tmp_path / "settings.json"
+    kvpatch.Settings("streaming_llm", 0.25, {"sinks": 3, "block": 8}).save(path)
+    lm = KVPatchLM(**recall, batch_size=2, settings=str(path), bits=8)
+    lm.patch.remove()
+    got = lm.patch.settings
+    assert (got.policy.name, got.policy.options()["sinks"], got.block, got.bits) == ("streaming_llm", 3, 8, 8)
+    assert got.budget.described() == [0.25] * got.n_layers
+    for more, words in (
+        ({"policy": "h2o"}, f"policy='h2o' and settings={re.escape(str(path))} both name a policy: give one of them"),
+        ({"k": 0.5}, "k=0.5 is given beside Settings with k=0.25"),
+    ):
+        with pytest.raises(kvpatch.KVPatchError, match=words):
+            KVPatchLM("no/such/model", settings=path, **more)
+    with pytest.raises(kvpatch.KVPatchError, match=r"There is no file none: give one that Settings\.save wrote"):
+        KVPatchLM("no/such/model", settings="none")
+
+
 def test_a_row_is_scored_alike_in_every_batch(recall):
     found = {}
     for size in (1, 8, "auto"):
@@ -270,6 +288,7 @@ def test_the_harness_command_knows_the_model(recall, capsys, monkeypatch):
     [
         ({"polcy": "h2o"}, r"model_args has no 'polcy'\. Did you mean 'policy'"),
         ({"policy": "snapkv", "windw": 3}, r"model_args has no 'windw'\. Did you mean 'window'"),
+        ({"setings": "settings.json"}, r"model_args has no 'setings'\. Did you mean 'settings'"),
         ({"policy": "h2o", "blok": 16}, r"'blok'\. Did you mean 'block'"),
         ({"policy": "h2o", "compression_ratio": 0.5}, r"Did you mean 'k'"),
         ({"policy": "h2o", "window": 3}, r"Policy 'h2o' has no option 'window'"),

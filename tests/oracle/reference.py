@@ -215,7 +215,7 @@ def rounded(x: Tensor, bits: int, size: int) -> tuple[Tensor, float]:
     return torch.tensor(result, dtype=x.dtype), margin
 
 
-def midrange(keys: Sequence[Tensor]) -> Tensor:
+def find_midrange(keys: Sequence[Tensor]) -> Tensor:
     """Of each channel, the number midway between its least and its greatest in these keys."""
     channels = zip(*(key.tolist() for key in keys), strict=True)
     return torch.tensor([(min(channel) + max(channel)) / 2 for channel in channels], dtype=keys[0].dtype)
@@ -519,7 +519,7 @@ class Oracle:
             for index, t in enumerate(positions.tolist()):
                 self.keys[l][g][t], self.values[l][g][t] = k[g, index], v[g, index]
             if self.centres[l][g] is None:
-                self.centres[l][g] = midrange([*self.keys[l][g].values()])
+                self.centres[l][g] = find_midrange([*self.keys[l][g].values()])
             if self.step:
                 self.round(l)
             for index, t in enumerate(positions.tolist()):

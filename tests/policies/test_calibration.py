@@ -12,8 +12,9 @@ from kvpatch import KVPatchError
 from kvpatch.evaluation.calibrate import calibrate
 from kvpatch.policies.calibration import Calibration
 from kvpatch.policies.measures import Rotation
-from kvpatch.storage.calibration import FORMAT, save_calibration
+from kvpatch.storage.calibration import save_calibration
 from kvpatch.storage.file import checksum
+from kvpatch.storage.kinds import CALIBRATION
 from tests.cli.test_cli import folder, run  # noqa: F401
 from tests.helpers.comparing import certain
 from tests.helpers.tiny import make, prompt
@@ -296,7 +297,7 @@ def narrower(about, tensors):
 
 
 BAD = [
-    (lambda about, t: about.update(format="kvpatch cache 5"), f"not of this version of kvpatch ..{FORMAT}"),
+    (lambda about, t: about.update(format="kvpatch cache 5"), f"not of this version of kvpatch ..{CALIBRATION.format}"),
     (lambda about, t: about.update(more=1), "its description has"),
     (lambda about, t: about.update(tokens=0), "names no model, or no tokens"),
     *((lambda about, t, layers=layers: about.update(layers=layers), "its layers are") for layers in (

@@ -156,7 +156,7 @@ def test_what_is_said_again():
         score = kvpatch.get_policy("r_kv").with_options(alike=alike).score
         held = keys[:, :, order]
         context = type("Context", (), {"positions_BHT": positions[..., order], "view": lambda self, kind, k=held: (k, k)})()
-        likeness = dict(zip(order.tolist(), score._redundancy(context)[0, 0].tolist(), strict=True))
+        likeness = dict(zip(order.tolist(), score._find_redundancy(context)[0, 0].tolist(), strict=True))
         assert sum(likeness.values()) == pytest.approx(1.0)
         if alike is None:
             assert likeness[2] == likeness[3] == likeness[4] > likeness[0] == likeness[5]

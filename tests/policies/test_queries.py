@@ -19,7 +19,7 @@ def test_moments_of_pieces_are_those_of_the_whole():
     counted[1, :7] = False  # a piece of which nothing counts
     found = Moments.of(q[..., :7, :], counted[:, :7], True)
     for begin, end in ((7, 8), (8, 20)):
-        found = found.joined(Moments.of(q[..., begin:end, :], counted[:, begin:end], True))
+        found = found.join_parts(Moments.of(q[..., begin:end, :], counted[:, begin:end], True))
     for b in range(2):
         own = q[b, :, :, counted[b]]
         torch.testing.assert_close(found.mean_BHG1D[b, :, :, 0], own.mean(2))
@@ -36,7 +36,7 @@ def test_rows_are_chosen_with_their_spread():
 
 
 def test_nothing_counted_is_zero():
-    found = Moments.of(torch.randn(1, 1, 2, 3, 4), torch.zeros(1, 3, dtype=torch.bool), True).rotated(None, 1.0)
+    found = Moments.of(torch.randn(1, 1, 2, 3, 4), torch.zeros(1, 3, dtype=torch.bool), True).rotate_moments(None, 1.0)
     assert not found.mean_BHGD.any()
     assert not found.covariance_BHGDD.any()
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from kvpatch.storage.save_load import FORMAT
+from kvpatch.storage.kinds import CACHE
+
+FORMAT = CACHE.format
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
           "BOOL": torch.bool, "U8": torch.uint8}  # fmt: skip

@@ -26,7 +26,7 @@ from kvpatch.policies.batched import Batched
 from kvpatch.policies.policy import Policy
 from kvpatch.policies.scopes import Scope
 from kvpatch.policies.selection import TwoStage
-from kvpatch.storage import save_load
+from kvpatch.storage import kinds, save_load
 from tests.helpers.faults import in_destructor
 
 
@@ -36,8 +36,9 @@ class Fault(Exception):
 
 # where: of each kind of call, the functions that it goes through
 PASS = [
-    (attend, "_attend"), (prefill, "attend"), (blockwise, "attend"), (decode, "attend"), (decode, "_sum"),
-    (decode, "_evict"), (decode, "victims"), (SlotLayer, "drop"), (LayerStack, "__init__"), (LayerStack, "_open"),
+    (attend, "_attend_layer"), (prefill, "attend"), (blockwise, "attend"), (decode, "attend"), (decode, "_add_statistics"),
+    (decode, "_evict_over_budget"), (decode, "victims"), (SlotLayer, "drop"), (LayerStack, "__init__"),
+    (LayerStack, "_open_step"),
     (LayerStack, "begin"), (LayerStack, "share_free"), (torch_backend, "attend"), (torch_backend, "step"),
     (torch_backend, "observe"),
     (torch_backend, "window_sums"), (Call, "entry"), (Call, "sums"), (Call, "add"),
@@ -45,27 +46,29 @@ PASS = [
     (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "limit"), (compress, "_compress"),
     (compress, "top"),
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
-    (SlotLayer, "allocate"), (SlotLayer, "_resize"), (DenseSlots, "compact"), (SlotLayer, "begin_prompt"),
+    (SlotLayer, "allocate"), (SlotLayer, "_resize_slots"), (DenseSlots, "move_to_front"), (SlotLayer, "begin_prompt"),
     (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record"),
     (head_offsets.HeadOffsets, "pack"), (DeviceCounters, "advance"), (passes, "begin"),
     (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
-    (passes, "finish"), (decoder, "_begin"), (decoder, "_check_positions"), (RunLog, "begin"),
+    (passes, "finish"), (decoder, "_begin_pass"), (decoder, "_check_positions"), (RunLog, "begin"),
 ]  # fmt: skip
 ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Batched, "change_rows"), (head_offsets.HeadOffsets, "select")]
 CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (layer, "restore")]
 CLONE = [(copy, "deepcopy"), (TextState, "catch_up")]
 JOIN = [
-    (concat, "check"), (concat, "_blank"), (concat, "_join_layer"), (concat, "_lay_out"), (concat, "_fill"),
-    (concat, "_open"), (concat, "_set_steps"), (concat, "_shared"), (SlotLayer, "reset"), (TextState, "reset"),
+    (concat, "check"), (concat, "_make_blank"), (concat, "_join_layer"), (concat, "_lay_out"), (concat, "_fill_segments"),
+    (concat, "_set_mode"), (concat, "_set_steps"), (concat, "_join_shared"), (SlotLayer, "reset"), (TextState, "reset"),
 ]  # fmt: skip
-SAVE = [(save_load, "checksum"), (save_load, "_rows"), (save_load, "_history"), (safetensors.torch, "save_file")]
+SAVE = [
+    (kinds, "checksum"), (save_load, "_list_limits"), (save_load, "_describe_history"), (safetensors.torch, "save_file"),
+]  # fmt: skip
 LOAD = [
-    (save_load, "_read"), (save_load, "verify_checksum"), (save_load, "_compare"), (save_load, "_fill"),
+    (save_load, "_read_file"), (kinds, "verify_checksum"), (save_load, "_compare_tables"), (save_load, "_restore_layer"),
     (handle, "BoundAdapter"),
 ]  # fmt: skip
 ENTER = [
-    (install, "replace_forward"), (install, "attention_forward"), (install.Installation, "_set"),
-    (install.Installation, "_mark"), (install, "put_hook"), (install, "wrap_generate"), (install, "masks_for_generate"),
+    (install, "replace_forward"), (install, "attention_forward"), (install.Installation, "_set_attribute"),
+    (install.Installation, "_mark_module"), (install, "put_hook"), (install, "wrap_generate"), (install, "masks_for_generate"),
     (install, "wrap_prepare_cache"), (handle, "PatchState"), (handle, "Installation"),
 ]  # fmt: skip
 

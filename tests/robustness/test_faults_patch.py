@@ -38,8 +38,9 @@ def generate(model, ids, **options):
 def test_a_block_interrupted_while_it_is_entered_or_left(name, error):
     model, ids = make(name), prompt(1, 12)
     before, want = snapshot(model), model(ids).logits
-    names = {"__init__", "__enter__", "__exit__", "install", "_install", "_install_generate", "_set", "_mark", "_put"}
-    names |= {"replace_forward", "put_hook", "remove", "restore", "unmark", "__call__"}
+    names = {"__init__", "__enter__", "__exit__", "install", "_change_model", "_install_generate", "_set_attribute"}
+    names |= {"_mark_module", "_put_attribute"}
+    names |= {"replace_forward", "put_hook", "remove", "restore", "unmark_module", "__call__"}
     count = lines(lambda: block(model), names)
     for n in range(count):
         where, _ = interrupt(functools.partial(block, model), n, error, names)
@@ -76,7 +77,7 @@ def test_two_interrupts():
     def body():
         raise KeyboardInterrupt
 
-    names = {"__exit__", "remove", "restore", "unmark", "__call__", "_put"}
+    names = {"__exit__", "remove", "restore", "unmark_module", "__call__", "_put_attribute"}
     count = lines(lambda: block(model), names)
     for n in range(count):
         where, came = interrupt(lambda: block(model, body), n, KeyboardInterrupt, names)
@@ -92,7 +93,7 @@ def test_an_undo_that_fails_does_not_keep_the_others_from_running():
     for _, mark in installation.marked:
         mark.undo.insert(len(mark.undo) // 2, lambda module: 1 / 0)
     for value in ("first", "second"):  # and the newest change is undone first
-        installation._set(model, installation._mark(model), "put_twice", value)
+        installation._set_attribute(model, installation._mark_module(model), "put_twice", value)
     with pytest.raises(ZeroDivisionError):
         handle.remove()
     assert snapshot(model) == before

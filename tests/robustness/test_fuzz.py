@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch import KVPatchError
-from kvpatch.storage.save_load import FORMAT
 from tests.robustness.fuzz_states import STATES, attempt, seed
-from tests.robustness.fuzzing import KINDS, Parts, headed
+from tests.robustness.fuzzing import FORMAT, KINDS, Parts, headed
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def test_a_false_statement_under_a_right_checksum_is_found(name, change, words, 
 def test_nothing_is_allocated_for_what_does_not_fit(seeds, tmp_path, monkeypatch):
     """A header that promises more than the model's shapes, or than the file holds, is refused before a tensor is read."""
     one = seeds[0]
-    monkeypatch.setattr("kvpatch.storage.save_load.read", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr("kvpatch.storage.kinds.read_tensor", lambda *_: pytest.fail("a tensor was read"))
     parts = Parts.of(one.file)
     dtype, shape, data = parts.tensors["0.keys"]
     huge = [2**20, *shape[1:]]

@@ -81,7 +81,7 @@ MUTANTS = {
         "backends/torch_backend.py", "return v_NTD[own].gather(1, order.expand(-1, -1, v_NTD.shape[-1]))", "return v_NTD[own]",
         "tests/cache/test_turns.py::test_a_padded_batch_has_turns_too[dropkv]"),
     "an altered calibration is read": (
-        "storage/calibration.py", 'verify_checksum(texts.get("checksum"), texts["kvpatch"], tensors)', "pass",
+        "storage/kinds.py", 'verify_checksum(texts.get("checksum"), texts["kvpatch"], tensors)', "pass",
         "tests/policies/test_calibration.py::test_an_altered_file_and_none"),
     "a direction points away from the queries": (
         "policies/measures.py", "torch.where(side < 0, -1.0, 1.0)", "torch.where(side < 0, 1.0, -1.0)",
@@ -141,7 +141,7 @@ MUTANTS = {
         "hooks/target.py", "if type(adapter).rotary_table is Adapter.rotary_table or", "if",
         "tests/policies/test_calibration.py::test_without_a_rotation[gpt2]"),
     "statistics disagree": (
-        "storage/calibration.py", "or [str(size) for size in entry.shape] != right", "",
+        "storage/kinds.py", "or [str(size) for size in entry.shape] != right", "",
         "tests/policies/test_calibration.py::test_a_file_that_is_none"),
     "areas of the first tokens": (
         "policies/measures.py", "sample.area_HT[:, FIRST:]", "sample.area_HT",
@@ -171,13 +171,13 @@ MUTANTS = {
         "cache/prefix.py", "max(fit, key=len, default=None)", "min(fit, key=len, default=None)",
         "tests/serving/test_prefixes.py::test_tokens[h2o-24-{}]"),
     "another model takes a prefix": (
-        "cache/model_stamp.py", "or not _equal(self.sample, now.sample)", "",
+        "cache/model_stamp.py", "or not _are_equal(self.sample, now.sample)", "",
         "tests/hooks/test_prefix.py::test_refused"),
     "a change of weights is not noticed": (
         "cache/model_stamp.py", "same and self.versions != now.versions", "False",
         "tests/hooks/test_identity.py::test_changed_weights[one number of one weight]"),
     "a fused step is not noticed": (
-        "cache/model_stamp.py", "or not _equal(self.sample, now.sample)", "",
+        "cache/model_stamp.py", "or not _are_equal(self.sample, now.sample)", "",
         "tests/hooks/test_identity.py::test_changed_weights[a fused step, which torch does not count]"),
     "another adapter is not noticed": (
         "cache/model_stamp.py", "if one != other:", "if False:",
@@ -380,7 +380,7 @@ MUTANTS = {
     "victim chosen before scores are updated": (
         "attention/decode.py",
         "    if call.steppers:",
-        "    if call.evicting:\n        _evict(call, newest_B11, t)\n        return\n    if call.steppers:",
+        "    if call.evicting:\n        _evict_over_budget(call, newest_B11, t)\n        return\n    if call.steppers:",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
         "backends/torch_backend.py", "(positions < oldest(geometry.sliding, newest_B11))",
@@ -401,11 +401,11 @@ MUTANTS = {
     "heads choose their chunks alone": (
         "policies/selection.py", "        if self.together:\n", "        if False:\n", f"{ORACLE}[llama-chunk_kv]"),
     "ALiBi from slots instead of positions": (
-        "backends/torch_backend.py", "_alibi(slopes, positions[:, :, None], newest_B11",
-        "_alibi(slopes, torch.arange(positions.shape[-1]).expand_as(positions)[:, :, None], newest_B11",
+        "backends/torch_backend.py", "_find_alibi(slopes, positions[:, :, None], newest_B11",
+        "_find_alibi(slopes, torch.arange(positions.shape[-1]).expand_as(positions)[:, :, None], newest_B11",
         f"{ORACLE}[mpt-streaming_llm]"),
     "logits not capped while decoding": (
-        "backends/torch_backend.py", "    x = _capped(x, geometry)\n    x = x if bias", "    x = x if bias",
+        "backends/torch_backend.py", "    x = _cap_logits(x, geometry)\n    x = x if bias", "    x = x if bias",
         "tests/arch/test_families.py::test_every_policy[gemma2-tova]"),
     "a sink takes no share": (
         "backends/torch_backend.py", "-1).softmax(-1)[..., :-1]", "-1)[..., :-1].softmax(-1)",
@@ -440,7 +440,7 @@ MUTANTS = {
     "a threshold of summed query heads": (
         "policies/moving.py", "self.x * score.unit(context.group)", "self.x", f"{BUDGETS}[key_attention-threshold]"),
     "packing leaves the scores behind": (
-        "cache/layer.py", "fitted(gathered(tensor, order), C, 0)", "fitted(tensor, max(C, tensor.shape[2]), 0)[:, :, :C]",
+        "cache/layer.py", "fitted(gather_entries(tensor, order), C, 0)", "fitted(tensor, max(C, tensor.shape[2]), 0)[:, :, :C]",
         "tests/cache/test_moving.py::test_a_head_never_loses_more_than_it_may"),
     "losses are not rolled back": (
         "cache/rollback.py", "        setattr(layer, name, tensor)", "        pass",
@@ -458,7 +458,7 @@ MUTANTS = {
         "tests/backends/test_entries.py::test_an_entry_has_the_bytes_that_are_counted[64-8-torch.float32]"),
     "bits: a prompt attends to rounded keys": (
         "cache/narrow.py", "    return ReadingSlots(keys, values, then, (none",
-        "    return ReadingSlots(then[0].cached(keys), then[1].cached(values), then, (none",
+        "    return ReadingSlots(then[0].round_trip(keys), then[1].round_trip(values), then, (none",
         "tests/cache/test_narrow.py::test_the_prompt_attends_in_full[llama-4]"),
     "bits: an earlier prompt's entries are rounded again": (
         "cache/narrow.py", "            if W:\n", "            if False:\n",
@@ -466,7 +466,7 @@ MUTANTS = {
     "bits: a later block reads what was not rounded": (
         "cache/layer.py", "        self.kv = opened(self.kv)\n", "", "tests/cache/test_narrow.py::test_blocks[h2o-8]"),
     "bits: norms are noted of what attention does not see": (
-        "attention/layer_call.py", "key_codec.cached(k_BHQD)", "k_BHQD",
+        "attention/layer_call.py", "key_codec.round_trip(k_BHQD)", "k_BHQD",
         "tests/cache/test_narrow.py::test_norms_of_generated_tokens_are_of_the_keys_that_attention_reads[4]"),
     "bits: a step unpacks the layer": (
         "backends/entries.py", "size = max(most // max(math.prod(N) * codec.size(entries_NTW), 1), 1)", "size = T",
@@ -481,11 +481,11 @@ MUTANTS = {
         "cache/slots.py", "(self.keys,) if self.latent else (self.keys, self.values)", "(self.keys, self.values)",
         f"{LATENT}_bytes_are_those_of_latents[16]"),
     "latents: a scale for latent and rotary channels": (
-        "backends/entries.py", "D // _group(math.gcd(D, E))", "D // _group(D)",
+        "backends/entries.py", "D // _choose_group(math.gcd(D, E))", "D // _choose_group(D)",
         f"{LATENT}_rounded_entries_are_the_oracle_s[8]"),
     "latents: values are noted unrounded": (
         "backends/entries.py",
-        "return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)",
+        "return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).round_trip(x)",
         "return x", f"{LATENT}_values_are_noted_as_they_are_rounded"),
     "latents: the largest head's norm for their mean": (
         "attention/layer_call.py", "norms.unflatten(1, (H, each)).mean(2)", "norms.unflatten(1, (H, each)).amax(2)",
@@ -540,7 +540,7 @@ MUTANTS = {
         "arch/interface.py", 'names = ("decoder_attention_heads", "num_key_value_heads", "num_attention_heads")',
         'names = ("num_key_value_heads", "num_attention_heads")', f"{OWN}_a_decoder_that_reads_alone"),
     "cross-attention taken for the layer's own": (
-        "hooks/target.py", "model.named_modules() if not crosses(name, module))", "model.named_modules())",
+        "hooks/target.py", "model.named_modules() if not is_cross_attention(name, module))", "model.named_modules())",
         f"{OWN}_one_changes_nothing[trocr]"),
     "check: padding is not where the mask has it": (
         "evaluation/masked.py", "held = [one + self.pads_B[:, None, None] * (one >= 0) for one in held]", "pass",
@@ -563,7 +563,7 @@ MUTANTS = {
         ".to(dtype), [COLUMNS])", "first = tl.load(X + tl.arange(0, COLUMNS))",
         "tests/backends/test_triton_rounded.py::test_attention_sees_the_rounded_token[4]"),
     "bits: keys are rounded around zero": (
-        "cache/narrow.py", "self.then = centred(self.then, centre)", "self.then = centred(self.then, torch.zeros_like(centre))",
+        "cache/narrow.py", "centre_codecs(self.then, centre)", "centre_codecs(self.then, torch.zeros_like(centre))",
         f"{CENTRE}_large_channels_cost_nothing[llama_gqa-4]"),
     "bits: padding is a key of the centre": (
         "backends/entries.py", "empty, wide = ~real_BHT[..., None],", "empty, wide = ~real_BHT[..., None] & False,",
@@ -663,10 +663,10 @@ MUTANTS = {
         "attention/bound_step.py", " or step.kv is not call.slots.kv", "",
         "tests/attention/test_bound_step.py::test_whatever_happens_between_steps[full-_selected]"),
     "kernels append over the last column": (
-        "cache/layer.py", "_most())\n        self.used += 1\n", "_most())\n",
+        "cache/layer.py", "_bound_columns())\n        self.used += 1\n", "_bound_columns())\n",
         "tests/attention/test_stacked.py::test_kernels_append[full-False]"),
     "stacked layers: victim before the scores": (
-        "attention/decode.py", "_end(stack.call, _NOTHING, stack.p_BHGT,", "_end(stack.call, _NOTHING, None,",
+        "attention/decode.py", "stack.call, _NOTHING, stack.p_BHGT,", "stack.call, _NOTHING, None,",
         f"{ALIKE}[llama-tova]"),
     "stacked layers: one layer's noise for all": (
         "attention/stacked.py", "repeat_interleave(B)", "repeat_interleave(B) * 0", f"{ALIKE}[llama-keyformer]"),
@@ -848,8 +848,8 @@ MUTANTS = {
         "attention/layer_call.py", "if min(self.now.rows_B, default=1) > 0:", "if True:",
         f"{PARTS}::test_blocks_of_keyformer[{{'damping': 0.5}}]"),
     "no gradient through keys that are evicted later": (
-        "cache/layer.py", "            with torch.enable_grad():\n                self.graph = (gathered",
-        "            with torch.no_grad():\n                self.graph = (gathered",
+        "cache/layer.py", "            with torch.enable_grad():\n                self.graph = (gather_entries",
+        "            with torch.no_grad():\n                self.graph = (gather_entries",
         f"{GRADIENTS}[llama_gqa-roco-None]"),
     "gradient only through this block's keys": (
         "attention/prefill.py", "old = slots.graph or (keys", "old = (keys",

@@ -6,6 +6,7 @@ import pytest
 
 import kvpatch
 from kvpatch.serving.vllm.terms import configured, terms_of
+from kvpatch.serving.vllm.versions import asks_for_budget
 
 
 def test_settings():
@@ -13,6 +14,35 @@ def test_settings():
     assert (terms.policy.name, terms.k, terms.seed, terms.policy.options()["recent"]) == ("h2o", 1024, 7, 0.3)
     assert terms_of({"policy": "snapkv", "k": 64, "window": 8}).policy.schedule == "prompt"
     assert terms_of({"policy": "h2o", "k": 64, "schedule": "prompt"}).policy.schedule == "prompt"
+
+
+def test_a_file_of_settings(tmp_path, monkeypatch):
+    """A file, the name of one in the variable, and what a file holds are the settings that they stand for."""
+    monkeypatch.chdir(tmp_path)
+    kvpatch.Settings("h2o", 64, {"recent": 4, "schedule": "prompt", "seed": 3}).save("settings.json")
+    wanted = kvpatch.get_policy("h2o").with_options("prompt", recent=4)
+    held = json.loads((tmp_path / "settings.json").read_text())
+    inside = {"kvpatch": "settings.json"}, {"kvpatch": held}
+    for terms in (
+        *(configured(one, None) for one in inside),
+        configured({}, "settings.json"),
+        configured({}, json.dumps(held)),
+    ):
+        assert terms is not None and (terms.policy, terms.k, terms.seed) == (wanted, 64, 3)
+    assert asks_for_budget({"kvpatch": "settings.json"})
+    with pytest.raises(kvpatch.KVPatchError, match=r"There is no file none\.json: give one that Settings\.save wrote"):
+        configured({"kvpatch": "none.json"}, None)
+    for changed, words in (
+        ({"k": "much"}, "is no content of a file of kvpatch.Settings: k='much' is not a size"),
+        ({"format": "kvpatch settings 0"}, "it is not of this version of kvpatch"),
+        (
+            {"options": {"bits": 8}},
+            "bits=8 is not served in vLLM: keys and values have the model's own precision. Leave it out.",
+        ),
+    ):
+        with pytest.raises(kvpatch.KVPatchError) as refused:
+            terms_of(held | changed)
+        assert words in str(refused.value)
 
 
 def test_where_they_are_given():
@@ -29,7 +59,7 @@ def test_where_they_are_given():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("h2o", "must be an object of settings"),
+        ("h2o", "must be an object of settings, or a file of them that ends in .json: --additional-config"),
         ({"policy": "h2o"}, "settings lack k: --additional-config"),
         ({"polcy": "h2o", "k": 3}, "no setting 'polcy'. Did you mean 'policy'?"),
         ({"policy": "h2p", "k": 3}, "Unknown policy 'h2p'. Did you mean 'h2o'?"),
@@ -72,7 +102,15 @@ def test_a_misspelt_key():
     for key in ("kvpach", "kv_patch", "KVPatch", "kv-patch"):
         with pytest.raises(kvpatch.KVPatchError, match=rf"under '{key}', which nothing reads. Did you mean 'kvpatch'\?"):
             configured({key: budget}, None)
-    for other in ({"kv_path": "/store"}, {"kv_cache": {"policy": "lru"}}, {"press": budget}, {"kvpatc": None}):
+    with pytest.raises(kvpatch.KVPatchError, match="under 'kvpach', which nothing reads"):
+        configured({"kvpach": "tuned/settings.json"}, None)
+    for other in (
+        {"kv_path": "/store"},
+        {"kvpath": "cards.json"},
+        {"kv_cache": {"policy": "lru"}},
+        {"press": budget},
+        {"kvpatc": None},
+    ):
         assert configured(other, None) is None
 
 

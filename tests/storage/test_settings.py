@@ -11,7 +11,8 @@ import kvpatch
 from kvpatch import KVPatchError, Settings
 from kvpatch.evaluation import check
 from kvpatch.patching import SETTINGS
-from kvpatch.storage.settings import FORMAT, LARGEST, OF_PATCH
+from kvpatch.storage.kinds import SETTINGS as FILE
+from kvpatch.storage.settings import LARGEST, OF_PATCH
 from tests.helpers.tiny import make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -52,7 +53,7 @@ def test_they_are_read_as_they_were_written(given, tmp_path):
     settings.save(tmp_path / "settings.json")
     assert Settings.load(str(tmp_path / "settings.json")) == settings
     about = json.loads((tmp_path / "settings.json").read_text())
-    assert (about["format"], about["kvpatch"], about["policy"]) == (FORMAT, kvpatch.__version__, given[0])
+    assert (about["format"], about["kvpatch"], about["policy"]) == (FILE.format, kvpatch.__version__, given[0])
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)
@@ -161,7 +162,7 @@ def test_a_budget_of_ones_own_kind():
 
 
 BAD = [
-    ({"format": "kvpatch settings 0"}, f"not of this version of kvpatch ..{FORMAT}"),
+    ({"format": "kvpatch settings 0"}, f"not of this version of kvpatch ..{FILE.format}"),
     ({"more": 1}, "more"),
     ({"policy": 3}, "policy of type int is no name"),
     ({"policy": "h20"}, "Unknown policy 'h20'"),

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvpatch.backends.entries import FULL, centred, codecs
+from kvpatch.backends.entries import FULL, centre_codecs, codecs
 from kvpatch.errors import KVPatchError
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -109,7 +109,7 @@ def decode_step(
         state["noise"] = view(B, H, C, G, dtype=torch.float32)
         rule = module.Rule(statistics, value=value)
         slot_BH, positions_BHC, newest_B = view(B, H), view(B, H, C), view(B)
-        of_slots = centred(codecs(bits, D, D, dtype), view(B, H, 1, D, dtype=dtype))
+        of_slots = centre_codecs(codecs(bits, D, D, dtype), view(B, H, 1, D, dtype=dtype))
         keys, values = (codec.encode(_some(B, H, C, D, dtype=dtype)) for codec in of_slots)
         if page is not None:
             geometry["begin_N"] = view(B * H, *(() if page == C else (-(-C // page),)))

@@ -53,13 +53,13 @@ def reason(task: Task, case: Case) -> str | None:
         return _ragged_reason(case)
     if case.past and case.padding:
         return "keys before this piece lie in slots of their own per head"
-    why = [f"{kernel.name} {_lack(kernel, case)}" for kernel in kernels() if _lack(kernel, case) is not None]
+    why = [f"{kernel.name} {_find_lack(kernel, case)}" for kernel in kernels() if _find_lack(kernel, case) is not None]
     if not kernels():
         return "this torch was built without a flash kernel, and no flash-attn is installed"
     return None if len(why) < len(kernels()) else "; ".join(why) + ("; flash-attn 2 takes ALiBi" if case.alibi else "")
 
 
-def _lack(kernel: Kernel, case: Case) -> str | None:
+def _find_lack(kernel: Kernel, case: Case) -> str | None:
     """Return the reason why a kernel cannot take a prompt, or None if it can."""
     for asked, given, word in (
         (case.alibi, kernel.alibi, "ALiBi"),
@@ -139,11 +139,13 @@ def attend(
     mask = Mask(geometry.scale, left, None if slopes is None else slopes.reshape(-1).float().contiguous())
     gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     case = Case("cuda", q_BHGQD.dtype, D, G, slopes is not None, left is not None, keys.holes, keys.past > 0, gradients)
-    out_BQND, lse_BNQ, name = _padded(tensors, rows_BQ, mask, case, real_B) if keys.holes else _call(tensors, mask, None, case)
+    out_BQND, lse_BNQ, name = (
+        _attend_padded(tensors, rows_BQ, mask, case, real_B) if keys.holes else _call_kernel(tensors, mask, None, case)
+    )
     return rearrange(out_BQND, "b q (h g) d -> b h g q d", g=G), lse_BNQ.view(B, H, G, Q), name
 
 
-def _padded(
+def _attend_padded(
     tensors: tuple[Tensor, ...], rows_BQ: Tensor, mask: Mask, case: Case, real_B: list[int] | None
 ) -> tuple[Tensor, Tensor, str]:
     """Remove the padding, call a kernel, and put its results back into place."""
@@ -155,15 +157,15 @@ def _padded(
     lse_BNQ = torch.full((B, N, Q), torch.inf, device=rows_BQ.device)
     if not lengths:
         return out_BQND, lse_BNQ, "none"
-    row, column = _places(real_BQ, real_B)
+    row, column = _find_real(real_BQ, real_B)
     starts = on_device([0, *itertools.accumulate(lengths)], rows_BQ.device).int()
     packed = tuple(t[row, column] for t in tensors)
-    out_TND, lse_NT, name = _call(packed, mask, Packing(starts, max(lengths)), case)
+    out_TND, lse_NT, name = _call_kernel(packed, mask, Packing(starts, max(lengths)), case)
     lse_BNQ.transpose(1, 2)[row, column] = lse_NT.t()
     return out_BQND.index_put((row, column), out_TND), lse_BNQ, name
 
 
-def _places(real_BQ: Tensor, real_B: list[int]) -> tuple[Tensor, Tensor]:
+def _find_real(real_BQ: Tensor, real_B: list[int]) -> tuple[Tensor, Tensor]:
     """Return row and column of every real query, as real_BQ.nonzero() does, but without a wait for the device."""
     device, total = real_BQ.device, sum(real_B)
     counts, begins = (on_device(list(numbers), device) for numbers in (real_B, itertools.accumulate([0, *real_B[:-1]])))
@@ -172,12 +174,12 @@ def _places(real_BQ: Tensor, real_B: list[int]) -> tuple[Tensor, Tensor]:
     return row, order_BQ[row, torch.arange(total, device=device) - begins[row]]
 
 
-def _call(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case) -> tuple[Tensor, Tensor, str]:
+def _call_kernel(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case) -> tuple[Tensor, Tensor, str]:
     """Call the first kernel that takes the case and does not refuse; a refusal is remembered and logged."""
     q, k, v = tensors
     shape = (q.shape[1], q.shape[0]) if packing is not None else (q.shape[0], q.shape[2], q.shape[1])
     for kernel in kernels():
-        if _lack(kernel, case) is not None or not kernel.fits(q, k, v):
+        if _find_lack(kernel, case) is not None or not kernel.fits(q, k, v):
             continue
         try:
             out, lse = kernel.attend(q, k, v, mask, packing)
@@ -211,7 +213,7 @@ def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None
     if geometry.slopes_HG is not None or geometry.sliding is not None or q_BHGD.requires_grad:
         return None
     B, H, G, D = q_BHGD.shape
-    order, starts, filled = keys.head_offsets.sequences()
+    order, starts, filled = keys.head_offsets.view_sequences()
     once = torch.arange(B * H + 1, dtype=torch.int32, device=q_BHGD.device)
     longest = max(keys.head_offsets.filled) + keys.grown
     q_NGD, k_F1D, v_F1D = q_BHGD.flatten(0, 1)[order], keys.k_BHTD[:, None], keys.v_BHTD[:, None]

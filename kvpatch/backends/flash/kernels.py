@@ -112,9 +112,9 @@ class Generation:
         for name, module in modules.items():
             functions = [getattr(module, function, None) for function in ("flash_attn_func", "flash_attn_varlen_func")]
             if all(callable(f) and self.arguments | COMMON <= set(inspect.signature(f).parameters) for f in functions):
-                yield self._kernel(name, module)
+                yield self._make_kernel(name, module)
 
-    def _kernel(self, name: str, module: Any) -> Kernel:
+    def _make_kernel(self, name: str, module: Any) -> Kernel:
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
             left = mask.left
             if mask.slopes is not None:
@@ -150,7 +150,7 @@ class Generation:
         return Kernel(name, attend, **self.limits, ragged=ragged if takes_used else None)
 
 
-def _four(case: Case) -> bool:
+def _takes_size(case: Case) -> bool:
     """Tell whether flash-attn 4 takes the head size; only Hopper's kernel has all sizes between 128 and 256."""
     major = capability()
     return case.head_dim <= 128 or major in (None, 9) or (case.head_dim == 256 and major in (10, 11))
@@ -160,13 +160,13 @@ HOPPER, NEWER = range(9, 10), range(9, 1000)
 COMMON = frozenset({"softmax_scale", "causal", "window_size", "deterministic"})
 THREE = Generation(frozenset({"pack_gqa", "return_attn_probs"}), "return_attn_probs", limits={"majors": HOPPER})
 THREE_OF_VLLM = Generation(frozenset({"pack_gqa", "s_aux", "cp_world_size"}), None, limits={"majors": HOPPER})
-FOUR = Generation(frozenset({"return_lse"}), "return_lse", endless=None, limits={"majors": NEWER, "head": _four})
+FOUR = Generation(frozenset({"return_lse"}), "return_lse", endless=None, limits={"majors": NEWER, "head": _takes_size})
 TWO = Generation(frozenset({"alibi_slopes", "return_attn_probs"}), "return_attn_probs", limits={"alibi": True})
 
 MODULES = {"flash_attn_interface": "flash-attn-3", "flash_attn.cute": "flash-attn-4", "flash_attn": "flash-attn"}
 
 
-def _installed() -> dict[str, Any]:
+def _import_installed() -> dict[str, Any]:
     """Import the modules of MODULES that are installed; returns them by name and version."""
     found = {}
     for name, distribution in MODULES.items():
@@ -185,7 +185,7 @@ def _installed() -> dict[str, Any]:
     return found
 
 
-def _loaded() -> dict[str, Any]:
+def _list_loaded() -> dict[str, Any]:
     """Return the modules of the Hugging Face hub that this process has loaded, by repository."""
     loaded: Any = getattr(sys.modules.get("kernels"), "get_loaded_kernels", tuple)()
     return {kernel.repo_info.repo_id if kernel.repo_info else kernel.metadata.name: kernel.module for kernel in loaded}
@@ -213,7 +213,7 @@ def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
     yield Kernel("flash_attn_3's operator", attend, gradients=False, majors=HOPPER)
 
 
-def _cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
+def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
     """Yield cuDNN's attention where torch itself prefers it to its flash kernel: on the same GPUs, from the same version.
 
     torch's at::native sdp_utils.cpp (check_prefer_cudnn_attention) has the version, the GPUs and the variable, and answers
@@ -248,7 +248,7 @@ def _cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
     )
 
 
-def _torch(modules: dict[str, Any]) -> Iterator[Kernel]:
+def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     if operator is None or not torch.backends.cuda.is_flash_attention_available():
         return
@@ -283,7 +283,7 @@ def _torch(modules: dict[str, Any]) -> Iterator[Kernel]:
 # ---- the list ----
 
 SOURCES: tuple[Callable[[dict[str, Any]], Iterator[Kernel]], ...] = (
-    THREE.found, THREE_OF_VLLM.found, _three_operator, FOUR.found, _cudnn, TWO.found, _torch,
+    THREE.found, THREE_OF_VLLM.found, _three_operator, FOUR.found, _find_cudnn, TWO.found, _find_torch,
 )  # fmt: skip
 _kernels: tuple[Kernel, ...] | None = None
 _hub: tuple[str, ...] = ()
@@ -292,8 +292,8 @@ _hub: tuple[str, ...] = ()
 def kernels() -> tuple[Kernel, ...]:
     """Return the kernels that can be called here, best first; the search runs once, and again after the hub has loaded one."""
     global _kernels, _hub
-    loaded = _loaded()
+    loaded = _list_loaded()
     if _kernels is None or tuple(loaded) != _hub:
-        modules = {**_installed(), **loaded}
+        modules = {**_import_installed(), **loaded}
         _kernels, _hub = tuple(kernel for source in SOURCES for kernel in source(modules)), tuple(loaded)
     return _kernels

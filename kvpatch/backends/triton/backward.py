@@ -68,14 +68,14 @@ def gradients(
         own = {"PADDED": padded_size(D), "BLOCK_N": keys, "BLOCK_M": rows, "SLIDING": sliding is not None, "HOLES": holes}
         return {"G": G, "D": D, **own, "num_warps": warps, "num_stages": stages}
 
-    tiles = _tiles(q.dtype, padded_size(D), Q)
+    tiles = _choose_tiles(q.dtype, padded_size(D), Q)
     with torch.cuda.device_of(q):
         _queries_kernel[(B * H * G, triton.cdiv(Q, tiles[0][1]))](*shared, dq, *strides, *sizes, **constants(tiles[0]))
         _keys_kernel[(B * H, triton.cdiv(T, tiles[1][0]))](*shared, dk, dv, *strides, *sizes, **constants(tiles[1]))
     return dq, dk, dv
 
 
-def _tiles(dtype: torch.dtype, padded: int, Q: int) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+def _choose_tiles(dtype: torch.dtype, padded: int, Q: int) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
     """Return keys, rows, warps and stages of a tile of both kernels: larger ones, or fewer warps, spill registers."""
     rows = max(16, triton.next_power_of_2(Q))
     if dtype == torch.float32:  # no tensor cores

@@ -17,7 +17,7 @@ OUTPUTS: tl.constexpr = tl.constexpr(plan.OUTPUTS)
 
 
 @triton.jit
-def _merged(found, parts, g, G: tl.constexpr, LANES: tl.constexpr):
+def _merge_segments(found, parts, g, G: tl.constexpr, LANES: tl.constexpr):
     """Merge a head's segments into one softmax: its maximum and 1 / normalizer, [LANES]."""
     maximum, total = tl.full([LANES], float("-inf"), tl.float32), tl.zeros([LANES], tl.float32)
     for start in range(0, parts, PARTS):
@@ -28,11 +28,11 @@ def _merged(found, parts, g, G: tl.constexpr, LANES: tl.constexpr):
         higher = tl.maximum(maximum, tl.max(own, 0))
         more = tl.load(at + G, mask=there, other=0.0) * tl.exp2(own - rest(higher)[None, :])
         maximum, total = higher, total * tl.exp2(maximum - rest(higher)) + tl.sum(more, 0)
-    return rest(maximum), _inverse(total)
+    return rest(maximum), _invert_total(total)
 
 
 @triton.jit
-def _inverse(total):
+def _invert_total(total):
     """Return 1 / total, or 1 where no key is seen.
 
     IEEE division, so that n equal keys get 1/n; a NaN logit makes the row NaN, as in a softmax.
@@ -41,7 +41,7 @@ def _inverse(total):
 
 
 @triton.jit
-def _output(PARTIAL, found, OUT, n, segment, parts, e, G: tl.constexpr, D: tl.constexpr):
+def _write_output(PARTIAL, found, OUT, n, segment, parts, e, G: tl.constexpr, D: tl.constexpr):
     """Compute entries `e` of head n's output [G,D] from its segments."""
     g, real = e // D, e < G * D
     maximum, total = tl.full([OUTPUTS], float("-inf"), tl.float32), tl.zeros([OUTPUTS], tl.float32)
@@ -57,11 +57,11 @@ def _output(PARTIAL, found, OUT, n, segment, parts, e, G: tl.constexpr, D: tl.co
         acc = acc * fade + tl.sum(o * weight, 0)
         total = total * fade + tl.sum(tl.load(at + G, mask=there, other=0.0) * weight, 0)
         maximum = higher
-    tl.store(OUT + n * G * D + e, (acc * _inverse(total)).to(OUT.dtype.element_ty), mask=real)
+    tl.store(OUT + n * G * D + e, (acc * _invert_total(total)).to(OUT.dtype.element_ty), mask=real)
 
 
 @triton.jit
-def _added(STATE, at, inside, fresh, more, decay, DECAYED: tl.constexpr):
+def _add_state(STATE, at, inside, fresh, more, decay, DECAYED: tl.constexpr):
     """Return the state plus `more`; for a fresh token the previous contents of its slot are ignored."""
     old = tl.load(STATE + at, mask=inside & (fresh == 0), other=0.0)
     if DECAYED:
@@ -71,7 +71,7 @@ def _added(STATE, at, inside, fresh, more, decay, DECAYED: tl.constexpr):
 
 
 @triton.jit
-def _vacate(POSITIONS, SLOT, KEEP, n, C, victim, held, gap):
+def _vacate_slot(POSITIONS, SLOT, KEEP, n, C, victim, held, gap):
     """Empty the victim's slot in head n, if the head holds too many tokens, and name the slot of its next token.
 
     held: tokens of the head; gap: its first empty slot, or NOWHERE.
@@ -114,19 +114,19 @@ def combine_kernel(
     found = SOFTMAX + n * most * 5 * G
     if job >= chunks:
         e = (job - chunks) * OUTPUTS + tl.arange(0, OUTPUTS)
-        _output(PARTIAL, found, OUT, n, n * most, parts, e, G, D)
+        _write_output(PARTIAL, found, OUT, n, n * most, parts, e, G, D)
     elif OBSERVE or VALUE is not None:
         b, g = n // H, tl.arange(0, LANES)
         real_g, room = g < G, most.to(tl.int64) * SPAN
         newest, slot = tl.load(NEWEST + b), tl.load(SLOT + n).to(tl.int32)
         if OBSERVE:
-            maximum, inverse = _merged(found, parts, g, G, LANES)
+            maximum, inverse = _merge_segments(found, parts, g, G, LANES)
         if COUNT is not None:
             seen = 0.0
             for part in range(parts):
                 seen += tl.load(found + (part * 5 + 2) * G)
         if GUMBEL is not None:
-            maximum_y, inverse_y = _merged(found + 3 * G, parts, g, G, LANES)
+            maximum_y, inverse_y = _merge_segments(found + 3 * G, parts, g, G, LANES)
             if TAU is not None:
                 tau = tl.load(TAU)
             cooling = 1.0 / tau
@@ -150,15 +150,15 @@ def combine_kernel(
                 x = tl.load(LOGITS + (n * G + g[:, None]) * room + c[None, :], mask=cell, other=float("-inf"))
                 p = tl.exp2(x - maximum[:, None]) * inverse[:, None]
                 if SUM is not None:
-                    new = _added(SUM, at, inside, fresh, tl.sum(p, 0), decay, DECAY_SUM)
+                    new = _add_state(SUM, at, inside, fresh, tl.sum(p, 0), decay, DECAY_SUM)
                     if (VALUE == "sum") | (VALUE == "mean"):
                         value = new
                 if SQUARES is not None:
                     mean = tl.sum(p, 0) / G
-                    _added(SQUARES, at, inside, fresh, mean * mean, decay, DECAY_SQUARES)
+                    _add_state(SQUARES, at, inside, fresh, mean * mean, decay, DECAY_SQUARES)
                 if COUNT is not None:
                     above = tl.sum((p * seen > 1.0).to(tl.float32), 0)
-                    new = _added(COUNT, at, inside, fresh, above, decay, DECAY_COUNT)
+                    new = _add_state(COUNT, at, inside, fresh, above, decay, DECAY_COUNT)
                     if VALUE == "count":
                         value = new
                 if OBSERVED is not None:
@@ -171,7 +171,7 @@ def combine_kernel(
                         noise = tl.load(NOISE + at[None, :] * G + g[:, None], mask=cell & (x > float("-inf")), other=1.0)
                         x += tl.log2(noise)
                     p = tl.exp2(x * cooling - maximum_y[:, None]) * inverse_y[:, None]
-                    new = _added(GUMBEL, at, inside, fresh, tl.sum(p, 0), decay, DECAY_GUMBEL)
+                    new = _add_state(GUMBEL, at, inside, fresh, tl.sum(p, 0), decay, DECAY_GUMBEL)
                     if VALUE == "gumbel":
                         value = new
             if VALUE is not None:
@@ -200,7 +200,7 @@ def combine_kernel(
             key = tl.min(lowest, 0)
             victim = tl.min(tl.where(lowest == key, lowest_at, NOWHERE), 0)
             if chunks == 1:
-                _vacate(POSITIONS, SLOT, KEEP, n, C, victim, tl.sum(held, 0), tl.min(gap, 0))
+                _vacate_slot(POSITIONS, SLOT, KEEP, n, C, victim, tl.sum(held, 0), tl.min(gap, 0))
             else:
                 here = LOWEST + (n * chunks + job) * 4
                 tl.store(here, key)
@@ -219,4 +219,4 @@ def evict_kernel(POSITIONS, SLOT, KEEP, LOWEST, C, chunks, CHUNKS: tl.constexpr)
     victim = tl.min(tl.where(key == tl.min(key, 0), at, NOWHERE), 0)
     held = tl.sum(tl.load(here + 2, mask=there, other=0), 0)
     gap = tl.min(tl.load(here + 3, mask=there, other=NOWHERE), 0)
-    _vacate(POSITIONS, SLOT, KEEP, n, C, victim, held, gap)
+    _vacate_slot(POSITIONS, SLOT, KEEP, n, C, victim, held, gap)

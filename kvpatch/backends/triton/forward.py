@@ -90,7 +90,7 @@ def attend(
     tempered = tau != 1.0
     noise = noise_tiles(noise_BHTG, tau, logarithm=tempered)
     chip = torch.cuda.get_device_capability(q_BHGQD.device) if q_BHGQD.is_cuda else ELSEWHERE
-    tile = _tile(q_BHGQD.dtype, padded_size(D), Q, v_BHTD is not None, chip[0])
+    tile = _choose_tile(q_BHGQD.dtype, padded_size(D), Q, v_BHTD is not None, chip[0])
     q, k, positions = (last_contiguous(tensor) for tensor in (q_BHGQD, k_BHTD, positions_BHT))
     v = None if v_BHTD is None else last_contiguous(v_BHTD)
     unit, inner = logit_units(scale, softcap)
@@ -132,7 +132,7 @@ def attend(
     return found
 
 
-def _tile(dtype: torch.dtype, padded: int, Q: int, values: bool, chip: int) -> tuple[int, int, int, int]:
+def _choose_tile(dtype: torch.dtype, padded: int, Q: int, values: bool, chip: int) -> tuple[int, int, int, int]:
     """Return keys, rows, warps and stages of a tile for a GPU of compute capability `chip`.
 
     Larger tiles, or fewer warps, spill registers.

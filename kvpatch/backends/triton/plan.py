@@ -65,15 +65,15 @@ def plan(
 
     splits: segments and chunks of a head; None: the best number. bits: of keys and values. pages: a head has several.
     """
-    width, group = max(16, _power(D)), _power(G)
+    width, group = max(16, _round_to_power(D)), _round_to_power(G)
     lanes, warps = max(16, group), 4 if group <= 16 else 8
     tile = TILE >> max(0, count_query_bytes(G, D, itemsize).bit_length() - 15)  # 32 KiB and more leave less for keys
     tile = tile // 2 if bits == 8 else tile  # a tile of codes becomes one of numbers in registers; one of 4 bits in two pieces
     block, cells = max(16, min(128 if group <= 16 else 64, tile // (width * itemsize))), max(32, min(512, CELLS // group))
     programs = -(-WAVES * multiprocessors // heads)
-    span = _share(C, splits or min(-(-C // SHORTEST), programs), block)
+    span = _divide_slots(C, splits or min(-(-C // SHORTEST), programs), block)
     chunks = splits or min(max(C // (BLOCKS * cells), 1), programs)
-    chunk = _share(C, min(chunks, MOST_CHUNKS), 16)
+    chunk = _divide_slots(C, min(chunks, MOST_CHUNKS), 16)
     # a block of fewer slots than threads has its positions copied asynchronously too, which the keys' copies then wait for: it
     # takes a pipeline of five stages to keep the next block's keys and values in flight, else three; so too where they wait for
     # the places of its pages
@@ -84,15 +84,15 @@ def plan(
 
 def count_query_bytes(group: int, head_dim: int, itemsize: int) -> int:
     """Return the bytes that the queries of a KV head take in shared memory."""
-    return max(16, _power(group)) * max(16, _power(head_dim)) * itemsize
+    return max(16, _round_to_power(group)) * max(16, _round_to_power(head_dim)) * itemsize
 
 
-def _power(number: int) -> int:
+def _round_to_power(number: int) -> int:
     """Return the least power of two that is not below `number`."""
     return 1 << (number - 1).bit_length()
 
 
-def _share(C: int, splits: int, multiple: int) -> int:
+def _divide_slots(C: int, splits: int, multiple: int) -> int:
     """Return the slots of each of `splits` shares of C slots, rounded up to a multiple."""
     return -(-C // (splits * multiple)) * multiple
 

@@ -41,20 +41,20 @@ class Columns(NamedTuple):
 def columns(codec: Codec, D: int) -> Columns:
     """Return the columns of keys or values of D numbers; exact entries have one piece without groups."""
     if not isinstance(codec, Rounded):
-        return Columns(D, 0, D, _width(D), _width(D))
-    return _columns(codec.bits, D // codec.groups, codec.head, D)
+        return Columns(D, 0, D, _round_width(D), _round_width(D))
+    return _make_columns(codec.bits, D // codec.groups, codec.head, D)
 
 
 @lru_cache(maxsize=64)
-def _columns(bits: int, group: int, head: int, D: int) -> Columns:
+def _make_columns(bits: int, group: int, head: int, D: int) -> Columns:
     piece = (D + 1) // 2 if bits == 4 else D
     step = math.gcd(group, piece)
-    steps = _width(piece // step, 1)
-    span = max(_width(step, 1), 16 // steps)
+    steps = _round_width(piece // step, 1)
+    span = max(_round_width(step, 1), 16 // steps)
     return Columns(group, head, step, span, steps * span)
 
 
-def _width(number: int, least: int = 16) -> int:
+def _round_width(number: int, least: int = 16) -> int:
     """Return the least power of two that is not below `number`, nor below `least`."""
     return max(least, 1 << (number - 1).bit_length())
 
@@ -81,7 +81,7 @@ def channels(
 
 
 @triton.jit
-def _groups(PIECE: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr):
+def _find_groups(PIECE: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr):
     """Return the group of each step of a piece."""
     j = tl.arange(0, STEPS)
     if STEP == GROUP:  # said apart so that the compiler sees neighbours
@@ -122,7 +122,7 @@ def numbers(
     """Return the numbers [M,columns] of one piece's codes [M,steps,SPAN]. centre: of that piece, or None."""
     GROUPS: tl.constexpr = D // GROUP
     SCALES = ENTRIES.to(tl.pointer_type(dtype), bitcast=True)
-    group = _groups(PIECE, HALF, GROUP, STEP, codes.shape[1])
+    group = _find_groups(PIECE, HALF, GROUP, STEP, codes.shape[1])
     at = row[:, None] * ((HEAD + HALF) * 2 * GROUPS // HEAD) + group[None, :]
     there = seen[:, None] & (group < GROUPS)[None, :]
     scale = tl.load(SCALES + at, mask=there, other=0.0).to(tl.float32)
@@ -134,7 +134,7 @@ def numbers(
 
 
 @triton.jit
-def _rounded(
+def _round_piece(
     X, CENTRE, centre, dtype: tl.constexpr, PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
     TOP: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +142,7 @@ def _rounded(
 
     CENTRE: where the head's centre lies, or None; centre: that of the piece.
     """
-    group = _groups(PIECE, HALF, GROUP, STEP, COLUMNS // SPAN)
+    group = _find_groups(PIECE, HALF, GROUP, STEP, COLUMNS // SPAN)
     every = tl.arange(0, WIDTH)
     mine = ((every // GROUP)[None, :] == group[:, None]) & (every < D)[None, :]
     x = tl.load(X + every[None, :] + group[:, None] * 0, mask=mine, other=0.0).to(tl.float32)
@@ -176,7 +176,7 @@ def write(
     TOP: tl.constexpr = 2.0**BITS - 1.0
     STEPS: tl.constexpr = COLUMNS // SPAN
     centre = middle(CENTRE, 0, D, HALF, STEP, SPAN, COLUMNS)
-    low, scale, zero, group = _rounded(X, CENTRE, centre, dtype, 0, D, HALF, WIDTH, TOP, GROUP, STEP, SPAN, COLUMNS)
+    low, scale, zero, group = _round_piece(X, CENTRE, centre, dtype, 0, D, HALF, WIDTH, TOP, GROUP, STEP, SPAN, COLUMNS)
     first = tl.reshape((low * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None] + centre).to(dtype), [COLUMNS])
     SCALES = ENTRIES.to(tl.pointer_type(dtype), bitcast=True) + row * ((HEAD + HALF) * 2 * GROUPS // HEAD)
     mine = group < tl.where(own, GROUPS, 0)
@@ -185,7 +185,7 @@ def write(
     byte, second = low.to(tl.uint8), first
     if BITS == 4:
         centre = middle(CENTRE, 1, D, HALF, STEP, SPAN, COLUMNS)
-        high, scale, zero, group = _rounded(X, CENTRE, centre, dtype, 1, D, HALF, WIDTH, TOP, GROUP, STEP, SPAN, COLUMNS)
+        high, scale, zero, group = _round_piece(X, CENTRE, centre, dtype, 1, D, HALF, WIDTH, TOP, GROUP, STEP, SPAN, COLUMNS)
         second = tl.reshape((high * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None] + centre).to(dtype), [COLUMNS])
         mine = group < tl.where(own, GROUPS, 0)
         tl.store(SCALES + group, scale, mask=mine)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...policies.policy import Policy
 from ...policies.scopes import Scope
 from ..device import capability
-from ..entries import FULL, centre_of, centred, codecs
+from ..entries import FULL, centre_codecs, centre_of, codecs
 from ..protocol import SPECIAL, Attended, Case, Geometry, Keys, Noise, StepSlots, Task
 from . import arguments
 
@@ -121,7 +121,11 @@ def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, noi
     """
     from . import forward
 
-    options = _shape(geometry) | {"sinks_HG": geometry.sinks_HG, "past": keys.past, "holes": keys.holes} | _noisy(noise)
+    options = (
+        _describe_shape(geometry)
+        | {"sinks_HG": geometry.sinks_HG, "past": keys.past, "holes": keys.holes}
+        | _describe_noise(noise)
+    )
     options["deaths_BHT"] = keys.deaths_BHT
     tensors = q_BHGQD.detach(), keys.k_BHTD.detach(), keys.v_BHTD.detach()
     found = forward.attend(*tensors, keys.positions_BHT, rows_BQ, **options)
@@ -157,17 +161,17 @@ def statistics(
     from . import forward
     from .columns import column_statistics
 
-    inputs, shape = (q_BHGQD.detach(), keys.k_BHTD.detach()), _shape(geometry) | {"past": keys.past}
+    inputs, shape = (q_BHGQD.detach(), keys.k_BHTD.detach()), _describe_shape(geometry) | {"past": keys.past}
     shape["spans_B4"] = spans(rows_BQ) if spans_B4 is None else spans_B4
     places, plain = (keys.positions_BHT, rows_BQ), tuple(name for name in names if name != "gumbel")
     lse, noisy = attended.lse, attended.noisy
     found: dict[str, Tensor] = {}
     if lse is None or (noise is not None and noisy is None):
-        options = shape | {"sinks_HG": geometry.sinks_HG, "holes": keys.holes, "lse_BHGQ": lse} | _noisy(noise)
+        options = shape | {"sinks_HG": geometry.sinks_HG, "holes": keys.holes, "lse_BHGQ": lse} | _describe_noise(noise)
         sums = forward.attend(*inputs, None, *places, **options)
         lse, noisy = sums.lse, sums.noisy
     if noisy is not None:
-        found["gumbel"] = column_statistics(*inputs, *places, noisy, ("sum",), **(shape | _noisy(noise)))["sum"]
+        found["gumbel"] = column_statistics(*inputs, *places, noisy, ("sum",), **(shape | _describe_noise(noise)))["sum"]
     if plain:
         counted = visible_keys(keys, rows_BQ, geometry) if "count" in plain else None
         found |= column_statistics(*inputs, *places, lse, plain, keys_BHQ=counted, **shape)
@@ -183,20 +187,20 @@ def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry
     from . import forward
     from .columns import column_statistics
 
-    inputs, shape = (q_BHGWD.detach(), keys.k_BHTD.detach()), _shape(geometry) | {"by_position": True}
+    inputs, shape = (q_BHGWD.detach(), keys.k_BHTD.detach()), _describe_shape(geometry) | {"by_position": True}
     places = keys.positions_BHT, rows_BW
     if lse_BHGW is None:
         lse_BHGW = forward.attend(*inputs, None, *places, sinks_HG=geometry.sinks_HG, **shape).lse
     return column_statistics(*inputs, *places, lse_BHGW, ("sum",), **shape)["sum"] / q_BHGWD.shape[2]
 
 
-def _shape(geometry: Geometry) -> dict[str, Any]:
+def _describe_shape(geometry: Geometry) -> dict[str, Any]:
     """Return what all kernels take of a layer's variant of attention."""
     names = ("scale", "slopes_HG", "sliding", "softcap")
     return {name: getattr(geometry, name) for name in names}
 
 
-def _noisy(noise: Noise | None) -> dict[str, Any]:
+def _describe_noise(noise: Noise | None) -> dict[str, Any]:
     """Return what the kernels take of the noise."""
     return {} if noise is None else {"noise_BHTG": noise.weights_BHTG, "tau": noise.tau}
 
@@ -257,7 +261,7 @@ def step(
 
     Statistics, positions and, if the rule chooses a victim, the next free slot are updated in place.
     """
-    limits, memory = slots.limits if chosen.evicts else None, slots.kv.memory()
+    limits, memory = slots.limits if chosen.evicts else None, slots.kv.locate_entries()
     keep = slots.keep_BH1[..., 0].contiguous() if slots.holes and slots.keep_BH1 is not None else None
     first = limits.first.flatten() if limits is not None and limits.any_first else None
     recent = limits.newest.flatten() if limits is not None and limits.any_newest else None
@@ -267,7 +271,8 @@ def step(
         from . import decode
 
         return decode.step(
-            *tensors, newest_B, slots.state, chosen, **_shape(geometry), sinks_HG=geometry.sinks_HG, begin_N=memory.begin_N,
+            *tensors, newest_B, slots.state, chosen, **_describe_shape(geometry), sinks_HG=geometry.sinks_HG,
+            begin_N=memory.begin_N,
             capacity_N=memory.capacity_N, page=memory.page, keep_BH=keep, first_B=first, recent_B=recent, tau=tau,
             codecs=slots.kv.codecs,
         )  # fmt: skip
@@ -319,7 +324,7 @@ def plain_step(
         q, k, v, keys, values, positions, slot, newest, dict(zip(known, state, strict=True)), chosen, scale=scale,
         sliding=sliding, slopes_HG=slopes, softcap=softcap, sinks_HG=sinks, begin_N=begin, capacity_N=capacity, keep_BH=keep,
         first_B=first, recent_B=recent, tau=constant_tau if tau is None else tau,
-        codecs=centred(codecs(bits, q.shape[-1], q.shape[-1], q.dtype), centre),
+        codecs=centre_codecs(codecs(bits, q.shape[-1], q.shape[-1], q.dtype), centre),
     )  # fmt: skip
 
 

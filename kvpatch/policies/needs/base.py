@@ -35,7 +35,7 @@ class Note(Batched):
         """Take back a decode step, by what `overwritten_by` returned before it."""
         vars(self).update(vars(overwritten))
 
-    def contradiction(self, seen_B11: Tensor) -> Tensor | None:
+    def find_contradiction(self, seen_B11: Tensor) -> Tensor | None:
         """Return a bool tensor that is True where the note contradicts the tokens that were seen; None if nothing can."""
         return None
 

@@ -22,7 +22,7 @@ class Local(Note):
     positions_BC: Tensor
     columns_BC: Tensor
 
-    def joined(self, later: Local) -> Local:
+    def join_parts(self, later: Local) -> Local:
         """Return these rows and later ones."""
         axes = ("q_BHGCD", 3), ("k_BHCD", 2), ("positions_BC", 1), ("columns_BC", 1)
         return Local(*(torch.cat([getattr(self, name), getattr(later, name)], axis) for name, axis in axes))
@@ -65,7 +65,7 @@ class ChunkAttention(Need[Tensor]):
         columns_BQ = (prompt.past + torch.arange(positions_BQ.shape[1], device=positions_BQ.device)).expand_as(positions_BQ)
         rows = Local(prompt.q_BHGQD.detach(), prompt.k_BHQD.detach(), positions_BQ, columns_BQ)
         earlier = layer.notes.pop(self.name, None)
-        rows = rows if earlier is None else earlier.joined(rows)
+        rows = rows if earlier is None else earlier.join_parts(rows)
         (B, H, G, C, _), positions_BC = rows.q_BHGCD.shape, rows.positions_BC
         order_BC, padding_B1 = positions_BC.argsort(1), (positions_BC < 0).sum(1, keepdim=True)
         first_B1 = order_BC.gather(1, padding_B1.clamp(max=C - 1))

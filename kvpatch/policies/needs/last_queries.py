@@ -57,7 +57,7 @@ class Recent(Note):
         at = column[:, None, None, :, None].expand(B, H, G, 1, D)
         return column, self.q_BHGWD.gather(3, at), self.positions_BW.gather(1, column)
 
-    def contradiction(self, seen_B11: Tensor) -> Tensor:
+    def find_contradiction(self, seen_B11: Tensor) -> Tensor:
         """Return where the queries are not of tokens that were seen, or not in their own columns; True if there is none."""
         width, known = self.positions_BW.shape[1], self.positions_BW >= 0
         own = (self.positions_BW % width == torch.arange(width, device=known.device)) | (self.positions_BW == -1)

@@ -70,7 +70,7 @@ class NoisySums(Sums):
         """Draw noise [N,G,R,M] for every query and key of a block."""
         head, row, key = block.place()
         head, row, key = head[:, :, None, None], row[:, None, :, None], key[:, None, None, :]
-        return self._distributed(noise.uniform(block.seed, block.layer, head, row, key))
+        return self._distribute_noise(noise.uniform(block.seed, block.layer, head, row, key))
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
         if self.noise == "none" or self.fresh:
@@ -81,9 +81,9 @@ class NoisySums(Sums):
         head = rearrange(new.first * G + torch.arange(H * G, device=device), "(h g) -> 1 h 1 g", g=G)
         layer = rearrange(new.layer, "b -> b 1 1 1") if isinstance(new.layer, Tensor) else new.layer
         u = noise.uniform(new.seed, layer, head, -1, rearrange(new.positions_BQ, "b q -> b 1 q 1"))
-        return {"noise": self._distributed(u).exp()}  # every step uses the exponential
+        return {"noise": self._distribute_noise(u).exp()}  # every step uses the exponential
 
-    def _distributed(self, u: Tensor) -> Tensor:
+    def _distribute_noise(self, u: Tensor) -> Tensor:
         return noise.gumbel(u) if self.noise == "gumbel" else noise.gaussian(u)
 
 

@@ -37,7 +37,7 @@ class Moments(Note):
         deviation = (q_BHGQD - mean) * counted
         return cls(count, mean, deviation.transpose(-1, -2) @ deviation if spread else None)
 
-    def joined(self, other: Moments) -> Moments:
+    def join_parts(self, other: Moments) -> Moments:
         """Return the moments of the queries of both (Chan, Golub and LeVeque, 1979)."""
         total = self.count_B1111 + other.count_B1111
         share = other.count_B1111 / total.clamp(min=1)
@@ -48,7 +48,7 @@ class Moments(Note):
             spread = self.spread_BHGDD + other.spread_BHGDD + between
         return Moments(total, self.mean_BHG1D + apart * share, spread)
 
-    def rotated(self, rotation_B11DD: Tensor | None, factor: float) -> Queries:
+    def rotate_moments(self, rotation_B11DD: Tensor | None, factor: float) -> Queries:
         """Return the mean and the covariance of `factor` times the queries, turned by a matrix for each batch row."""
         mean, spread = self.mean_BHG1D * factor, self.spread_BHGDD
         covariance = None if spread is None else spread / self.count_B1111.clamp(min=1) * factor**2
@@ -105,12 +105,12 @@ class QueryMoments(Need[Queries]):
             counted = positions >= prompt.sinks  # padding is at -1
             plain = layer.rotated_back(q.flatten(1, 2), positions[:, None]).view(q.shape)
             found, earlier = Moments.of(plain, counted, spread=self.covariance), layer.notes.get(self.name)
-            layer.notes[self.name] = found if earlier is None else earlier.joined(found)
+            layer.notes[self.name] = found if earlier is None else earlier.join_parts(found)
 
     def view(self, context: EvictionContext) -> Queries:
         layer = context.layer_read
         moments = layer.notes[self.name]
-        queries = moments.rotated(layer.mean_rotation(self.future, moments.mean_BHG1D), layer.scale)
+        queries = moments.rotate_moments(layer.mean_rotation(self.future, moments.mean_BHG1D), layer.scale)
         return Queries(queries.mean_BHGD, queries.covariance_BHGDD, layer.slopes_HG)
 
     def end(self, layer: LayerRead, state: dict[str, Tensor], evicts: bool) -> None:

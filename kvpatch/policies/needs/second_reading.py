@@ -55,7 +55,7 @@ class SecondReading(Need[Tensor]):
 
     def check(self) -> None:
         check_count("chunk", self.chunk, "tokens")
-        self._parts()
+        self._split_instruction()
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
         shape, dtype = new.k_BHQD.shape[:3], accumulator(new.k_BHQD.dtype)
@@ -64,9 +64,9 @@ class SecondReading(Need[Tensor]):
     def view(self, context: EvictionContext) -> Tensor:
         return context.state["repeated"]
 
-    def pieces(self, ids: list[int]) -> Iterator[tuple[int, int, list[int]]]:
+    def cut_pieces(self, ids: list[int]) -> Iterator[tuple[int, int, list[int]]]:
         """Yield (start, stop, tokens): the tokens that repeat the prompt's tokens from `start` to before `stop`."""
-        first, later, close = self._parts()
+        first, later, close = self._split_instruction()
         for start in range(0, len(ids), self.chunk):
             stop = min(start + self.chunk, len(ids))
             before = [*later, *ids[max(start - _BEFORE, 0) : start]] if start else first
@@ -74,10 +74,10 @@ class SecondReading(Need[Tensor]):
 
     def longest(self, n: int) -> int:
         """Return the most tokens that a piece of a prompt of n tokens has."""
-        first, later, close = map(len, self._parts())
+        first, later, close = map(len, self._split_instruction())
         return max(first, later + _BEFORE if n > self.chunk else 0) + close + min(n, self.chunk)
 
-    def _parts(self) -> tuple[list[int], list[int], list[int]]:
+    def _split_instruction(self) -> tuple[list[int], list[int], list[int]]:
         """Return the instruction's tokens: before the first piece, before a later one, and last of all."""
         given = self.instruction.tolist() if isinstance(self.instruction, Tensor) else self.instruction
         if isinstance(given, Sequence) and not isinstance(given, str):

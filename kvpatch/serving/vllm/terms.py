@@ -1,4 +1,7 @@
-"""The settings of a budget in vLLM's configuration: {"kvpatch": {"policy": "h2o", "k": 1024}}. Needs no vLLM."""
+"""The settings of a budget in vLLM's configuration: {"kvpatch": {"policy": "h2o", "k": 1024}}. Needs no vLLM.
+
+In place of the inner object may stand the name of a file of kvpatch.Settings, or the object that such a file holds.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import KVPatchError, suggest
+from ...errors import InvalidError, KVPatchError, suggest
 from ...policies import Policy, get_policy
 from ...policies.budgets import Rule, is_list, parse_k
 from ...policies.served import Combination, refuse
+from ...storage.settings import Settings
 from .versions import KEY, VARIABLE, find_misspelt_key
 
 NAMES = ("policy", "k", "schedule", "seed", "positions")
@@ -53,7 +57,7 @@ def configured(additional: object, variable: str | None) -> Terms | None:
 
     Args:
         additional: vLLM's additional_config.
-        variable: the environment variable KVPATCH_VLLM.
+        variable: the environment variable KVPATCH_VLLM: JSON, or the name of a file of Settings that ends in ".json".
 
     Raises:
         KVPatchError: they cannot work, or both are given.
@@ -67,23 +71,34 @@ def configured(additional: object, variable: str | None) -> Terms | None:
         raise KVPatchError(f"Both additional_config['kvpatch'] and the variable {VARIABLE} are given: leave one out.")
     if own is not None:
         return terms_of(own)
+    if str(variable).endswith(".json"):
+        return terms_of(variable)
     try:
         return terms_of(json.loads(variable or ""))
     except json.JSONDecodeError as error:
         raise KVPatchError(
-            f'{VARIABLE}={variable!r} is not JSON ({error}): write {VARIABLE}=\'{{"policy": "h2o", "k": 1024}}\'.'
+            f'{VARIABLE}={variable!r} is not JSON ({error}): write {VARIABLE}=\'{{"policy": "h2o", "k": 1024}}\', or name a '
+            "file of kvpatch.Settings that ends in .json."
         ) from None
 
 
 def terms_of(given: object) -> Terms:
     """Check the settings of a budget.
 
+    Args:
+        given: the settings by name, the name of a file of kvpatch.Settings, or the object that such a file holds.
+
     Raises:
         KVPatchError: an unknown name, a bad value, or what vLLM's constant number of slots cannot serve.
     """
-    if not isinstance(given, Mapping):
-        raise KVPatchError(f"kvpatch={given!r} must be an object of settings: {_EXAMPLE}.")
-    settings = dict(given)
+    if isinstance(given, str) and given.endswith(".json"):
+        settings = Settings.load(given).add_arguments({})
+    elif not isinstance(given, Mapping):
+        raise KVPatchError(
+            f"kvpatch={given!r} must be an object of settings, or a file of them that ends in .json: {_EXAMPLE}."
+        )
+    else:
+        settings = _read_contents(given) if "format" in given else dict(given)
     missing = [name for name in ("policy", "k") if name not in settings]
     for name in settings if missing else ():
         if near := suggest(name, missing):
@@ -110,3 +125,14 @@ def terms_of(given: object) -> Terms:
     facts = {"listed": listed, "varied": varied, "of_the_prompt": terms.of_the_prompt, "renumbered": positions == "renumbered"}
     refuse("vllm", Combination(chosen, k=one, **facts))
     return terms
+
+
+def _read_contents(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in an object that a file of kvpatch.Settings holds."""
+    try:
+        return Settings.parse(json.dumps(given)).add_arguments({})
+    except (InvalidError, TypeError, ValueError) as error:
+        raise KVPatchError(
+            f"kvpatch={dict(given)!r:.80} is no content of a file of kvpatch.Settings: {error}. Give the file itself, or "
+            f"{_EXAMPLE}."
+        ) from error

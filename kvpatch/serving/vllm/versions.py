@@ -35,8 +35,15 @@ def find_misspelt_key(additional: object) -> str | None:
     """Return the key of additional_config that was meant to be "kvpatch": nearly its name, with settings of a budget."""
     if not isinstance(additional, Mapping):
         return None
-    budgets = (key for key, value in additional.items() if isinstance(value, Mapping) and {"policy", "k"} <= value.keys())
+    budgets = (key for key, value in additional.items() if _is_budget(value))
     return next((key for key in budgets if key != KEY and suggest(key, (KEY,))), None)
+
+
+def _is_budget(value: object) -> bool:
+    """Tell whether a value has a budget's names, or is the name of a file as kvpatch.Settings writes it."""
+    if isinstance(value, str):
+        return value.endswith("settings.json")
+    return isinstance(value, Mapping) and {"policy", "k"} <= value.keys()
 
 
 def asks_for_budget(additional: object) -> bool:

@@ -1,0 +1,268 @@
+"""The kinds of files that kvpatch writes: each is declared once, below, and written and read by its declaration.
+
+A file is in the safetensors format with a description in JSON and a checksum, or it is that description alone. None is
+trusted: description and header are checked before memory is allocated for tensors. The checksum detects accidents and is no
+signature: who alters a file on purpose can compute it anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidError, KVPatchError
+from ..policies.measures import MEASURES
+from .file import checksum, explain_errors, verify_checksum, write_tensors, write_whole
+from .header import Entry, are_counts, is_count, parse_json, read_entries, read_tensor
+
+Description = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Field:
+    """An entry of a description, or of a table in it.
+
+    Attributes:
+        name: its name.
+        is_valid: tells if a value may stand there; None where other checks tell.
+        fault: what an error says of a value that may not, with {value}.
+        optional: whether it may be missing, as in files of before it was written.
+    """
+
+    name: str
+    is_valid: Callable[[object], bool] | None = None
+    fault: str = ""
+    optional: bool = False
+
+    @classmethod
+    def of_count(cls, name: str, optional: bool = False) -> Field:
+        """Return a field that holds a number from 0."""
+        return cls(name, is_count, name + " is {value:.40}", optional)
+
+    @classmethod
+    def of_flag(cls, name: str) -> Field:
+        """Return a field that holds a truth value."""
+        return cls(name, lambda value: isinstance(value, bool), name + " is {value:.40}")
+
+    @classmethod
+    def of_table(cls, name: str, fault: str = "its {name} is no table") -> Field:
+        """Return a field that holds a table."""
+        return cls(name, lambda value: isinstance(value, dict), fault.replace("{name}", name))
+
+
+def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str = "") -> dict[str, Any]:
+    """Return `value` if it is a dict with exactly these fields, all valid.
+
+    Args:
+        what: its name in an error about other names.
+        value: a part of a description.
+        fields: those that belong there.
+        where: begins an error about a field's value.
+
+    Raises:
+        InvalidError: it is no such dict.
+    """
+    given = value if isinstance(value, dict) else {}
+    present = [one for one in fields if not one.optional or one.name in given]
+    table = check_names(what, value, tuple(one.name for one in present))
+    for one in present:
+        if one.is_valid is not None and not one.is_valid(table[one.name]):
+            raise InvalidError(where + one.fault.format(value=repr(table[one.name])))
+    return table
+
+
+def check_names(what: str, value: object, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return `value` if it is a dict with exactly these names, else raise InvalidError; `what` names it in the message."""
+    if not isinstance(value, dict) or set(value) != set(names):
+        found = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise InvalidError(f"{what} has {found!r:.80} where {list(names)} belong")
+    return value
+
+
+class Array(Protocol):
+    """Type and axes of a tensor in a file: a letter is a size that tensors share, a digit is that size."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its numbers."""
+
+    @property
+    def shape(self) -> Sequence[str]:
+        """An entry for each axis."""
+
+
+class FixedArray(NamedTuple):
+    """An Array."""
+
+    dtype: torch.dtype
+    shape: tuple[str, ...]
+
+
+class Document(NamedTuple):
+    """All that a file holds, and its checksum."""
+
+    about: Description
+    tensors: dict[str, Tensor]
+    checksum: str
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of file.
+
+    Attributes:
+        name: in the first entry of its description, "format", and in errors about writing it, unless `subject` is given.
+        version: of the format; a file of another one is refused.
+        label: its name in errors about reading it.
+        writer: the call or command that writes such files, as errors name it.
+        again: the sentence that tells how to make the file anew.
+        fields: the entries of the description behind "format", in the order of the file.
+        tensors: by name, those that have the same axes under every policy. Tensors of layer 0 are called "0.NAME".
+        subject: its name in errors about writing it.
+        outdated: the sentence for a file of another version, with {path}.
+    """
+
+    name: str
+    version: int
+    label: str
+    writer: str
+    again: str
+    fields: tuple[Field, ...]
+    tensors: Mapping[str, Array] = field(default_factory=dict)
+    subject: str = ""
+    outdated: str = ""
+
+    @property
+    def format(self) -> str:
+        """Text that says kind and version in the file."""
+        return f"kvpatch {self.name} {self.version}"
+
+    def describe(self, **values: object) -> Description:
+        """Return the description that has these values of the fields."""
+        return {"format": self.format, **{one.name: values[one.name] for one in self.fields}}
+
+    def digest(self, about: Description, tensors: dict[str, Tensor]) -> str:
+        """Return the checksum that a file of these would have."""
+        return checksum(json.dumps(about), tensors)
+
+    def write(self, path: str | PathLike[str], about: Description, tensors: dict[str, Tensor]) -> None:
+        """Write a file. Raises KVPatchError if it cannot be written."""
+        text = json.dumps(about)
+        write_tensors(path, tensors, {"kvpatch": text, "checksum": checksum(text, tensors)}, self.subject or self.name)
+
+    def write_text(self, path: str | PathLike[str], about: Description) -> None:
+        """Write a description alone, to be read by people too. Raises KVPatchError if it cannot be written."""
+        text = json.dumps(about, indent=2, ensure_ascii=False) + "\n"
+        write_whole(path, lambda part: part.write_text(text, encoding="utf-8"), self.subject or self.name)
+
+    def reading(self, path: object) -> AbstractContextManager[None]:
+        """Return a context in which errors of reading `path` become KVPatchErrors that say what to do.
+
+        Raises:
+            KVPatchError: `path` is no path.
+        """
+        if not isinstance(path, str | PathLike) or not str(path):
+            raise KVPatchError(f"path={path!r:.60} is no path: give the file that {self.writer} wrote.")
+        return explain_errors(path, self.label, self.writer, self.again)
+
+    def read(self, path: str | PathLike[str], check_header: Callable[[Description, dict[str, Entry]], None]) -> Document:
+        """Read a file; `check_header` refuses its description or the header's entries before tensors are read.
+
+        Raises:
+            InvalidError: it is none of this kind, or was altered.
+        """
+        from safetensors import safe_open
+
+        with safe_open(Path(path), "pt") as file:
+            texts = file.metadata() or {}
+            about, found = self.parse(texts.get("kvpatch", ""), path), read_entries(file)
+            check_header(about, found)
+            self.check_shapes(found)
+            tensors = {name: read_tensor(file, name) for name in found}
+        verify_checksum(texts.get("checksum"), texts["kvpatch"], tensors)
+        return Document(about, tensors, texts["checksum"])
+
+    def parse(self, text: str, path: object, what: str = "its description") -> Description:
+        """Return the description in `text`, with its fields checked. Raises InvalidError, or KVPatchError for `outdated`."""
+        about = parse_json(text) if text else {}
+        if not isinstance(about, dict) or about.get("format") != self.format:
+            if self.outdated:
+                raise KVPatchError(self.outdated.format(path=path, format=self.format))
+            raise InvalidError(f"it is not of this version of kvpatch ({self.format!r})")
+        return check_fields(what, about, (Field("format"), *self.fields))
+
+    def check_shapes(self, found: Mapping[str, Entry]) -> None:
+        """Raise InvalidError for a declared tensor of another type or shape; sizes are shared in a layer, and with the file."""
+        order = list(self.tensors)
+        sizes: dict[str, dict[str, int]] = {"": {}}  # by layer; "" is the file as a whole, whose tensors come first
+        keys = [(*name.rpartition(".")[::2], name) for name in found]
+        for layer, own, name in sorted((one for one in keys if one[1] in order), key=lambda key: (key[0], order.index(key[1]))):
+            _check_shape(name, self.tensors[own], found[name], sizes.setdefault(layer, dict(sizes[""])))
+
+
+def _check_shape(name: str, array: Array, entry: Entry, sizes: dict[str, int]) -> None:
+    """Raise InvalidError for another type or shape; `sizes` are those of the axes so far."""
+    wanted = [axis if axis.isdigit() else str(sizes.get(axis, axis)) for axis in array.shape]
+    if len(entry.shape) == len(array.shape):
+        sizes |= {axis: size for axis, size in zip(wanted, entry.shape, strict=True) if not axis.isdigit()}
+    right = [str(sizes.get(axis, axis)) for axis in wanted]
+    if entry.dtype != array.dtype or [str(size) for size in entry.shape] != right:
+        raise InvalidError(f"{name} is {entry.dtype} {list(entry.shape)} where {array.dtype} [{', '.join(wanted)}] belongs")
+
+
+def _are_layers(value: object) -> bool:
+    return are_counts(value) and bool(value) and len(set(value)) == len(value)  # type: ignore[call-overload, arg-type]
+
+
+# policies and the model say which tensors a cache has: schema.py checks them
+CACHE = FileKind(
+    "cache",
+    5,
+    "saved cache",
+    "save_cache()",
+    "Save it anew with patch.save_cache().",
+    (Field.of_table("model"), Field.of_table("settings"), Field("cache"), Field("layers")),
+    outdated="{path} is no cache saved by this version of kvpatch ({format!r}): read its text again.",
+)
+_NO_RECORD = "its description names no model, or no layers"
+RECORD = FileKind(
+    "record",
+    1,
+    "record",
+    "`kvpatch.save_record()`",
+    "Record the rollout anew.",
+    (Field.of_table("model", _NO_RECORD), Field("layers", lambda value: is_count(value, least=1), _NO_RECORD)),
+    {"ids": FixedArray(torch.int64, ("N", "T")), "deaths": FixedArray(torch.int32, ("N", "H", "T"))},
+)
+_NO_CALIBRATION = "its description names no model, or no tokens"
+CALIBRATION = FileKind(
+    "calibration",
+    1,
+    "calibration",
+    "`kvpatch calibrate`",
+    "Make it anew with `kvpatch calibrate`.",
+    (
+        Field.of_table("model", _NO_CALIBRATION),
+        Field("tokens", lambda value: is_count(value, least=1), _NO_CALIBRATION),
+        Field("layers", _are_layers, "its layers are {value:.60}"),
+    ),
+    MEASURES,
+)
+SETTINGS = FileKind(
+    "settings",
+    1,
+    "settings file",
+    "Settings.save",
+    "Write it anew with Settings.save or `kvpatch compare`.",
+    (Field("kvpatch"), Field("policy"), Field("k"), Field("options")),
+    subject="settings file",
+)
+KINDS = {one.name: one for one in (CACHE, RECORD, CALIBRATION, SETTINGS)}
