@@ -65,6 +65,7 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
     _set_steps(new, caches)
     new.states.join([cache.states for cache in caches])
     columns, limits = int(new.lengths_B.max()), _Limits()
+    new.rows.edited = columns if any(cache.rows.edited for cache in caches) else 0
     new.read_by = ModelStamp.join_parts([cache.read_by for cache in caches], [len(cache.lengths_B) for cache in caches])
     if new.keeps_ids:
         new.ids = TokenIds.join_parts([(cache.ids, cache.lengths_B) for cache in caches], columns)

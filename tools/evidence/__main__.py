@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import transformers
 import typer
 
+from . import agents as agents_runs
 from .page import write_section
 from .report import write_page
 from .runs import run_task
@@ -39,6 +40,14 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(";" if ";" in text else ",") if part.strip()]
 
 
+def _load(model: str, threads: int) -> tuple[Any, Any]:
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
 @app.command()
 def run(
     tasks: Annotated[list[str], typer.Argument(help="names of tasks, or all")],
@@ -50,9 +59,6 @@ def run(
     threads: Annotated[int, typer.Option(help="of the CPU; one gives the same digits on any machine of its kind")] = 1,
 ) -> None:
     """Measure tasks and append lines."""
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     names = list(TASKS) if tasks == ["all"] else tasks
     labels, shares = _split(policies), [float(part) for part in _split(budgets)]
     for name in names:
@@ -61,12 +67,24 @@ def run(
     for label in labels:
         if label not in ROWS:
             raise typer.BadParameter(f"{label!r} is not a row: {', '.join(ROWS)}")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer, loaded = _load(model, threads)
     for name in names:
         start = time.monotonic()
         new = run_task(loaded, tokenizer, name, samples, labels, shares, out)
         print(f"{name}: {new} new lines in {time.monotonic() - start:.0f} s", flush=True)
+
+
+@app.command()
+def agents(
+    model: Annotated[str, typer.Option(help="folder or hub name")] = ".models/smollm2",
+    samples: Annotated[int, typer.Option(min=2)] = 60,
+    out: Annotated[Path, typer.Option(help="folder of the lines")] = LINES,
+) -> None:
+    """Measure what dropping a tool result costs, and print the table of docs/guides/agents.md."""
+    tokenizer, loaded = _load(model, 1)
+    for line in agents_runs.run(loaded, tokenizer, samples, out / "agents.jsonl"):
+        print(line["sample"], line["ways"]["forgotten"], flush=True)
+    print(agents_runs.write_table(out / "agents.jsonl"))
 
 
 @app.command()

@@ -87,16 +87,16 @@ class Judged:
     agree: float
 
 
-def _read(model: Any, ids: tuple[int, ...], cache: Any, last: int = 1) -> tuple[Tensor, Any]:
+def read_ids(model: Any, ids: tuple[int, ...], cache: Any, last: int = 1) -> tuple[Tensor, Any]:
     """Read ids on top of a cache; return the logits of the last ones [last,V] and the cache."""
     name = cache_argument(type(model).forward)
     out = model(torch.tensor([ids]), use_cache=True, logits_to_keep=last, **({} if cache is None else {name: cache}))
     return out.logits[0], cache_of(out)
 
 
-def _judge(model: Any, probe: Probe, cache: Any, full_AV: Tensor | None) -> tuple[Judged, Tensor]:
+def judge(model: Any, probe: Probe, cache: Any, full_AV: Tensor | None) -> tuple[Judged, Tensor]:
     """Read a probe; return its judgement and its answer's log probabilities [A,V]."""
-    logits_AV, _ = _read(model, (probe.lead + probe.answer)[:-1], cache, len(probe.answer))
+    logits_AV, _ = read_ids(model, (probe.lead + probe.answer)[:-1], cache, len(probe.answer))
     logp_AV = logits_AV.float().log_softmax(-1)
     answer_A = torch.tensor(probe.answer)
     nats = F.nll_loss(logp_AV, answer_A).item()
@@ -115,20 +115,20 @@ class Bench:
         self.model, self.sample, self.share = model, sample, share
         self.decoder = model.base_model
         with torch.no_grad(), Shared.record(self.decoder) as self.shared:
-            _, cache = _read(model, sample.turns[0], None)
+            _, cache = read_ids(model, sample.turns[0], None)
         with torch.no_grad():
             for turn in sample.turns[1:]:
-                _, cache = _read(model, turn, cache)
+                _, cache = read_ids(model, turn, cache)
             self.nbytes = _nbytes(cache)
             self.judged, self.full = [], []
             for probe in sample.probes:
-                judged, logp_AV = _judge(model, probe, _copy(cache), None)
+                judged, logp_AV = judge(model, probe, _copy(cache), None)
                 self.judged.append(judged)
                 self.full.append(logp_AV)
             self.unread = []
             for probe, full in zip(sample.probes, self.full, strict=True):
-                _, cache = _read(model, sample.turns[0][:UNREAD], None)
-                self.unread.append(_judge(model, probe, cache, full)[0])
+                _, cache = read_ids(model, sample.turns[0][:UNREAD], None)
+                self.unread.append(judge(model, probe, cache, full)[0])
 
     def measure(self, setting: Setting) -> tuple[list[Judged], float]:
         """Read the sample under a setting; return a judgement per probe, and the cache's bytes over the full cache's."""
@@ -136,14 +136,14 @@ class Bench:
         with torch.no_grad(), kvpatch.patched(self.model, row.policy, setting.k, seed=SEED, **row.options):
             if self.share:
                 with self.shared.replayed(self.decoder):
-                    _, cache = _read(self.model, self.sample.turns[0], None)
+                    _, cache = read_ids(self.model, self.sample.turns[0], None)
             else:
-                _, cache = _read(self.model, self.sample.turns[0], None)
+                _, cache = read_ids(self.model, self.sample.turns[0], None)
             for turn in self.sample.turns[1:]:
-                _, cache = _read(self.model, turn, cache)
+                _, cache = read_ids(self.model, turn, cache)
             share = _nbytes(cache) / self.nbytes
             judged = [
-                _judge(self.model, probe, cache.clone(), full)[0]
+                judge(self.model, probe, cache.clone(), full)[0]
                 for probe, full in zip(self.sample.probes, self.full, strict=True)
             ]
         return judged, share
