@@ -1,6 +1,6 @@
 """An agent drops a tool result from its history: what that costs the next call, beside keeping it and reading anew.
 
-BFCL's conversations (tasks/tools.py) with a page of prose as the result of their first calls. Before the last turn the page goes:
+BFCL's conversations (tasks/tools.py) with a page of prose as the result of their first calls. Before the last turn it goes:
 
     kept        nothing is dropped: the full cache
     read anew   the conversation is read again without the page
@@ -24,6 +24,7 @@ import torch
 import kvpatch
 
 from .measure import judge, read_ids
+from .page import markdown
 from .runs import cut_unfinished_line, read_lines
 from .samples import Sample
 from .statistics import estimate
@@ -103,22 +104,17 @@ def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str
 
 def write_table(path: Path) -> str:
     """A row for each way: nats of the next call, beside reading anew, and seconds."""
-    lines = read_lines(path)
+    lines, rows = read_lines(path), []
     anew = [line["ways"]["read anew"] for line in lines]
-    rows = [
-        "| before the last turn | nats a token | beside reading anew | KL from it | seconds |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
     for way in WAYS:
         own = [line["ways"][way] for line in lines]
         nats, kl = estimate([one["nats"] for one in own]), estimate([one["kl"] for one in own])
         apart = estimate([one["nats"] - other["nats"] for one, other in zip(own, anew, strict=True)])
         seconds = sorted(one["seconds"] for one in own)[len(own) // 2]
-        beside = "" if way == "read anew" else f"{apart.mean:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}]"
-        rows.append(
-            f"| {way} | {nats.mean:.3f} | {beside} | {'' if way == 'read anew' else f'{kl.mean:.3f}'} | {seconds:.2f} |"
-        )
+        beside = [f"{apart.mean:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}]", f"{kl.mean:.3f}"] if way != WAYS[1] else ["", ""]
+        rows.append([way, f"{nats.mean:.3f}", *beside, f"{seconds:.2f}"])
     tokens = sorted(line["tokens"] for line in lines)
     dropped = sum(line["dropped"] for line in lines) / max(len(lines), 1)
     said = f"{len(lines)} conversations of {tokens[0]} to {tokens[-1]} tokens, of which {dropped:.0f} on average are dropped."
-    return said + "\n\n" + "\n".join(rows)
+    header = ["before the last turn", "nats a token", "beside reading anew", "KL from it", "seconds"]
+    return f"{said}\n\n{markdown(header, rows)}"
