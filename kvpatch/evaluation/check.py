@@ -105,12 +105,12 @@ class Checks:
     def run(self) -> list[Result]:
         """Run all checks in order; an exception inside a check becomes its result."""
         checks: list[tuple[str, Callable[[], Outcome]]] = [
-            ("k=1.0 gives the unpatched model's logits", self.full),
-            ("eviction is the same as masking", self.masking),
-            (f"what {self.policy.name} evicts is masked the same", self.evictions),
-            ("a row of a padded batch is as it is alone", self.padding),
-            ("the same seed gives the same logits", self.seeded),
-            ("the model is as it was after the block", self.restored),
+            ("k=1.0 gives the unpatched model's logits", self.check_full),
+            ("eviction is the same as masking", self.check_masking),
+            (f"what {self.policy.name} evicts is masked the same", self.check_evictions),
+            ("a row of a padded batch is as it is alone", self.check_padding),
+            ("the same seed gives the same logits", self.check_seeds),
+            ("the model is as it was after the block", self.check_restored),
         ]
         return [self._judge_difference(name, check) for name, check in checks]
 
@@ -127,7 +127,7 @@ class Checks:
         difference = float((got - expected).abs().max()) / largest
         return Result(name, difference <= self.tolerance, f"{remark}off by {difference:.1e}, allowed {self.tolerance:.0e}")
 
-    def full(self) -> Outcome:
+    def check_full(self) -> Outcome:
         """Compare k=1.0 with the unpatched model: token by token, and a padded batch without position_ids."""
         pads = self.n // 3
         mask_BT = torch.ones_like(self.ids_BT)
@@ -141,7 +141,7 @@ class Checks:
         with patched(self.model, self.policy, 1.0, seed=self.seed):
             return both(), expected, ""
 
-    def masking(self) -> Outcome:
+    def check_masking(self) -> Outcome:
         """Compare a window with sinks, whose kept tokens are known in advance, with masking the others."""
         budget = min(_BUDGET, self.n - 1)
         sinks = min(_SINKS, budget - 1)
@@ -155,7 +155,7 @@ class Checks:
         layers = [(seen_QT if bound is not None else kept_QT)[None, None] for bound in bounds]
         return got, self._predict_masked(layers), ""
 
-    def evictions(self) -> Outcome:
+    def check_evictions(self) -> Outcome:
         """Compare the policy itself with masking what its cache does not hold."""
         with patched(self.model, self.policy, self.k, seed=self.seed, strict=True):
             self._feed_tokens(self.ids_BT)
@@ -179,7 +179,7 @@ class Checks:
         T = self.ids_BT.shape[1]
         return {"position_ids": torch.arange(T, device=self.model.device)[None].expand(len(self.ids_BT), -1)}
 
-    def padding(self) -> Outcome:
+    def check_padding(self) -> Outcome:
         """Compare a shorter row, left-padded beside a longer one, with the same row alone."""
         pads = self.n // 3
         mask = torch.ones_like(self.ids_BT)
@@ -199,12 +199,12 @@ class Checks:
         expected = masked_predictions(self.model, self.target, self.ids_BT, self.n, watched.seen(), {}, mask_BT)
         return got, expected, "the model's positions count padding; beside its mask, "
 
-    def seeded(self) -> str:
+    def check_seeds(self) -> str:
         """Compare two runs with the same seed."""
         first, second = (self._patched_logits() for _ in range(2))
         return "" if torch.equal(first, second) else f"off by {float((first - second).abs().max()):.1e}"
 
-    def restored(self) -> str:
+    def check_restored(self) -> str:
         """Compare the model before and after patching: attributes and hooks by identity, logits bit for bit.
 
         One block ends normally and one raises.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..arch.adapter import Adapter
 from ..hooks.attention import parameters
 from ..hooks.target import Target
-from ..policies.windows import oldest
+from ..policies.windows import find_oldest
 from .teacher_forcing import feed, predictions, wide
 
 Attentions = list[tuple[nn.Module, Adapter]]  # with what each layer's queries see; a reader's see what its source's do
@@ -120,7 +120,7 @@ class _Masked:
 
     def __init__(self, window: int | None, seen_BNQT: Tensor, pads_B: Tensor, disguised: bool = False) -> None:
         at_BT = torch.arange(seen_BNQT.shape[-1]) - pads_B[:, None]
-        inside = None if window is None else at_BT[:, None, None] >= oldest(window, at_BT)[:, None, :, None]
+        inside = None if window is None else at_BT[:, None, None] >= find_oldest(window, at_BT)[:, None, :, None]
         self.seen = seen_BNQT if inside is None else seen_BNQT & inside
         self.window, self.read, self.disguised = window, 0, disguised
 

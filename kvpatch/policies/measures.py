@@ -163,7 +163,7 @@ class Measure:
         return found if sums is None else tuple(old + new for old, new in zip(sums, found, strict=True))
 
 
-def lengths(x: Tensor, pairs_P2: Tensor) -> Tensor:
+def measure_pairs(x: Tensor, pairs_P2: Tensor) -> Tensor:
     """Return the lengths [...,P] of the pairs of channels of vectors [...,D]."""
     return torch.hypot(x[..., pairs_P2[:, 0]], x[..., pairs_P2[:, 1]])
 
@@ -190,7 +190,7 @@ def _count_plain(sample: Sample) -> Totals:
 
 def _count_norms(sample: Sample) -> Totals:
     assert sample.plain_HGQD is not None and sample.rotation is not None
-    return _count_sums(lengths(sample.plain_HGQD, sample.rotation.pairs_P2.to(sample.plain_HGQD.device)))
+    return _count_sums(measure_pairs(sample.plain_HGQD, sample.rotation.pairs_P2.to(sample.plain_HGQD.device)))
 
 
 def _count_sums(x_HGQD: Tensor) -> Totals:

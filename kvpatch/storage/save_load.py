@@ -38,7 +38,7 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
         raise KVPatchError("The cache is in the middle of a prompt: read it to its end, then save.")
     with cache.reading("save_cache()"):
         about, tensors = _describe_cache(cache, model)
-    CACHE.write(path, about, tensors)
+    CACHE.write_file(path, about, tensors)
 
 
 def _describe_cache(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -63,7 +63,9 @@ def _describe_cache(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[s
         layers.append({name: getattr(layer, name) for name in schema.ATTRIBUTES} | beside)
     tensors |= {f"states.{name}": state for name, state in cache.states.tensors().items()}
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    about = CACHE.describe(model=model, settings=cache.settings.described(), cache=_describe_history(cache), layers=layers)
+    about = CACHE.make_description(
+        model=model, settings=cache.settings.described(), cache=_describe_history(cache), layers=layers
+    )
     return about, tensors
 
 
@@ -185,7 +187,7 @@ def _read_file(
         _compare_tables("settings", about["settings"], json.loads(json.dumps(cache.settings.described())), path)
         schema.check_header(about, found, cache, shapes)
 
-    return CACHE.read(path, check_header)
+    return CACHE.read_file(path, check_header)
 
 
 def _compare_tables(what: str, saved: dict[str, Any], mine: dict[str, Any], path: object) -> None:

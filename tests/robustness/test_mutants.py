@@ -90,7 +90,7 @@ MUTANTS = {
         "policies/calibration.py", "context.newest_B11 + 1 + offset", "context.newest_B11 + offset", f"{PROBES}-1]"),
     "a group's mean probe": ("policies/calibration.py", ".amax(2)", ".mean(2)", f"{PROBES}-0]"),
     "queries do not spread": (
-        "policies/calibration.py", "spread = norm - lengths(mean, pairs)", "spread = norm", f"{PROBES}-0]"),
+        "policies/calibration.py", "spread = norm - measure_pairs(mean, pairs)", "spread = norm", f"{PROBES}-0]"),
     "a kept prompt is standardized": (
         "policies/calibration.py", "(context.limits.prompt.clamp(min=0) if context.limits.any_prompt else 0)", "0",
         f"{PROBES}-0]"),
@@ -383,8 +383,8 @@ MUTANTS = {
         "    if call.evicting:\n        _evict_over_budget(call, newest_B11, t)\n        return\n    if call.steppers:",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
-        "backends/torch_backend.py", "(positions < oldest(geometry.sliding, newest_B11))",
-        "(positions < oldest(geometry.sliding, newest_B11) - 1)", f"{ORACLE}[mistral_sliding-full]"),
+        "backends/torch_backend.py", "(positions < find_oldest(geometry.sliding, newest_B11))",
+        "(positions < find_oldest(geometry.sliding, newest_B11) - 1)", f"{ORACLE}[mistral_sliding-full]"),
     "queries of the sinks counted": (
         "policies/needs/query_moments.py", "counted = positions >= prompt.sinks", "counted = positions >= 0",
         f"{ORACLE}[llama-expected_attention]"),
