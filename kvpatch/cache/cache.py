@@ -96,7 +96,7 @@ class EvictingCache(TextState):
         Raises:
             InvalidError: an invariant is broken, which is a defect of this library.
         """
-        invariants.check(self)
+        invariants.check_cache(self)
 
     # ---- copies ----
 
@@ -175,7 +175,7 @@ class EvictingCache(TextState):
             KVPatchError: caches have different settings or model shapes; one is empty or in the middle of a prompt, was made
                 with room=, or read padding without position_ids.
         """
-        return concat.concatenate(caches, consume)
+        return concat.join_texts(caches, consume)
 
     # ---- rows of the batch ----
 

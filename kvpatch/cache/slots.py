@@ -264,7 +264,7 @@ class DenseSlots(Slots):
         """Move the entries of each head at `index` (where `kept`; None: all) to the front of slots of this layout."""
         if layout.filled is not None and kept_BHK is not None:
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
-            return RaggedSlots(*self.each(lambda t: offsets.pack(t, index_BHK, kept_BHK)), offsets, self.codecs)
+            return RaggedSlots(*self.each(lambda t: offsets.pack_entries(t, index_BHK, kept_BHK)), offsets, self.codecs)
         C = max(*layout.capacities, index_BHK.shape[-1])
         return DenseSlots(*self.each(lambda t: fitted(gather_entries(t, index_BHK), C, 0)), self.codecs)
 
@@ -340,11 +340,11 @@ class RaggedSlots(Slots):
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> RaggedSlots:
         heads_BH = torch.arange(B * H, device=self.keys.device).view(B, H)
-        offsets, rows = self.offsets.select(change(heads_BH).reshape(-1))
+        offsets, rows = self.offsets.select_heads(change(heads_BH).reshape(-1))
         return RaggedSlots(*self.each(lambda t: t[rows]), offsets, map_centre(self.codecs, change))
 
     def make_dense(self, B: int, H: int) -> DenseSlots:
-        return DenseSlots(*self.each(lambda t: self.offsets.unpack(t, B, H, self.width)), self.codecs)
+        return DenseSlots(*self.each(lambda t: self.offsets.unpack_entries(t, B, H, self.width)), self.codecs)
 
     def spread_heads(self, tensor_BHC: Tensor) -> Tensor:
         head, column = self.offsets.places()

@@ -161,13 +161,13 @@ class Checks:
             self._feed_tokens(self.ids_BT)
         watched = Evictions(self.n, self.ids_BT.shape[1])
         with patched(self.model, self.policy, self.k, seed=self.seed):
-            got = feed(self.model, self.ids_BT, self.n, watch=watched.note).logits_BSV
+            got = feed(self.model, self.ids_BT, self.n, watch=watched.note_held).logits_BSV
         few, many = watched.count_evicted()
         count = f"{few} of" if few == many else f"{few} to {many} of"
         total = self.ids_BT.shape[1]
         none = f"NOTHING EVICTED of {total} tokens, give a smaller k: "
         remark = f"{count} {total} tokens evicted per head, " if many else none
-        return got, self._predict_masked(watched.seen()), remark
+        return got, self._predict_masked(watched.list_seen()), remark
 
     def _predict_masked(self, seen: list[Tensor]) -> Tensor:
         return masked_predictions(self.model, self.target, self.ids_BT, self.n, seen, self._take_positions())
@@ -195,8 +195,8 @@ class Checks:
         """Compare a padded batch with masking what its cache does not hold: the model counts padding, so rows differ alone."""
         watched = Evictions(self.n, self.ids_BT.shape[1], torch.tensor([0, pads]))
         with patched(self.model, self.policy, self.k, seed=self.seed):
-            got = feed(self.model, self.ids_BT, self.n, mask_BT, watched.note).logits_BSV
-        expected = masked_predictions(self.model, self.target, self.ids_BT, self.n, watched.seen(), {}, mask_BT)
+            got = feed(self.model, self.ids_BT, self.n, mask_BT, watched.note_held).logits_BSV
+        expected = masked_predictions(self.model, self.target, self.ids_BT, self.n, watched.list_seen(), {}, mask_BT)
         return got, expected, "the model's positions count padding; beside its mask, "
 
     def check_seeds(self) -> str:

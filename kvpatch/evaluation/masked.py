@@ -26,7 +26,7 @@ class Evictions:
         self.passes: list[list[Tensor]] = []
         self.groups: list[int] = []
 
-    def note(self, cache: Any) -> None:
+    def note_held(self, cache: Any) -> None:
         """Note the positions that each layer holds after a pass."""
         held = [cache.positions(layer).cpu() for layer in range(len(cache.layers))]
         self.groups = [cache.calls[layer].group for layer in range(len(cache.layers))]
@@ -34,7 +34,7 @@ class Evictions:
             held = [one + self.pads_B[:, None, None] * (one >= 0) for one in held]
         self.passes.append(held)
 
-    def seen(self) -> list[Tensor]:
+    def list_seen(self) -> list[Tensor]:
         """Return what each query sees, bool [B,H*G,Q,T] per layer: all before it in the prompt, then what was held."""
         causal = torch.ones(self.total, self.total, dtype=torch.bool).tril()
         return [self._see_layer(causal, index) for index in range(len(self.passes[0]))]

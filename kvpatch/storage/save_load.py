@@ -95,7 +95,7 @@ def load(
     with CACHE.reading(path):
         about, tensors, _ = _read_file(path, cache, model, shapes)
         _restore_cache(cache, about, tensors, shapes, devices)
-        contents.check(cache)
+        contents.check_cache(cache)
     cache.drop_stack(due=True)
     return cache
 
@@ -117,7 +117,7 @@ def _restore_cache(
         _restore_layer(cache, layer, own, described, shapes[index], cache.settings.policies[index])
     cache.settings = cache.settings.in_dtype(cache.layers[0].dtype)
     states = {name.removeprefix("states."): state for name, state in tensors.items() if name.startswith("states.")}
-    cache.states.fill({name: state.to(devices[0]) for name, state in states.items()})
+    cache.states.fill_states({name: state.to(devices[0]) for name, state in states.items()})
 
 
 def _restore_layer(
