@@ -97,7 +97,7 @@ def test_head_offsets_pack_select_grow_and_unpack(heads, order):
     index = torch.arange(K).expand(1, H, K)
     kept_BHK = index < torch.tensor(heads)[None, :, None]
     head_offsets = HeadOffsets([n + 2 for n in heads], heads, torch.device("cpu"))
-    rows = head_offsets.pack(padded, index, kept_BHK)
+    rows = head_offsets.pack_entries(padded, index, kept_BHK)
     assert len(rows) == sum(heads) + 2 * H
     assert sorted(rows[rows > 0].tolist()) == padded[kept_BHK].flatten().tolist()
     chosen = torch.tensor([i % H for i in order])

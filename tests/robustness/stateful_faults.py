@@ -57,7 +57,8 @@ CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (layer, "restore_step")]
 CLONE = [(copy, "deepcopy"), (TextState, "catch_up")]
 JOIN = [
     (concat, "check_compatible"), (concat, "_make_blank"), (concat, "_join_layer"), (concat, "_lay_out"),
-    (concat, "_fill_segments"), (concat, "_set_mode"), (concat, "_set_steps"), (concat, "_join_shared"), (SlotLayer, "reset"), (TextState, "reset"),
+    (concat, "_fill_segments"), (concat, "_set_mode"), (concat, "_set_steps"),
+    (concat, "_join_shared"), (SlotLayer, "reset"), (TextState, "reset"),
 ]  # fmt: skip
 SAVE = [
     (kinds, "checksum"), (save_load, "_list_limits"), (save_load, "_describe_history"), (safetensors.torch, "save_file"),
