@@ -457,8 +457,8 @@ MUTANTS = {
         "backends/entries.py", "range(min(D, GROUP), 0, -1)", "range(D, 0, -1)",
         "tests/backends/test_entries.py::test_an_entry_has_the_bytes_that_are_counted[64-8-torch.float32]"),
     "bits: a prompt attends to rounded keys": (
-        "cache/narrow.py", "    return ReadingSlots(keys, values, then, (none",
-        "    return ReadingSlots(then[0].round_trip(keys), then[1].round_trip(values), then, (none",
+        "cache/narrow.py", "    return ReadingSlots(keys, values, then, packed)",
+        "    return ReadingSlots(then[0].round_trip(keys), then[1].round_trip(values), then, packed)",
         "tests/cache/test_narrow.py::test_the_prompt_attends_in_full[llama-4]"),
     "bits: an earlier prompt's entries are rounded again": (
         "cache/narrow.py", "            if W:\n", "            if False:\n",
