@@ -110,7 +110,7 @@ class EvictingCache(TextState):
         return new
 
     @writable
-    def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
+    def __deepcopy__(self, memo: dict[int, object]) -> EvictingCache:
         new = memo[id(self)] = copy.copy(self)
         memo[id(self.make_table)] = self.make_table  # it holds the model
         vars(new).update(copy.deepcopy(self._copy_attributes(), memo))

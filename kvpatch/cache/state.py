@@ -24,7 +24,7 @@ from .recurrent import RecurrentStates, WithStates
 from .settings import CacheSettings
 from .token_ids import TokenIds
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+_Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 def writable(method: _Method) -> _Method:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any
 
 from torch import Tensor
 
 from ..errors import InvalidError
 from ..policies.measures import MEASURES, WHOLE, Calibration, names
 from .header import Entry
-from .kinds import CALIBRATION
+from .kinds import CALIBRATION, Description
 
 Layers = Mapping[int, Mapping[str, Tensor]]
 
@@ -25,12 +24,12 @@ def save_calibration(calibration: Calibration, path: str | PathLike[str]) -> Non
     CALIBRATION.write_file(path, *_describe_calibration(calibration.model, calibration.layers, calibration.tokens))
 
 
-def make_calibration(model: dict[str, Any], layers: Layers, tokens: int) -> Calibration:
+def make_calibration(model: Description, layers: Layers, tokens: int) -> Calibration:
     """Return the calibration of these statistics by layer and name."""
     return Calibration(model, layers, tokens, CALIBRATION.compute_checksum(*_describe_calibration(model, layers, tokens)))
 
 
-def _describe_calibration(model: Mapping[str, Any], layers: Layers, tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _describe_calibration(model: Mapping[str, object], layers: Layers, tokens: int) -> tuple[Description, dict[str, Tensor]]:
     """Return the description and the tensors of a calibration's file."""
     found = {f"{layer}.{name}": tensor.cpu().contiguous() for layer, own in layers.items() for name, tensor in own.items()}
     return CALIBRATION.make_description(model=dict(model), tokens=tokens, layers=sorted(layers)), found
@@ -63,7 +62,7 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
     return Calibration(about["model"], layers, about["tokens"], digest)
 
 
-def _check_tensor_names(about: dict[str, Any], found: dict[str, Entry]) -> None:
+def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
     """Raise InvalidError unless the tensors belong to the layers of the description: of each layer all of some kinds."""
     known = list(map(names, WHOLE))
     for layer in about["layers"]:

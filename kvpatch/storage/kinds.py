@@ -24,6 +24,7 @@ from .file import checksum, explain_errors, verify_checksum, write_tensors, writ
 from .header import Entry, are_counts, is_count, parse_json, read_entries, read_tensor
 
 Description = dict[str, Any]
+"""Values as JSON has them, by name."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Field:
         return cls(name, lambda value: isinstance(value, dict), fault.replace("{name}", name))
 
 
-def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str = "") -> dict[str, Any]:
+def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str = "") -> Description:
     """Return `value` if it is a dict with exactly these fields, all valid.
 
     Args:
@@ -76,7 +77,7 @@ def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str
     return table
 
 
-def check_names(what: str, value: object, names: tuple[str, ...]) -> dict[str, Any]:
+def check_names(what: str, value: object, names: tuple[str, ...]) -> Description:
     """Return `value` if it is a dict with exactly these names, else raise InvalidError; `what` names it in the message."""
     if not isinstance(value, dict) or set(value) != set(names):
         found = sorted(value) if isinstance(value, dict) else type(value).__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from ..cache.lifetimes import NEVER, Record
 from ..errors import InvalidError, KVPatchError
 from .header import Entry
-from .kinds import RECORD
+from .kinds import RECORD, Description
 
 
 def save_record(record: Record, path: str | PathLike[str]) -> None:
@@ -54,7 +53,7 @@ def load_record(path: str | PathLike[str]) -> Record:
     return Record(tensors["ids"], deaths, about["model"])
 
 
-def _check_tensor_names(about: dict[str, Any], found: dict[str, Entry]) -> None:
+def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
     """Raise InvalidError unless there are token ids, and deaths of each layer."""
     layers = about["layers"]
     if len(found) != layers + 1 or {*found} != {"ids", *(f"{layer}.deaths" for layer in range(layers))}:

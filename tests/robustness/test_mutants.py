@@ -865,8 +865,8 @@ MUTANTS = {
         "attention/layer_call.py", "ranks.amax(-1, keepdim=True) - ranks", "positions.amax(-1, keepdim=True) - positions",
         f"{PARTS}::test_renumbered[mpt-h2o]"),
     "pooling over empty slots": (
-        "policies/scores.py", "        if not context.empty:\n            return self._pooled",
-        "        if True:\n            return self._pooled",
+        "policies/scores.py", "        if not context.empty:\n            return self._pool_scores",
+        "        if True:\n            return self._pool_scores",
         "tests/cache/test_turns.py::test_turns_of_combinations[adaptive-all]"),
     "one head's score for tokens that others do not hold": (
         "policies/scores.py", "        if context.aligned:", "        if True:",
