@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 
 from .arch.automatic import AutomaticAdapter
-from .arch.proof import prove
+from .arch.proof import prove_class
 from .backends.dispatch import check_name
 from .cache.lifetimes import Record
 from .errors import KVPatchError
@@ -185,7 +185,7 @@ def _find_target(model: nn.Module, auto: bool) -> Target:
     except KVPatchError as error:
         raise KVPatchError(f"{untested}: {remedy} if this worked before. {error}") from error
     if not any(isinstance(adapter, AutomaticAdapter) for _, adapter in target.attentions):  # checked on its twin already
-        prove(target.decoder, [module for module, _ in target.attentions], untested, remedy)
+        prove_class(target.decoder, [module for module, _ in target.attentions], untested, remedy)
     return target
 
 

@@ -57,7 +57,7 @@ def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]
     if trial is not None and qualified_name(attentions[0]) in trial.classes:
         return [(module, trial) for module in attentions]
     decoder: Any = holder_of(model, attentions) or model
-    derive(attentions, decoder).check(decoder)
+    derive_row(attentions, decoder).check(decoder)
     row = _find_verdict(model, decoder, attentions)
     return [(module, row) for module in attentions]
 
@@ -104,7 +104,7 @@ def _judge_rows(
     for scaled, slides, from_mask in itertools.product((False, True), repeat=3):
         if scaled and "set scale=" not in failures[0][0]:
             break
-        row = derive(attentions, decoder, positions_from_mask=from_mask, slides=slides, scaled=scaled)
+        row = derive_row(attentions, decoder, positions_from_mask=from_mask, slides=slides, scaled=scaled)
         try:
             with _on_trial(row):
                 table = check_twin(twin)
@@ -138,7 +138,7 @@ def _on_trial(row: InterfaceAdapter) -> Iterator[None]:
         _TRIAL.reset(token)
 
 
-def derive(
+def derive_row(
     attentions: list[Any],
     decoder: Any,
     *,

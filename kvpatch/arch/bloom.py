@@ -38,7 +38,7 @@ class BloomAdapter(Adapter):
     distances_from_mask = True
     renumbers = turns_back = True
 
-    def project(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, attn: Any, hidden_BQE: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_heads, 3, attn.head_dim)).transpose(1, 2).unbind(3)
         return q, k, v
 

@@ -24,7 +24,7 @@ class FalconAdapter(LlamaAdapter):
     distances_from_mask = True
 
     def project(
-        self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
+        self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self.heads(attn, hidden_BQE) if attn.config.alibi else super().project(attn, hidden_BQE, position_embeddings)
 

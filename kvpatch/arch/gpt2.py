@@ -21,7 +21,7 @@ class GPT2Adapter(Adapter):
     why_not = IN_HIDDEN_STATES
     turns_back = True  # nothing is rotated
 
-    def project(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, attn: Any, hidden_BQE: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (heads_first(t, attn.head_dim) for t in attn.c_attn(hidden_BQE).split(attn.split_size, dim=2))
         return q, k, v
 

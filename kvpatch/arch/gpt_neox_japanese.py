@@ -24,7 +24,7 @@ class GPTNeoXJapaneseAdapter(LlamaAdapter):
         return *super().run(attn, own, core, hidden_BQE, call), attn.dense_bias
 
     def project(
-        self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
+        self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.heads(attn, hidden_BQE)
         n = attn.rotary_ndims

@@ -30,7 +30,7 @@ class GPTJAdapter(Adapter):
         hidden_BQE: Tensor,
         position_ids: Any = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **_: Any,
+        **_: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.heads(attn, hidden_BQE)
         if position_embeddings is None:  # before transformers 5.24 each module has the table

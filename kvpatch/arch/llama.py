@@ -20,7 +20,7 @@ class LlamaAdapter(Rotary, Adapter):
     projection = "o_proj"
 
     def project(
-        self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: Any
+        self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.heads(attn, hidden_BQE)
         q, k = source_module(attn).apply_rotary_pos_emb(q, k, *position_embeddings)

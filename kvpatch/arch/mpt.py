@@ -27,7 +27,7 @@ class MptAdapter(Adapter):
     projection = "out_proj"
     renumbers = turns_back = True
 
-    def project(self, attn: Any, hidden_BQE: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, attn: Any, hidden_BQE: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
         qkv = attn.Wqkv(hidden_BQE)
         if attn.clip_qkv:
             qkv = qkv.clamp(-attn.clip_qkv, attn.clip_qkv)

@@ -30,7 +30,7 @@ def check_twin(twin: nn.Module) -> Any:
         _PROVING.reset(token)
 
 
-def prove(decoder: nn.Module, attentions: list[nn.Module], untested: str, remedy: str) -> None:
+def prove_class(decoder: nn.Module, attentions: list[nn.Module], untested: str, remedy: str) -> None:
     """Check a decoder's class under versions that were not tested, once in a process, before it is served.
 
     A decoder that inherits nothing of transformers does not depend on its version.

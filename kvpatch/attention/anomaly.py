@@ -45,7 +45,7 @@ def check_value(call: Call, value_BHT: Tensor) -> None:
 def check_cache(cache: TextState) -> None:
     """Check after the last layer that the cache satisfies its invariants."""
     try:
-        invariants.check(cache)
+        invariants.check_cache(cache)
     except InvalidError as error:
         raise KVPatchError(
             f"strict=True: after this pass the cache contradicts itself: {error}. That is a defect of kvpatch: start again "

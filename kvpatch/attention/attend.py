@@ -80,7 +80,7 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = decode.attend(call, q_BHGD, k, v, 0, stack)
         out_BQE = out.reshape(B, 1, -1)
         if layer == 0:
-            bound_step.bind(call, q_BHGD, stack)
+            bound_step.bind_steps(call, q_BHGD, stack)
     else:
         out = _attend_columns(call, q.view(B, N // call.group, call.group, Q, D), k, v)
         out_BQE = rearrange(out, "b h g q d -> b q (h g d)")

@@ -153,7 +153,7 @@ class FusedByKernels(Fused):
         return self.step(q.view(self.query), k, v, slots, newest_B, self.geometry, self.rule, tau).view(self.out)
 
 
-def bind(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
+def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
     """Let the layers of a pass whose first layer has run take bound steps, where they can."""
     now, cache = first.now, first.cache
     whole = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered

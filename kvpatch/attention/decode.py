@@ -14,7 +14,7 @@ from ..backends.protocol import Case, Task
 from ..backends.torch_backend import UNCOUNTED, Rows
 from ..policies.needs import StepRead
 from ..policies.selection import in_top, victims
-from ..policies.windows import oldest
+from ..policies.windows import find_oldest
 from . import anomaly
 from .layer_call import Call
 from .stacked import LayerStack
@@ -210,7 +210,7 @@ def _visible_count(call: Call, positions_BHT: Tensor, newest_B11: Tensor) -> Ten
     """Count the keys that the new token attends to, [N,1]."""
     visible = positions_BHT >= 0
     if call.geometry.sliding is not None:
-        visible = visible & (positions_BHT >= oldest(call.geometry.sliding, newest_B11))
+        visible = visible & (positions_BHT >= find_oldest(call.geometry.sliding, newest_B11))
     return visible.sum(-1).reshape(-1, 1)
 
 

@@ -25,7 +25,7 @@ from ..policies.needs import LayerRead, Need
 from ..policies.selection import TwoStage
 from ..policies.served import Combination, why_not
 from ..policies.statistics import STATISTICS
-from ..policies.windows import oldest
+from ..policies.windows import find_oldest
 
 AHEAD = 64  # decode steps
 
@@ -342,7 +342,7 @@ class Call(LayerRead):
         seen = candidate[:, :, None, None]
         if geometry.sliding is not None:
             seen = seen & (
-                self._used_positions[:, :, None, None] >= oldest(geometry.sliding, positions_BW[:, None, None, :, None])
+                self._used_positions[:, :, None, None] >= find_oldest(geometry.sliding, positions_BW[:, None, None, :, None])
             )
         # the least number rather than -inf: a query that sees no candidate is not NaN
         return x.masked_fill(~seen, torch.finfo(x.dtype).min), candidate
@@ -356,7 +356,7 @@ class Call(LayerRead):
         """Return the tokens of the used slots that a later query can see, bool [B,H,T]."""
         positions, sliding = self._used_positions, self.geometry.sliding
         live = positions >= 0
-        return live if sliding is None else live & (positions >= oldest(sliding, newest_B11 + 1))
+        return live if sliding is None else live & (positions >= find_oldest(sliding, newest_B11 + 1))
 
     @property
     def _used_positions(self) -> Tensor:

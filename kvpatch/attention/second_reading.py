@@ -34,7 +34,7 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     near = _join_keys(call, part.shown, k_BHQD, v_BHQD)
     found = prefill.attend_to(call, q_BHGQD, near, call.rows_BQ)
     factors = _row_factors(repeat.hidden) if by_outputs else None
-    most_BHGM = torch_backend.greatest(q_BHGQD, near, call.rows_BQ, call.geometry, found.lse, factors)
+    most_BHGM = torch_backend.find_greatest(q_BHGQD, near, call.rows_BQ, call.geometry, found.lse, factors)
     _raise_scores(call, part, most_BHGM * call.head_norms(part.shown.v_BHTD) if by_outputs else most_BHGM)
     if not part.rest:
         return found.out

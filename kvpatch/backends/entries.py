@@ -72,14 +72,14 @@ class Rounded:
     exact = latent = False
 
     @property
-    def head(self) -> int:
-        """Bytes of the scales and zeros."""
+    def header_bytes(self) -> int:
+        """Bytes of the scales and zeros, with which an entry begins."""
         return 2 * self.groups * self.dtype.itemsize
 
     @property
     def width(self) -> int:
         """Bytes of an entry."""
-        return self.head + (self.D * self.bits + 7) // 8
+        return self.header_bytes + (self.D * self.bits + 7) // 8
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the entries of numbers [...,D]."""
@@ -96,9 +96,9 @@ class Rounded:
     def decode(self, entries: Tensor) -> Tensor:
         """Return the numbers [...,D] of entries."""
         wide = accumulator(self.dtype)
-        numbers = entries[..., : self.head].clone(memory_format=torch.contiguous_format).view(self.dtype).to(wide)
+        numbers = entries[..., : self.header_bytes].clone(memory_format=torch.contiguous_format).view(self.dtype).to(wide)
         scale, zero = (part.unsqueeze(-1) for part in numbers.unflatten(-1, (2, self.groups)).unbind(-2))
-        codes = self._unpack_codes(entries[..., self.head :]).to(wide).unflatten(-1, (self.groups, -1))
+        codes = self._unpack_codes(entries[..., self.header_bytes :]).to(wide).unflatten(-1, (self.groups, -1))
         wide_x = codes.mul_(scale).add_(zero).flatten(-2)
         return (wide_x if self.centre is None else wide_x + self.centre).to(self.dtype)
 

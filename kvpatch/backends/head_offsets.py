@@ -166,7 +166,7 @@ class HeadOffsets:
             self._sequences = self.order, starts, on_device(self.filled, device)[self.order].int()
         return self._sequences
 
-    def pack(self, tensor_BHTD: Tensor, index_BHK: Tensor, kept_BHK: Tensor) -> Tensor:
+    def pack_entries(self, tensor_BHTD: Tensor, index_BHK: Tensor, kept_BHK: Tensor) -> Tensor:
         """Gather dense slots into flat entries [F,D].
 
         Args:
@@ -180,14 +180,14 @@ class HeadOffsets:
         real = kept_BHK.flatten(0, 1)[head, at] & (column == at)
         return rows.masked_fill_(~real[:, None], 0)
 
-    def unpack(self, entries_FD: Tensor, B: int, H: int, width: int) -> Tensor:
+    def unpack_entries(self, entries_FD: Tensor, B: int, H: int, width: int) -> Tensor:
         """Scatter flat entries into dense slots [B,H,width,D], zero behind each head's end."""
         head, column = self.places()
         padded = entries_FD.new_zeros(B * H * width, entries_FD.shape[-1])
         padded[head * width + column] = entries_FD
         return padded.view(B, H, width, -1)
 
-    def select(self, heads_N: Tensor) -> tuple[HeadOffsets, Tensor]:
+    def select_heads(self, heads_N: Tensor) -> tuple[HeadOffsets, Tensor]:
         """Return the offsets of the heads `heads_N`, in that order and with repetitions, and the entries to take for them."""
         mine = heads_N.tolist()
         new = HeadOffsets([self.capacities[n] for n in mine], [self.filled[n] for n in mine], heads_N.device)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..policies.context import Observed, accumulator
-from ..policies.windows import oldest
+from ..policies.windows import find_oldest
 from .entries import dot, mix
 from .protocol import Case, Geometry, Keys, Task
 
@@ -299,7 +299,7 @@ def _find_visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, s
     row = keys.past + torch.arange(start, stop, device=rows.device)[:, None]
     visible = (column <= row) & (positions >= 0)
     if geometry.sliding is not None:
-        visible = visible & (positions >= oldest(geometry.sliding, rows))
+        visible = visible & (positions >= find_oldest(geometry.sliding, rows))
     if keys.deaths_BHT is not None:
         visible = visible & (rows < keys.deaths_BHT[:, :, None, lo:hi])
     return visible | ((column == row) & ~visible.any(-1, keepdim=True)) if keys.holes else visible
@@ -459,7 +459,7 @@ class _Mask:
         if self.padded:
             x_NGRM.masked_fill_(positions < 0, -torch.inf)
         if self.geometry.sliding is not None:
-            gone = positions < oldest(self.geometry.sliding, self.rows_NQ[n0:n1, None, start:stop, None])
+            gone = positions < find_oldest(self.geometry.sliding, self.rows_NQ[n0:n1, None, start:stop, None])
             x_NGRM.masked_fill_(gone, -torch.inf)
 
     def count(self, x_NGRM: Tensor, start: int, stop: int) -> Tensor:
@@ -476,7 +476,7 @@ class _Mask:
 
 
 @torch.no_grad()
-def greatest(
+def find_greatest(
     q_BHGQD: Tensor,
     keys: Keys,
     rows_BQ: Tensor,
@@ -686,5 +686,5 @@ def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.
     if keys.holes:
         bias = bias.masked_fill((positions < 0)[:, :, None], -torch.inf)
     if geometry.sliding is not None:
-        bias = bias.masked_fill((positions < oldest(geometry.sliding, newest_B11))[:, :, None], -torch.inf)
+        bias = bias.masked_fill((positions < find_oldest(geometry.sliding, newest_B11))[:, :, None], -torch.inf)
     return bias

@@ -62,7 +62,7 @@ class EvictingCache(TextState):
         """Original positions held, int64 [B, Hkv, T], in no order; -1 for an empty slot."""
         checks.layer_of("layer", layer, len(self.layers))
         one = self.layers[layer]
-        checks.filled(one.is_initialized)
+        checks.check_filled(one.is_initialized)
         return one.positions[:, :, : one.used].clone()
 
     def held(self, layer: int) -> Tensor:
@@ -80,7 +80,7 @@ class EvictingCache(TextState):
         Raises:
             KVPatchError: the cache is empty, or Q is no number of tokens.
         """
-        checks.filled(self.seen_B is not None)
+        checks.check_filled(self.seen_B is not None)
         check_count("Q", Q, "tokens")
         read_B = self.lengths_B if self.rows.gaps_B is None else self.lengths_B - self.rows.gaps_B
         return read_B[:, None] + torch.arange(Q, device=read_B.device)
@@ -94,7 +94,7 @@ class EvictingCache(TextState):
         Raises:
             InvalidError: an invariant is broken, which is a defect of this library.
         """
-        invariants.check(self)
+        invariants.check_cache(self)
 
     # ---- copies ----
 
@@ -108,7 +108,7 @@ class EvictingCache(TextState):
         return new
 
     @writable
-    def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
+    def __deepcopy__(self, memo: dict[int, object]) -> EvictingCache:
         new = memo[id(self)] = copy.copy(self)
         memo[id(self.make_table)] = self.make_table  # it holds the model
         vars(new).update(copy.deepcopy(self._copy_attributes(), memo))
@@ -134,8 +134,8 @@ class EvictingCache(TextState):
         Example:
             own = cache.select_rows(2)
         """
-        checks.filled(self.seen_B is not None)
-        index = checks.rows([rows] if type(rows) is int else rows, self.seen_B, "rows", "select_rows")
+        checks.check_filled(self.seen_B is not None)
+        index = checks.check_rows([rows] if type(rows) is int else rows, self.seen_B, "rows", "select_rows")
         self.catch_up()
         with self.reading("select_rows()"):
             new = self._copy_sharing()
@@ -173,7 +173,7 @@ class EvictingCache(TextState):
             KVPatchError: caches have different settings or model shapes; one is empty or in the middle of a prompt, was made
                 with room=, or read padding without position_ids.
         """
-        return concat.concatenate(caches, consume)
+        return concat.join_texts(caches, consume)
 
     # ---- rows of the batch ----
 
@@ -215,7 +215,7 @@ class EvictingCache(TextState):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Put row `beam_idx[i]` at row i, as beam search does."""
         self.check_finished()
-        checks.beams(beam_idx, self.seen_B)
+        checks.check_beams(beam_idx, self.seen_B)
         lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.select_dropped(beam_idx, self.seen_B)
         self._map_rows("reorder_cache()", lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
         if self.lifetimes is not None:
@@ -225,7 +225,7 @@ class EvictingCache(TextState):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these batch rows: int64 indices, or a bool mask [B]."""
         self.check_finished()
-        checks.rows(indices, self.seen_B)
+        checks.check_rows(indices, self.seen_B)
         self._map_rows("batch_select_indices()", lambda tensor: tensor[indices, ...])
 
     @writable

@@ -19,7 +19,7 @@ def layer_of(name: str, layer: object, count: int) -> None:
         raise KVPatchError(f"{name}={layer!r}: the cache has the layers 0 to {count - 1}, give one of these.")
 
 
-def filled(is_filled: bool) -> None:
+def check_filled(is_filled: bool) -> None:
     """Raise KVPatchError if the cache is empty."""
     if not is_filled:
         raise KVPatchError(EMPTY)
@@ -28,7 +28,7 @@ def filled(is_filled: bool) -> None:
 # ---- rows of a batch ----
 
 
-def beams(beam_idx: object, seen_B: Tensor | None) -> None:
+def check_beams(beam_idx: object, seen_B: Tensor | None) -> None:
     """Check indices of batch rows: one per row, each within the batch."""
     index = _check_index("beam_idx", beam_idx, (torch.int64, torch.int32))
     if seen_B is None:
@@ -42,7 +42,7 @@ def beams(beam_idx: object, seen_B: Tensor | None) -> None:
     _in_range("beam_idx", index, 0, B)
 
 
-def rows(indices: object, seen_B: Tensor | None, name: str = "indices", method: str = "batch_select_indices") -> Tensor:
+def check_rows(indices: object, seen_B: Tensor | None, name: str = "indices", method: str = "batch_select_indices") -> Tensor:
     """Return the rows to keep as a tensor: indices, or a mask over the batch. name, method: for the error message."""
     given = torch.as_tensor(indices) if isinstance(indices, list) and indices else indices
     index = _check_index(name, given, (torch.int64, torch.int32, torch.bool))
@@ -66,7 +66,7 @@ def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Ten
         raise KVPatchError(f"{name} has dtype {value.dtype}: {wanted}")
     if value.ndim != 1:
         raise KVPatchError(f"{name} has shape {list(value.shape)}: {wanted}")
-    real(name, value)
+    check_real(name, value)
     return value
 
 
@@ -81,7 +81,7 @@ def _in_range(name: str, index: Tensor, low: int, B: int) -> None:
 # ---- tokens ----
 
 
-def removal(tokens: object, seen: int) -> int:
+def count_removed(tokens: object, seen: int) -> int:
     """Return the number of last tokens that crop() takes back, from either meaning of its argument."""
     one = tokens.item() if isinstance(tokens, Tensor) and tokens.numel() == 1 else tokens
     if isinstance(one, bool) or not isinstance(one, int):
@@ -94,7 +94,7 @@ def removal(tokens: object, seen: int) -> int:
     return count
 
 
-def real(name: str, tensor: Tensor) -> None:
+def check_real(name: str, tensor: Tensor) -> None:
     """Raise KVPatchError for a tensor on the meta device."""
     if tensor.device.type == "meta":
         raise KVPatchError(f"{name} lies on the meta device, which holds no numbers: give a tensor of a real device.")

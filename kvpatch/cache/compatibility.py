@@ -11,7 +11,7 @@ from .layer import SlotLayer
 from .state import TextState
 
 
-def check(caches: Sequence[TextState]) -> None:
+def check_compatible(caches: Sequence[TextState]) -> None:
     """Raise KVPatchError if these caches cannot become rows of one."""
     if not isinstance(caches, Sequence):
         raise KVPatchError(f"EvictingCache.concatenate takes a list of caches, not {type(caches).__name__}: give [cache].")

@@ -54,7 +54,7 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
     return all(isinstance(mode, Slotted) and (mode.evicts or mode.slack > 0) for mode in modes)
 
 
-def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None, ids_B1: Tensor | None = None) -> None:
+def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | None, ids_B1: Tensor | None = None) -> None:
     """Begin a step that can be traced, as passes.begin() does any other."""
     if real_BT is not None:
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
@@ -70,7 +70,7 @@ def begin(cache: TextState, max_positions: int | None, real_BT: Tensor | None, i
     cache.now.table = None if cache.rotary is None else cache.rotary[1]
 
 
-def end(cache: TextState) -> None:
+def end_step(cache: TextState) -> None:
     """End a traced step after the last layer."""
     cache.lengths_B.add_(1)
     cache.counters.tensors.advance(1, 1, False)
@@ -78,7 +78,7 @@ def end(cache: TextState) -> None:
     cache.counters.behind = True
 
 
-def mark(cache: TextState) -> None:
+def mark_static(cache: TextState) -> None:
     """Tell torch.compile that the cache's tensors keep their addresses, so that CUDA graphs need not copy them."""
     for holder in holders(cache):
         for value in holder.values():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..policies.context import Limits
 from . import slots
-from .compatibility import check
+from .compatibility import check_compatible
 from .growth import plan
 from .layer import SlotLayer
 from .lifetimes import Lifetimes
@@ -32,9 +32,9 @@ from .token_ids import TokenIds
 Text = TypeVar("Text", bound=TextState)
 
 
-def concatenate(caches: Sequence[Text], consume: bool) -> Text:
+def join_texts(caches: Sequence[Text], consume: bool) -> Text:
     """Join caches: see EvictingCache.concatenate."""
-    check(caches)
+    check_compatible(caches)
     with ExitStack() as stack:
         for cache in caches:
             stack.enter_context(_take_layers(cache) if consume else cache.reading("concatenate()"))

@@ -24,7 +24,7 @@ Span = tuple[int, int]
 
 def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
     """Take spans out of a cache: see EvictingCache.forget."""
-    checks.filled(cache.seen_B is not None)
+    checks.check_filled(cache.seen_B is not None)
     cache.check_finished()
     cache.catch_up()
     refuse("forget", cache.settings.combine())
@@ -110,7 +110,7 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
     """Roll back the last tokens: see EvictingCache.crop."""
     cache.check_finished()
     cache.catch_up()
-    count = checks.removal(tokens_to_remove, cache.seen)
+    count = checks.count_removed(tokens_to_remove, cache.seen)
     if count == 0:
         return
     if cache.seen - count < cache.rows.edited:

@@ -121,7 +121,7 @@ class Forward:
         return self.positions_BQ if self.positions_BQ.device == device else self.positions_BQ.to(device)
 
 
-def places(real_BQ: Tensor, before_B: Tensor, columns: bool) -> Tensor:
+def find_places(real_BQ: Tensor, before_B: Tensor, columns: bool) -> Tensor:
     """Return the position of each column [B,Q]; -1 before a row's first token.
 
     Padding after a token has the newest token's position, or its column's if `columns` count.
@@ -141,7 +141,7 @@ def _of_block(real_B: list[int], columns: int) -> Padding | None:
     return Padding(columns, any(0 < count < columns for count in real_B), False, real_B)
 
 
-def cut(now: Forward, block: int, before_B: list[int], after_B: list[int], final: bool) -> list[Forward]:
+def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[int], final: bool) -> list[Forward]:
     """Split the prompt columns of a pass into one Forward per block.
 
     before_B, after_B: tokens of each row before and after these columns. final: the prompt ends with them.

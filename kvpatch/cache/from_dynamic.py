@@ -9,7 +9,7 @@ from transformers import Cache
 from ..errors import KVPatchError
 from ..policies.context import NewTokens
 from ..policies.served import refuse
-from .forward_context import places
+from .forward_context import find_places
 from .state import TextState, writable
 
 
@@ -43,7 +43,7 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
         real = torch.ones(B, seen, dtype=torch.bool, device=keys.device)
         if mask_BT is not None:
             real = mask_BT[:, :seen].to(keys.device).bool()
-        rows = places(real, torch.zeros(B, dtype=torch.long, device=keys.device), cache.settings.by_columns)
+        rows = find_places(real, torch.zeros(B, dtype=torch.long, device=keys.device), cache.settings.by_columns)
         positions = rows.masked_fill(~real, -1)[:, -T:]
         entry, settings = {}, cache.settings
         if settings.evicts[index]:

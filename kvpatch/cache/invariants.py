@@ -18,7 +18,7 @@ from .modes import Evicting, Filling, Growing, Moving, Reading
 from .state import TextState
 
 
-def check(cache: TextState) -> None:
+def check_cache(cache: TextState) -> None:
     """Raise InvalidError if an invariant is broken; see EvictingCache.check_invariants."""
     cache.catch_up()
     check_state(cache)

@@ -21,13 +21,13 @@ from ..errors import KVPatchError
 from ..policies.batched import change_tensors
 from ..policies.context import Limits, accumulator
 from ..policies.needs import Note
-from ..policies.rhythm import moves, waits
+from ..policies.rhythm import list_moves, list_waits
 from . import slots
 from .growth import Layout, capacities, plan, slack
 from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Moving, Reading, Slotted
 from .narrow import opened, reading
 from .pickling import Unpicklable
-from .rollback import UNDO_STEPS, Undo, record, restore
+from .rollback import UNDO_STEPS, Undo, record_step, restore_step
 from .slots import Slots, fitted, gather_entries
 from .tensors import HEAD_TENSORS
 
@@ -442,7 +442,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """Update when heads evict, if they evict several tokens at once. counts, goals: see `measure`."""
         if isinstance(self.mode, Evicting) and self.every > 1:
             self.mode.every = self.every
-            self.mode.waits = waits(counts or self.counts(), goals or self.list_goals() or ())
+            self.mode.waits = list_waits(counts or self.counts(), goals or self.list_goals() or ())
 
     def short_heads(self, goals: list[int] | None = None) -> list[bool]:
         """Tell which heads may need more slots than they have, and update the mode's fields about them."""
@@ -583,7 +583,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     def drop(self, gone_BHM: Tensor) -> None:
         """Empty several columns of each head, all columns being taken, and move the last tokens that stay into them."""
-        into, out = moves(gone_BHM, self.used)
+        into, out = list_moves(gone_BHM, self.used)
         self.move_entries(into, out)
         self.positions.scatter_(2, into, self.positions.gather(2, out))
         for tensor in self.state.values():
@@ -614,7 +614,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     def log_undo(self, shared: Tensor | None) -> None:
         """Record in the undo log what the coming step will overwrite; `shared` is the score that layers share."""
-        self.undo_log.append(record(self, shared))
+        self.undo_log.append(record_step(self, shared))
 
     def can_crop(self, tokens: int, remembers: bool) -> bool:
         """Tell if the last `tokens` can be rolled back. remembers: other tokens' scores contain their attention."""
@@ -638,7 +638,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.undo_log.clear()
         else:
             for _ in range(tokens):
-                shared = restore(self, self.undo_log.pop())
+                shared = restore_step(self, self.undo_log.pop())
         self.seen -= tokens
         return shared
 

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import KVPatchError
+from ..policies.batched import Batched
 from .growth import slack
 
 NEVER = torch.iinfo(torch.int32).max
 
 
-class Lifetimes:
+class Lifetimes(Batched):
     """Token ids [B,T] and deaths [B,H,T] int32 of each layer, by position, of a cache's rows; a few columns more than T.
 
     lost: rows that the last reordering of beams dropped, and their lengths: generate() may return them once it stops.
@@ -70,12 +71,10 @@ class Lifetimes:
                 late = deaths > seen_B.to(deaths.device)[:, None, None]
                 self.deaths[layer] = deaths.masked_fill(late, NEVER)
 
-    def map_rows(self, change: Callable[[Tensor], Tensor]) -> Lifetimes:
-        """Return these of other rows: `change` is applied to every tensor."""
-        new = Lifetimes(len(self.deaths))
-        new.ids = None if self.ids is None else change(self.ids)
-        new.deaths = [None if deaths is None else change(deaths) for deaths in self.deaths]
-        return new
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply `change` to every tensor; rows that an earlier reordering dropped are dropped for good."""
+        self.lost = None
+        super().change_rows(change)
 
     def select_dropped(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
         """Return the rows that `index` leaves out, and their lengths."""

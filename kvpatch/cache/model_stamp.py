@@ -31,7 +31,7 @@ class ModelStamp:
     versions: int
     sample: tuple[Tensor, ...]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelStamp:
+    def __deepcopy__(self, memo: dict[int, object]) -> ModelStamp:
         return self
 
     def differs(self, now: ModelStamp) -> Difference | None:

@@ -7,20 +7,20 @@ of each head's keys for good.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from ..backends.entries import FULL, Codecs, Latent, centre_codecs, centre_of, codecs, find_midrange, in_full, map_centre
+from ..backends.entries import FULL, Codecs, Latent, centre_codecs, centre_of, codecs, find_midrange, in_full
 from .growth import Layout
-from .slots import DenseSlots, Slots, fitted, gather_entries
+from .slots import DenseSlots, Slots, gather_entries
 
 
 class ReadingSlots(DenseSlots):
     """Columns [B,H,C,D] of a prompt. packed: the entries of the first columns, which were rounded before; then: the codecs."""
 
-    def __init__(self, keys: Tensor, values: Tensor, then: Codecs, packed: tuple[Tensor, Tensor]) -> None:
+    by_row = ("stored", "then", "packed")
+
+    def __init__(self, keys: Tensor, values: Tensor, then: Codecs, packed: tuple[Tensor, ...]) -> None:
         super().__init__(keys, values, in_full(then))
         self.then, self.packed = then, packed
 
@@ -30,7 +30,7 @@ class ReadingSlots(DenseSlots):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + sum(t.numel() for t in self.packed[: len(self.stored)])
+        return super().nbytes + sum(t.numel() for t in self.packed)
 
     def fix_centre(self, positions_BHT: Tensor) -> None:
         known, W, T = self.centre, self.packed[0].shape[2], positions_BHT.shape[2]
@@ -43,14 +43,7 @@ class ReadingSlots(DenseSlots):
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         super().append(start, k_BHQD, v_BHQD)
-        self.packed = (self.packed[0][:, :, :start], self.packed[1][:, :, :start])  # if tokens were rolled back
-
-    def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> ReadingSlots:
-        return ReadingSlots(*self.each(lambda t: fitted(t[:, :, :used], max(capacities), 0)), self.then, self.packed)
-
-    def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> ReadingSlots:
-        packed = [change(t) for t in self.packed[: len(self.stored)]]
-        return ReadingSlots(*self.each(change), map_centre(self.then, change), (packed[0], packed[-1]))
+        self.packed = tuple(t[:, :, :start] for t in self.packed)  # if tokens were rolled back
 
     def close_columns(self, used: int) -> DenseSlots:
         every = torch.arange(used, device=self.keys.device)
@@ -80,7 +73,8 @@ def reading(keys: Tensor, values: Tensor, bits: int, latent: bool = False) -> De
     if bits == FULL:
         return DenseSlots(keys, values, then)
     none = then[0].encode(keys[:, :, :0])
-    return ReadingSlots(keys, values, then, (none, none if isinstance(then[1], Latent) else then[1].encode(values[:, :, :0])))
+    packed = (none,) if isinstance(then[1], Latent) else (none, then[1].encode(values[:, :, :0]))
+    return ReadingSlots(keys, values, then, packed)
 
 
 def opened(slots: Slots) -> Slots:
@@ -88,4 +82,4 @@ def opened(slots: Slots) -> Slots:
     if all(codec.exact for codec in slots.codecs):
         return slots.move_to_buffers()
     keys, values = slots.numbers(slots.width)
-    return ReadingSlots(keys, values, slots.codecs, (slots.keys, slots.values))
+    return ReadingSlots(keys, values, slots.codecs, slots.stored)

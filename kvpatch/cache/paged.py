@@ -8,7 +8,6 @@ in memory of its own; what is kept of it goes to the pages where the prompt, or 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -30,16 +29,18 @@ class PagedSlots(DenseSlots):
     """
 
     appends = in_place = False
+    by_row = ("table_BN",)  # rows can be selected and ordered, but not copied
 
     def __init__(self, pool: Tensor, table_BN: Tensor, width: int) -> None:
-        _, H, _, P, D = pool.shape
+        P = pool.shape[3]
         assert width <= table_BN.shape[1] * P, "an engine gives a request pages for all that it will ever hold"
         self.pool, self.table_BN, self.codecs = pool, table_BN, EXACT
-        self._shape = (len(table_BN), H, width, D)
+        self._width = width
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._shape
+        _, H, _, _, D = self.pool.shape
+        return len(self.table_BN), H, self._width, D
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -143,24 +144,19 @@ class PagedSlots(DenseSlots):
     def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
         return self.move_to_buffers().move_to_front(index_BHK, kept_BHK, layout)
 
-    def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> PagedSlots:
-        """Apply `change` to the rows' pages: rows can be selected and ordered, but not copied."""
-        return PagedSlots(self.pool, change(self.table_BN), self.width)
+    def __copy__(self) -> PagedSlots:
+        """Return slots in the same pages, which have looked nothing up yet."""
+        return PagedSlots(self.pool, self.table_BN, self.width)
 
 
 class PromptSlots(DenseSlots):
     """Columns [B,H,C,D] of a prompt, in memory of their own; then, what is kept of them goes to these pages."""
 
+    by_row = ("stored", "table_BN")
+
     def __init__(self, keys: Tensor, values: Tensor, pool: Tensor, table_BN: Tensor) -> None:
         super().__init__(keys, values)
         self.pool, self.table_BN = pool, table_BN
-
-    def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> PromptSlots:
-        keys, values = (fitted(t[:, :, :used], max(capacities), 0) for t in (self.keys, self.values))
-        return PromptSlots(keys, values, self.pool, self.table_BN)
-
-    def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> PromptSlots:
-        return PromptSlots(change(self.keys), change(self.values), self.pool, change(self.table_BN))
 
     def close_columns(self, used: int) -> PagedSlots:
         return self._store_columns(self.keys[:, :, :used], self.values[:, :, :used], used)

@@ -14,7 +14,7 @@ from ..policies.scopes import AllBut, protect_tensor
 from ..policies.served import refuse
 from . import compiled
 from .counters import DeviceCounters
-from .forward_context import Forward, Padding, Repeat, cut, places
+from .forward_context import Forward, Padding, Repeat, find_places, split_blocks
 from .modes import Evicting, Growing
 from .snapshot import LayerPart
 from .state import TextState
@@ -68,7 +68,7 @@ def begin(
     elif table is not None and prompt:
         now.table = table(seen + Q + (cache.settings.policy.needs.lookahead or 0))
     if prompt and cache.settings.block is not None:
-        now.blocks = cut(now, cache.settings.block, before, now.n_B, final=now.ends_prompt)
+        now.blocks = split_blocks(now, cache.settings.block, before, now.n_B, final=now.ends_prompt)
     if now.ends_prompt:
         cache.turns.count, cache.turns.open = cache.turns.count + 1, False
     if now.ends_prompt and cache.settings.rereads and not now.keeps_all:
@@ -167,7 +167,7 @@ def finish(cache: TextState) -> None:
     now, counters = cache.running, cache.counters
     cache.states.end_pass()
     if now.traced:
-        compiled.end(cache)
+        compiled.end_step(cache)
         return
     Q = now.positions_BQ.shape[1]
     begun = counters.device is None or now.ends_prompt
@@ -184,7 +184,7 @@ def finish(cache: TextState) -> None:
         if cache.make_table is not None:
             _rotary_table(cache, cache.make_table, 1, prompt=False)  # for a compiled step
         if cache.request.room is not None:
-            compiled.mark(cache)
+            compiled.mark_static(cache)
     cache.end_change()
 
 
@@ -222,7 +222,7 @@ def _read_pass(
     if prompt:
         read = _read_prompt(cache, before, prompt, mask_BT if mask_BT is None else mask_BT.to(device)[:, -Q:])
     if real is not None and read.padding is not None:
-        rows = places(real, before, settings.by_columns)
+        rows = find_places(real, before, settings.by_columns)
         positions, after = rows.masked_fill(~real, -1), rows[:, -1] + 1
     else:
         positions, after = before[:, None] + torch.arange(Q, device=device), before + Q
@@ -259,7 +259,7 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
         return _Prompt(read, [n + prompt for n in read], None, [])
     mask_BP = mask_BQ[:, :prompt].expand(B, -1)
     real = mask_BP.bool()
-    rows_BP = places(real, before, cache.settings.by_columns)
+    rows_BP = find_places(real, before, cache.settings.by_columns)
     column = torch.arange(1, prompt + 1, device=real.device)
     later = (real[:, :-1] & ~real[:, 1:]).any()
     wrong = ((mask_BP != 0) & (mask_BP != 1)).any() if mask_BP.dtype != torch.bool else later.new_zeros(())

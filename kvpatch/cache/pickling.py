@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from ..errors import KVPatchError
 
@@ -18,7 +18,7 @@ class Unpicklable:
         vars(new).update(vars(self))
         return new
 
-    def __deepcopy__(self: _Object, memo: dict[int, Any]) -> _Object:
+    def __deepcopy__(self: _Object, memo: dict[int, object]) -> _Object:
         new = memo[id(self)] = copy.copy(self)
         vars(new).update(copy.deepcopy(vars(self), memo))
         return new

@@ -101,7 +101,7 @@ class RecurrentStates(Cache):
     def join(self, parts: Sequence[RecurrentStates]) -> None:
         """Fill these empty states with the rows of several others."""
         every = [part._trim_states() for part in parts]
-        self.fill({name: torch.cat([one[name] for one in every]) for name in every[0]})
+        self.fill_states({name: torch.cat([one[name] for one in every]) for name in every[0]})
 
     def _trim_states(self) -> dict[str, Tensor]:
         """Return all states, those of convolutions as wide as the next token needs them."""
@@ -114,7 +114,7 @@ class RecurrentStates(Cache):
                     found[name] = F.pad(found[name], (max(width - found[name].shape[-1], 0), 0))[..., -width:]
         return found
 
-    def fill(self, tensors: dict[str, Tensor]) -> None:
+    def fill_states(self, tensors: dict[str, Tensor]) -> None:
         """Fill these empty states, by name as `tensors` returns them."""
         for name, state in tensors.items():
             number, kind, key = name.split(".")

@@ -51,7 +51,7 @@ class Undo:
     notes: dict[str, Any] = field(default_factory=dict)
 
 
-def record(layer: Recorded, shared: Tensor | None) -> Undo:
+def record_step(layer: Recorded, shared: Tensor | None) -> Undo:
     """Record what the coming step of `layer` will overwrite."""
     slot = None
     if layer.mode.slotted:
@@ -63,7 +63,7 @@ def record(layer: Recorded, shared: Tensor | None) -> Undo:
     return Undo(layer.used, copy(layer.mode), slot, positions, state, shared, heads)
 
 
-def restore(layer: Recorded, undo: Undo) -> Tensor | None:
+def restore_step(layer: Recorded, undo: Undo) -> Tensor | None:
     """Restore `layer` to the state before the step, and return the shared score of that time."""
     # buffers have grown since, or an earlier rollback has shrunk them: the columns cut off were empty
     C = min(undo.positions.shape[-1], layer.positions.shape[-1])

@@ -67,7 +67,7 @@ class CacheSettings:
 
         object.__setattr__(self, "untraced", why_not("trace", self.combine()))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CacheSettings:
+    def __deepcopy__(self, memo: dict[int, object]) -> CacheSettings:
         return self
 
     def combine(self, **facts: Any) -> Combination:

@@ -7,9 +7,10 @@ storage is a class here (or anywhere) and a line in `move_to_front` and `empty`,
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..backends.entries import EXACT, Codecs, Latent, centre_codecs, centre_of, map_centre
 from ..backends.head_offsets import HeadOffsets
 from ..backends.protocol import Memory
+from ..policies.batched import change_tensors
 from .growth import Layout, capacities, slack
 
 
@@ -25,16 +27,20 @@ class Slots(ABC):
 
     keys, values: as a backend takes them, with `head_offsets` (None: [B,H,C,D]). appends: columns can be written after those
     in use; else a token goes into a free slot of each head. in_place: keys and values are the memory itself, not a copy of it.
-    width: slots of the largest head. codecs: keys and values are entries of these (backends/entries.py): numbers, or bytes.
+    width: slots of the largest head. by_row: attributes whose tensors have the batch first. codecs: keys and values are entries
+    of these (backends/entries.py): numbers, or bytes.
     """
 
+    keys: Tensor
+    values: Tensor
     appends: bool
+    by_row: ClassVar[tuple[str, ...]] = ("stored", "codecs")
     in_place: bool = True
     head_offsets: HeadOffsets | None = None
 
     def __init__(self, keys: Tensor, values: Tensor, codecs: Codecs = EXACT) -> None:
-        self.keys, self.codecs = keys, codecs
-        self.values = codecs[1].within(keys) if isinstance(codecs[1], Latent) else values
+        self.codecs = codecs
+        self.stored = (keys, values)
 
     @property
     def latent(self) -> bool:
@@ -45,6 +51,11 @@ class Slots(ABC):
     def stored(self) -> tuple[Tensor, ...]:
         """The tensors that hold keys and values."""
         return (self.keys,) if self.latent else (self.keys, self.values)
+
+    @stored.setter
+    def stored(self, tensors: tuple[Tensor, ...]) -> None:
+        self.keys, value = tensors[0], self.codecs[1]
+        self.values = value.within(self.keys) if isinstance(value, Latent) else tensors[1]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Return keys and values after `change` of what is stored."""
@@ -187,9 +198,14 @@ class Slots(ABC):
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> Slots:
         """Move the first `used` columns into slots of these capacities; slot indices stay."""
 
-    @abstractmethod
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> Slots:
-        """Apply `change` along the batch axis."""
+        """Return these slots with `change`, which acts along the batch axis, applied to what is `by_row`."""
+        new = copy.copy(self)
+        for name in self.by_row:
+            value = getattr(self, name)
+            centred = name in ("codecs", "then")  # frozen, and a latent pair shares its centre
+            setattr(new, name, map_centre(value, change) if centred else change_tensors(value, change))
+        return new
 
     @abstractmethod
     def make_dense(self, B: int, H: int) -> DenseSlots:
@@ -258,18 +274,17 @@ class DenseSlots(Slots):
             held[:, :, start : start + k_BHQD.shape[2]] = entries
 
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> DenseSlots:
-        return DenseSlots(*self.each(lambda t: fitted(t[:, :, :used], max(capacities), 0)), self.codecs)
+        new = copy.copy(self)
+        new.stored = tuple(fitted(t[:, :, :used], max(capacities), 0) for t in self.stored)
+        return new
 
     def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
         """Move the entries of each head at `index` (where `kept`; None: all) to the front of slots of this layout."""
         if layout.filled is not None and kept_BHK is not None:
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
-            return RaggedSlots(*self.each(lambda t: offsets.pack(t, index_BHK, kept_BHK)), offsets, self.codecs)
+            return RaggedSlots(*self.each(lambda t: offsets.pack_entries(t, index_BHK, kept_BHK)), offsets, self.codecs)
         C = max(*layout.capacities, index_BHK.shape[-1])
         return DenseSlots(*self.each(lambda t: fitted(gather_entries(t, index_BHK), C, 0)), self.codecs)
-
-    def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> DenseSlots:
-        return DenseSlots(*self.each(change), map_centre(self.codecs, change))
 
     def make_dense(self, B: int, H: int) -> DenseSlots:
         return self
@@ -340,11 +355,11 @@ class RaggedSlots(Slots):
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> RaggedSlots:
         heads_BH = torch.arange(B * H, device=self.keys.device).view(B, H)
-        offsets, rows = self.offsets.select(change(heads_BH).reshape(-1))
+        offsets, rows = self.offsets.select_heads(change(heads_BH).reshape(-1))
         return RaggedSlots(*self.each(lambda t: t[rows]), offsets, map_centre(self.codecs, change))
 
     def make_dense(self, B: int, H: int) -> DenseSlots:
-        return DenseSlots(*self.each(lambda t: self.offsets.unpack(t, B, H, self.width)), self.codecs)
+        return DenseSlots(*self.each(lambda t: self.offsets.unpack_entries(t, B, H, self.width)), self.codecs)
 
     def spread_heads(self, tensor_BHC: Tensor) -> Tensor:
         head, column = self.offsets.places()

@@ -24,7 +24,7 @@ from .recurrent import RecurrentStates, WithStates
 from .settings import CacheSettings
 from .token_ids import TokenIds
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+_Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 def writable(method: _Method) -> _Method:
@@ -201,7 +201,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
     def note_ids(self, ids_BQ: Tensor | None, Q: int, real_BQ: Tensor | None = None) -> None:
         """Note the ids of Q columns behind those that were seen; see TokenIds.write."""
         B, device = len(self.lengths_B), self.lengths_B.device
-        self.ids.skip(B, self.seen, device)
+        self.ids.skip_columns(B, self.seen, device)
         self.ids.write(ids_BQ, B, Q, device, real_BQ)
 
     @property

@@ -68,7 +68,7 @@ class TokenIds(Batched):
         if real_BQ is not None:
             new_BQ[:, : real_BQ.shape[1]].masked_fill_(~real_BQ, PADDING)
 
-    def skip(self, B: int, columns: int, device: torch.device) -> None:
+    def skip_columns(self, B: int, columns: int, device: torch.device) -> None:
         """Count columns that were read before, of which no id is known."""
         if columns > self.columns:
             self.write(None, B, columns - self.columns, device)

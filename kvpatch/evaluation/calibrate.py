@@ -147,8 +147,8 @@ def _read_taught(layer: SlotLayer, sinks: int) -> Sample:
     """Return a piece's tokens of a layer behind its sinks, with the logarithms of their scores."""
     k_BHTD, v_BHTD, positions_BHT = layer.view()
     among = positions_BHT[0, 0] >= sinks  # all heads hold all tokens, in one order
-    x_HTF = learned.features(k_BHTD, v_BHTD, positions_BHT[:, 0])[0]
-    return Sample(x_HTF=x_HTF[:, among], y_HT=learned.target(layer.state_view()["repeated"])[0][:, among])
+    x_HTF = learned.list_features(k_BHTD, v_BHTD, positions_BHT[:, 0])[0]
+    return Sample(x_HTF=x_HTF[:, among], y_HT=learned.make_target(layer.state_view()["repeated"])[0][:, among])
 
 
 def _add_piece(sample: Sample, sums: dict[str, Totals]) -> None:

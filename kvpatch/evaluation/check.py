@@ -108,16 +108,16 @@ class Checks:
     def run(self) -> list[Result]:
         """Run all checks in order; an exception inside a check becomes its result."""
         checks: list[tuple[str, Callable[[], Outcome]]] = [
-            ("k=1.0 gives the unpatched model's logits", self.full),
-            ("eviction is the same as masking", self.masking),
-            (f"what {self.policy.name} evicts is masked the same", self.evictions),
-            ("tokens that are forgotten are masked the same", self.forgetting),
-            ("a row of a padded batch is as it is alone", self.padding),
-            ("the same seed gives the same logits", self.seeded),
-            ("the model is as it was after the block", self.restored),
+            ("k=1.0 gives the unpatched model's logits", self.check_full),
+            ("eviction is the same as masking", self.check_masking),
+            (f"what {self.policy.name} evicts is masked the same", self.check_evictions),
+            ("tokens that are forgotten are masked the same", self.check_forgetting),
+            ("a row of a padded batch is as it is alone", self.check_padding),
+            ("the same seed gives the same logits", self.check_seeds),
+            ("the model is as it was after the block", self.check_restored),
         ]
         served = why_not("forget", self.settings.combine()) is None
-        return [self._judge_difference(name, check) for name, check in checks if served or check != self.forgetting]
+        return [self._judge_difference(name, check) for name, check in checks if served or check != self.check_forgetting]
 
     def _judge_difference(self, name: str, check: Callable[[], Outcome]) -> Result:
         try:
@@ -132,7 +132,7 @@ class Checks:
         difference = float((got - expected).abs().max()) / largest
         return Result(name, difference <= self.tolerance, f"{remark}off by {difference:.1e}, allowed {self.tolerance:.0e}")
 
-    def full(self) -> Outcome:
+    def check_full(self) -> Outcome:
         """Compare k=1.0 with the unpatched model: token by token, and a padded batch without position_ids."""
         pads = self.n // 3
         mask_BT = torch.ones_like(self.ids_BT)
@@ -146,7 +146,7 @@ class Checks:
         with patched(self.model, self.policy, 1.0, seed=self.seed):
             return both(), expected, ""
 
-    def masking(self) -> Outcome:
+    def check_masking(self) -> Outcome:
         """Compare a window with sinks, whose kept tokens are known in advance, with masking the others."""
         budget = min(_BUDGET, self.n - 1)
         sinks = min(_SINKS, budget - 1)
@@ -160,21 +160,21 @@ class Checks:
         layers = [(seen_QT if bound is not None else kept_QT)[None, None] for bound in bounds]
         return got, self._predict_masked(layers), ""
 
-    def evictions(self) -> Outcome:
+    def check_evictions(self) -> Outcome:
         """Compare the policy itself with masking what its cache does not hold."""
         with patched(self.model, self.policy, self.k, seed=self.seed, strict=True):
             self._feed_tokens(self.ids_BT)
         watched = Evictions(self.n, self.ids_BT.shape[1])
         with patched(self.model, self.policy, self.k, seed=self.seed):
-            got = feed(self.model, self.ids_BT, self.n, watch=watched.note).logits_BSV
+            got = feed(self.model, self.ids_BT, self.n, watch=watched.note_held).logits_BSV
         few, many = watched.count_evicted()
         count = f"{few} of" if few == many else f"{few} to {many} of"
         total = self.ids_BT.shape[1]
         none = f"NOTHING EVICTED of {total} tokens, give a smaller k: "
         remark = f"{count} {total} tokens evicted per head, " if many else none
-        return got, self._predict_masked(watched.seen()), remark
+        return got, self._predict_masked(watched.list_seen()), remark
 
-    def forgetting(self) -> Outcome:
+    def check_forgetting(self) -> Outcome:
         """Compare spans that are taken out of a cache with masking what it holds: of the prompt, of one row, of new tokens."""
         edits = {
             self.n: ([(self.n // 4, self.n // 2), (self.n - 2, self.n - 1)], None),
@@ -190,11 +190,11 @@ class Checks:
                 cache.forget(*edit)
                 cache.check_invariants()
                 wrong.extend(layer for layer, held in enumerate(before) if not _is_without(held, cache.positions(layer), *edit))
-            watched.note(cache)
+            watched.note_held(cache)
 
         with patched(self.model, self.policy, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, watch=watch).logits_BSV
-        return f"other tokens went in layer {wrong[0]}" if wrong else (got, self._predict_masked(watched.seen()), "")
+        return f"other tokens went in layer {wrong[0]}" if wrong else (got, self._predict_masked(watched.list_seen()), "")
 
     def _predict_masked(self, seen: list[Tensor]) -> Tensor:
         return masked_predictions(self.model, self.target, self.ids_BT, self.n, seen, self._take_positions())
@@ -206,7 +206,7 @@ class Checks:
         T = self.ids_BT.shape[1]
         return {"position_ids": torch.arange(T, device=self.model.device)[None].expand(len(self.ids_BT), -1)}
 
-    def padding(self) -> Outcome:
+    def check_padding(self) -> Outcome:
         """Compare a shorter row, left-padded beside a longer one, with the same row alone."""
         pads = self.n // 3
         mask = torch.ones_like(self.ids_BT)
@@ -222,16 +222,16 @@ class Checks:
         """Compare a padded batch with masking what its cache does not hold: the model counts padding, so rows differ alone."""
         watched = Evictions(self.n, self.ids_BT.shape[1], torch.tensor([0, pads]))
         with patched(self.model, self.policy, self.k, seed=self.seed):
-            got = feed(self.model, self.ids_BT, self.n, mask_BT, watched.note).logits_BSV
-        expected = masked_predictions(self.model, self.target, self.ids_BT, self.n, watched.seen(), {}, mask_BT)
+            got = feed(self.model, self.ids_BT, self.n, mask_BT, watched.note_held).logits_BSV
+        expected = masked_predictions(self.model, self.target, self.ids_BT, self.n, watched.list_seen(), {}, mask_BT)
         return got, expected, "the model's positions count padding; beside its mask, "
 
-    def seeded(self) -> str:
+    def check_seeds(self) -> str:
         """Compare two runs with the same seed."""
         first, second = (self._patched_logits() for _ in range(2))
         return "" if torch.equal(first, second) else f"off by {float((first - second).abs().max()):.1e}"
 
-    def restored(self) -> str:
+    def check_restored(self) -> str:
         """Compare the model before and after patching: attributes and hooks by identity, logits bit for bit.
 
         One block ends normally and one raises.

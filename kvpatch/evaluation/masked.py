@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..arch.adapter import Adapter
 from ..hooks.attention import parameters
 from ..hooks.target import Target
-from ..policies.windows import oldest
+from ..policies.windows import find_oldest
 from .teacher_forcing import feed, predictions, wide
 
 Attentions = list[tuple[nn.Module, Adapter]]  # with what each layer's queries see; a reader's see what its source's do
@@ -26,7 +26,7 @@ class Evictions:
         self.passes: list[list[Tensor]] = []
         self.groups: list[int] = []
 
-    def note(self, cache: Any) -> None:
+    def note_held(self, cache: Any) -> None:
         """Note the positions that each layer holds after a pass."""
         held = [cache.positions(layer).cpu() for layer in range(len(cache.layers))]
         self.groups = [cache.calls[layer].group for layer in range(len(cache.layers))]
@@ -34,7 +34,7 @@ class Evictions:
             held = [one + self.pads_B[:, None, None] * (one >= 0) for one in held]
         self.passes.append(held)
 
-    def seen(self) -> list[Tensor]:
+    def list_seen(self) -> list[Tensor]:
         """Return what each query sees, bool [B,H*G,Q,T] per layer: all before it in the prompt, then what was held."""
         causal = torch.ones(self.total, self.total, dtype=torch.bool).tril()
         return [self._see_layer(causal, index) for index in range(len(self.passes[0]))]
@@ -120,7 +120,7 @@ class _Masked:
 
     def __init__(self, window: int | None, seen_BNQT: Tensor, pads_B: Tensor, disguised: bool = False) -> None:
         at_BT = torch.arange(seen_BNQT.shape[-1]) - pads_B[:, None]
-        inside = None if window is None else at_BT[:, None, None] >= oldest(window, at_BT)[:, None, :, None]
+        inside = None if window is None else at_BT[:, None, None] >= find_oldest(window, at_BT)[:, None, :, None]
         self.seen = seen_BNQT if inside is None else seen_BNQT & inside
         self.window, self.read, self.disguised = window, 0, disguised
 

@@ -97,7 +97,7 @@ def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.devi
     return next(module.parameters()).device
 
 
-def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def list_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield all parameters by name.
 
     Offloaded ones are fetched from their hooks; sharded or quantized ones are yielded as their tensors on this process.
@@ -108,11 +108,11 @@ def weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if parameter.is_meta:
             found = (store[name.removeprefix(at)] for at, store in reversed(stores.items()) if name.startswith(at))
             parameter = next(found, parameter)
-        for part in parts(parameter):
+        for part in list_parts(parameter):
             yield name, part.detach()
 
 
-def parts(tensor: Tensor) -> Iterator[Tensor]:
+def list_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that a tensor is made of: itself, or the parts of a quantized or sharded one."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
@@ -120,7 +120,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
     for name in tensor.__tensor_flatten__()[0]:
         part = getattr(tensor, name)
         if isinstance(part, Tensor):
-            yield from parts(part)
+            yield from list_parts(part)
 
 
 def _list_hooks(module: nn.Module) -> tuple[Any, ...]:

@@ -221,7 +221,7 @@ def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, 
         return False
     if cache.rows.joined and not cache.settings.renumbered:
         inputs.place(call, cache, 1, mask, state.decoder_parameters, state.places_itself)
-    compiled.begin(cache, None if cache.settings.renumbered else state.max_positions, mask, call.get("input_ids"))
+    compiled.begin_step(cache, None if cache.settings.renumbered else state.max_positions, mask, call.get("input_ids"))
     if cache.settings.renumbered and state.max_positions is not None:
         _give_no_place(call, tokens)
     mask = pass_mask(tokens.device)

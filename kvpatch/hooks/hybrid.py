@@ -68,7 +68,7 @@ def _in_name(name: str) -> int:
     return int(next(part for part in name.split(".") if part.isdigit()))
 
 
-def state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn.Module]) -> dict[int, nn.Module]:
+def find_state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn.Module]) -> dict[int, nn.Module]:
     """Return the module that keeps the state of each layer that has one, by the layer's number: the innermost that knows it."""
     numbers, found = dict(stack.states), dict[int, nn.Module]()
     for module in decoder.modules():

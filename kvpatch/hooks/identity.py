@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.model_stamp import BASE, ModelStamp
-from .accelerate import parts, weights
+from .accelerate import list_parts, list_weights
 
 FEW = 16  # numbers of each weight that are looked at
 
@@ -34,7 +34,7 @@ def stamp_model(decoder: nn.Module) -> ModelStamp:
             if weight.is_meta:
                 continue
             versions.append(0 if weight.is_inference() else weight._version)
-            for part in (weight,) if type(weight) in _PLAIN else parts(weight):
+            for part in (weight,) if type(weight) in _PLAIN else list_parts(weight):
                 if part.numel():
                     few.setdefault((part.device, part.dtype), []).append(_read_first(part))
         sample = tuple(torch.cat(one).view(torch.uint8) for one in few.values())
@@ -128,7 +128,7 @@ def end_adapter_names(model: nn.Module) -> None:
 def describe_weights(decoder: nn.Module) -> dict[str, Any]:
     """Describe weights for a file: a hash of a few numbers of each, how they are quantized, and the adapters that act."""
     digest = hashlib.sha256()
-    for name, weight in weights(decoder):
+    for name, weight in list_weights(decoder):
         few = weight.flatten()[:FEW]
         digest.update(name.encode() + (b"" if few.is_meta else few.float().cpu().numpy().tobytes()))
     about: dict[str, Any] = {"weights": digest.hexdigest()[:16]}

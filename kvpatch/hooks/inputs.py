@@ -13,7 +13,7 @@ from torch import Tensor
 from ..arch.upstream import CACHE, cache_of
 from ..cache import passes
 from ..cache.cache import EvictingCache
-from ..cache.checks import real
+from ..cache.checks import check_real
 from ..errors import KVPatchError, suggest
 from ..policies.context import at_hand
 from ..policies.served import refuse
@@ -78,7 +78,7 @@ def tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
         raise KVPatchError(f"{name} is {value.dtype} of shape {list(value.shape)}: give {kind} {shape}{sizes}.")
     if not value.shape[0]:
         raise KVPatchError(f"{name} has shape {list(value.shape)}, which is no row: give at least one.")
-    real(name, value)
+    check_real(name, value)
     known = getattr(table, "num_embeddings", None)
     if embeds is None and known is not None and at_hand(value) and value.numel():
         low, high = (int(one) for one in value.aminmax())
@@ -109,7 +109,7 @@ def padding_mask(mask: object, B: int) -> Tensor | None:
             f"attention_mask must be a padding mask [B, tokens], not {shape}: a custom attention pattern cannot be kept "
             "under a budget. Give 1 for tokens and 0 for padding."
         )
-    real("attention_mask", mask)
+    check_real("attention_mask", mask)
     if mask.shape[0] not in (1, B):
         raise KVPatchError(f"attention_mask has {mask.shape[0]} rows, but the input has {B}: give one for each.")
     if mask.dtype != torch.bool and at_hand(mask):
@@ -157,7 +157,7 @@ def position_ids(given: object, B: int, Q: int, learned: bool) -> None:
     wanted = f"give int64 positions of shape {[B, Q]} or {[1, Q]}, such as attention_mask.cumsum(-1) - 1, or leave them out."
     if not isinstance(given, Tensor):
         raise KVPatchError(f"position_ids is a {type(given).__name__}: {wanted}")
-    real("position_ids", given)
+    check_real("position_ids", given)
     if given.ndim < 2 or given.shape[-1] != Q or given.shape[-2] not in (1, B):
         raise KVPatchError(f"position_ids has shape {list(given.shape)}, but the input has {[B, Q]}: {wanted}")
     if given.is_floating_point() or given.dtype == torch.bool:

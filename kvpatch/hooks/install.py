@@ -86,7 +86,7 @@ class Installation:
             names = parameters(type(target.outer))  # type: ignore[arg-type]
             note = functools.partial(shell.note_ids, names=names, merged=state.merged)
             put_hook(target.outer, note, self._mark_module(target.outer).undo.append)
-        for module, hook in shell.hooks(target.shell, target.decoder, state):
+        for module, hook in shell.list_hooks(target.shell, target.decoder, state):
             put_hook(module, hook, self._mark_module(module).undo.append)
         for generator in target.generators:
             self._install_generate(generator, self._mark_module(generator))

@@ -21,7 +21,7 @@ def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) 
     Raises:
         KVPatchError: these are no tokens of one text, or the patch is not in force.
     """
-    tokens = _list_tokens(ids)
+    tokens = _read_ids(ids)
     known = state.prefixes.get(tokens)
     return state.prefixes.add(_read_prefix(target, state, tokens)) if known is None else known
 
@@ -41,7 +41,8 @@ def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> 
     return Prefix(tokens, cache)
 
 
-def _list_tokens(ids: object) -> tuple[int, ...]:
+def _read_ids(ids: object) -> tuple[int, ...]:
+    """Return the token ids of one text. Raises KVPatchError if it is no such text."""
     listed = ids.tolist() if isinstance(ids, Tensor) else ids
     if isinstance(listed, Sequence) and len(listed) == 1 and isinstance(listed[0], Sequence):
         listed = listed[0]

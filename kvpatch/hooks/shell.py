@@ -33,7 +33,7 @@ def makes_masks(module: nn.Module) -> bool:
     return any(name.startswith("create_") and "mask" in name and name in home for name in names)
 
 
-def hooks(shell: nn.Module | None, decoder: nn.Module, state: PatchState) -> list[tuple[nn.Module, Hook]]:
+def list_hooks(shell: nn.Module | None, decoder: nn.Module, state: PatchState) -> list[tuple[nn.Module, Hook]]:
     """Return the pre-hooks that begin a pass, and the modules that they belong to."""
     if shell is None:
         return [(decoder, functools.partial(before_decoder, state=state))]

@@ -28,7 +28,7 @@ from ..policies.served import Combination, refuse
 from ..policies.windows import Chunk
 from ..storage.schema import LayerShape
 from .accelerate import device_of
-from .hybrid import Stack, layer_numbers, stack_of, state_modules, with_readers
+from .hybrid import Stack, find_state_modules, layer_numbers, stack_of, with_readers
 from .identity import describe_weights
 from .sharding import Parallel, check_layers, parallel_of
 from .shell import makes_masks
@@ -246,7 +246,7 @@ class Target:
     def list_mixers(self) -> list[nn.Module]:
         """Return the modules that mix tokens: those of attention, and a hybrid's other layers."""
         attentions = [module for _, _, (module, _) in self.modules()]
-        others = {} if self.stack is None else state_modules(self.decoder, self.stack, attentions)
+        others = {} if self.stack is None else find_state_modules(self.decoder, self.stack, attentions)
         return [*attentions, *others.values()]
 
     def counts_columns(self) -> bool:
@@ -277,7 +277,7 @@ class Target:
     def state_devices(self) -> dict[int, torch.device]:
         """Return the device of each layer of a hybrid that has a state, by its number."""
         attentions = [module for module, _ in self.attentions]
-        found = {} if self.stack is None else state_modules(self.decoder, self.stack, attentions)
+        found = {} if self.stack is None else find_state_modules(self.decoder, self.stack, attentions)
         return {number: device_of(module, self.decoder) for number, module in found.items()}
 
     def bytes_per_token(self, bits: int, dtype: torch.dtype) -> int:

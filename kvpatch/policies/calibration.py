@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from .budgets import Rule, check_count, is_list, parse_k, share
 from .context import EvictionContext, NewTokens, accumulator
-from .measures import MEASURES, Calibration, lengths
+from .measures import MEASURES, Calibration, measure_pairs
 from .needs import AnyNeed, Calibrated, Held, LastQueries, Sums
 from .scores import Recency, Score
 
@@ -113,8 +113,8 @@ class TriAttention(CalibratedScore):
         a, b = mean[..., pairs[:, 0]], mean[..., pairs[:, 1]]
         probe = mean.expand(len(keys), *mean.shape).clone()
         probe[..., pairs[:, 0]], probe[..., pairs[:, 1]] = a * cos - b * sin, a * sin + b * cos
-        spread = norm - lengths(mean, pairs)
-        x = probe @ keys.transpose(-1, -2) + spread @ lengths(keys, pairs).transpose(-1, -2)
+        spread = norm - measure_pairs(mean, pairs)
+        x = probe @ keys.transpose(-1, -2) + spread @ measure_pairs(keys, pairs).transpose(-1, -2)
         return _standardize_scores(x, context).amax(2)
 
     def _read_statistic(self, context: EvictionContext, keys: Tensor) -> list[Tensor]:

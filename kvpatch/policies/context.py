@@ -16,7 +16,7 @@ from ..errors import KVPatchError
 from .batched import Batched
 from .numbers import on_device
 from .parallel import WHOLE, Parallel
-from .windows import end, oldest
+from .windows import find_end, find_oldest
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -113,14 +113,14 @@ class EvictionContext:
         """Number of query rows that could see each token so far, its own included: c [B,H,T], in the sums' dtype."""
         if self._rows_seen is None:
             next_B11, positions = self.newest_B11 + 1, self.positions_BHT
-            until = next_B11 if self.sliding is None else torch.minimum(next_B11, end(self.sliding, positions))
+            until = next_B11 if self.sliding is None else torch.minimum(next_B11, find_end(self.sliding, positions))
             self._rows_seen = (until - positions).to(self.state["sum"].dtype)
         return self._rows_seen
 
     @property
     def dead_BHT(self) -> Tensor | None:
         """Tokens outside the sliding window of every later query, which nothing will attend to; None without a window."""
-        return None if self.sliding is None else self.positions_BHT < oldest(self.sliding, self.newest_B11 + 1)
+        return None if self.sliding is None else self.positions_BHT < find_oldest(self.sliding, self.newest_B11 + 1)
 
     @property
     def mean(self) -> Tensor:

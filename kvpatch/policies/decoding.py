@@ -94,7 +94,7 @@ class RecentScore(Score):
         check_count("window", self.window, "queries")
         check_pooling(self.kernel, self.pooling)
 
-    def _pooled(self, score_BHT: Tensor, candidate_BHT: Tensor, context: EvictionContext) -> Tensor:
+    def _pool_scores(self, score_BHT: Tensor, candidate_BHT: Tensor, context: EvictionContext) -> Tensor:
         """Pool over the neighbours of each candidate in text order, 0 elsewhere."""
         if self.pooling is None:
             return score_BHT
@@ -139,7 +139,7 @@ class Redundancy(RecentScore):
 
     def value(self, context: EvictionContext) -> Tensor:
         looks = context.view(LastQueries)
-        attention = self._pooled(looks.mean(looks.x_BHGWT.amax(2).softmax(-1)), looks.candidate_BHT, context)
+        attention = self._pool_scores(looks.mean(looks.x_BHGWT.amax(2).softmax(-1)), looks.candidate_BHT, context)
         return self.weight * attention - (1 - self.weight) * self._find_redundancy(context)
 
     def _find_redundancy(self, context: EvictionContext) -> Tensor:
@@ -190,7 +190,7 @@ class SampledAttention(RecentScore):
 
     def value(self, context: EvictionContext) -> Tensor:
         looks, position = context.view(LastQueries), context.positions_BHT
-        attention = self._pooled(looks.mean(looks.x_BHGWT.softmax(-1).mean(2)), looks.candidate_BHT, context)
+        attention = self._pool_scores(looks.mean(looks.x_BHGWT.softmax(-1).mean(2)), looks.candidate_BHT, context)
         H = position.shape[1]
         head = context.parallel.first(H) + torch.arange(H, device=position.device)
         u = noise.uniform(context.seed, context.layer, head[None, :, None], context.newest_B11, position)

@@ -15,7 +15,7 @@ LEAST = 1e-4
 """Added to the attention of a second reading before the logarithm: what is looked at less counts as little."""
 
 
-def features(k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> Tensor:
+def list_features(k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> Tensor:
     """Return the features of tokens [B,H,Q,F], in the scores' dtype: see Learned. F is `measures.MORE` above the values' size.
 
     Args:
@@ -29,7 +29,7 @@ def features(k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> Tensor:
     return torch.cat([v, torch.stack([*sizes, place, torch.ones_like(place)], -1)], -1)
 
 
-def target(repeated_BHT: Tensor) -> Tensor:
+def make_target(repeated_BHT: Tensor) -> Tensor:
     """Return what a regression learns of the scores of a second reading (`Repeated`): log(s + 0.0001)."""
     return (repeated_BHT.double() + LEAST).log()
 
@@ -57,7 +57,7 @@ class Learned(CalibratedScore):
         assert self.calibration is not None and isinstance(new.layer, int)
         H = new.k_BHQD.shape[1]
         weight_HF = self.calibration.of(new.layer, "weight", new.k_BHQD)[new.first : new.first + H]
-        return {"learned": (features(new.k_BHQD, new.v_BHQD, new.positions_BQ) @ weight_HF[None, :, :, None]).squeeze(-1)}
+        return {"learned": (list_features(new.k_BHQD, new.v_BHQD, new.positions_BQ) @ weight_HF[None, :, :, None]).squeeze(-1)}
 
     def value(self, context: EvictionContext) -> Tensor:
         return context.state["learned"]

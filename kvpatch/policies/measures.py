@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,21 +35,21 @@ class Rotation:
     turn_P: Tensor
 
     @classmethod
-    def of(cls, turned: Callable[[int], Tensor], count: int) -> Rotation | None:
+    def of(cls, matrix_at: Callable[[int], Tensor], count: int) -> Rotation | None:
         """Measure a rotation; None if nothing is turned.
 
         Args:
-            turned: turned(p) returns the matrix [D,D] of position p: row d is what the d-th unit vector becomes.
+            matrix_at: matrix_at(p) returns the matrix [D,D] of position p: row d is what the d-th unit vector becomes.
             count: positions that may be asked for are below that.
         """
-        first = turned(1).double().cpu() if count > 1 else torch.empty(0, 0)
+        first = matrix_at(1).double().cpu() if count > 1 else torch.empty(0, 0)
         a, b = first.triu(1).nonzero(as_tuple=True)
         if not len(a):
             return None
         turn = torch.atan2(first[a, b], first[a, a])
-        # a rounded table knows an angle, but for whole turns, as well at a later position, where a turn counts more often
+        # angles are known but for whole turns; those at position 2, 4, 8 ... add a bit each to what rounding left of the first
         for place in (1 << power for power in range(1, (count - 1).bit_length())):
-            later = turned(place).double().cpu()
+            later = matrix_at(place).double().cpu()
             angle = torch.atan2(later[a, b], later[a, a])
             whole = ((place * turn - angle) / (2 * math.pi)).round()
             turn = (angle + 2 * math.pi * whole) / place
@@ -77,7 +77,7 @@ class Calibration:
             model.generate(**inputs)
     """
 
-    model: Mapping[str, Any]
+    model: Mapping[str, object]
     layers: Mapping[int, Mapping[str, Tensor]]
     tokens: int
     digest: str
@@ -163,7 +163,7 @@ class Measure:
         return found if sums is None else tuple(old + new for old, new in zip(sums, found, strict=True))
 
 
-def lengths(x: Tensor, pairs_P2: Tensor) -> Tensor:
+def measure_pairs(x: Tensor, pairs_P2: Tensor) -> Tensor:
     """Return the lengths [...,P] of the pairs of channels of vectors [...,D]."""
     return torch.hypot(x[..., pairs_P2[:, 0]], x[..., pairs_P2[:, 1]])
 
@@ -190,7 +190,7 @@ def _count_plain(sample: Sample) -> Totals:
 
 def _count_norms(sample: Sample) -> Totals:
     assert sample.plain_HGQD is not None and sample.rotation is not None
-    return _count_sums(lengths(sample.plain_HGQD, sample.rotation.pairs_P2.to(sample.plain_HGQD.device)))
+    return _count_sums(measure_pairs(sample.plain_HGQD, sample.rotation.pairs_P2.to(sample.plain_HGQD.device)))
 
 
 def _count_sums(x_HGQD: Tensor) -> Totals:

@@ -47,5 +47,5 @@ class OutputChange(ObservationWindow):
         other = (weight_NML @ out_NLD.square().sum(-1, keepdim=True)).squeeze(-1)
         return ((own - 2 * both + other).clamp_min(0) / p_NGRM.shape[1]).to(rows.p_NGRM.dtype)
 
-    def _counts(self, position: Tensor, context: EvictionContext) -> Tensor:
+    def _may_pool(self, position: Tensor, context: EvictionContext) -> Tensor:
         return torch.ge(position, 0)

@@ -22,7 +22,7 @@ def is_own(part: object) -> bool:
     return type(part).__module__.partition(".")[0] != _HERE
 
 
-def value(score: Score, policy: str, context: EvictionContext) -> Tensor:
+def call_value(score: Score, policy: str, context: EvictionContext) -> Tensor:
     """Return a score's values [B,H,T].
 
     Raises:
@@ -36,7 +36,7 @@ def value(score: Score, policy: str, context: EvictionContext) -> Tensor:
     return result
 
 
-def mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | None:
+def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | None:
     """Return the tokens that a scope protects, bool [B,H,T], or None.
 
     Raises:
@@ -53,7 +53,7 @@ def mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | None:
     return result
 
 
-def entry(score: Score, policy: str, new: NewTokens) -> dict[str, Tensor]:
+def call_entry(score: Score, policy: str, new: NewTokens) -> dict[str, Tensor]:
     """Return what a score stores with new tokens.
 
     Raises:

@@ -178,7 +178,7 @@ class Policy:
         found: dict[str, Tensor] = {}
         for need in self.needs:
             found |= need.entry(new)
-        own = own_code.entry(self.score, self.name, new) if own_code.is_own(self.score) else self.score.entry(new)
+        own = own_code.call_entry(self.score, self.name, new) if own_code.is_own(self.score) else self.score.entry(new)
         return found | own
 
     def budget(self, k: object, bounds: Sequence[int | None]) -> object:
@@ -192,8 +192,8 @@ class Policy:
         """
         position = context.positions_BHT
         score, scope = self.score, self.scope
-        value = own_code.value(score, self.name, context) if own_code.is_own(score) else score.value(context)
-        protected = own_code.mask(scope, self.name, context) if own_code.is_own(scope) else scope.mask(context)
+        value = own_code.call_value(score, self.name, context) if own_code.is_own(score) else score.value(context)
+        protected = own_code.call_mask(scope, self.name, context) if own_code.is_own(scope) else scope.mask(context)
         context.value = value
         if context.watch is not None:
             context.watch(value)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
+def list_waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
     """Return the steps after which heads evict, each number once. goals: slots of each head; counts: those taken.
 
     Example:
@@ -32,7 +32,7 @@ def advance_waits(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int
     return tuple(sorted({wait - steps if wait > steps else (wait - steps - 1) % every + 1 for wait in waiting}))
 
 
-def moves(gone_BHM: Tensor, used: int) -> tuple[Tensor, Tensor]:
+def list_moves(gone_BHM: Tensor, used: int) -> tuple[Tensor, Tensor]:
     """Return columns [B,H,M] and the columns to move into them, so that the first `used` - M hold all tokens but those at gone.
 
     gone_BHM: columns of the tokens to evict, all different within a head. Columns that stay empty are moved among themselves.

@@ -350,17 +350,17 @@ class ObservationWindow(Score):
         if self.pooling is None:
             return score
         if not context.empty:
-            return self._pooled(score, position, context)
+            return self._pool_scores(score, position, context)
         order = position.argsort(-1)  # text order, which puts empty slots first and leaves none between neighbours
-        pooled = self._pooled(score.gather(-1, order), position.gather(-1, order), context)
+        pooled = self._pool_scores(score.gather(-1, order), position.gather(-1, order), context)
         return torch.empty_like(pooled).scatter_(-1, order, pooled)
 
-    def _counts(self, position: Tensor, context: EvictionContext) -> Tensor:
+    def _may_pool(self, position: Tensor, context: EvictionContext) -> Tensor:
         """Return the tokens whose scores are pooled, bool [B,H,T]."""
         return (position >= 0) & (position <= context.newest_B11 - context.limits.observed)
 
-    def _pooled(self, score: Tensor, position: Tensor, context: EvictionContext) -> Tensor:
-        candidate = self._counts(position, context)
+    def _pool_scores(self, score: Tensor, position: Tensor, context: EvictionContext) -> Tensor:
+        candidate = self._may_pool(position, context)
         if self.pooling == "avg":
             return F.avg_pool1d(score * candidate, self.kernel, stride=1, padding=self.kernel // 2)
         # F.max_pool1d pads with -inf; -inf also keeps padding tokens and the window's own tokens out of every maximum
@@ -404,7 +404,7 @@ class Defensive(ObservationWindow):
 
     def value(self, context: EvictionContext) -> Tensor:
         score, position = context.state["observed"], context.positions_BHT
-        candidate = self._counts(position, context)
+        candidate = self._may_pool(position, context)
         mean = score.masked_fill(~candidate, 0.0).sum(-1, keepdim=True) / candidate.sum(-1, keepdim=True).clamp(min=1)
         return torch.maximum(score, mean)
 

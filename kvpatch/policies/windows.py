@@ -17,11 +17,11 @@ class Chunk(int):
     """
 
 
-def oldest(window: int, t: Place) -> Place:
+def find_oldest(window: int, t: Place) -> Place:
     """Return the first position that the query at t sees, below 0 where a window reaches beyond the text."""
     return t // int(window) * int(window) if isinstance(window, Chunk) else t - window + 1
 
 
-def end(window: int, i: Place) -> Place:
+def find_end(window: int, i: Place) -> Place:
     """Return the position of the first query that no longer sees the token at i."""
     return (i // int(window) + 1) * int(window) if isinstance(window, Chunk) else i + window

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any
 
 from torch import Tensor
 
 from ..errors import InvalidError
 from ..policies.measures import MEASURES, WHOLE, Calibration, names
 from .header import Entry
-from .kinds import CALIBRATION
+from .kinds import CALIBRATION, Description
 
 Layers = Mapping[int, Mapping[str, Tensor]]
 
@@ -22,18 +21,18 @@ def save_calibration(calibration: Calibration, path: str | PathLike[str]) -> Non
     Raises:
         KVPatchError: the file cannot be written.
     """
-    CALIBRATION.write(path, *_describe_calibration(calibration.model, calibration.layers, calibration.tokens))
+    CALIBRATION.write_file(path, *_describe_calibration(calibration.model, calibration.layers, calibration.tokens))
 
 
-def make_calibration(model: dict[str, Any], layers: Layers, tokens: int) -> Calibration:
+def make_calibration(model: Description, layers: Layers, tokens: int) -> Calibration:
     """Return the calibration of these statistics by layer and name."""
-    return Calibration(model, layers, tokens, CALIBRATION.digest(*_describe_calibration(model, layers, tokens)))
+    return Calibration(model, layers, tokens, CALIBRATION.compute_checksum(*_describe_calibration(model, layers, tokens)))
 
 
-def _describe_calibration(model: Mapping[str, Any], layers: Layers, tokens: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _describe_calibration(model: Mapping[str, object], layers: Layers, tokens: int) -> tuple[Description, dict[str, Tensor]]:
     """Return the description and the tensors of a calibration's file."""
     found = {f"{layer}.{name}": tensor.cpu().contiguous() for layer, own in layers.items() for name, tensor in own.items()}
-    return CALIBRATION.describe(model=dict(model), tokens=tokens, layers=sorted(layers)), found
+    return CALIBRATION.make_description(model=dict(model), tokens=tokens, layers=sorted(layers)), found
 
 
 def load_calibration(path: str | PathLike[str]) -> Calibration:
@@ -51,7 +50,7 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
             model.generate(**inputs)
     """
     with CALIBRATION.reading(path):
-        about, tensors, digest = CALIBRATION.read(path, _check_tensor_names)
+        about, tensors, digest = CALIBRATION.read_file(path, _check_tensor_names)
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
             raise InvalidError("it holds a number that is not finite")
         layers = {
@@ -63,7 +62,7 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
     return Calibration(about["model"], layers, about["tokens"], digest)
 
 
-def _check_tensor_names(about: dict[str, Any], found: dict[str, Entry]) -> None:
+def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
     """Raise InvalidError unless the tensors belong to the layers of the description: of each layer all of some kinds."""
     known = list(map(names, WHOLE))
     for layer in about["layers"]:

@@ -13,7 +13,7 @@ from ..cache.token_ids import UNKNOWN
 from ..errors import InvalidError
 
 
-def check(cache: EvictingCache) -> None:
+def check_cache(cache: EvictingCache) -> None:
     """Raise InvalidError if the cache contradicts itself, its policy or its budget, or holds a number that is not finite.
 
     Free slots beyond the slack are taken for a reservation by room=, which the loaded cache then has again.

@@ -24,6 +24,7 @@ from .file import checksum, explain_errors, verify_checksum, write_tensors, writ
 from .header import Entry, are_counts, is_count, parse_json, read_entries, read_tensor
 
 Description = dict[str, Any]
+"""Values as JSON has them, by name."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Field:
         return cls(name, lambda value: isinstance(value, dict), fault.replace("{name}", name))
 
 
-def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str = "") -> dict[str, Any]:
+def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str = "") -> Description:
     """Return `value` if it is a dict with exactly these fields, all valid.
 
     Args:
@@ -79,7 +80,7 @@ def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str
     return table
 
 
-def check_names(what: str, value: object, names: tuple[str, ...]) -> dict[str, Any]:
+def check_names(what: str, value: object, names: tuple[str, ...]) -> Description:
     """Return `value` if it is a dict with exactly these names, else raise InvalidError; `what` names it in the message."""
     if not isinstance(value, dict) or set(value) != set(names):
         found = sorted(value) if isinstance(value, dict) else type(value).__name__
@@ -145,15 +146,15 @@ class FileKind:
         """Text that says kind and version in the file."""
         return f"kvpatch {self.name} {self.version}"
 
-    def describe(self, **values: object) -> Description:
+    def make_description(self, **values: object) -> Description:
         """Return the description that has these values of the fields."""
         return {"format": self.format, **{one.name: values[one.name] for one in self.fields}}
 
-    def digest(self, about: Description, tensors: dict[str, Tensor]) -> str:
+    def compute_checksum(self, about: Description, tensors: dict[str, Tensor]) -> str:
         """Return the checksum that a file of these would have."""
         return checksum(json.dumps(about), tensors)
 
-    def write(self, path: str | PathLike[str], about: Description, tensors: dict[str, Tensor]) -> None:
+    def write_file(self, path: str | PathLike[str], about: Description, tensors: dict[str, Tensor]) -> None:
         """Write a file. Raises KVPatchError if it cannot be written."""
         text = json.dumps(about)
         write_tensors(path, tensors, {"kvpatch": text, "checksum": checksum(text, tensors)}, self.subject or self.name)
@@ -173,7 +174,7 @@ class FileKind:
             raise KVPatchError(f"path={path!r:.60} is no path: give the file that {self.writer} wrote.")
         return explain_errors(path, self.label, self.writer, self.again)
 
-    def read(self, path: str | PathLike[str], check_header: Callable[[Description, dict[str, Entry]], None]) -> Document:
+    def read_file(self, path: str | PathLike[str], check_header: Callable[[Description, dict[str, Entry]], None]) -> Document:
         """Read a file; `check_header` refuses its description or the header's entries before tensors are read.
 
         Raises:
@@ -183,14 +184,14 @@ class FileKind:
 
         with safe_open(Path(path), "pt") as file:
             texts = file.metadata() or {}
-            about, found = self.parse(texts.get("kvpatch", ""), path), read_entries(file)
+            about, found = self.parse_description(texts.get("kvpatch", ""), path), read_entries(file)
             check_header(about, found)
             self.check_shapes(found)
             tensors = {name: read_tensor(file, name) for name in found}
         verify_checksum(texts.get("checksum"), texts["kvpatch"], tensors)
         return Document(about, tensors, texts["checksum"])
 
-    def parse(self, text: str, path: object, what: str = "its description") -> Description:
+    def parse_description(self, text: str, path: object, what: str = "its description") -> Description:
         """Return the description in `text`, with its fields checked. Raises InvalidError, or KVPatchError for `outdated`."""
         about = parse_json(text) if text else {}
         if not isinstance(about, dict) or about.get("format") != self.format:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from ..cache.lifetimes import NEVER, Record
 from ..errors import InvalidError, KVPatchError
 from .header import Entry
-from .kinds import RECORD
+from .kinds import RECORD, Description
 
 
 def save_record(record: Record, path: str | PathLike[str]) -> None:
@@ -31,7 +30,7 @@ def save_record(record: Record, path: str | PathLike[str]) -> None:
         raise KVPatchError(f"save_record() takes a record, not {record!r:.60}: give what patch.record() returned.")
     tensors = {"ids": record.ids} | {f"{layer}.deaths": deaths for layer, deaths in enumerate(record.deaths)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    RECORD.write(path, RECORD.describe(model=record.model, layers=len(record.deaths)), tensors)
+    RECORD.write_file(path, RECORD.make_description(model=record.model, layers=len(record.deaths)), tensors)
 
 
 def load_record(path: str | PathLike[str]) -> Record:
@@ -48,13 +47,13 @@ def load_record(path: str | PathLike[str]) -> Record:
             loss = model(texts, labels=texts).loss
     """
     with RECORD.reading(path):
-        about, tensors, _ = RECORD.read(path, _check_tensor_names)
+        about, tensors, _ = RECORD.read_file(path, _check_tensor_names)
         deaths = tuple(tensors[f"{layer}.deaths"] for layer in range(about["layers"]))
         _check_numbers(tensors["ids"], deaths)
     return Record(tensors["ids"], deaths, about["model"])
 
 
-def _check_tensor_names(about: dict[str, Any], found: dict[str, Entry]) -> None:
+def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
     """Raise InvalidError unless there are token ids, and deaths of each layer."""
     layers = about["layers"]
     if len(found) != layers + 1 or {*found} != {"ids", *(f"{layer}.deaths" for layer in range(layers))}:

@@ -22,10 +22,10 @@ from ..policies import Policy
 from ..policies.context import SIZES, Limits
 from . import contents, schema
 from .header import Entry
-from .kinds import CACHE, Document
+from .kinds import CACHE, Description, Document
 
 
-def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any]) -> None:
+def save(cache: EvictingCache, path: str | PathLike[str], model: Description) -> None:
     """Write `cache` to the file `path`; `model` holds the values that identify its model.
 
     Raises:
@@ -38,10 +38,10 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: dict[str, Any])
         raise KVPatchError("The cache is in the middle of a prompt: read it to its end, then save.")
     with cache.reading("save_cache()"):
         about, tensors = _describe_cache(cache, model)
-    CACHE.write(path, about, tensors)
+    CACHE.write_file(path, about, tensors)
 
 
-def _describe_cache(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Description, dict[str, Tensor]]:
     """Return the state of a cache as plain values, and all its tensors on the CPU."""
     shortfall_B, gaps_B = cache.counters.shortfall_B, cache.rows.gaps_B
     rows = {"seen_B": cache.seen_B, "shared": cache.shared, "shortfall_B": shortfall_B, "gaps_B": gaps_B}
@@ -63,7 +63,9 @@ def _describe_cache(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[s
         layers.append({name: getattr(layer, name) for name in schema.ATTRIBUTES} | beside)
     tensors |= {f"states.{name}": state for name, state in cache.states.tensors().items()}
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    about = CACHE.describe(model=model, settings=cache.settings.described(), cache=_describe_history(cache), layers=layers)
+    about = CACHE.make_description(
+        model=model, settings=cache.settings.described(), cache=_describe_history(cache), layers=layers
+    )
     return about, tensors
 
 
@@ -71,7 +73,7 @@ def _describe_cache(cache: EvictingCache, model: dict[str, Any]) -> tuple[dict[s
 def load(
     cache: EvictingCache,
     path: str | PathLike[str],
-    model: dict[str, Any],
+    model: Description,
     shapes: list[schema.LayerShape],
     devices: list[torch.device],
 ) -> EvictingCache:
@@ -93,14 +95,14 @@ def load(
     with CACHE.reading(path):
         about, tensors, _ = _read_file(path, cache, model, shapes)
         _restore_cache(cache, about, tensors, shapes, devices)
-        contents.check(cache)
+        contents.check_cache(cache)
     cache.drop_stack(due=True)
     return cache
 
 
 def _restore_cache(
     cache: EvictingCache,
-    about: dict[str, Any],
+    about: Description,
     tensors: dict[str, Tensor],
     shapes: list[schema.LayerShape],
     devices: list[torch.device],
@@ -115,14 +117,14 @@ def _restore_cache(
         _restore_layer(cache, layer, own, described, shapes[index], cache.settings.policies[index])
     cache.settings = cache.settings.in_dtype(cache.layers[0].dtype)
     states = {name.removeprefix("states."): state for name, state in tensors.items() if name.startswith("states.")}
-    cache.states.fill({name: state.to(devices[0]) for name, state in states.items()})
+    cache.states.fill_states({name: state.to(devices[0]) for name, state in states.items()})
 
 
 def _restore_layer(
     cache: EvictingCache,
     layer: SlotLayer,
     tensors: dict[str, Tensor],
-    described: dict[str, Any],
+    described: Description,
     shape: schema.LayerShape,
     policy: Policy,
 ) -> None:
@@ -162,7 +164,7 @@ def _list_limits(limits: Limits | None) -> list[list[int]] | None:
     return [list(row) for row in zip(*columns, strict=True)]
 
 
-def _describe_history(cache: EvictingCache) -> dict[str, Any]:
+def _describe_history(cache: EvictingCache) -> Description:
     """Return the step counters, turns and row history of a cache as plain values (schema.CACHE)."""
     turns, rows = cache.turns, cache.rows
     flags = {"joined": rows.joined, "padded": rows.padded, "by_columns": rows.by_columns}
@@ -170,26 +172,26 @@ def _describe_history(cache: EvictingCache) -> dict[str, Any]:
     return {"steps": cache.counters.steps, "turns": turns.count, "turn_from_B": turns.begin_B, **flags, **edited}
 
 
-def _restore_history(cache: EvictingCache, about: dict[str, Any]) -> None:
+def _restore_history(cache: EvictingCache, about: Description) -> None:
     cache.counters.steps = about.pop("steps")
     cache.turns = Turns(about.pop("turns"), about.pop("turn_from_B"))
     cache.rows = Rows(**about)
 
 
 def _read_file(
-    path: str | PathLike[str], cache: EvictingCache, model: dict[str, Any], shapes: list[schema.LayerShape]
+    path: str | PathLike[str], cache: EvictingCache, model: Description, shapes: list[schema.LayerShape]
 ) -> Document:
     """Read the description and the tensors of a file, and check that they fit the empty cache `cache`."""
 
-    def check_header(about: dict[str, Any], found: dict[str, Entry]) -> None:
+    def check_header(about: Description, found: dict[str, Entry]) -> None:
         _compare_tables("model", about["model"], model, path)
         _compare_tables("settings", about["settings"], json.loads(json.dumps(cache.settings.described())), path)
         schema.check_header(about, found, cache, shapes)
 
-    return CACHE.read(path, check_header)
+    return CACHE.read_file(path, check_header)
 
 
-def _compare_tables(what: str, saved: dict[str, Any], mine: dict[str, Any], path: object) -> None:
+def _compare_tables(what: str, saved: Description, mine: Description, path: object) -> None:
     for name in [*saved, *(name for name in mine if name not in saved)]:
         old, new = saved.get(name), mine.get(name)
         if old != new:

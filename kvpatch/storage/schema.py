@@ -17,7 +17,7 @@ from ..cache.tensors import FLOATS, HEAD_TENSORS
 from ..errors import InvalidError
 from ..policies.context import SIZES, NewTokens, accumulator
 from .header import Entry, are_counts
-from .kinds import Field, check_fields
+from .kinds import Description, Field, check_fields
 
 HISTORY = (
     Field.of_count("steps"),
@@ -65,7 +65,7 @@ class LayerShape(NamedTuple):
     latent: bool = False
 
 
-def check_header(about: dict[str, Any], entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
+def check_header(about: Description, entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
     """Raise InvalidError unless description and tensors fit `cache`, an empty cache of the patch."""
     left = dict(entries)
     B = _take_entry(left, "seen_B", (torch.int64,), (None,)).shape[0]

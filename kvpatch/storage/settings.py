@@ -116,7 +116,7 @@ class Settings:
             KVPatchError: the file cannot be written.
         """
         written = {"policy": self.policy, "k": _write_budget(self.k), "options": dict(self.options)}
-        SETTINGS.write_text(path, SETTINGS.describe(kvpatch=__version__, **written))
+        SETTINGS.write_text(path, SETTINGS.make_description(kvpatch=__version__, **written))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Settings:
@@ -134,7 +134,7 @@ class Settings:
     @classmethod
     def parse(cls, text: str) -> Settings:
         """Return the Settings that a file's text holds. Raises InvalidError if it holds none."""
-        about = SETTINGS.parse(text, "", "it")
+        about = SETTINGS.parse_description(text, "", "it")
         try:
             return cls(about["policy"], _read_budget(about["k"]), about["options"])
         except KVPatchError as error:

@@ -10,7 +10,7 @@ from kvpatch.backends import torch_backend
 from kvpatch.backends.flash import flash_backend
 from kvpatch.backends.protocol import Case, Geometry, Keys
 from kvpatch.backends.triton import triton_backend
-from kvpatch.policies.windows import Chunk, end, oldest
+from kvpatch.policies.windows import Chunk, find_end, find_oldest
 from tests.helpers.comparing import agrees
 from tests.helpers.joined import Loop, scenario
 from tests.helpers.marks import batches
@@ -27,9 +27,9 @@ def test_a_window_by_its_mask(window):
     """The first key that each query sees and the first query that does not see each key, counted in a mask."""
     q, k = TEXT[:, None], TEXT[None]
     seen = (k <= q) & ((q // int(window) == k // int(window)) if isinstance(window, Chunk) else (q - k < window))
-    assert torch.equal(oldest(window, TEXT).clamp(min=0), seen.int().argmax(1))
-    assert torch.equal(end(window, TEXT).clamp(max=40), (seen.sum(0) + TEXT))
-    assert [oldest(window, t) for t in range(40)] == oldest(window, TEXT).tolist()
+    assert torch.equal(find_oldest(window, TEXT).clamp(min=0), seen.int().argmax(1))
+    assert torch.equal(find_end(window, TEXT).clamp(max=40), (seen.sum(0) + TEXT))
+    assert [find_oldest(window, t) for t in range(40)] == find_oldest(window, TEXT).tolist()
 
 
 def test_only_a_text_of_several_chunks_is_for_torch():

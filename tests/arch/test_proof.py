@@ -116,4 +116,4 @@ def test_nothing_is_checked_under_a_tested_version(monkeypatch):
 
 def test_a_decoder_that_is_not_transformers_own_does_not_depend_on_it(monkeypatch):
     monkeypatch.setattr(proof, "check_twin", lambda twin: pytest.fail("a check"))
-    proof.prove(nn.Linear(2, 2), [], "This is untested", "pip install")
+    proof.prove_class(nn.Linear(2, 2), [], "This is untested", "pip install")

@@ -42,7 +42,7 @@ def both_ways(model, monkeypatch, run, policy, k, **options):
     for whole in (False, True):
         with monkeypatch.context() as context, kvpatch.patched(model, policy, k, **options) as patch:
             if whole:
-                context.setattr(bound_step, "bind", lambda *_: None)
+                context.setattr(bound_step, "bind_steps", lambda *_: None)
             cache = patch.new_cache()
             logits = run(cache)
             cache.check_invariants()

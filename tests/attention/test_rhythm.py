@@ -313,7 +313,7 @@ def test_moves_leave_what_stays_in_front():
     torch.manual_seed(0)
     for used, M in ((9, 3), (5, 4), (8, 1), (6, 6)):
         gone = torch.rand(2, 3, used).argsort(-1)[..., :M]
-        into, out = rhythm.moves(gone, used)
+        into, out = rhythm.list_moves(gone, used)
         column = torch.arange(used).expand(2, 3, used).clone()
         moved = column.scatter(2, into, column.gather(2, out))[..., : used - M]
         for b in range(2):
@@ -322,7 +322,7 @@ def test_moves_leave_what_stays_in_front():
 
 
 def test_steps_are_counted():
-    waits = rhythm.waits([10, 10, 7], [14, 14, 14])
+    waits = rhythm.list_waits([10, 10, 7], [14, 14, 14])
     for step in range(1, 20):
         after = {4 - step % 4, 7 - step if step < 7 else 4 - (step - 7) % 4}
         assert rhythm.advance_waits(waits, step, 4) == tuple(sorted(after))

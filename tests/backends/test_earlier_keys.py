@@ -56,7 +56,7 @@ def test_the_greatest_probability_of_each_earlier_key(holes, cap, weighted, monk
     want = x.softmax(-1).nan_to_num(0.0) * (rows >= 0)[:, None, None, :, None]
     want = (want if factors is None else want * factors[:, None, None, :, None]).amax(3)[..., :PAST]
     for lse in (None, x.logsumexp(-1)):
-        got = torch_backend.greatest(q, keys, rows, Geometry(SCALE, None, None, cap), lse, factors)
+        got = torch_backend.find_greatest(q, keys, rows, Geometry(SCALE, None, None, cap), lse, factors)
         torch.testing.assert_close(got, want)
 
 

@@ -36,8 +36,8 @@ def test_a_temperature_that_is_traced_goes_by_the_clock(model):
 @pytest.mark.parametrize(("policy", "room", "limit"), [("h2o", None, 0), ("h2o", 6, 0), ("snapkv", 6, N + 6)])
 def test_the_clock_of_a_cache(model, policy, room, limit, monkeypatch):
     """columns, limit, steps and span, which a compiled step reads; marked as standing still where there is room."""
-    marked, mark = [], compiled.mark
-    monkeypatch.setattr(compiled, "mark", lambda cache: (marked.append(cache), mark(cache)))
+    marked, mark = [], compiled.mark_static
+    monkeypatch.setattr(compiled, "mark_static", lambda cache: (marked.append(cache), mark(cache)))
     cache = read(model, policy, 0.5, room=room)
     clock = cache.counters.device
     assert [one.item() for one in (clock.columns, clock.limit, clock.steps, clock.span)] == [N, limit, 0, 1]
@@ -60,8 +60,8 @@ def test_a_ragged_layer_says_how_far_it_may_grow(model):
 
 def test_counters_catch_up_with_compiled_steps(model):
     cache = read(model, "h2o", 0.5, room=4)
-    compiled.begin(cache, None, None)  # and its layers run unseen
-    compiled.end(cache)
+    compiled.begin_step(cache, None, None)  # and its layers run unseen
+    compiled.end_step(cache)
     assert cache.counters.behind
     assert cache.layers[0].seen == N
     assert cache.get_seq_length() == N + 1

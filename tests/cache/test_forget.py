@@ -66,7 +66,7 @@ def same(a, b):
 @pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gpt2", "mistral_sliding"])
 def test_what_follows_is_as_if_it_were_masked(name, policy):
     checks = Checks(make(name), kvpatch.get_policy(policy), 0.4)
-    result = checks._judge_difference("", checks.forgetting)
+    result = checks._judge_difference("", checks.check_forgetting)
     assert result.passed, result.detail
 
 

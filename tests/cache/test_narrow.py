@@ -9,6 +9,7 @@ import kvpatch
 from kvpatch import EvictingCache, KVPatchError
 from kvpatch.backends import dispatch, entries
 from kvpatch.backends.protocol import Case
+from kvpatch.cache.narrow import opened, reading
 from tests.cache.test_turns import compare
 from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, SMALL, certain, same_tokens
 from tests.helpers.running import RAGGED, go_on, kept, uneven
@@ -346,3 +347,21 @@ def test_norms_of_generated_tokens_are_of_the_keys_that_attention_reads(bits):
         torch.testing.assert_close(layer.state["key_norm"][new].double(), read, atol=1e-5, rtol=1e-5)
         compared += len(read)
     assert compared > 8, "few generated tokens were kept"
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_rows_move_in_the_midst_of_a_prompt_with_all_that_is_theirs(latent):
+    """Entries of earlier prompts, the centre of the keys, and what is rounded of them in the end."""
+    k, v, more = torch.rand(3, 3, 2, 6, 8).unbind()
+    first = reading(k, v, 8, latent)
+    first.fix_centre(torch.arange(6).expand(3, 2, 6))
+    slots = opened(first.close_columns(6))
+    slots = slots.resized([12] * 6, None, 6)
+    slots.append(6, more, more)
+    rows = torch.tensor([2, 0])
+    moved = slots.map_rows(lambda tensor: tensor[rows], 3, 2)
+    pairs = [*zip(moved.stored, slots.stored, strict=True), *zip(moved.packed, slots.packed, strict=True)]
+    pairs += [(moved.centre, slots.centre), *zip(moved.close_columns(12).stored, slots.close_columns(12).stored, strict=True)]
+    assert len(pairs) == (4 if latent else 7)
+    assert all(torch.equal(mine, own[rows]) for mine, own in pairs)
+    assert (moved.values.data_ptr() == moved.keys.data_ptr()) == latent

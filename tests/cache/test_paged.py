@@ -96,3 +96,15 @@ def test_pages_that_lie_together_are_read_where_they_lie():
 
 def copied(*told):
     raise AssertionError("keys or values were copied out of the pages")
+
+
+def test_rows_move_in_the_midst_of_a_prompt_with_their_pages():
+    pool, table_BN = torch.zeros(4, 1, 2, 4, 8), torch.tensor([[1], [2], [3]])
+    keys, values = torch.rand(3, 1, 4, 8), torch.rand(3, 1, 4, 8)
+    rows = torch.tensor([2, 0])
+    slots = first_prompt(keys, values, pool, table_BN).map_rows(lambda tensor: tensor[rows], 3, 1).close_columns(4)
+    assert slots.table_BN.tolist() == [[3], [1]] and slots.shape == (2, 1, 4, 8)
+    assert torch.equal(slots.keys, keys[rows]) and torch.equal(slots.values, values[rows])
+    assert torch.equal(pool[3, :, 0], keys[2]) and not pool[2].any()
+    moved = slots.map_rows(lambda tensor: tensor[1:], 2, 1)  # what the other rows had looked up is not theirs
+    assert moved.shape == (1, 1, 4, 8) and torch.equal(moved.keys, keys[:1])

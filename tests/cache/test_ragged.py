@@ -97,17 +97,17 @@ def test_head_offsets_pack_select_grow_and_unpack(heads, order):
     index = torch.arange(K).expand(1, H, K)
     kept_BHK = index < torch.tensor(heads)[None, :, None]
     head_offsets = HeadOffsets([n + 2 for n in heads], heads, torch.device("cpu"))
-    rows = head_offsets.pack(padded, index, kept_BHK)
+    rows = head_offsets.pack_entries(padded, index, kept_BHK)
     assert len(rows) == sum(heads) + 2 * H
     assert sorted(rows[rows > 0].tolist()) == padded[kept_BHK].flatten().tolist()
     chosen = torch.tensor([i % H for i in order])
-    one, at = head_offsets.select(chosen)
+    one, at = head_offsets.select_heads(chosen)
     grown = one.resized([capacity + 3 for capacity in one.capacities], one.filled)
     moved = one.move(rows[at], grown)
-    back = grown.unpack(moved, 1, len(order), K + 5)
+    back = grown.unpack_entries(moved, 1, len(order), K + 5)
     assert len(moved) == sum(heads[i] + 5 for i in chosen.tolist())
     cut = grown.resized([heads[i] for i in chosen.tolist()], grown.filled)
-    assert torch.equal(cut.unpack(grown.move(moved, cut), 1, len(order), K + 5), back)
+    assert torch.equal(cut.unpack_entries(grown.move(moved, cut), 1, len(order), K + 5), back)
     assert torch.equal(back[:, :, :K], (padded * kept_BHK[..., None])[:, chosen])
     assert not back[:, :, K:].any()
 

@@ -47,17 +47,18 @@ PASS = [
     (compress, "top"),
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
     (SlotLayer, "allocate"), (SlotLayer, "_resize_slots"), (DenseSlots, "move_to_front"), (SlotLayer, "begin_prompt"),
-    (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record"),
-    (head_offsets.HeadOffsets, "pack"), (DeviceCounters, "advance"), (passes, "begin"),
+    (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record_step"),
+    (head_offsets.HeadOffsets, "pack_entries"), (DeviceCounters, "advance"), (passes, "begin"),
     (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
     (passes, "finish"), (decoder, "_begin_pass"), (decoder, "_check_positions"), (RunLog, "begin"),
 ]  # fmt: skip
-ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Batched, "change_rows"), (head_offsets.HeadOffsets, "select")]
-CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (layer, "restore")]
+ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Batched, "change_rows"), (head_offsets.HeadOffsets, "select_heads")]
+CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (layer, "restore_step")]
 CLONE = [(copy, "deepcopy"), (TextState, "catch_up")]
 JOIN = [
-    (concat, "check"), (concat, "_make_blank"), (concat, "_join_layer"), (concat, "_lay_out"), (concat, "_fill_segments"),
-    (concat, "_set_mode"), (concat, "_set_steps"), (concat, "_join_shared"), (SlotLayer, "reset"), (TextState, "reset"),
+    (concat, "check_compatible"), (concat, "_make_blank"), (concat, "_join_layer"), (concat, "_lay_out"),
+    (concat, "_fill_segments"), (concat, "_set_mode"), (concat, "_set_steps"),
+    (concat, "_join_shared"), (SlotLayer, "reset"), (TextState, "reset"),
 ]  # fmt: skip
 SAVE = [
     (kinds, "checksum"), (save_load, "_list_limits"), (save_load, "_describe_history"), (safetensors.torch, "save_file"),

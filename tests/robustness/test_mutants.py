@@ -90,7 +90,7 @@ MUTANTS = {
         "policies/calibration.py", "context.newest_B11 + 1 + offset", "context.newest_B11 + offset", f"{PROBES}-1]"),
     "a group's mean probe": ("policies/calibration.py", ".amax(2)", ".mean(2)", f"{PROBES}-0]"),
     "queries do not spread": (
-        "policies/calibration.py", "spread = norm - lengths(mean, pairs)", "spread = norm", f"{PROBES}-0]"),
+        "policies/calibration.py", "spread = norm - measure_pairs(mean, pairs)", "spread = norm", f"{PROBES}-0]"),
     "a kept prompt is standardized": (
         "policies/calibration.py", "(context.limits.prompt.clamp(min=0) if context.limits.any_prompt else 0)", "0",
         f"{PROBES}-0]"),
@@ -383,8 +383,8 @@ MUTANTS = {
         "    if call.evicting:\n        _evict_over_budget(call, newest_B11, t)\n        return\n    if call.steppers:",
         f"{ORACLE}[llama-tova]"),
     "sliding window off by one while decoding": (
-        "backends/torch_backend.py", "(positions < oldest(geometry.sliding, newest_B11))",
-        "(positions < oldest(geometry.sliding, newest_B11) - 1)", f"{ORACLE}[mistral_sliding-full]"),
+        "backends/torch_backend.py", "(positions < find_oldest(geometry.sliding, newest_B11))",
+        "(positions < find_oldest(geometry.sliding, newest_B11) - 1)", f"{ORACLE}[mistral_sliding-full]"),
     "queries of the sinks counted": (
         "policies/needs/query_moments.py", "counted = positions >= prompt.sinks", "counted = positions >= 0",
         f"{ORACLE}[llama-expected_attention]"),
@@ -457,8 +457,8 @@ MUTANTS = {
         "backends/entries.py", "range(min(D, GROUP), 0, -1)", "range(D, 0, -1)",
         "tests/backends/test_entries.py::test_an_entry_has_the_bytes_that_are_counted[64-8-torch.float32]"),
     "bits: a prompt attends to rounded keys": (
-        "cache/narrow.py", "    return ReadingSlots(keys, values, then, (none",
-        "    return ReadingSlots(then[0].round_trip(keys), then[1].round_trip(values), then, (none",
+        "cache/narrow.py", "    return ReadingSlots(keys, values, then, packed)",
+        "    return ReadingSlots(then[0].round_trip(keys), then[1].round_trip(values), then, packed)",
         "tests/cache/test_narrow.py::test_the_prompt_attends_in_full[llama-4]"),
     "bits: an earlier prompt's entries are rounded again": (
         "cache/narrow.py", "            if W:\n", "            if False:\n",
@@ -865,8 +865,8 @@ MUTANTS = {
         "attention/layer_call.py", "ranks.amax(-1, keepdim=True) - ranks", "positions.amax(-1, keepdim=True) - positions",
         f"{PARTS}::test_renumbered[mpt-h2o]"),
     "pooling over empty slots": (
-        "policies/scores.py", "        if not context.empty:\n            return self._pooled",
-        "        if True:\n            return self._pooled",
+        "policies/scores.py", "        if not context.empty:\n            return self._pool_scores",
+        "        if True:\n            return self._pool_scores",
         "tests/cache/test_turns.py::test_turns_of_combinations[adaptive-all]"),
     "one head's score for tokens that others do not hold": (
         "policies/scores.py", "        if context.aligned:", "        if True:",

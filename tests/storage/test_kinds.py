@@ -27,13 +27,13 @@ NOTE = FileKind(
 
 def take(path):
     with NOTE.reading(path):
-        return NOTE.read(path, lambda about, found: None)
+        return NOTE.read_file(path, lambda about, found: None)
 
 
 @pytest.fixture
 def path(tmp_path):
     tensors = {"ids": torch.arange(6).view(2, 3), "0.weight": torch.ones(2, 2)}
-    NOTE.write(tmp_path / "note", NOTE.describe(of={}, done=True, pages=4), tensors)
+    NOTE.write_file(tmp_path / "note", NOTE.make_description(of={}, done=True, pages=4), tensors)
     return tmp_path / "note"
 
 
@@ -41,7 +41,7 @@ def test_a_declaration_is_written_and_read(path):
     about, tensors, digest = take(path)
     assert list(about.items()) == [("format", "kvpatch note 3"), ("pages", 4), ("done", True), ("of", {})]
     assert torch.equal(tensors["ids"], torch.arange(6).view(2, 3)) and set(tensors) == {"ids", "0.weight"}
-    assert digest == NOTE.digest(about, tensors)
+    assert digest == NOTE.compute_checksum(about, tensors)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_declaration_is_written_and_read(path):
 )
 def test_what_does_not_fit_it(path, about, tensors, says):
     own, held, _ = take(path)
-    NOTE.write(path, own | about, held | tensors)
+    NOTE.write_file(path, own | about, held | tensors)
     with pytest.raises(KVPatchError, match=f"is no valid note: {says}. Write it anew"):
         take(path)
 

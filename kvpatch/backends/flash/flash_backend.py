@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...policies.numbers import on_device
 from .. import refusals
-from ..device import capability
+from ..device import find_capability
 from ..entries import FULL
 from ..protocol import SPECIAL, Case, Geometry, Keys, Task
 from .kernels import ANY, Kernel, Mask, Packing, kernels
@@ -70,7 +70,7 @@ def _find_lack(kernel: Kernel, case: Case) -> str | None:
     ):
         if asked and not given:
             return f"takes no {word}"
-    if (capability() or kernel.majors[0]) not in kernel.majors:
+    if (find_capability() or kernel.majors[0]) not in kernel.majors:
         newest = f" to {kernel.majors[-1]}.x" if kernel.majors.stop < ANY.stop else ""
         return f"needs a GPU of compute capability {kernel.majors[0]}.0{newest}"
     if not kernel.head(case):
@@ -87,7 +87,7 @@ def _ragged_reason(case: Case) -> str | None:
     ):  # fmt: skip
         if asked:
             return f"over heads of different lengths a flash kernel takes no {word}"
-    if (capability() or 8) < 8:
+    if (find_capability() or 8) < 8:
         return "flash kernels need a GPU of compute capability 8.0"
     if _ragged_kernel() is not None:
         return None

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..device import capability
+from ..device import find_capability
 from ..protocol import Case
 
 _LOG = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class Generation:
 
 def _takes_size(case: Case) -> bool:
     """Tell whether flash-attn 4 takes the head size; only Hopper's kernel has all sizes between 128 and 256."""
-    major = capability()
+    major = find_capability()
     return case.head_dim <= 128 or major in (None, 9) or (case.head_dim == 256 and major in (10, 11))
 
 

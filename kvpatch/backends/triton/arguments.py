@@ -60,7 +60,7 @@ def last_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def flat(tensor: Tensor | None) -> Tensor | None:
+def flatten_float(tensor: Tensor | None) -> Tensor | None:
     """Return the tensor as contiguous float32."""
     return None if tensor is None else tensor.to(torch.float32).contiguous()
 

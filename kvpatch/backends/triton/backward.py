@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import LENGTHS, LOG2E, check, flat, last_contiguous, logit_units, padded_size, spans
+from .arguments import LENGTHS, LOG2E, check, flatten_float, last_contiguous, logit_units, padded_size, spans
 
 LOG2 = tl.constexpr(LOG2E)
 
@@ -58,7 +58,7 @@ def gradients(
     unit, _ = logit_units(scale, None)
     shared = (
         *(q, k, v, grad, positions, deaths_BHT.contiguous(), rows_BQ.contiguous(), spans(rows_BQ), terms, delta),
-        flat(slopes_HG),
+        flatten_float(slopes_HG),
     )
     strides = (*q.stride()[:4], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:4], *positions.stride()[:2])
     sizes = (H, Q, T, sliding or 0, unit, scale)

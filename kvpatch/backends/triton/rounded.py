@@ -42,7 +42,7 @@ def columns(codec: Codec, D: int) -> Columns:
     """Return the columns of keys or values of D numbers; exact entries have one piece without groups."""
     if not isinstance(codec, Rounded):
         return Columns(D, 0, D, _round_width(D), _round_width(D))
-    return _make_columns(codec.bits, D // codec.groups, codec.head, D)
+    return _make_columns(codec.bits, D // codec.groups, codec.header_bytes, D)
 
 
 @lru_cache(maxsize=64)

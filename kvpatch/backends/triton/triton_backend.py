@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...policies.policy import Policy
 from ...policies.scopes import Scope
-from ..device import capability
+from ..device import find_capability
 from ..entries import FULL, centre_codecs, centre_of, codecs
 from ..protocol import SPECIAL, Attended, Case, Geometry, Keys, Noise, StepSlots, Task
 from . import arguments
@@ -49,7 +49,7 @@ def reason(task: Task, case: Case) -> str | None:
         return "its kernels run on a GPU"
     if case.device not in ("cpu", "cuda"):
         return f"its kernels were not tried on {case.device}"
-    if case.device == "cuda" and (capability() or OLDEST) < OLDEST:
+    if case.device == "cuda" and (find_capability() or OLDEST) < OLDEST:
         return f"its kernels need a GPU of compute capability {OLDEST}.0"
     if case.device == "cuda" and (problem := driver_problem()) is not None:
         return problem

@@ -27,7 +27,7 @@ class Recent(Note):
     positions_BW: Tensor
 
     @classmethod
-    def none(cls, width: int, like_BHGQD: Tensor, dtype: torch.dtype) -> Recent:
+    def make_empty(cls, width: int, like_BHGQD: Tensor, dtype: torch.dtype) -> Recent:
         """Return a record of no queries."""
         (B, H, G, _, D), device = like_BHGQD.shape, like_BHGQD.device
         positions = torch.full((B, width), -1, dtype=torch.long, device=device)
@@ -106,7 +106,7 @@ class LastQueries(Need[Looks]):
 
     def read(self, prompt: PromptRead) -> None:
         notes, q = prompt.layer.notes, prompt.plain_BHGQD.detach()
-        note: Recent = notes.get(self.name) or Recent.none(self.width, q, q.dtype)
+        note: Recent = notes.get(self.name) or Recent.make_empty(self.width, q, q.dtype)
         notes[self.name] = note.read(q, prompt.positions_BQ)
 
     def step(self, step: StepRead) -> None:
