@@ -30,6 +30,7 @@ from .state import NotCaptured, PatchState
 
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}  # by the type of the device
 HOMES = ("transformers", "torch", "peft", "accelerate", "kvpatch")  # packages whose modules compute and do nothing else
+HOOKS = ("kvpatch", "transformers")  # the latter's do nothing where nothing more than logits is asked for
 INPUTS = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "logits_to_keep", *CACHE_NAMES}
 _COMMON = vars(nn.Module()).keys() - {"training"}
 
@@ -156,7 +157,7 @@ def _only_computes(module: nn.Module) -> bool:
     own = vars(module)
     code = [type(module), type(module).forward, own.get("forward"), own.get("_old_forward")]
     hooks = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
-    return all(_home(one) in HOMES for one in code if one is not None) and all(_home(one) == "kvpatch" for one in hooks)
+    return all(_home(one) in HOMES for one in code if one is not None) and all(_home(one) in HOOKS for one in hooks)
 
 
 def _home(code: Any) -> str:

@@ -3,7 +3,9 @@
 A recorder that repeats operations (tests/helpers/recording.py) stands for CUDA's graphs.
 """
 
+import copy
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvpatch
 from kvpatch import KVPatchError
+from kvpatch.arch.upstream import CACHE, cache_of
 from kvpatch.cache import counters
 from kvpatch.hooks import generate_steps
 from tests.helpers.comparing import same_tokens
@@ -147,6 +150,24 @@ def test_scores_are_not_overwritten_by_later_steps(ran):
     assert ran.replays == NEW - 2
 
 
+def test_a_step_is_what_its_call_asks_for(ran):
+    """generate()'s call of the model, by hand: places of the caller's own, further outputs, and logits that are kept."""
+    model, ids, more = make("llama_gqa"), prompt(1, 24), prompt(1, 6, seed=2)
+    found = []
+    with kvpatch.patched(model, "h2o", 0.5) as patch, torch.no_grad():
+        for steps in (SimpleNamespace(running=lambda *_: nullcontext()), generate_steps.GenerateSteps(patch._state)):
+            cache = patch.new_cache()
+            model(ids, past_key_values=cache)
+            with steps.running(model, cache):
+                for t in range(6):
+                    call = {CACHE: cache, "position_ids": torch.tensor([[27 + t]]), "use_cache": True}
+                    out = model.__call__(input_ids=more[:, t : t + 1], output_hidden_states=t == 4, **call)
+                    assert cache_of(out) is cache and (out.hidden_states is None) == (t != 4)
+                    found.append(out.logits)
+    torch.testing.assert_close(torch.stack(found[6:]), torch.stack(found[:6]), atol=2e-5, rtol=0)
+    assert ran.replays == 4
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -184,7 +205,7 @@ def test_caches_that_are_handed_out_are_their_callers(ran, tmp_path):
     for patched in (without(model, "h2o"), kvpatch.patched(model, "h2o")):
         with patched as patch:
             first = model.generate(ids, return_dict_in_generate=True, **GREEDY)
-            cache = kvpatch.arch.upstream.cache_of(first)
+            cache = cache_of(first)
             saved = tmp_path / "cache.safetensors"
             patch.save_cache(cache, saved)
             held = [cache.positions(layer).clone() for layer in range(2)]
@@ -378,8 +399,6 @@ def test_a_failed_capture_leaves_all_steps_to_the_model(ran, caplog, monkeypatch
 
 
 def test_a_copy_of_the_model_has_graphs_of_its_own(ran):
-    import copy
-
     model, ids = make("llama_gqa"), prompt(1, 24)
     with kvpatch.patched(model, "h2o"):
         want = model.generate(ids, **GREEDY)
