@@ -39,7 +39,7 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if isinstance(past, Prefix):
         past = ownership.begun(past, state)
         set_cache(call, past, state.cache_name)
-    if past is not None and past is state.capturing.cache:
+    if isinstance(past, EvictingCache) and past is state.capturing.cache:
         if not _step(decoder, call, past, state):
             raise NotCaptured(NO_CAPTURE)
         return (), call
