@@ -408,3 +408,31 @@ def test_a_copy_of_the_model_has_graphs_of_its_own(ran):
         assert not torch.equal(twin.generate(ids, **GREEDY), want)
         assert torch.equal(model.generate(ids, **GREEDY), want)
     assert ran.captures == 3
+
+
+def test_each_adapter_has_a_graph_of_its_own(ran):
+    peft = pytest.importorskip("peft")
+    low_rank = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model, ids, found = peft.get_peft_model(make("llama_gqa"), low_rank), prompt(1, 24), []
+    model.add_adapter("two", low_rank)
+    for graphs in (False, True):
+        with kvpatch.patched(model, "h2o", 0.5, graphs=graphs):
+            for name in ("default", "two"):
+                model.set_adapter(name)
+                model.eval()
+                found.append(model.generate(input_ids=ids, **GREEDY))
+            with model.disable_adapter():
+                found.append(model.generate(input_ids=ids, **GREEDY))
+    assert all(map(torch.equal, found[3:], found[:3])) and not torch.equal(found[0], found[1])
+    assert ran.captures == 3
+
+
+def test_hooks_that_place_a_model_on_one_device_are_no_obstacle(ran):
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = make("llama_gqa"), prompt(1, 24)
+    with kvpatch.patched(model, "h2o"):
+        want = model.generate(ids, **GREEDY)
+    accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    with kvpatch.patched(model, "h2o"):
+        assert torch.equal(model.generate(ids, **GREEDY), want)
+    assert ran.captures == 2
