@@ -82,7 +82,9 @@ class GenerateSteps:
 
     def _call(self, model: nn.Module, graph: StepGraph, cache: EvictingCache, /, *args: Any, **inputs: Any) -> Any:
         """Run a step by its graph, or call the model."""
-        taken = None if args or cache_of(inputs) is not cache else _take_inputs(inputs)
+        foreign = bool(args) or cache_of(inputs) is not cache
+        reads = cache.seen < (cache.request.prompt_len or 0)  # a prompt in pieces, the last of which may be one token
+        taken = None if foreign or reads else _take_inputs(inputs)
         output = None if taken is None else self._step(graph, taken, cache)
         return type(model).__call__(model, *args, **inputs) if output is None else output
 

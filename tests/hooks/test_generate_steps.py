@@ -220,6 +220,20 @@ def test_caches_that_are_handed_out_are_their_callers(ran, tmp_path):
     assert all(map(torch.equal, found[:3], found[3:])) and ran.replays > 0
 
 
+def test_a_piece_of_a_prompt_is_no_step(ran):
+    """In pieces, generate() reads a prompt by the call of its steps; the last piece of each turn is one token."""
+    model, ids, found, held = make("llama_gqa"), prompt(1, 22), [], []
+    for patched in (without(model, "h2o"), kvpatch.patched(model, "h2o")):
+        with patched as patch:
+            cache = patch.new_cache()
+            asked = {"past_key_values": cache, "prefill_chunk_size": 7, **GREEDY}
+            text = model.generate(ids, **asked)
+            found += [text, model.generate(text, **asked)]
+            assert cache.turns.count == 2
+            held.append([cache.positions(layer).sort(-1).values for layer in (0, 1)])
+    assert all(map(torch.equal, found[:2], found[2:])) and same_tokens(*held) and ran.replays > 0
+
+
 def test_nothing_stays_on_the_model(ran):
     model, ids = make("llama_gqa"), prompt(1, 24)
     before = snapshot(model)

@@ -629,6 +629,9 @@ MUTANTS = {
     "graphs keep all memory after generate()": (
         "hooks/generate_steps.py", "                graph.drop(graph.limit)\n", "",
         f"{GRAPHED}::test_what_is_kept_between_texts_is_bounded_in_bytes[0]"),
+    "a prompt's last piece is a step": (
+        "hooks/generate_steps.py", "cache.seen < (cache.request.prompt_len or 0)", "False",
+        f"{GRAPHED}::test_a_piece_of_a_prompt_is_no_step"),
     "a tape of ids overflows": (
         "hooks/graph.py", "        if cache.keeps_ids:  # on", "        if False:  # on",
         f"{GRAPHED}::test_ids_of_a_long_text_are_known"),
