@@ -8,7 +8,7 @@ PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 VLLM_PIP = $(subst .venv,.venv-vllm,$(PIP))
 
 .DEFAULT_GOAL = help
-.PHONY: help demo test test-slow test-all test-gpu test-vllm check docs soak test-matrix canary test-wheel results mutation reliability small-models upstream-tests peer-env peer-scores
+.PHONY: help demo test test-slow test-all test-gpu test-stub test-vllm check docs soak test-matrix canary test-wheel results mutation reliability small-models upstream-tests peer-env peer-scores
 
 help:  ## this list
 	@echo "make TARGET [TORCH_INDEX=$(CPU_INDEX)] [PYTHON=python3.12]"
@@ -34,6 +34,9 @@ test-all: .venv/ok .venv/torchao  ## every test but those for a GPU
 
 test-gpu: .venv/ok  ## the tests of kernels, and those that need a GPU, on a machine that has one
 	.venv/bin/python -m pytest -m "gpu or not slow" tests/backends tests/cache/test_compiled.py
+
+test-stub: .venv/ok .venv/torchao  ## the fast tests as on a machine with CUDA, where there is none: torch says that there is
+	KVPATCH_CUDA_STUB=1 $(PYTEST) -m "not slow and not gpu"
 
 test-vllm: .venv-vllm/ok  ## the plugin for vLLM, in .venv-vllm with vLLM's builds for CPUs (about 3 GB): some minutes
 	.venv-vllm/bin/python -m pytest tests/vllm

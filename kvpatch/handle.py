@@ -41,9 +41,10 @@ from .storage.save_load import load, save
 class Patch:
     """A patch in force, made by `patched` or `patch`."""
 
-    def __init__(self, target: Target, settings: CacheSettings) -> None:
+    def __init__(self, target: Target, settings: CacheSettings, graphs: bool = True) -> None:
         self.settings, self._target = settings, target
         self._state = self._hook_state(target)
+        self._state.graphs = graphs
         self._installation = Installation(target, self._state)
 
     def install(self) -> None:
@@ -160,8 +161,8 @@ class Patch:
         """Make decode steps that are CUDA graphs, without torch.compile: captured once, replayed over later prompts too.
 
         `step(ids, cache)` returns the logits [B,1,V] of one more token per row, which the next step overwrites. A step that
-        cannot be captured is an ordinary call of the model; policies that append need `new_cache(room=...)`. It has never run
-        on a GPU.
+        cannot be captured is an ordinary call of the model; policies that append need `new_cache(room=...)`. generate() makes
+        such steps by itself (`patched(..., graphs=False)` turns that off). None has run on a GPU.
 
         Args:
             model: the model that this patch is of, or one that wraps it; called with input_ids and past_key_values.

@@ -86,6 +86,8 @@ class patched:
             steps off. Without it a NaN score counts as the lowest, and the first at a prompt's end is logged.
         record: note when each token is evicted, for `Patch.record()` and `kvpatch.replay`: 4 bytes for each token, layer and KV
             head. It turns the fast paths of decode steps off.
+        graphs: on a CUDA device generate() captures its decode step in a CUDA graph and replays it, where a step can be
+            captured, as `Patch.graph()` does for a loop of your own; False calls the model for each step.
         auto: take a model without an adapter whose attention goes through transformers' attention interface, after checks
             on its first use; False refuses it.
         **policy_options: the policy's own fields, such as `window=`, `noise=`, `sinks=`, `recent=`, `protect=`: those of
@@ -121,6 +123,7 @@ class patched:
         seed: int = 0,
         strict: bool = False,
         record: bool = False,
+        graphs: bool = True,
         auto: bool = True,
         **policy_options: Unpack[PolicyOptions],
     ) -> None:
@@ -129,7 +132,7 @@ class patched:
         settings.check_model(model, policy)
         positions, backend = settings.positions_of(positions), check_name(backend)
         bits = settings.bits_of(bits)
-        settings.check_options(seed, block, strict=strict, record=record, auto=auto)
+        settings.check_options(seed, block, strict=strict, record=record, graphs=graphs, auto=auto)
         chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
         target = _find_target(model, auto)
         how = settings.settings_of(
@@ -138,7 +141,7 @@ class patched:
         )  # fmt: skip
         if says_one_token(k):
             warnings.warn(ONE_TOKEN, stacklevel=3)  # the line that calls patched()
-        self._unused, self._patch = True, Patch(target, how)
+        self._unused, self._patch = True, Patch(target, how, graphs)
 
     def __enter__(self) -> Patch:
         if self._patch is None or not self._unused:
@@ -192,7 +195,7 @@ def _find_target(model: nn.Module, auto: bool) -> Target:
 _PARAMETERS = inspect.signature(patched).parameters.values()
 ARGUMENTS = tuple(one.name for one in _PARAMETERS if one.kind is not one.VAR_KEYWORD)
 """Names of patched()'s own arguments, offered as corrections of misspelt ones."""
-_OTHERS = ("record", "auto")
+_OTHERS = ("record", "graphs", "auto")
 SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY and one.name not in _OTHERS)
 """Keyword-only arguments of patched() that decide what is kept, all of which the command line and the harness accept too."""
 

@@ -29,6 +29,8 @@ START_BATCHING = "init_continuous_batching"
 """The method that makes a manager of continuous batching."""
 KEPT_MANAGER = "_cached_continuous_batching_manager"
 """The model's attribute that keeps a persistent manager."""
+STEP_CALL = "__call__"
+"""The model's attribute that generate() takes for its decode steps, where it does not compile them."""
 COMPILED = ("_compiled_call", "_last_compile_config")
 """The model's attributes that keep a step which generate() has compiled."""
 

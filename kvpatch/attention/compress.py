@@ -294,7 +294,10 @@ def _compress(
         slots.start_moving(counts, goals)
     elif evicts and (slots.holes or not filling or roomy):
         slots.holes |= filling > 0
-        slots.start_evicting(filling, counts=counts, goals=goals)
+        first_BH = None
+        if kept is None and index is not None and slots.kv.appends:  # all heads have as many tokens, in their first slots
+            first_BH = slots.positions.new_full(slots.positions.shape[:2], held)
+        slots.start_evicting(filling, first_BH, counts, goals)
     elif evicts:
         slots.start_filling(filling)
     elif kept is not None and not slots.kv.appends:
@@ -337,10 +340,10 @@ def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
     mass = seen.gather(-1, index)
     mass = (mass if kept is None else mass.masked_fill(~kept, 0.0)).sum(-1)
     if name == "sum":  # each row gave a total of one; tokens evicted by earlier blocks took their share along
-        total = call.now.copy([n * call.group for n in call.now.n_B], mass.device)[:, None].to(mass.dtype)
+        slots.mass_BH = mass / call.now.copy([n * call.group for n in call.now.n_B], mass.device)[:, None]
     else:
         total = seen.masked_fill(slots.positions[:, :, : slots.used] < 0, 0.0).sum(-1) if slots.holes else seen.sum(-1)
-    slots.mass_BH = mass / total.clamp_min(torch.finfo(seen.dtype).tiny)
+        slots.mass_BH = mass / total.clamp_min(torch.finfo(seen.dtype).tiny)
 
 
 def limit(call: Call) -> list[int]:

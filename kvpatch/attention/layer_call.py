@@ -282,6 +282,10 @@ class Call(LayerRead):
             layer_read=self,
         )
 
+    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that is the same for all layers of this device, made by the first of them."""
+        return self.now.once(name, self.device, make)
+
     def note_deaths(self, newest_B11: Tensor) -> None:
         """Note what was evicted, if lifetimes are recorded."""
         lifetimes, slots = self.cache.lifetimes, self.slots

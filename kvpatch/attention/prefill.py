@@ -56,7 +56,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
             read = PromptRead(
                 call, q_BHGQD, plain_BHGQD, k_BHQD, v_BHQD, positions_BQ, rows_BQ, found.lse, past, now.ends_prompt,
                 functools.partial(newest, call), call.policy.scope.sinks, torch_backend.DEVICE_BLOCK if q_BHGQD.is_cuda else 0,
-                functools.partial(_attend_window, call, keys),
+                functools.partial(_attend_window, call, keys), call.once,
             )  # fmt: skip
             for need in call.readers:
                 need.read(read)
@@ -87,7 +87,7 @@ def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: N
                 why = str(error)
         name = choice.instead("prompt", case, name, why)
     if name == "triton":
-        run = functools.partial(backend(name).attend, q_BHGQD, keys, rows_BQ, call.geometry, noise)
+        run = functools.partial(backend(name).attend, q_BHGQD, keys, rows_BQ, call.geometry, noise, _spans(call, name, rows_BQ))
         found = choice.attempt("prompt", case, run, name=name)
         if found is not None:
             return found
@@ -106,7 +106,7 @@ def _observed_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -
         noise = _noise(call, keys) if "gumbel" in names else None
         attended = attend_to(call, q_BHGQD, keys, rows_BQ, noise)
         with torch.no_grad():
-            spans = call.now.once("spans", q_BHGQD.device, functools.partial(backend(name).spans, rows_BQ))
+            spans = _spans(call, name, rows_BQ)
             gather = functools.partial(
                 backend(name).statistics, q_BHGQD, keys, rows_BQ, call.geometry, attended, names, noise, spans
             )
@@ -126,6 +126,11 @@ def _observed_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -
     with torch.no_grad():
         call.add(sums)
     return attended
+
+
+def _spans(call: Call, name: str, rows_BQ: Tensor) -> Tensor:
+    """Return what a backend's kernels need to know of the rows of a pass, made once for all layers."""
+    return call.once(f"spans of {rows_BQ.shape[1]} rows", functools.partial(backend(name).spans, rows_BQ))
 
 
 def _noise(call: Call, keys: Keys) -> Noise:
@@ -194,7 +199,9 @@ def _attend_window(
     case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.needs.sums))  # beside sums: their backend
     name, total = choice.of("statistics", case), None
     if name != "torch":
-        total = choice.attempt("statistics", case, functools.partial(backend(name).window_sums, *arguments))
+        sums, make = backend(name).window_sums, functools.partial(backend(name).spans, rows_BW)
+        spans = call.once(f"spans of the rows {id(rows_BW)}", make) if call.now.shares(rows_BW) else None
+        total = choice.attempt("statistics", case, functools.partial(sums, *arguments, spans))
     return torch_backend.window_sums(*arguments) if total is None else total
 
 

@@ -116,6 +116,10 @@ class Forward:
             self._shared[name, device] = make()
         return self._shared[name, device]
 
+    def shares(self, tensor: Tensor) -> bool:
+        """Tell if a tensor is one that `once` has made, which lives as long as the pass."""
+        return any(one is tensor for one in self._shared.values())
+
     def positions_on(self, device: torch.device) -> Tensor:
         """Return positions_BQ on a layer's device."""
         return self.positions_BQ if self.positions_BQ.device == device else self.positions_BQ.to(device)

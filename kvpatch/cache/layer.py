@@ -28,7 +28,7 @@ from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Moving, R
 from .narrow import opened, reading
 from .pickling import Unpicklable
 from .rollback import UNDO_STEPS, Undo, record_step, restore_step
-from .slots import Slots, fitted, gather_entries
+from .slots import Slots, collected, fitted, gather_entries
 from .tensors import HEAD_TENSORS
 
 if TYPE_CHECKING:
@@ -219,7 +219,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     def _zero_statistics(self, start: int) -> None:
         for name in self.statistics:
-            self.statistic(name)[:, :, start : self.used] = 0
+            if name in self.state:  # a new one is zero
+                self.state[name][:, :, start : self.used].fill_(0)
+            else:
+                self.statistic(name)
 
     def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor | None, entry: dict[str, Tensor]) -> None:
         """Write one token per row: into each head's free slot, in place, or after the used columns.
@@ -328,8 +331,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.kv.fix_centre(self.positions[:, :, : self.used])
             self.kv = self.kv.move_to_front(index_BHK, kept_BHK, layout)
             C, K = self.kv.width, index_BHK.shape[-1]
-            self.positions = fitted(gather_entries(self.positions, index_BHK), C, -1)
-            self.state = {name: fitted(gather_entries(tensor, index_BHK), C, 0) for name, tensor in self.state.items()}
+            self.positions = collected(self.positions, index_BHK, C, -1)
+            self.state = {name: collected(tensor, index_BHK, C, 0) for name, tensor in self.state.items()}
         self.used = self.floor = K
         self._round_graph()
         self.contiguous, self.free_at = False, None

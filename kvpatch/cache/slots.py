@@ -284,7 +284,7 @@ class DenseSlots(Slots):
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
             return RaggedSlots(*self.each(lambda t: offsets.pack_entries(t, index_BHK, kept_BHK)), offsets, self.codecs)
         C = max(*layout.capacities, index_BHK.shape[-1])
-        return DenseSlots(*self.each(lambda t: fitted(gather_entries(t, index_BHK), C, 0)), self.codecs)
+        return DenseSlots(*self.each(lambda t: collected(t, index_BHK, C, 0)), self.codecs)
 
     def make_dense(self, B: int, H: int) -> DenseSlots:
         return self
@@ -406,10 +406,24 @@ def gather_entries(tensor: Tensor, index_BHK: Tensor) -> Tensor:
     return tensor[b[:, None, None], h[None, :, None], index_BHK]
 
 
+def collected(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int) -> Tensor:
+    """[B,H,T,...] -> [B,H,columns,...]: copy each head's entries at `index` to new memory, padded with `empty`."""
+    (B, H, K), rest = index_BHK.shape, tensor.shape[3:]
+    new = tensor.new_empty(B, H, columns, *rest)
+    torch.gather(tensor, 2, index_BHK.view(B, H, K, *(1 for _ in rest)).expand(B, H, K, *rest), out=new[:, :, :K])
+    return _padded(new, K, empty)
+
+
 def fitted(tensor: Tensor, columns: int, empty: int) -> Tensor:
     """[B,H,K,...] -> [B,H,columns,...]: copy to new memory, padded with `empty` or cut."""
     B, H, K, *rest = tensor.shape
     new = tensor.new_empty(B, H, columns, *rest)
     new[:, :, :K] = tensor[:, :, :columns]
-    new[:, :, K:] = empty
-    return new
+    return _padded(new, K, empty)
+
+
+def _padded(tensor: Tensor, used: int, empty: int) -> Tensor:
+    """Fill the columns behind the used ones."""
+    if used < tensor.shape[2]:
+        tensor[:, :, used:].fill_(empty)
+    return tensor

@@ -24,7 +24,7 @@ from . import inputs, ownership
 from .attention import Courier, PassMask
 from .replay import begin_replay
 from .second_reading import begin_repeat
-from .state import PatchState, by_kind, is_aside, pass_mask, put_aside
+from .state import NotCaptured, PatchState, by_kind, is_aside, pass_mask, put_aside
 
 NO_CAPTURE = (
     "This step cannot be captured: the model is training, or its own code has run since the cache's last pass. Call "
@@ -39,9 +39,9 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if isinstance(past, Prefix):
         past = ownership.begun(past, state)
         set_cache(call, past, state.cache_name)
-    if state.capturing and isinstance(past, EvictingCache):
+    if isinstance(past, EvictingCache) and past is state.capturing.cache:
         if not _begin_step(decoder, call, past, state):
-            raise KVPatchError(NO_CAPTURE)
+            raise NotCaptured(NO_CAPTURE)
         return (), call
     if torch.compiler.is_compiling():
         foreign = past is not None and not isinstance(past, EvictingCache)

@@ -12,6 +12,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -32,6 +33,7 @@ from ..serving.pool import RequestPool
 from . import ownership, texts
 from .attention import Courier
 from .decoder import own_cache
+from .generate_steps import GenerateSteps
 from .identity import end_adapter_names
 from .state import PatchState, pass_mask
 from .versions import check_engine, check_prompt_tuning
@@ -44,10 +46,11 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
 
     A caller's cache that has read another text raises an error: see texts.check_text.
     """
+    steps = GenerateSteps(state)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return _run_with_cache(self, previous, state, args, kwargs)
+            return _run_with_cache(self, previous, steps, args, kwargs)
         except KVPatchError:
             end_adapter_names(self)
             raise
@@ -56,9 +59,10 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
 
 
 def _run_with_cache(
-    self: Any, previous: Callable[..., Any] | None, state: PatchState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    self: Any, previous: Callable[..., Any] | None, steps: GenerateSteps, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run generate() with an EvictingCache, unless its options ask for none or another."""
+    state = steps.state
     run = functools.partial(type(self).generate, self) if previous is None else previous
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
     config = config if isinstance(config, GenerationConfig) else None
@@ -93,7 +97,9 @@ def _run_with_cache(
             cache.request.room = cache.request.new_tokens if compiles else cache.request.room
         set_cache(kwargs, cache, taken_as)
         state.log.start(cache, made_here=past is None)
-        return run(*args, **kwargs)
+        takes = not (drafts or cache.is_compileable or kwargs.get("position_ids") is not None)
+        with steps.running(self, cache) if takes else nullcontext():
+            return run(*args, **kwargs)
     except BaseException:
         if compiles and cache.changes > changes:  # the progress of an interrupted compiled step is unknown
             cache.operations.setdefault("change", ["generate() under torch.compile"])

@@ -4,6 +4,8 @@ A captured step reads and changes tensors by address, so it must be one that hol
 step: the step that torch.compile traces (cache/compiled.py). Its cache's tensors stay where they are. The next prompt's cache,
 if it has the same shapes and facts, is copied into them and lives there from then on; another gets a capture of its own.
 Slots are rounded up to classes (capacity.py), so that prompts of similar lengths have the same shapes.
+
+generate() runs its steps by such graphs (generate_steps.py), and Patch.graph() gives them to loops of the user's own.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,58 +27,43 @@ from ..errors import KVPatchError
 from ..policies.served import refuse
 from . import ownership
 from .capacity import round_capacities
-from .state import PatchState
+from .recorder import CudaRecorder, Recorder, find_limit
+from .state import NotCaptured, PatchState
 
 _LOG = logging.getLogger(__name__)
-KINDS = 4  # of steps whose graphs are kept: each holds a cache's memory, and under a share of the prompt every class is a kind
+KINDS = 16  # of steps whose graphs are kept: each holds a cache's memory, and under a share of the prompt every class is a kind
 COUNTS = ("seen", "floor", "slack", "grown", "steps")  # a traced step reads none of these numbers
 NO_DEVICE = (
     "patch.graph() captures steps in CUDA graphs, and {}. Call the model itself, or compile its step: "
     "torch.compile(model.forward) over a cache of patch.new_cache(room=...)."
 )
 Place = tuple[dict[str, Any], str]
-
-
-class Recorder(Protocol):
-    """Recorder of one step, which it can repeat."""
-
-    def capture(self, run: Callable[[], None]) -> None:
-        """Record what `run` asks of the device. Nothing of it is carried out."""
-
-    def replay(self) -> None:
-        """Carry it out, on the same memory."""
-
-
-class CudaRecorder(Recorder):
-    """A CUDA graph."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.graph = device, torch.cuda.CUDAGraph()
-
-    def capture(self, run: Callable[[], None]) -> None:
-        with torch.cuda.device(self.device), torch.cuda.graph(self.graph):
-            run()
-
-    def replay(self) -> None:
-        self.graph.replay()
+Inputs = dict[str, Tensor]
 
 
 class _Captured:
     """A captured step, and the memory that it works on.
 
     tensors: of the cache that lives there, in the order of its places. owner: that cache. left: steps until something must be
-    looked at that the host counts. ids, logits: of the step.
+    looked at that the host counts. inputs, logits: of the step.
     """
 
-    def __init__(self, recorder: Recorder, cache: EvictingCache, ids_B1: Tensor) -> None:
+    def __init__(self, recorder: Recorder, cache: EvictingCache, inputs: Inputs) -> None:
         self.recorder, self.tensors = recorder, [holder[name] for holder, name in _places(cache)]
-        self.owner, self.ids_B1 = weakref.ref(cache), ids_B1.clone()
+        self.owner, self.inputs = weakref.ref(cache), {name: tensor.clone() for name, tensor in inputs.items()}
         self.logits: Tensor  # from the capture on
         self.left = 0
 
-    def goes_on(self, ids_B1: Tensor, cache: EvictingCache) -> bool:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache's memory."""
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in self.tensors}
+        return sum(storages.values())
+
+    def goes_on(self, inputs: Inputs, cache: EvictingCache) -> bool:
         """Tell if the next step can follow without a look at the cache, since nobody has looked since the last replay."""
-        return self.left > 0 and cache.counters.behind and self.owner() is cache and ids_B1.shape == self.ids_B1.shape
+        alike = self.owner() is cache and _shapes(inputs) == _shapes(self.inputs)
+        return self.left > 0 and cache.counters.behind and alike and not _autocasts(inputs["input_ids"].device.type)
 
     def holds(self, cache: EvictingCache) -> bool:
         """Tell if the cache's tensors are those of the graph."""
@@ -98,100 +85,160 @@ class _Captured:
                 holder[name] = tensor
         self.owner = weakref.ref(cache)
 
+    def replay(self, inputs: Inputs, cache: EvictingCache) -> None:
+        """Run the step on other inputs. It counts before it runs, so that an interrupt leaves counters that tensors correct."""
+        for name, tensor in inputs.items():
+            self.inputs[name].copy_(tensor)
+        cache.counters.behind, self.left = True, self.left - 1
+        self.recorder.replay()
+
 
 class StepGraph:
     """Decode steps of a patched model by graphs: `step(ids [B,1], cache)` returns the logits [B,1,V] of the next token.
 
     The logits are overwritten by the next step. A step that cannot be captured (cache/compiled.py can_trace: buffers that will
-    move, renumbered positions, joined rows, roll-back) is an ordinary call of the model, and so are all once a capture failed.
-    The graphs of the KINDS kinds of steps that ran last are kept, with the memory that they work on.
+    move, renumbered positions, joined rows, roll-back, autocast) is an ordinary call of the model, and so are all once a
+    capture failed. The graphs of the KINDS kinds of steps that ran last are kept, with the memory that they work on, as long
+    as that is within `limit` bytes.
 
     captures: graphs so far; replays: steps that one of them ran.
     """
 
-    def __init__(self, model: nn.Module, state: PatchState, make: Callable[[torch.device], Recorder] = CudaRecorder) -> None:
-        self.model, self.state, self.make = model, state, make
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        state: PatchState,
+        make: Callable[[torch.device], Recorder] = CudaRecorder,
+        limit: int = sys.maxsize,
+    ) -> None:
+        self.model, self.state, self.make, self.limit = model, state, make, limit
         self.cache_name = cache_argument(type(model).forward if isinstance(model, nn.Module) else model)
         self.captures = self.replays = 0
         self._known: OrderedDict[object, _Captured | None] = OrderedDict()  # the one used last at the end
         self._failed = False
         self._newest: _Captured | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that the graphs work on, without that of a step's intermediate results."""
+        return sum(captured.nbytes for captured in self._known.values() if captured is not None)
+
     def __call__(self, ids_B1: Tensor, cache: EvictingCache) -> Tensor:
         """Feed one token of each row to the cache."""
+        inputs = {"input_ids": ids_B1}
+        logits = self.step(inputs, cache)
+        if logits is None:
+            with torch.inference_mode(False), torch.no_grad():
+                logits = self._call(inputs, cache)
+        return logits
+
+    def step(self, inputs: Inputs, cache: EvictingCache) -> Tensor | None:
+        """Run a step, and return its logits [B,1,V]; None if it is left to the model.
+
+        inputs: input_ids [B,1], and position_ids if not those of the cache's next tokens.
+        """
         with torch.inference_mode(False), torch.no_grad():
-            captured = self._captured(ids_B1, cache)
-            if captured is None:
-                return self._run(ids_B1, cache)
-            captured.ids_B1.copy_(ids_B1)
-            captured.recorder.replay()
-            cache.counters.behind, captured.left, self.replays = True, captured.left - 1, self.replays + 1
+            captured = self._newest
+            if captured is None or not captured.goes_on(inputs, cache):
+                ownership.check(cache, self.state)
+                cache.catch_up()
+                left = 0 if self._failed else self._steps(cache, inputs["input_ids"])
+                if not left:
+                    return None
+                captured = self._captured(inputs, cache)
+                if captured is None:
+                    return self._trace(inputs, cache)
+                captured.left, self._newest = left, captured
+            captured.replay(inputs, cache)
+            self.replays += 1
             return captured.logits
 
-    def _captured(self, ids_B1: Tensor, cache: EvictingCache) -> _Captured | None:
+    def drop(self, limit: int = 0) -> None:
+        """Drop the graphs that were used longest ago, until the others' memory is within `limit` bytes."""
+        while self._known and self.nbytes > limit:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        _, oldest = self._known.popitem(last=False)
+        if oldest is self._newest:
+            self._newest = None
+
+    def give_up(self) -> None:
+        """Leave all steps to the model from now on."""
+        self._failed = True
+        self.drop()
+
+    def _captured(self, inputs: Inputs, cache: EvictingCache) -> _Captured | None:
         """Return the graph that runs this step, its memory being the cache's; None for the first step of each kind."""
-        newest = self._newest
-        if newest is not None and newest.goes_on(ids_B1, cache):
-            return newest
-        ownership.check(cache, self.state)
-        cache.catch_up()
-        left = 0 if self._failed else self._steps(cache, ids_B1)
-        if not left:
-            return None
         round_capacities(cache)
-        kind = (ids_B1.shape, ids_B1.dtype, ids_B1.device, _facts(cache))
+        kind = (_shapes(inputs), _facts(cache))
         if kind not in self._known:  # the first step compiles and loads what a capture may not
             self._known[kind] = None
-            while len(self._known) > KINDS:
-                self._known.popitem(last=False)
+            self._keep_newest()
             return None
         self._known.move_to_end(kind)
         captured = self._known[kind]
         if captured is None:
             try:
-                captured = self._known[kind] = self._capture(ids_B1, cache)
+                captured = self._known[kind] = self._capture(inputs, cache)
             except RuntimeError as error:  # such as of a model that reads a value on the host
                 del self._known[kind]
                 self._failed = True
                 _LOG.warning(f"[kvpatch] No step of this model can be captured, so it runs them all itself: {error}")
                 return None
+            self._keep_newest()
         elif not captured.holds(cache):
             captured.take_in(cache)
-        captured.left, self._newest = left, captured
         return captured
 
-    def _capture(self, ids_B1: Tensor, cache: EvictingCache) -> _Captured:
+    def _keep_newest(self) -> None:
+        """Drop kinds that ran longest ago; the newest one stays."""
+        while len(self._known) > KINDS or (len(self._known) > 1 and self.nbytes > self.limit):
+            self._drop_oldest()
+
+    def _capture(self, inputs: Inputs, cache: EvictingCache) -> _Captured:
         cache.drop_stack(due=cache.stack is not None)
-        captured = _Captured(self.make(ids_B1.device), cache, ids_B1)
+        captured = _Captured(self.make(inputs["input_ids"].device), cache, inputs)
 
         def run() -> None:
-            captured.logits = self._run(captured.ids_B1, cache)
+            captured.logits = self._call(captured.inputs, cache, capturing=True)
 
         captured.recorder.capture(run)
         self.captures += 1
         return captured
 
-    def _run(self, ids_B1: Tensor, cache: EvictingCache) -> Tensor:
-        """Call the model, with everything that changes from step to step in tensors if it can be."""
-        call: dict[str, Any] = {self.cache_name: cache, "use_cache": True}
-        capturing = self._steps(cache, ids_B1) > 0
-        if capturing and "position_ids" in self.state.decoder_parameters:
-            call["position_ids"] = _positions(cache, len(ids_B1))
-        self.state.capturing = capturing
+    def _trace(self, inputs: Inputs, cache: EvictingCache) -> Tensor:
+        """Run a step as it would be captured."""
         try:
-            return self.model(input_ids=ids_B1, **call).logits
+            return self._call(inputs, cache, capturing=True)
+        except NotCaptured:
+            raise
+        except BaseException:  # how far it has come is unknown
+            cache.operations.setdefault("change", ["step for a graph"])
+            raise
+
+    def _call(self, inputs: Inputs, cache: EvictingCache, capturing: bool = False) -> Tensor:
+        """Call the model, and return its logits; capturing: with everything that changes from step to step in tensors."""
+        call: dict[str, Any] = {**inputs, self.cache_name: cache, "use_cache": True}
+        if capturing and "position_ids" in self.state.decoder_parameters:
+            call.setdefault("position_ids", _positions(cache, len(inputs["input_ids"])))
+        self.state.capturing.cache = cache if capturing else None
+        try:
+            return self.model(**call).logits
         finally:
-            self.state.capturing = False
+            self.state.capturing.cache = None
 
     def _steps(self, cache: EvictingCache, ids_B1: Tensor) -> int:
         """Return the number of coming steps that leave all their changes in tensors: until buffers move or positions end."""
-        own = cache.settings.renumbered or cache.rows.joined
+        own = cache.settings.renumbered or cache.rows.joined or _autocasts(ids_B1.device.type)
         if own or ids_B1.ndim != 2 or not compiled.can_trace(cache, *ids_B1.shape):
             return 0
         left = [layer.mode.room for layer in cache.layers]
         if self.state.max_positions is not None:
             left.append(self.state.max_positions - cache.seen)
-        return max(min(left, default=sys.maxsize), 0)
+        if cache.keeps_ids:  # on a tape that is read before it is full
+            left.append(cache.counters.tensors.tape_BN.shape[1])
+        return max(min(left), 0)
 
 
 def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGraph:
@@ -208,7 +255,16 @@ def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGrap
         raise KVPatchError(NO_DEVICE.format("torch finds no CUDA device here"))
     if device.type != "cuda":
         raise KVPatchError(NO_DEVICE.format(f"this model is on {device}"))
-    return StepGraph(model, state)
+    return StepGraph(model, state, limit=find_limit(device))
+
+
+def _autocasts(device: str) -> bool:
+    """Tell if weights are cast as they are used: a capture would keep the casts that it finds."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _shapes(inputs: Inputs) -> tuple[object, ...]:
+    return tuple((name, one.shape, one.dtype, one.device) for name, one in inputs.items())
 
 
 def _positions(cache: EvictingCache, B: int) -> Tensor:

@@ -70,8 +70,7 @@ class RunLog:
             self._count_pass("decode", missed, record.step(cache, 0))  # steps inside a graph of torch.compile
         if not now.prompt:
             kind, acted = "decode", record.step(cache, Q)
-            if record.timing is not None and record.timing.step is None:
-                record.timing.step = time.perf_counter()
+            self.time_step(cache)
         else:
             kind, acted = "prompt", record.prompt(cache, now, Q)
         if cache.scratch:
@@ -93,6 +92,12 @@ class RunLog:
     def start(self, cache: EvictingCache, made_here: bool) -> None:
         """Start the time of a generate()."""
         self.record(cache, made_here).timing = Timing(time.perf_counter())
+
+    def time_step(self, cache: EvictingCache) -> None:
+        """Note the time of a step that a graph runs, if it is the first of a generate()."""
+        timing = self.record(cache).timing
+        if timing is not None and timing.step is None:
+            timing.step = time.perf_counter()
 
     def finish(self, cache: EvictingCache) -> None:
         """Stop the time of a generate(), and count its steps inside graphs of torch.compile."""

@@ -57,6 +57,16 @@ class Mark:
     __reduce_ex__ = _refuse_pickle
 
 
+class NotCaptured(KVPatchError):
+    """Error of a step that cannot be captured, raised before it has changed anything."""
+
+
+class Capturing(threading.local):
+    """The cache of the step that is being traced for a graph (graph.py), in each thread."""
+
+    cache: EvictingCache | None = None
+
+
 class Merged(threading.local):
     """Token ids of the pass that has begun in the model around the decoder, which merges images into their embeddings."""
 
@@ -73,11 +83,11 @@ class PatchState:
 
     max_positions: the number of positions that the model has. shapes: of the cache's layers. decoder_parameters: names of
     the parameters of the decoder's forward; cache_name: the cache's among them. aside: for each attribute of the decoder
-    that changes during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the pass is a
-    step for a graph (graph.py). replayed: the record that passes without a cache follow, or None. prefixes: compressed
-    texts that others begin with. measured: the model that a calibration is of, or None. merged: what a pass was given in
-    front of the decoder, in each thread. places_itself: the reason that the decoder counts positions by columns and can be
-    told no others, or None.
+    that changes during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the cache
+    whose step is traced for a graph. graphs: generate() may run its steps by graphs (generate_steps.py). replayed: the record
+    that passes without a cache follow, or None. prefixes: compressed texts that others begin with. measured: the model that a
+    calibration is of, or None. merged: what a pass was given in front of the decoder, in each thread. places_itself: the
+    reason that the decoder counts positions by columns and can be told no others, or None.
     """
 
     def __init__(
@@ -94,7 +104,8 @@ class PatchState:
         self.decoder_parameters, self.log = decoder_parameters, RunLog(settings)
         self.cache_name = next((name for name in CACHE_NAMES if name in decoder_parameters), CACHE)
         self.aside: dict[str, tuple[Any, Any]] = {}
-        self.capturing = False
+        self.capturing = Capturing()
+        self.graphs = True
         self.replayed: Record | None = None
         self.prefixes, self.measured = Prefixes(), measured
         self.merged, self.places_itself = Merged(), places_itself

@@ -357,7 +357,8 @@ class ObservationWindow(Score):
 
     def _may_pool(self, position: Tensor, context: EvictionContext) -> Tensor:
         """Return the tokens whose scores are pooled, bool [B,H,T]."""
-        return (position >= 0) & (position <= context.newest_B11 - context.limits.observed)
+        before = position <= context.newest_B11 - context.limits.observed
+        return (position >= 0) & before if context.empty else before
 
     def _pool_scores(self, score: Tensor, position: Tensor, context: EvictionContext) -> Tensor:
         candidate = self._may_pool(position, context)

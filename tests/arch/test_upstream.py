@@ -74,6 +74,13 @@ def test_a_mask_of_ones_that_generate_leaves_out_is_counted():
     assert "_mask_length" in inspect.getsource(transformers.generation.utils) or not NEW
 
 
+def test_generate_takes_its_steps_from_the_model_s_attribute():
+    """hooks/generate_steps.py puts a function there; the prompt is a call of the model."""
+    steps = inspect.getsource(GenerationMixin._sample)
+    assert f"self.{upstream.STEP_CALL}" in steps and "model_forward(**model_inputs" in steps
+    assert "self(**model_inputs" in inspect.getsource(GenerationMixin._prefill)
+
+
 def is_there(qualified):
     """Whether the installed version has a class of a row, found in its source without importing it."""
     home, _, name = qualified.rpartition(".")

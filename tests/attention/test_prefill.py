@@ -46,6 +46,21 @@ def test_a_prompt_in_chunks_evicts_at_its_end(name, policy):
     assert all(torch.equal(a, b) for a, b in zip(held, again, strict=True))
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_layers_of_unlike_budgets_have_windows_of_their_own(backend, no_gradients):
+    """A small budget cuts the window in its layer alone. The prompt's pass attends to all, whatever other layers keep."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    model, ids, held = make("llama_gqa", seed=2), prompt(1, 40), {}
+    for k in ([5, 20], [20, 5], [5, 5], [20, 20]):
+        with kvpatch.patched(model, "snapkv", k, window=8, kernel=3, backend=backend) as patch:
+            cache = patch.new_cache()
+            model(ids, past_key_values=cache)
+        held[tuple(k)] = [cache.positions(layer).sort(-1).values for layer in (0, 1)]
+    for one, other in ((5, 20), (20, 5)):
+        assert torch.equal(held[one, other][0], held[one, one][0]) and torch.equal(held[one, other][1], held[other, other][1])
+
+
 def test_several_tokens_at_once_are_decode_steps_inside_generate():
     """A chunk behind a prompt of known length gives what feeding it token by token gives."""
     for policy in SEVERAL:

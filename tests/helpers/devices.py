@@ -2,12 +2,18 @@
 
 Most tests are of the CPU, where Triton's kernels run in its interpreter, which a process that has a GPU does not use. So a run
 sees GPUs only if its marks ask for them (`-m gpu`, `make test-gpu`): then tests of kernels, and those marked `gpu`, run there.
+
+`KVPATCH_CUDA_STUB=1 pytest` (`make test-stub`) runs as a machine with CUDA would: torch says that there is a device unless
+CUDA_VISIBLE_DEVICES hides it. So it says, and has none: whatever was to run there fails.
 """
 
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
+import torch
+
+STUB = "KVPATCH_CUDA_STUB"
 ASKED = "KVPATCH_TESTS_ON_GPU"  # tells the processes that pytest starts
 
 
@@ -28,4 +34,15 @@ def asks_for_gpus(arguments: Sequence[str]) -> bool:
     return any(word == "gpu" and before != "not" for before, word in zip(["", *words], words, strict=False))
 
 
+def pretend(environment: Mapping[str, str]) -> None:
+    """Let torch say that there is a CUDA device, as long as the environment does not hide it."""
+
+    def count() -> int:
+        return int(environment.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"))
+
+    torch.cuda.device_count, torch.cuda.is_available = count, lambda: count() > 0
+
+
+if os.environ.get(STUB) == "1":
+    pretend(os.environ)
 choose(sys.argv, os.environ)

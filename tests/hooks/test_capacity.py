@@ -1,5 +1,7 @@
 """Capacity classes: prompts of different lengths share one captured step, which computes what the model's own steps do."""
 
+import random
+
 import pytest
 import torch
 
@@ -135,17 +137,17 @@ def test_what_follows_the_graph_is_as_without_it(policy, options, room, tmp_path
 
 
 def test_a_hundred_lengths_are_seven_classes():
-    """Prompts of 20 to 119 tokens; each class is captured when it comes, and the newest graphs are kept."""
+    """Prompts of 20 to 119 tokens, in any order: each class is captured once."""
     model = make("llama_gqa")
     with kvpatch.patched(model, "h2o", 0.5) as patch:
         graph = StepGraph(model, patch._state, FakeRecorder)
-        for n in range(20, 120):
+        for n in random.Random(0).sample(range(20, 120), 100):
             cache = patch.new_cache()
             model(prompt(1, n), past_key_values=cache)
             for _ in range(2):
                 graph(prompt(1, 1), cache)
     classes = {round_capacity(n // 2 + 1) for n in range(20, 120)}
-    assert graph.captures == len(classes) == 7 and len(graph._known) == KINDS
+    assert graph.captures == len(classes) == len(graph._known) == 7 < KINDS
 
 
 def test_heads_of_unequal_sizes_stay_as_they_are():

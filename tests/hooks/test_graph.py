@@ -10,7 +10,8 @@ from transformers import LlamaForCausalLM
 
 import kvpatch
 from kvpatch import KVPatchError
-from kvpatch.hooks.graph import KINDS, StepGraph
+from kvpatch.hooks import graph as graphs
+from kvpatch.hooks.graph import StepGraph
 from tests.helpers.comparing import same_tokens
 from tests.helpers.marks import slow_but
 from tests.helpers.recording import FakeRecorder
@@ -120,10 +121,11 @@ def test_other_shapes_get_a_graph_of_their_own():
     assert graph.captures == 2
 
 
-def test_a_bounded_number_of_graphs_and_caches_stays():
+def test_a_bounded_number_of_graphs_and_caches_stays(monkeypatch):
     """Under a share of the prompt each class of lengths (test_capacity.py) is a kind of its own."""
-    model, alive = make("llama_gqa"), []
-    lengths = range(24, 24 + 16 * (KINDS + 3), 16)
+    model, alive, kinds = make("llama_gqa"), [], 4
+    monkeypatch.setattr(graphs, "KINDS", kinds)
+    lengths = range(24, 24 + 16 * (kinds + 3), 16)
     with kvpatch.patched(model, "h2o", 0.5) as patch:
         graph = StepGraph(model, patch._state, FakeRecorder)
         for n in [*lengths, lengths[-1], lengths[0]]:
@@ -138,7 +140,26 @@ def test_a_bounded_number_of_graphs_and_caches_stays():
             del cache
             gc.collect()
     assert graph.captures == len(lengths) + 1, "the newest kind was kept, the oldest was not"
-    assert sum(keys() is not None for keys in alive[:-2]) <= KINDS
+    assert sum(keys() is not None for keys in alive[:-2]) <= kinds
+
+
+def test_graphs_are_bounded_in_bytes():
+    """Of graphs whose caches take more, those used longest ago go; the one in use stays, whatever it takes."""
+    model, lengths, sizes = make("llama_gqa"), (24, 40, 56, 72), []
+    with kvpatch.patched(model, "h2o", 0.5) as patch:
+        for kept in (4, 3, 2, 1):
+            graph = StepGraph(model, patch._state, FakeRecorder, limit=sum(sizes[-kept:]) if kept > 1 else 0)
+            graph.limit = graph.limit if sizes else sys.maxsize
+            for n in lengths:
+                cache = patch.new_cache()
+                model(prompt(1, n), past_key_values=cache)
+                for _ in range(2):
+                    graph(prompt(1, 1), cache)
+            sizes = sizes or [one.nbytes for one in graph._known.values()]
+            assert graph.captures == 4 and [one.nbytes for one in graph._known.values()] == sizes[-kept:]
+            assert graph.nbytes == sum(sizes[-kept:]) >= cache.nbytes
+        graph.drop()
+        assert graph.nbytes == 0 and cache.get_seq_length() == lengths[-1] + 2
 
 
 def test_a_failed_capture_leaves_the_step_to_the_model(caplog):
@@ -165,6 +186,22 @@ def test_a_model_on_several_devices_is_refused():
         model.lm_head = torch.nn.Linear(4, 4, device="meta")
         with pytest.raises(KVPatchError, match="a graph is of one device, but this model is on cpu, meta"):
             patch.graph(model)
+
+
+def test_autocast_calls_the_model():
+    """A capture would keep the casts of weights that it finds; also in the middle of replayed steps."""
+    model, more = make("llama_gqa"), prompt(1, 6, seed=9)
+    with kvpatch.patched(model, "h2o", 9) as patch:
+        graph, outs = StepGraph(model, patch._state, FakeRecorder), []
+        for step in (model, graph):
+            cache = patch.new_cache()
+            model(prompt(1, 24), past_key_values=cache)
+            for t in range(6):
+                with torch.autocast("cpu", torch.bfloat16, enabled=t == 4):
+                    new = more[:, t : t + 1]
+                    outs.append((model(new, past_key_values=cache).logits if step is model else graph(new, cache)).clone())
+    torch.testing.assert_close(torch.stack(outs[6:]), torch.stack(outs[:6]), atol=2e-5, rtol=0)
+    assert graph.replays == 4
 
 
 @pytest.mark.parametrize(("policy", "options"), [("snapkv", {}), ("streaming_llm", {"positions": "renumbered"})], ids=str)

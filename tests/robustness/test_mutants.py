@@ -30,6 +30,7 @@ OWN = "tests/arch/test_own_attention.py::test"
 CHUNKS = "tests/arch/test_chunks.py::test"
 PAGED = "tests/cache/test_paged.py::test_rows_in_pages_are_rows"
 STEPS = "tests/oracle/test_oracle_decoding.py::test_every_architecture[llama_gqa"
+GRAPHED = "tests/hooks/test_generate_steps.py"
 PROBES = "tests/oracle/test_oracle_decoding.py::test_by_a_calibration[llama_gqa-tri_attention"
 DECODES = "tests/policies/test_decoding.py::test"
 LATENT = "tests/arch/test_latent.py::test"
@@ -613,6 +614,30 @@ MUTANTS = {
     "slots that were added for a graph's class hold a token": (
         "hooks/capacity.py", "fitted(layer.positions[:, :, :used], C, -1)", "fitted(layer.positions[:, :, :used], C, 0)",
         "tests/hooks/test_capacity.py::test_prompts_of_different_lengths_share_one_graph[llama_gqa-h2o-{}]"),
+    "a graph goes on after its model has changed": (
+        "hooks/generate_steps.py", "described is None or described != self._described", "described is None",
+        f"{GRAPHED}::test_a_model_that_has_changed_is_captured_anew[_swap]"),
+    "a graph leaves out what a hook does": (
+        "hooks/generate_steps.py", "all(_home(one) in HOOKS for one in hooks)", "True",
+        f"{GRAPHED}::test_code_of_the_user_s_runs_for_every_token[_hooked]"),
+    "a graph gives its own memory away as logits": (
+        "hooks/generate_steps.py", "logits=logits.clone()", "logits=logits",
+        f"{GRAPHED}::test_a_step_is_what_its_call_asks_for"),
+    "a graph keeps the places of its capture": (
+        "hooks/generate_steps.py", '"input_ids": ids, "position_ids": inputs.get("position_ids")}', '"input_ids": ids}',
+        f"{GRAPHED}::test_a_step_is_what_its_call_asks_for"),
+    "graphs keep all memory after generate()": (
+        "hooks/generate_steps.py", "                graph.drop(graph.limit)\n", "",
+        f"{GRAPHED}::test_what_is_kept_between_texts_is_bounded_in_bytes[0]"),
+    "a prompt's last piece is a step": (
+        "hooks/generate_steps.py", "cache.seen < (cache.request.prompt_len or 0)", "False",
+        f"{GRAPHED}::test_a_piece_of_a_prompt_is_no_step"),
+    "a tape of ids overflows": (
+        "hooks/graph.py", "        if cache.keeps_ids:  # on", "        if False:  # on",
+        f"{GRAPHED}::test_ids_of_a_long_text_are_known"),
+    "a window's rows under another layer's budget": (
+        "policies/needs/window_attention.py", 'f"{W} rows under {id(layer.limits)}"', 'f"{W} rows"',
+        "tests/attention/test_prefill.py::test_layers_of_unlike_budgets_have_windows_of_their_own[torch]"),
     "prompts that were read together are all given the first one's row": (
         "serving/vllm/requests.py", "rows.cache.select_rows(rows.names.index(name))", "rows.cache.select_rows(0)",
         "tests/serving/test_prompts_together.py::test_each_prompt_gives_what_it_gives_alone[h2o---some wait-32]"),
@@ -646,7 +671,8 @@ MUTANTS = {
         "row, key = head[:, :, None, None], -1",
         "tests/oracle/test_oracle.py::test_options[keyformer-{'resample': True}]"),
     "rows of an earlier chunk forgotten": (
-        "policies/needs/window_attention.py", "layer.notes[self.name] = WindowRows(q_BHGWD, rows_BW)", "pass",
+        "policies/needs/window_attention.py", "layer.notes[self.name] = WindowRows(q_BHGWD, rows_BW.gather(1, index_BW))",
+        "pass",
         "tests/attention/test_prefill.py::test_a_prompt_in_chunks_evicts_at_its_end[llama_gqa-snapkv]"),
     "a module stays patched": (
         "hooks/install.py", "        own.pop(name, None)", "        pass",

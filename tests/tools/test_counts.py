@@ -56,14 +56,20 @@ def test_bytes_that_a_hundred_prompts_leave(policy):
 
 
 def test_captures_are_bounded_by_classes_and_memory_by_the_graphs_that_are_kept(monkeypatch):
-    """With all classes kept there is one capture of each; the bytes are more."""
-    graphs, few = graph.KINDS, kept_by_graphs("h2o", prompts=30)
-    monkeypatch.setattr(graph, "KINDS", 1000)
+    """Each class is captured once, as all are kept; of fewer that are kept, more captures and less memory."""
     every = kept_by_graphs("h2o", prompts=30)
     classes = {round_capacity(n // 2 + 1) for n in range(SHORTEST, LONGEST + 1)}
+    monkeypatch.setattr(graph, "KINDS", 4)
+    few = kept_by_graphs("h2o", prompts=30)
     assert every["captures"] <= len(classes) < few["captures"]
     beside = 1 + 12 / 128  # positions and scores: 12 bytes for each key and value of 128
-    assert few["caches"] <= graphs * beside * (1 + 1 / 16) < every["caches"], "a sixteenth of the slots may be empty"
+    assert few["caches"] <= 4 * beside * (1 + 1 / 16) < every["caches"], "a sixteenth of the slots may be empty"
+
+
+def test_a_hundred_lengths_are_few_captures():
+    """But where heads differ: there each text has shapes of its own."""
+    captures = {policy: LINES[policy]["graphs"]["captures"] for policy in COUNT_POLICIES}
+    assert all(captures[policy] <= graph.KINDS for policy in COUNT_POLICIES if policy not in SHARING), captures
 
 
 def test_prompts_of_one_class_in_turn_are_captured_once(monkeypatch):

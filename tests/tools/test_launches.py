@@ -37,14 +37,37 @@ def test_a_step_launches_so_much_and_waits_for_nothing(policy, path):
     assert (figures["waits"].per_layer, figures["waits"].once) == (0, 0)
 
 
+# of a prompt, in the same order
+PROMPT = {
+    UNPATCHED: ((38, 17), (38, 17)),
+    "full": ((41, 33), (41, 54)),
+    "window": ((52, 38), (52, 59)),
+    "h2o": ((72, 39), (65, 60)),
+    "roco": ((100, 39), (86, 60)),
+    "keyformer": ((126, 38), (117, 59)),
+    "snapkv": ((83, 44), (77, 86)),
+    "adakv": ((150, 45), (144, 87)),
+    "scissorhands": ((74, 38), (77, 59)),
+    "tova": ((79, 44), (75, 86)),
+    "critical(h2o)": ((107, 39), (100, 60)),
+}
+
+
+@pytest.mark.parametrize("policy", [UNPATCHED, *LAUNCH_POLICIES])
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_a_prompt_launches_so_much(policy, path):
+    launches = counted(policy, path, N)["prompt_launches"]
+    assert (launches.per_layer, launches.once) == PROMPT[policy][path == "triton"]
+
+
 # with every=m, a step that evicts nothing and one that evicts m tokens: what appending costs, and what chooses
 RHYTHM = {
     "h2o": ((39, 31), (37, 26)),
-    "roco": ((39, 38), (39, 26)),
+    "roco": ((39, 38), (37, 26)),
     "window": ((36, 26), (35, 26)),
     "r_kv": ((40, 24), None),
 }
-EVICTS = {"h2o": ((49, 50), (47, 45)), "roco": ((49, 76), (49, 64)), "window": ((46, 42), (45, 42))}
+EVICTS = {"h2o": ((49, 50), (47, 45)), "roco": ((49, 76), (47, 64)), "window": ((46, 42), (45, 42))}
 EVICTS["r_kv"] = ((131, 25), None)  # what the last queries look at is computed where tokens go
 
 

@@ -52,7 +52,7 @@ def over_depths(count: Callable[[int], Counts]) -> tuple[Counts, Counts]:
 
 
 def counted(policy: str, path: str, n: int = 64, batch: int = 1, masked: bool = False, **own: int) -> dict[str, Figure]:
-    """Launches and kernels of a decode step, and waits of it and of the prompt of `n` tokens; own: options of the policy.
+    """Launches and waits of a decode step and of the prompt of `n` tokens, and kernels of the step; own: options of the policy.
 
     masked: the prompt has an attention mask, under which the first row begins with padding.
     """
@@ -60,6 +60,7 @@ def counted(policy: str, path: str, n: int = 64, batch: int = 1, masked: bool = 
     figures = {}
     for name, part, kind in (
         ("launches", 1, "launches"), ("kernels", 1, "kernels"), ("waits", 1, "waits"), ("prompt_waits", 0, "waits"),
+        ("prompt_launches", 0, "launches"),
     ):  # fmt: skip
         totals = (sum(getattr(counts[part], kind).values()) for counts in (shallow, deep))
         figures[name] = Figure.of(*totals)

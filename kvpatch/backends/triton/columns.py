@@ -95,7 +95,7 @@ def column_statistics(
             q,
             k,
             positions,
-            F.pad(rows_BQ, (0, fill), value=-1).contiguous(),
+            (F.pad(rows_BQ, (0, fill), value=-1) if fill else rows_BQ).contiguous(),
             spans(rows_BQ) if spans_B4 is None else spans_B4,
             _row_terms(lse_BHGQ, rows_BQ, fill),
             _even_shares(keys_BHQ, fill) if keys_BHQ is not None and "count" in names else None,
@@ -125,9 +125,9 @@ def column_statistics(
 
 def _row_terms(lse_BHGQ: Tensor, rows_BQ: Tensor, fill: int) -> Tensor:
     """Return the normalizer of each row in base 2; +inf, which makes probabilities zero, for rows that do not exist."""
-    counts = (rows_BQ >= 0)[:, None, None] & lse_BHGQ.isfinite()
-    terms = torch.where(counts, lse_BHGQ.to(torch.float32) * LOG2E, math.inf)
-    return F.pad(terms, (0, fill), value=math.inf).contiguous()
+    terms = (lse_BHGQ.to(torch.float32) * LOG2E).nan_to_num_(math.inf, math.inf, math.inf)
+    terms.masked_fill_((rows_BQ < 0)[:, None, None], math.inf)
+    return (F.pad(terms, (0, fill), value=math.inf) if fill else terms).contiguous()
 
 
 def _even_shares(keys_BHQ: Tensor, fill: int) -> Tensor:

@@ -114,10 +114,17 @@ def spans(rows_BQ: Tensor) -> Tensor:
     return spans(rows_BQ)
 
 
-def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, noise: Noise | None = None) -> Attended:
+def attend(
+    q_BHGQD: Tensor,
+    keys: Keys,
+    rows_BQ: Tensor,
+    geometry: Geometry,
+    noise: Noise | None = None,
+    spans_B4: Tensor | None = None,
+) -> Attended:
     """Compute attention of a prompt or a replay, without a graph; arguments and results as in torch_backend.attend.
 
-    noise: to return the log-sum-exp of the noisy logits too.
+    noise: to return the log-sum-exp of the noisy logits too. spans_B4: `spans` of the rows, if they are known.
     """
     from . import forward
 
@@ -126,7 +133,7 @@ def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, noi
         | {"sinks_HG": geometry.sinks_HG, "past": keys.past, "holes": keys.holes}
         | _describe_noise(noise)
     )
-    options["deaths_BHT"] = keys.deaths_BHT
+    options |= {"deaths_BHT": keys.deaths_BHT, "spans_B4": spans_B4}
     tensors = q_BHGQD.detach(), keys.k_BHTD.detach(), keys.v_BHTD.detach()
     found = forward.attend(*tensors, keys.positions_BHT, rows_BQ, **options)
     return Attended(found.out, found.lse, found.noisy)
@@ -178,17 +185,24 @@ def statistics(
     return found
 
 
-def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
+def window_sums(
+    q_BHGWD: Tensor,
+    keys: Keys,
+    rows_BW: Tensor,
+    geometry: Geometry,
+    lse_BHGW: Tensor | None = None,
+    spans_B4: Tensor | None = None,
+) -> Tensor:
     """Return the probabilities [B,H,T] that the rows of a window give to each key: sum over rows, mean over G.
 
     rows_BW: positions of the rows; -1: no row. lse_BHGW: their log-sum-exp if attention returned it, which saves a slow launch:
-    few rows make few programs, each over many keys.
+    few rows make few programs, each over many keys. spans_B4: `spans` of the rows, if they are known.
     """
     from . import forward
     from .columns import column_statistics
 
-    inputs, shape = (q_BHGWD.detach(), keys.k_BHTD.detach()), _describe_shape(geometry) | {"by_position": True}
-    places = keys.positions_BHT, rows_BW
+    inputs, places = (q_BHGWD.detach(), keys.k_BHTD.detach()), (keys.positions_BHT, rows_BW)
+    shape = _describe_shape(geometry) | {"by_position": True, "spans_B4": spans(rows_BW) if spans_B4 is None else spans_B4}
     if lse_BHGW is None:
         lse_BHGW = forward.attend(*inputs, None, *places, sinks_HG=geometry.sinks_HG, **shape).lse
     return column_statistics(*inputs, *places, lse_BHGW, ("sum",), **shape)["sum"] / q_BHGWD.shape[2]

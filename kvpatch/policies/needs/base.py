@@ -101,6 +101,7 @@ class PromptRead:
         attention: attention(q_BHGWD, rows_BW, lse_BHGW, fold, join) returns what some queries give to each used slot [B,H,T],
             by the fastest backend that can: their probabilities summed over rows and averaged over the group, or what `fold`
             makes of each block of rows, joined as `join` says. A row of -1 does not count.
+        once: once(name, make) returns a tensor that is the same for all layers, made by the first of them.
     """
 
     layer: LayerRead
@@ -117,6 +118,7 @@ class PromptRead:
     sinks: int
     at_once: int
     attention: Callable[[Tensor, Tensor, Tensor | None, Fold | None, str], Tensor]
+    once: Callable[[str, Callable[[], Tensor]], Tensor]
 
 
 @dataclass

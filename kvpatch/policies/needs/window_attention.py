@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -55,16 +56,21 @@ class WindowAttention(Need[Tensor]):
         if (earlier := layer.notes.pop(self.name, None)) is not None:
             # the log-sum-exp of earlier rows was not kept
             q_BHGQD, rows_BW, lse = torch.cat([earlier.q_BHGWD, q_BHGQD], 3), torch.cat([earlier.rows_BW, rows_BW], 1), None
+        once, W = prompt.once if earlier is None else _make, min(self.width, rows_BW.shape[1])
         # the newest rows of each text, wherever its padding lies
-        index_BW = rows_BW.topk(min(self.width, rows_BW.shape[1]), dim=1).indices.sort(1).values
-        rows_BW = rows_BW.gather(1, index_BW)
+        index_BW = once(f"columns of {W} rows", lambda: rows_BW.topk(W, dim=1).indices.sort(1).values)
         q_BHGWD, lse = pick_rows(q_BHGQD, lse, index_BW)
         if not prompt.ends:
-            layer.notes[self.name] = WindowRows(q_BHGWD, rows_BW)
+            layer.notes[self.name] = WindowRows(q_BHGWD, rows_BW.gather(1, index_BW))
             return
         observed = layer.limits.observed
-        counted = rows_BW > prompt.newest()[:, 0] - observed[:, 0]
-        found = prompt.attention(q_BHGWD, rows_BW.masked_fill(~counted, -1), lse, self.fold, self.join)
+
+        def count() -> Tensor:
+            own_BW = rows_BW.gather(1, index_BW)
+            return own_BW.masked_fill(own_BW <= prompt.newest()[:, 0] - observed[:, 0], -1)
+
+        counted_BW = once(f"{W} rows under {id(layer.limits)}", count)  # layers of equal limits share them
+        found = prompt.attention(q_BHGWD, counted_BW, lse, self.fold, self.join)
         layer.statistic("observed").copy_(found if self.fold else found / observed.clamp(min=1))
 
     def step(self, step: StepRead) -> None:
@@ -73,6 +79,10 @@ class WindowAttention(Need[Tensor]):
 
     def view(self, context: EvictionContext) -> Tensor:
         return context.state["observed"]
+
+
+def _make(name: str, make: Callable[[], Tensor]) -> Tensor:
+    return make()
 
 
 def pick_rows(q_BHGQD: Tensor, lse_BHGQ: Tensor | None, index_BR: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,180 @@
+"""Decode steps of generate() as graphs (graph.py), on a device that has them, without a change of the caller's code.
+
+generate() calls the model for a prompt, and asks it for `__call__` for the steps that follow. While generate() runs, a function
+is there that takes the steps that a graph can run, and hands on all others. Beam search does not ask, and assisted decoding
+asks for passes that no graph can run.
+A graph repeats what the device did. It does not run the model's Python code, so the code must have no effects of its own, and
+whatever it reads must be as it was at the capture: `describe_model` looks at both before each generate().
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from transformers.utils import ModelOutput
+
+from ..arch.upstream import CACHE_NAMES, STEP_CALL, cache_of
+from ..cache.cache import EvictingCache
+from ..policies.served import why_not
+from .graph import StepGraph
+from .recorder import CudaRecorder, Recorder, find_limit
+from .state import NotCaptured, PatchState
+
+RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}  # by the type of the device
+HOMES = ("transformers", "torch", "peft", "accelerate", "kvpatch")  # packages whose modules compute and do nothing else
+HOOKS = ("kvpatch", "transformers")  # the latter's do nothing where nothing more than logits is asked for
+INPUTS = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "logits_to_keep", *CACHE_NAMES}
+_COMMON = vars(nn.Module()).keys() - {"training"}
+
+
+class GenerateSteps:
+    """Graphs of the steps of generate(), for one run at a time: of two in two threads the second calls the model."""
+
+    def __init__(self, state: PatchState) -> None:
+        self.state, self._lock = state, threading.Lock()
+        self._graph: StepGraph | None = None
+        self._described: object = None  # the model of that graph
+        self._output: ModelOutput | None = None  # of the model's newest call
+        self._make_output: Callable[..., ModelOutput]
+
+    @contextmanager
+    def running(self, model: nn.Module, cache: EvictingCache) -> Iterator[None]:
+        """Let graphs run the steps over `cache` inside a with-block, where they can."""
+        graph = None
+        if not self._lock.acquire(blocking=False):
+            yield
+            return
+        try:
+            graph = self._find_graph(model)
+            if graph is not None:
+                vars(model)[STEP_CALL] = functools.partial(self._call, model, graph, cache)
+            yield
+        finally:
+            self._output = None
+            if graph is not None:
+                vars(model).pop(STEP_CALL, None)
+                graph.drop(graph.limit)
+            self._lock.release()
+
+    def _find_graph(self, model: nn.Module) -> StepGraph | None:
+        """Return the graphs of a model, new ones if it has changed; None if its steps are left to itself."""
+        state, device = self.state, next(model.parameters()).device
+        make = RECORDERS.get(device.type)
+        if not state.graphs or make is None or STEP_CALL in vars(model):
+            return None
+        if state.settings.untraced or why_not("graph()", state.settings.combine(untold=state.places_itself)):
+            return None
+        described = describe_model(model, device, state.aside)
+        if described is None or described != self._described:
+            self._graph, self._described = None, described
+        if described is not None and self._graph is None:
+            run = functools.partial(self._run_model, weakref.ref(model))
+            self._graph = StepGraph(run, state, make, find_limit(device))
+        return self._graph
+
+    def _call(self, model: nn.Module, graph: StepGraph, cache: EvictingCache, /, *args: Any, **inputs: Any) -> Any:
+        """Run a step by its graph, or call the model."""
+        foreign = bool(args) or cache_of(inputs) is not cache
+        reads = cache.seen < (cache.request.prompt_len or 0)  # a prompt in pieces, the last of which may be one token
+        taken = None if foreign or reads else _take_inputs(inputs)
+        output = None if taken is None else self._step(graph, taken, cache)
+        return type(model).__call__(model, *args, **inputs) if output is None else output
+
+    def _step(self, graph: StepGraph, inputs: dict[str, Tensor], cache: EvictingCache) -> ModelOutput | None:
+        replays = graph.replays
+        try:
+            logits = graph.step(inputs, cache)
+        except NotCaptured:
+            return None
+        output, self._output = self._output, None
+        if logits is None:
+            return None
+        self.state.log.time_step(cache)
+        if graph.replays > replays:
+            return self._make_output(logits=logits.clone(), cache=cache)
+        assert output is not None, "the model ran"
+        if output.keys() - {"logits", *CACHE_NAMES}:
+            graph.give_up()  # generate() may read what else is in it
+        name = next(name for name in CACHE_NAMES if name in output)
+        self._make_output = functools.partial(_make_output, type(output), name)
+        return output
+
+    def _run_model(self, model: weakref.ref[nn.Module], **call: Any) -> ModelOutput:
+        own = model()
+        assert own is not None, "it generates"
+        self._output = own(**call, return_dict=True)
+        return self._output
+
+
+def _make_output(kind: type[ModelOutput], name: str, logits: Tensor, cache: EvictingCache) -> ModelOutput:
+    return kind(logits=logits, **{name: cache})
+
+
+def _take_inputs(inputs: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    """Return the tensors that a step depends on; None if the call is not one token for each row, or asks for more."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    others = any(value is not None and value is not False for name, value in inputs.items() if name not in INPUTS)
+    if others or ids is None or ids.shape[1:] != (1,) or inputs.get("use_cache") is False:
+        return None
+    if mask is not None and getattr(mask, "ndim", 0) != 2:
+        return None
+    taken = {"input_ids": ids, "position_ids": inputs.get("position_ids")}
+    return {name: tensor for name, tensor in taken.items() if tensor is not None}
+
+
+# ---- the model ----
+
+
+def describe_model(model: nn.Module, device: torch.device, changing: Mapping[str, object]) -> object:
+    """Describe what a captured step takes for constant of a model; None if a graph would leave out what its code does.
+
+    changing: names of attributes that passes change themselves.
+    """
+    watched = (
+        torch._C._len_torch_dispatch_stack() or module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks
+    )
+    found: list[object] = [weakref.ref(model)]
+    for module in [] if watched else model.modules():
+        own = vars(module)
+        tensors = [one for kind in ("_parameters", "_buffers") for one in own[kind].values() if one is not None]
+        if module.training or not _only_computes(module) or any(one.device != device for one in tensors):
+            return None
+        if any(type(one) not in (nn.Parameter, Tensor) for one in tensors):  # sharded or quantized
+            return None
+        found.append((id(module), type(module), *((one.data_ptr(), one.dtype, one.shape) for one in tensors)))
+        found += [(name, _describe(own[name])) for name in sorted(own.keys() - _COMMON - changing.keys())]
+    return None if watched else found
+
+
+def _only_computes(module: nn.Module) -> bool:
+    """Tell if all of a module's code is of packages that are known, the functions that hook or replace its forward included."""
+    own = vars(module)
+    code = [type(module), type(module).forward, own.get("forward"), own.get("_old_forward")]
+    hooks = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
+    return all(_home(one) in HOMES for one in code if one is not None) and all(_home(one) in HOOKS for one in hooks)
+
+
+def _home(code: Any) -> str:
+    """Return the package of a class or function."""
+    if isinstance(code, functools.partial) and "__module__" not in vars(code):
+        return _home(code.func)
+    return str(getattr(code, "__module__", "")).partition(".")[0]
+
+
+def _describe(value: object) -> object:
+    """Return a plain value, or what is in a container of them; of any other object which one it is."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return tuple(map(_describe, value))
+    if isinstance(value, dict):
+        return tuple((name, _describe(one)) for name, one in value.items())
+    return id(value)
