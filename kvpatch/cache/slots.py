@@ -146,10 +146,8 @@ class Slots(ABC):
 
     def write_at(self, rows_N: Tensor, k: Tensor, v: Tensor) -> None:
         """Write an entry of a key and one of a value into each of these rows, in place."""
-        N = rows_N.shape[0]
-        self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, rows_N, k.reshape(N, -1))
-        if not self.latent:
-            self.values.view(-1, self.values.shape[-1]).index_copy_(0, rows_N, v.reshape(N, -1))
+        for held, entries in zip(self.stored, (k, v), strict=False):  # values in their keys are written with these
+            held.view(-1, held.shape[-1]).index_copy_(0, rows_N, entries.reshape(-1, held.shape[-1]))
 
     @abstractmethod
     def view(self, used: int) -> tuple[Tensor, Tensor]:

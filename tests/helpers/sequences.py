@@ -17,7 +17,7 @@ from tests.helpers.comparing import (
 from tests.helpers.tiny import MODELS, prompt, sound
 from tests.oracle.test_oracle_parts import fits
 
-KINDS = ("decode", "decode", "decode", "turn", "clone", "crop", "reorder", "repeat", "save")
+KINDS = ("decode", "decode", "decode", "turn", "clone", "crop", "reorder", "repeat", "save", "forget")
 DEEDS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 6)), max_size=9)
 
 
@@ -80,6 +80,11 @@ class Texts:
             self.cache.batch_repeat_interleave(2)
             self.cache.batch_select_indices(torch.tensor(chosen))
             self.texts = [self.texts[row // 2] for row in chosen]
+        elif deed == "forget":
+            seen = self.cache.get_seq_length()
+            spans = [(number % seen, min(seen, 3 * number)), (seen - 1, seen)][: 1 + number % 2]
+            self.cache.forget(spans if number * 3 < seen else spans[-1:])
+            self.texts = [[*text, spans if number * 3 < seen else spans[-1:]] for text in self.texts]
         elif deed == "save":
             self.patch.save_cache(self.cache, self.path)
             self.cache = self.patch.load_cache(self.path)
@@ -97,6 +102,9 @@ class Texts:
         for row, text in enumerate(self.texts):
             alone = self.patch.new_cache()
             for piece in text:
+                if isinstance(piece, list):
+                    alone.forget(piece)
+                    continue
                 logits = self.model(piece[None], past_key_values=alone, use_cache=True).logits[:, -1]
             own = [alone.positions(layer)[0].tolist() for layer in range(2)]
             assert sorted_positions([layer[row] for layer in held]) == sorted_positions(own)

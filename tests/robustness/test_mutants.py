@@ -39,6 +39,21 @@ NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
 MUTANTS = {
+    "forget() leaves the last token of a span": (
+        "cache/editing.py", "gone_BT[rows, start:stop] = True", "gone_BT[rows, start : stop - 1] = True",
+        "tests/cache/test_forget.py::test_what_stays_is_bit_for_bit_what_it_was[16-h2o-12]"),
+    "forget() of one row takes tokens of all": (
+        "cache/editing.py", "gone_BT[rows, start:stop] = True", "gone_BT[:, start:stop] = True",
+        "tests/cache/test_forget.py::test_what_stays_is_bit_for_bit_what_it_was[16-h2o-12]"),
+    "a roll-back goes behind an edit": (
+        "cache/editing.py", "if cache.seen - count < cache.rows.edited:", "if False:",
+        "tests/cache/test_forget.py::test_a_roll_back_stops_at_an_edit"),
+    "a record does not note what was forgotten": (
+        "cache/editing.py", "            if cache.lifetimes is not None:\n                cache.lifetimes.note",
+        "            if False:\n                cache.lifetimes.note", "tests/cache/test_forget.py::test_a_record_says_when_tokens_went"),
+    "a file does not say that its text was edited": (
+        "storage/save_load.py", '{"edited": rows.edited} if rows.edited else {}', "{}",
+        "tests/cache/test_forget.py::test_a_cache_is_saved_joined_copied_and_reordered_after_an_edit"),
     "uses of tokens not noted": (
         "policies/needs/last_uses.py", "        if not step.observes:", "        if True:", f"{STEPS}-raas-0]"),
     "the first interval of recurrence stays the longest": (
@@ -270,7 +285,7 @@ MUTANTS = {
         "attention/replay.py", "[self.text_B.to(positions_BQ.device)]", "[self.text_B.to(positions_BQ.device) * 0]",
         f"{REPLAY}[gptj-h2o]"),
     "deaths kept through a roll-back": (
-        "cache/cache.py", "                self.lifetimes.crop(self.seen_B)", "                pass",
+        "cache/editing.py", "            cache.lifetimes.crop(cache.seen_B)", "                pass",
         "tests/attention/test_replay.py::test_rolled_back_joined_and_chosen_rows"),
     "several texts packed into a row": (
         "hooks/decoder.py", "    inputs.one_text_a_row(call)\n", "",
