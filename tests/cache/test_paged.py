@@ -106,5 +106,7 @@ def test_rows_move_in_the_midst_of_a_prompt_with_their_pages():
     assert slots.table_BN.tolist() == [[3], [1]] and slots.shape == (2, 1, 4, 8)
     assert torch.equal(slots.keys, keys[rows]) and torch.equal(slots.values, values[rows])
     assert torch.equal(pool[3, :, 0], keys[2]) and not pool[2].any()
-    moved = slots.map_rows(lambda tensor: tensor[1:], 2, 1)  # what the other rows had looked up is not theirs
-    assert moved.shape == (1, 1, 4, 8) and torch.equal(moved.keys, keys[:1])
+    all_rows = first_prompt(keys, values, pool, table_BN).close_columns(4)
+    assert torch.equal(all_rows.keys, keys)
+    moved = all_rows.map_rows(lambda tensor: tensor[1:], 3, 1)  # where the pages of all rows lie is not looked up for fewer
+    assert moved.shape == (2, 1, 4, 8) and torch.equal(moved.keys, keys[1:])

@@ -523,7 +523,7 @@ def test_compare_reads_several_prompts_in_one_load(prompt, tmp_path, monkeypatch
 
 def test_rows_appear_as_they_are_measured_and_an_interrupt_keeps_them(prompt, monkeypatch):
     """The third setting is interrupted: the rows before it are out, in the table and in JSON."""
-    real, asked = Comparison.figures, []
+    real, asked = Comparison.measure_policy, []
 
     def figures(self, policy, k, bits):
         asked.append(policy.name)
@@ -531,7 +531,7 @@ def test_rows_appear_as_they_are_measured_and_an_interrupt_keeps_them(prompt, mo
             raise KeyboardInterrupt
         return real(self, policy, k, bits)
 
-    monkeypatch.setattr(Comparison, "figures", figures)
+    monkeypatch.setattr(Comparison, "measure_policy", figures)
     given = ("compare", MODEL, "prompt.txt", "--policies", "window,h2o", "-k", "0.5", "--max-new-tokens", 3)
     result = run(*given)
     assert (result.exit_code, asked) == (130, ["random", "window", "h2o"])

@@ -79,7 +79,7 @@ def test_another_file_and_none(path, tmp_path):
 
 def test_the_page_lists_every_kind():
     text = (Path(__file__).parents[2] / "docs/reference/cache-file.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(kvpatch [\w ]+)` \| .*? \| (.*?) \|", text, re.M)
+    rows = re.findall(r'^\| `"(kvpatch [\w ]+)"` \| .*? \| (.*?) \|', text, re.M)
     assert rows == [(one.format, ", ".join(f"`{field.name}`" for field in one.fields)) for one in KINDS.values()]
 
 
