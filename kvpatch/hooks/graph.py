@@ -140,6 +140,7 @@ class StepGraph:
         with torch.inference_mode(False), torch.no_grad():
             captured = self._newest
             if captured is None or not captured.goes_on(inputs, cache):
+                self._newest = None  # what is behind from now on is not by its replays
                 ownership.check(cache, self.state)
                 cache.catch_up()
                 left = 0 if self._failed else self._steps(cache, inputs["input_ids"])
