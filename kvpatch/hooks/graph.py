@@ -52,6 +52,7 @@ class _Captured:
         self.recorder, self.tensors = recorder, [holder[name] for holder, name in _places(cache)]
         self.owner, self.inputs = weakref.ref(cache), {name: tensor.clone() for name, tensor in inputs.items()}
         self.logits: Tensor  # from the capture on
+        self.seen_B = cache.seen_B  # one of its tensors, by which it knows a cache that has left for another graph
         self.left = 0
 
     @property
@@ -62,7 +63,7 @@ class _Captured:
 
     def goes_on(self, inputs: Inputs, cache: EvictingCache) -> bool:
         """Tell if the next step can follow without a look at the cache, since nobody has looked since the last replay."""
-        alike = self.owner() is cache and _shapes(inputs) == _shapes(self.inputs)
+        alike = self.owner() is cache and cache.seen_B is self.seen_B and _shapes(inputs) == _shapes(self.inputs)
         return self.left > 0 and cache.counters.behind and alike and not _autocasts(inputs["input_ids"].device.type)
 
     def holds(self, cache: EvictingCache) -> bool:
@@ -140,6 +141,7 @@ class StepGraph:
         with torch.inference_mode(False), torch.no_grad():
             captured = self._newest
             if captured is None or not captured.goes_on(inputs, cache):
+                self._newest = None  # what is behind from now on is not by its replays
                 ownership.check(cache, self.state)
                 cache.catch_up()
                 left = 0 if self._failed else self._steps(cache, inputs["input_ids"])

@@ -110,6 +110,43 @@ def test_caches_in_turns_and_steps_of_the_model_in_between():
     assert same_tokens(found[1][1], found[0][1]) and graph.captures == 1
 
 
+def test_two_graphs_may_take_turns_over_one_cache():
+    """Each has memory of its own, since each was captured over another cache."""
+    model, more, found = make("llama_gqa"), prompt(2, 12, seed=9), []
+    with kvpatch.patched(model, "h2o", 9) as patch:
+        for graphs_of in ((model, model), tuple(StepGraph(model, patch._state, FakeRecorder) for _ in range(2))):
+            for step in graphs_of:
+                other = patch.new_cache()
+                model(prompt(2, 24, seed=3), past_key_values=other)
+                for _ in range(2):
+                    step(prompt(2, 1), **{"past_key_values" if step is model else "cache": other})
+            cache, outs = patch.new_cache(), []
+            model(prompt(2, 24), past_key_values=cache)
+            for t in range(12):
+                step, new = graphs_of[t // 2 % 2], more[:, t : t + 1]
+                outs.append((step(new, past_key_values=cache).logits if step is model else step(new, cache)).clone())
+            found.append(torch.cat(outs, 1))
+    torch.testing.assert_close(found[1], found[0], atol=2e-5, rtol=0)
+
+
+def test_a_graph_of_an_earlier_turn_is_not_gone_on_with():
+    """A step of the second turn is traced in slots of another number; the first turn's graph has steps left."""
+    model, more, found = make("llama_gqa", dtype=torch.float64), prompt(1, 20, seed=9), []
+    with kvpatch.patched(model, "h2o", 0.5) as patch:
+        for graph in (None, StepGraph(model, patch._state, FakeRecorder)):
+            cache, outs = patch.new_cache(), []
+            model(prompt(1, 22), past_key_values=cache)
+            for t in range(20):
+                if t == 10:
+                    model(prompt(1, 2, seed=4), past_key_values=cache)
+                new = more[:, t : t + 1]
+                outs.append((model(new, past_key_values=cache).logits if graph is None else graph(new, cache)).clone())
+            cache.check_invariants()
+            found.append(torch.cat(outs, 1))
+    torch.testing.assert_close(found[1], found[0], atol=1e-12, rtol=0)
+    assert graph.captures == 2 and graph.replays > 9
+
+
 def test_other_shapes_get_a_graph_of_their_own():
     model, runs = make("llama_gqa"), [(24, 9), (40, 9)]
     with kvpatch.patched(model, "h2o", 0.5) as patch:
