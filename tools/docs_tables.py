@@ -19,6 +19,7 @@ from kvpatch.policies.uses import USES
 from tools import peer_presses
 from tools.bench.__main__ import read, tables
 from tools.evaluation import grpo_table
+from tools.evidence import chooser
 from tools.reliability.peer_scores import CASES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -185,13 +186,15 @@ FOLDERS = {"readme": "docs/policies/", "guides": "../policies/", "policies": ""}
 
 
 def uses(page: str) -> str:
-    """One row for each use: the policy to take, its budget, and why."""
+    """One row for each use: the policy to take, its budget, why, and but for the README what it keeps on a pretrained model."""
     rows = []
     for use in USES:
         names = " or ".join(f"[{name}]({FOLDERS[page]}{name}.md)" for name in (use.policy, *use.also))
         budget = ", ".join(f"{name}={value!r}" for name, value in {"k": use.k, **use.options}.items())
-        rows.append((f"**{use.name}**", names, f"`{budget}`", use.why))
-    return markdown(("use", "policy", "budget", "why"), rows)
+        measured = () if page == "readme" else (chooser.describe_use(use),)
+        rows.append((f"**{use.name}**", names, f"`{budget}`", use.why, *measured))
+    kept = () if page == "readme" else ("gain kept at a fifth",)
+    return markdown(("use", "policy", "budget", "why", *kept), rows)
 
 
 def grpo(policy: str) -> str:

@@ -50,7 +50,8 @@ MUTANTS = {
         "tests/cache/test_forget.py::test_a_roll_back_stops_at_an_edit"),
     "a record does not note what was forgotten": (
         "cache/editing.py", "            if cache.lifetimes is not None:\n                cache.lifetimes.note",
-        "            if False:\n                cache.lifetimes.note", "tests/cache/test_forget.py::test_a_record_says_when_tokens_went"),
+        "            if False:\n                cache.lifetimes.note",
+        "tests/cache/test_forget.py::test_a_record_says_when_tokens_went"),
     "a file does not say that its text was edited": (
         "storage/save_load.py", '{"edited": rows.edited} if rows.edited else {}', "{}",
         "tests/cache/test_forget.py::test_a_cache_is_saved_joined_copied_and_reordered_after_an_edit"),

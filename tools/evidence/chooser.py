@@ -1,0 +1,48 @@
+"""What the policy of each use keeps on the pretrained model, for the table of uses in the guides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvpatch.policies.uses import Use as UseOfTable
+
+from .page import USES, Results, Use
+from .settings import NULL, ROWS
+
+LINES = Path(__file__).parents[2] / "benchmarks/evidence"
+MEASURED: dict[str, tuple[str, ...]] = {
+    "question": (USES[0].title, USES[3].title),
+    "later": (USES[1].title, USES[4].title),
+    "once": (USES[1].title, USES[4].title),
+    "chat": (USES[5].title, USES[7].title),
+    "server": (USES[0].title, USES[5].title),
+    "stream": (USES[2].title,),
+}
+"""By key of kvpatch/policies/uses.py the measured uses that are nearest to it."""
+WORDS = {
+    USES[0].title: "fact asked in the prompt",
+    USES[1].title: "fact asked later",
+    USES[2].title: "text goes on",
+    USES[3].title: "code, asked in the prompt",
+    USES[4].title: "code, asked later",
+    USES[5].title: "system prompt's rules",
+    USES[7].title: "tool calls over turns",
+}
+
+
+def describe_use(use: UseOfTable, k: float = 0.2, folder: Path = LINES) -> str:
+    """Say what its policy keeps of the full cache's gain at a share of the prompt, beside the null."""
+    label = next((label for label, row in ROWS.items() if row.policy == use.policy and row.options == dict(use.options)), None)
+    if label is None or use.key not in MEASURED:
+        return "not measured"
+    said = [_describe_part(part, label, k, folder) for part in USES if part.title in MEASURED[use.key]]
+    return "; ".join(one for one in said if one) or "not measured"
+
+
+def _describe_part(part: Use, label: str, k: float, folder: Path) -> str:
+    results = Results(folder / f"{part.task}.jsonl")
+    own, null = results.kept(part, label, k), results.kept(part, NULL, k)
+    if own is None or null is None:
+        return ""
+    shares = [f"{100 * number:.0f}" for number in (own.mean, own.low, own.high, null.mean)]
+    return f"{WORDS[part.title]}: {shares[0]}% [{shares[1]}, {shares[2]}], null {shares[3]}%"
