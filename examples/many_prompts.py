@@ -18,7 +18,7 @@ PROMPTS = [
 ]
 
 
-def main(model_name: str = str(MODELS / "llama-python"), policy: str = "roco", k: Any = 0.5, new: int = 8) -> dict[str, Any]:
+def main(model_name: str = str(MODELS / "llama-python"), policy: str = "h2o", k: Any = 0.5, new: int = 8) -> dict[str, Any]:
     """The texts of each prompt alone and of all in one left-padded batch, and what was held."""
     model, tokenizer = load_model(model_name, "float32"), load_tokenizer(model_name)
     tokenizer.padding_side = "left"

@@ -16,8 +16,8 @@ POSITIONS = ("original", "renumbered")
 BACKENDS = ("auto", "torch", "flash", "triton")
 BITS = (16, 8, 4)
 
-DEFAULT_POLICY = find_use("question").policy
-"""Policy of the commands where none is given: a file holds a text with its question, and so does a request to a server."""
+DEFAULT_POLICY, SERVER_POLICY = find_use("question").policy, find_use("server").policy
+"""Policies of the commands where none is given: a file holds a text with its question; requests to a server are of all kinds."""
 
 _COMBINED = re.compile(rf"\s*(?:{'|'.join(COMBINATIONS)})\((.+)\)\s*", re.IGNORECASE)
 

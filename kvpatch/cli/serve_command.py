@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options as given
-from .catalogue import DEFAULT_POLICY
+from .catalogue import SERVER_POLICY
 from .loading import Source
 from .options import choose_policy, one_model, policy_options
 from .output import short_errors
@@ -17,7 +17,7 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
     context: typer.Context,
     model: given.Model = None,
     model_option: given.ModelOption = None,
-    policy: given.PolicyName = DEFAULT_POLICY,
+    policy: given.PolicyName = SERVER_POLICY,
     k: given.Budget = "0.5",
     settings: given.SettingsFile = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",

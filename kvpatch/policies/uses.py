@@ -60,7 +60,8 @@ USES = (
         "the question is in the prompt",
         "snapkv",
         0.3,
-        "It keeps what the prompt's last tokens look at. `kvzip` loses less, but reads the prompt twice.",
+        "It keeps what the prompt's last tokens look at: a fact that they ask for, but neither code nor a system prompt's "
+        "rules. `kvzip` keeps all of these, and reads the prompt twice.",
         also=("adakv",),
     ),
     Use(
@@ -74,17 +75,25 @@ USES = (
     Use(
         "once",
         "read now, ask later, with one reading",
-        "roco",
+        "keyformer",
         0.5,
-        "It keeps what got the most attention on average. An answer may be gone: keep more than you would with `kvzip`.",
+        "It keeps what the text itself paid attention to. A fact that was mentioned once may be gone: keep more than you would "
+        "with `kvzip`.",
+        {"noise": "none"},
     ),
-    Use("chat", "a chat", "roco", 512, "The budget holds in every turn, answers included."),
+    Use(
+        "chat",
+        "a chat",
+        "h2o",
+        512,
+        "The budget holds in every turn, answers included. Protect what must not go, such as the system prompt.",
+    ),
     Use(
         "server",
         "a server",
-        "snapkv",
+        "h2o",
         1024,
-        "Each request brings its whole conversation, so its question is in the prompt. Answers are kept whole.",
+        "Requests are of all kinds, and it keeps some of each. Where all end with a question about a fact, take `snapkv`.",
     ),
     Use("long", "a long answer", "h2o", 1024, "The budget also holds while the model writes."),
     Use(
@@ -92,7 +101,7 @@ USES = (
         "an endless stream",
         "streaming_llm",
         1024,
-        "It keeps the first four tokens and the newest ones, and computes no scores.",
+        "It keeps the first four tokens and the newest ones, and computes no scores. `roco` reads on a little better.",
     ),
 )
 """The table, in the order in which it is shown."""
