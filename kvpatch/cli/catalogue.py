@@ -17,7 +17,7 @@ BACKENDS = ("auto", "torch", "flash", "triton")
 BITS = (16, 8, 4)
 
 DEFAULT_POLICY, SERVER_POLICY = find_use("question").policy, find_use("server").policy
-"""Policies of the commands where none is given: a file holds a text with its question; requests to a server are of all kinds."""
+"""Policies where none is given: a file holds a text with its question; requests to a server are of all kinds."""
 
 _COMBINED = re.compile(rf"\s*(?:{'|'.join(COMBINATIONS)})\((.+)\)\s*", re.IGNORECASE)
 
