@@ -105,7 +105,7 @@ def test_a_breach_is_seen():
     up = graph({"policies.scores": "from ..cache.layer import SlotLayer"})
     assert upward(up) == ["policies.scores -> cache"]
     typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .scores import Score"
-    assert "policies.scores" in circles(graph({"policies.selection": typed}))
+    assert "policies.scores" in circles(graph({"policies.budgets": typed}))
     inner = "def f():\n    from ..patching import patch"
     assert upward(graph({"hooks.target": inner})) == ["hooks.target -> patching"]
 
