@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1] / "kvpatch"
 LAYERS = (
     ("errors",), ("policies",), ("backends",), ("arch",), ("cache",), ("attention", "storage"), ("serving",),
     ("hooks",),
-    ("plotting", "report_text"), ("report",), ("handle",), ("patching",), ("evaluation",), ("cli",), ("__main__",),
+    ("plotting", "report_text"), ("report",), ("handle",), ("patching",), ("evaluation",), ("planning",), ("cli",),
+    ("__main__",),
 )  # fmt: skip
 HUGGING_FACE = (
     "arch", "hooks", "cli", "evaluation", "handle", "patching", "cache.cache", "cache.state", "cache.layer",
