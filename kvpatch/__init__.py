@@ -27,6 +27,7 @@ _HOME = {
     "evaluation.check": ("check_model",),
     "handle": ("Patch",),
     "patching": ("patch", "patched", "replay", "unpatch"),
+    "planning.plan": ("Plan", "plan"),
     "policies": (
         "Mass", "Policy", "Scope", "Score", "Share", "Threshold", "adaptive", "chunked", "critical", "get_policy",
         "global_topk", "list_policies", "merged", "pyramid", "register_policy", "unregister_policy",
@@ -45,6 +46,7 @@ __all__ = [
     "KVPatchError",
     "Mass",
     "Patch",
+    "Plan",
     "Policy",
     "Prefix",
     "Record",
@@ -67,6 +69,7 @@ __all__ = [
     "merged",
     "patch",
     "patched",
+    "plan",
     "policies",
     "pyramid",
     "register_arch",
@@ -88,6 +91,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .evaluation.check import check_model
     from .handle import Patch
     from .patching import patch, patched, replay, unpatch
+    from .planning.plan import Plan, plan
     from .policies import (
         Mass,
         Policy,

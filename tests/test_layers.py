@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1] / "kvpatch"
 LAYERS = (
     ("errors",), ("policies",), ("backends",), ("arch",), ("cache",), ("attention", "storage"), ("serving",),
     ("hooks",),
-    ("plotting", "report_text"), ("report",), ("handle",), ("patching",), ("evaluation",), ("cli",), ("__main__",),
+    ("plotting", "report_text"), ("report",), ("handle",), ("patching",), ("evaluation",), ("planning",), ("cli",),
+    ("__main__",),
 )  # fmt: skip
 HUGGING_FACE = (
     "arch", "hooks", "cli", "evaluation", "handle", "patching", "cache.cache", "cache.state", "cache.layer",
@@ -105,7 +106,7 @@ def test_a_breach_is_seen():
     up = graph({"policies.scores": "from ..cache.layer import SlotLayer"})
     assert upward(up) == ["policies.scores -> cache"]
     typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .scores import Score"
-    assert "policies.scores" in circles(graph({"policies.selection": typed}))
+    assert "policies.scores" in circles(graph({"policies.budgets": typed}))
     inner = "def f():\n    from ..patching import patch"
     assert upward(graph({"hooks.target": inner})) == ["hooks.target -> patching"]
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..policies.context import accumulator
+from .entry_sizes import FULL as FULL
+from .entry_sizes import count_centre_bytes, count_entry_bytes, count_groups, count_rounded_bytes
 
-FULL = 16  # `bits` of entries in the model's own precision
-GROUP = 32  # channels of a key that share a scale, at most
 CPU_BLOCK = 1 << 18  # numbers unpacked at a time on the CPU: 1 MiB of float32, about a core's L2 cache
 DEVICE_BLOCK = 1 << 22  # on other devices: 16 MiB
 
@@ -79,7 +79,7 @@ class Rounded:
     @property
     def width(self) -> int:
         """Bytes of an entry."""
-        return self.header_bytes + (self.D * self.bits + 7) // 8
+        return count_rounded_bytes(self.bits, self.D, self.groups, self.dtype.itemsize)
 
     def encode(self, x: Tensor) -> Tensor:
         """Return the entries of numbers [...,D]."""
@@ -183,9 +183,9 @@ def codecs(bits: int, D: int, E: int, dtype: torch.dtype, latent: bool = False) 
     latent: a value is the first E numbers of its key.
     """
     if latent:
-        whole = Exact() if bits == FULL else Rounded(bits, D, D // _choose_group(math.gcd(D, E)), dtype)
+        whole = Exact() if bits == FULL else Rounded(bits, D, count_groups(D, E, latent), dtype)
         return whole, Latent(whole, E)
-    return EXACT if bits == FULL else (Rounded(bits, D, D // _choose_group(D), dtype), Rounded(bits, E, 1, dtype))
+    return EXACT if bits == FULL else (Rounded(bits, D, count_groups(D, E), dtype), Rounded(bits, E, 1, dtype))
 
 
 def centre_codecs(codecs: Codecs, centre_BH1D: Tensor | None) -> Codecs:
@@ -226,19 +226,12 @@ def in_full(codecs: Codecs) -> Codecs:
 
 def centre_bytes(bits: int, key: int, dtype: torch.dtype) -> int:
     """Return the bytes of the centre of a head's keys of so many numbers."""
-    return 0 if bits == FULL else key * dtype.itemsize
+    return count_centre_bytes(bits, key, dtype.itemsize)
 
 
 def entry_bytes(bits: int, key: int, value: int, dtype: torch.dtype, latent: bool = False) -> int:
     """Return the bytes of a key and a value of so many numbers. latent: as in `codecs`."""
-    sizes = zip((key, value), codecs(bits, key, value, dtype, latent), strict=True)
-    stored = [(size, codec) for size, codec in sizes if not isinstance(codec, Latent)]
-    return sum(size * dtype.itemsize if isinstance(codec, Exact) else codec.width for size, codec in stored)
-
-
-def _choose_group(D: int) -> int:
-    """Return the most channels, at most GROUP, of which D are a multiple."""
-    return next(size for size in range(min(D, GROUP), 0, -1) if D % size == 0)
+    return count_entry_bytes(bits, key, value, dtype.itemsize, latent)
 
 
 # ---- products with entries, of which few are unpacked at a time ----

@@ -20,7 +20,6 @@ from torch import Tensor
 from ..policies.numbers import on_device
 from .entries import EXACT, Codec, dot, mix
 
-SPARE = 50  # a layer becomes ragged if dense slots would waste more than 1/50
 BLOCK = 32  # entries of a block
 
 
@@ -49,15 +48,6 @@ class Blocks:
     edge_slot_NE: Tensor
     real_NE: Tensor
     at_S: Tensor
-
-
-def is_wasteful(needs: list[int], least: int = 0) -> bool:
-    """Tell whether dense slots would waste too much for heads that need these numbers of slots.
-
-    Wasting at most `least` slots per head is never too much.
-    """
-    waste = max(needs) * len(needs) - sum(needs)
-    return waste * SPARE > sum(needs) and waste > least * len(needs)
 
 
 class HeadOffsets:

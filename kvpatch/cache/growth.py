@@ -1,7 +1,7 @@
 """Slot counts of a layer's heads: one rule for appended columns, for dense slots and for ragged ones.
 
 A buffer has room for its tokens plus 1/16, at least 8 entries per head: that amortizes growth and bounds waste. A head that
-evicts never needs more than its budget and one slot for the incoming token.
+evicts never needs more than its budget and one slot for the incoming token. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..backends.head_offsets import is_wasteful
-
 LEAST, PART = 8, 16
+SPARE = 50  # a layer becomes ragged if dense slots would waste more than 1/50
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,15 @@ class Layout:
 def slack(tokens: int) -> int:
     """Return the number of spare slots for a head of so many tokens."""
     return max(LEAST, tokens // PART)
+
+
+def is_wasteful(needs: list[int], least: int = 0) -> bool:
+    """Tell whether dense slots would waste too much for heads that need these numbers of slots.
+
+    Wasting at most `least` slots per head is never too much.
+    """
+    waste = max(needs) * len(needs) - sum(needs)
+    return waste * SPARE > sum(needs) and waste > least * len(needs)
 
 
 def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[int]:

@@ -1,17 +1,31 @@
 """Tokens that a KV head holds after a prompt and new ones, and the slots allocated for it: a function of the settings alone.
 
-Engines claim memory by it, and the invariants compare each cache with it.
+Engines claim memory by it, `kvpatch.plan` counts bytes by it, and the invariants compare each cache with it. Imports no torch.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..backends.head_offsets import SPARE
-from ..policies.budgets import Rule
-from ..policies.selection import MAX_POSITION
-from .growth import LEAST, slack
-from .settings import CacheSettings
+from ..policies.budgets import MAX_POSITION, Rule
+from .growth import LEAST, SPARE, slack
+
+if TYPE_CHECKING:
+    from .settings import CacheSettings
+
+
+class Terms(NamedTuple):
+    """Terms on which a layer holds tokens.
+
+    rule: its budget. schedule: of its policy, None if nothing is ever evicted. every, turns: options of its policy. divided:
+    whether heads share the budget by their scores.
+    """
+
+    rule: Rule
+    schedule: str | None
+    every: int = 1
+    turns: str = "all"
+    divided: bool = False
 
 
 class Holding(NamedTuple):
@@ -50,22 +64,31 @@ def count_held(
         >>> count_held(patch.settings, 0, prompt=1000, new=200)  # of k=0.25, schedule "both"
         Holding(heads=[250], slots=251)
     """
-    policy, rule = settings.policies[layer], settings.rules[layer]
+    policy = settings.policies[layer]
     schedule = policy.schedule if settings.evicts[layer] else None
+    terms = Terms(settings.rules[layer], schedule, policy.every, policy.scope.turns, policy.over_heads is not None)
+    return count_by_terms(terms, prompt, new, heads=heads, read=read, room=room, longest=longest)
+
+
+def count_by_terms(
+    terms: Terms, prompt: int, new: int | None, *, heads: int = 1, read: int = 0, room: int = 0, longest: bool = False
+) -> Holding:
+    """Count what a layer holds on these terms, as `count_held` does."""
+    rule, schedule, every, turns, divided = terms
 
     def count(prompt: int, new: int | None) -> list[int]:
-        return count_tokens(rule, schedule, prompt, new, heads=heads, every=policy.every, longest=longest)
+        return count_tokens(rule, schedule, prompt, new, heads=heads, every=every, longest=longest)
 
-    if read and policy.scope.turns == "each":
+    if read and turns == "each":
         held = list(map(sum, zip(count(read, 0), count(prompt - read, new), strict=True)))
-    elif read and policy.scope.turns == "first":  # what follows is kept whole, as new tokens are
+    elif read and turns == "first":  # what follows is kept whole, as new tokens are
         held = count(read, None if new is None else prompt - read + new)
     else:
         held = count(prompt, new)
     most = max(held)
-    waste = 0 if policy.over_heads is None else 2 * LEAST + most // SPARE
-    slots = most + waste + max(slack(most + waste), room, policy.every)
-    return Holding(held, slots if keeps_new(settings, layer) else min(slots, max(count(prompt, None)) + 1 + waste))
+    waste = 2 * LEAST + most // SPARE if divided else 0
+    slots = most + waste + max(slack(most + waste), room, every)
+    return Holding(held, slots if schedule in (None, "prompt") else min(slots, max(count(prompt, None)) + 1 + waste))
 
 
 def count_tokens(

@@ -14,12 +14,12 @@ from torch import Tensor
 from ..backends.entries import FULL
 from ..errors import KVPatchError
 from ..policies import Policy, get_policy
-from ..policies.allocation import Sloped
 from ..policies.budgets import Budget, HeadSizes, Rule, Size
 from ..policies.measures import Calibration
 from ..policies.needs import SecondReading
 from ..policies.parallel import WHOLE, Parallel
 from ..policies.served import Combination, why_not
+from ..policies.slopes import Sloped
 from .notices import Notices
 from .recurrent import Stack
 

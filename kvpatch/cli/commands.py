@@ -1,4 +1,4 @@
-"""The app of `kvpatch`: demo, generate, check, compare, calibrate, learn, serve, policies, architectures.
+"""The app of `kvpatch`: demo, plan, generate, check, compare, calibrate, learn, serve, policies, architectures.
 
 Needs the extra `cli`. Nothing here imports torch, so that help, lists and answers to typing errors are quick.
 """
@@ -11,14 +11,15 @@ from typing import Annotated
 import typer
 
 from ..errors import KVPatchError
+from ..planning.known_models import ARCHITECTURES
 from ..policies.facts import FACTS
 from ..policies.uses import USES, list_uses
 from . import options as given
 from .calibrate_command import calibrate, learn
-from .known_models import ARCHITECTURES
 from .model_commands import check, compare, generate
 from .options import parse_options
 from .output import print_json, print_rows, short_errors
+from .plan_command import plan
 from .serve_command import serve
 from .versions import describe_machine, describe_version
 
@@ -99,5 +100,5 @@ def demo(
         run(out, model, json)
 
 
-for command in (generate, check, compare, calibrate, learn, serve):
+for command in (plan, generate, check, compare, calibrate, learn, serve):
     app.command()(command)

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import KVPatchError
+from ..policies.naming import check_policy
 from . import options as given
-from .catalogue import DEFAULT_POLICY, SCHEDULES, check_calibration, check_choice, check_policy
+from .catalogue import DEFAULT_POLICY, SCHEDULES, check_calibration, check_choice
 from .loading import Source, check_budget, read_prompt
 from .options import (
     TextFile,

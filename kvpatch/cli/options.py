@@ -11,7 +11,8 @@ import typer
 
 from ..errors import KVPatchError
 from ..policies.facts import FACTS
-from .catalogue import BACKENDS, BITS, POSITIONS, SCHEDULES, check_calibration, check_choice, check_policy
+from ..policies.naming import check_policy
+from .catalogue import BACKENDS, BITS, POSITIONS, SCHEDULES, check_calibration, check_choice
 from .loading import check_budget, parse_k, read_prompt
 
 

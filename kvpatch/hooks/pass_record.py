@@ -12,7 +12,7 @@ from typing import Any
 from ..cache.cache import EvictingCache
 from ..cache.forward_context import Forward
 from ..cache.settings import CacheSettings
-from ..policies.selection import MAX_POSITION
+from ..policies.budgets import MAX_POSITION
 
 
 @dataclass

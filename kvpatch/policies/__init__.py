@@ -1,6 +1,7 @@
 """Eviction policies: scores, scopes, budgets, selection, and the table of named policies built from them.
 
-Names are imported where they are first used, so that `uses` and `facts`, which need no torch, can be read without it.
+Names are imported where they are first used, so that modules without torch (`uses`, `facts`, `budgets`, `slopes`) can be read
+without it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
-    "allocation": ("Adaptive", "Global", "Pyramid"),
+    "allocation": ("Adaptive", "Global"),
     "context": ("EvictionContext", "NewTokens"),
     "measures": ("Calibration",),
     "merging": ("Merge",),
@@ -24,6 +25,7 @@ _HOME = {
     "scopes": ("DeviationScope", "RangeScope", "Scope"),
     "scores": ("Score",),
     "selection": ("Chunked", "Selection", "TwoStage"),
+    "slopes": ("Pyramid",),
 }  # fmt: skip
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
@@ -61,7 +63,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
-    from .allocation import Adaptive, Global, Pyramid
+    from .allocation import Adaptive, Global
     from .context import EvictionContext, NewTokens
     from .measures import Calibration
     from .merging import Merge
@@ -84,6 +86,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .scopes import DeviationScope, RangeScope, Scope
     from .scores import Score
     from .selection import Chunked, Selection, TwoStage
+    from .slopes import Pyramid
 else:  # unseen by them, or every misspelt name would be of type Any
 
     def __getattr__(name: str) -> Any:

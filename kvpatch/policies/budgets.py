@@ -1,6 +1,6 @@
 """Budgets `k` and protected sizes, checked once and converted to numbers of tokens.
 
-Shares are rounded down as `floor(share * n + 1e-6)`, so that 0.29 of 100 is 29.
+Shares are rounded down as `floor(share * n + 1e-6)`, so that 0.29 of 100 is 29. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeGuard
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from ..errors import KVPatchError
-from .context import EvictionContext
-from .selection import MAX_POSITION
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .context import EvictionContext
+
+MAX_POSITION = (1 << 30) - 1
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BYTES = {unit.upper(): size for unit, size in _UNITS.items()}

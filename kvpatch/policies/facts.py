@@ -60,6 +60,7 @@ class Fact:
         schedule: the policy's own.
         about: what it keeps, in a few words, after a use if policies/uses.py names none.
         options: defaults of its options, those of COMMON only where they differ.
+        shared: "layer" or "model" if the heads of a layer, or of all layers, share one budget by their scores.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Fact:
     schedule: str
     about: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    shared: str = ""
 
     @property
     def address(self) -> str:
@@ -175,7 +177,7 @@ FACTS = {fact.name: fact for fact in (
     Fact("pyramidkv", "#00695c", "^", "PyramidKV", "prompt",
         "as snapkv, with larger budgets for the lower layers", _WINDOW | COMBINATIONS["pyramid"]),
     Fact("adakv", "#d62728", "^", "AdaKV", "prompt",
-        "as snapkv, with one budget per layer that its heads share", _WINDOW | COMBINATIONS["adaptive"]),
+        "as snapkv, with one budget per layer that its heads share", _WINDOW | COMBINATIONS["adaptive"], "layer"),
     Fact("dropkv", "#8ca252", "^", "DropKV", "prompt",
         "the question is at the prompt's end: keeps what its last tokens' outputs would change without",
         _WINDOW | {"pooling": "avg"}),
@@ -204,7 +206,7 @@ FACTS = {fact.name: fact for fact in (
         {"sinks": 128, "recent": 256, "calibration": None}),
     Fact("learned", "#74c476", "P", "KVzap", "prompt",
         "questions come later: keeps what `kvpatch learn` found a second reading of your text to look at",
-        {"calibration": None, "sinks": 4, "floor": 0.5}),
+        {"calibration": None, "sinks": 4, "floor": 0.5}, "model"),
     Fact("raas", "#756bb1", "s", "RaaS", "decode",
         "long answers in steps: keeps the prompt, and what was used last", {"alpha": 0.0001}),
     Fact("lazy", "#9e9ac8", "s", "LazyEviction", "decode",
@@ -225,15 +227,15 @@ FACTS = {fact.name: fact for fact in (
         _WINDOW | COMBINATIONS["pyramid"] | COMBINATIONS["critical"]),
     Fact("critical_adakv", "#ff9896", "v", "CriticalKV", "prompt",
         "as adakv, and weighs attention with the size of the values",
-        _WINDOW | COMBINATIONS["adaptive"] | COMBINATIONS["critical"]),
+        _WINDOW | COMBINATIONS["adaptive"] | COMBINATIONS["critical"], "layer"),
     Fact("kvzip", "#31a354", "P", "KVzip", "prompt",
-        "reads the prompt a second time, and keeps what repeating it looks at", _REPEATED),
+        "reads the prompt a second time, and keeps what repeating it looks at", _REPEATED, "model"),
     Fact("kvzip_plus", "#006d2c", "P", "KVzip", "prompt",
-        "questions come later: as kvzip, and weighs attention with the size of the values", _REPEATED),
+        "questions come later: as kvzip, and weighs attention with the size of the values", _REPEATED, "model"),
     Fact("defensive_snapkv", "#e6550d", "v", "DefensiveKV", "prompt",
-        "questions come later: as critical_adakv, by the greatest attention of the prompt's end", _DEFENSIVE),
+        "questions come later: as critical_adakv, by the greatest attention of the prompt's end", _DEFENSIVE, "layer"),
     Fact("layer_defensive", "#a63603", "v", "DefensiveKV", "prompt",
-        "questions come later: as defensive_snapkv, with one budget that all layers share", _DEFENSIVE),
+        "questions come later: as defensive_snapkv, with one budget that all layers share", _DEFENSIVE, "model"),
 )}
 """In the order of the registry."""
 # fmt: on

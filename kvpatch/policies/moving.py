@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from .budgets import Rule, check_k, share
+from .budgets import MAX_POSITION, Rule, check_k, share
 from .context import EvictionContext
 from .needs import Sums
 from .numbers import running_sum
-from .selection import FIRST, LAST, MAX_POSITION
+from .selection import FIRST, LAST
 from .served import Combination, refuse
 
 

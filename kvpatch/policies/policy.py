@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError, named, suggest
 from . import own_code
-from .allocation import Adaptive, Pyramid
+from .allocation import Adaptive
 from .budgets import check_count
 from .context import EvictionContext, NewTokens
 from .merging import Merge
@@ -20,6 +20,7 @@ from .scopes import Scope
 from .scores import Score
 from .selection import FIRST, Selection, eviction_keys, score_keys
 from .served import Combination, refuse_pairs
+from .slopes import Pyramid
 from .statistics import check_names
 
 SCHEDULES = ("prompt", "decode", "both")

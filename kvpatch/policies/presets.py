@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from ..errors import KVPatchError, named, suggest
-from .allocation import Adaptive, Global, Pyramid
+from .allocation import Adaptive, Global
 from .calibration import QueryFilter, TriAttention, WholeHeads
 from .content import Compactor, Cur, KeyDiff, KeyNorm, LagKV, Leverage
 from .decoding import LastUse, Recurrence, Redundancy, SampledAttention
@@ -33,6 +33,7 @@ from .scores import (
     Score,
 )
 from .selection import Chunked, TwoStage
+from .slopes import Pyramid
 
 _COMBINED = re.compile(r"\s*(critical|adaptive|global_topk|pyramid|chunked|merged)\((.+)\)\s*", re.IGNORECASE)
 

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from . import noise
-from .budgets import check_count
+from .budgets import MAX_POSITION, check_count
 from .context import EvictionContext, NewTokens, Observed
 from .needs import AnyNeed, NoisySums, Sums, WindowAttention
-from .selection import MAX_POSITION
 
 Form = str | None
 Value = TypeVar("Value", bound=Callable[..., Tensor])

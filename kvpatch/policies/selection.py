@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from .budgets import MAX_POSITION
 from .context import at_hand
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 _DEAD = 1 << 62  # above every score key
 LAST, FIRST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
-MAX_POSITION = (1 << 30) - 1
 
 
 def score_keys(score: Tensor, positions: Tensor, signed: bool) -> Tensor:

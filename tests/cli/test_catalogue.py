@@ -7,8 +7,9 @@ import pytest
 import kvpatch
 from kvpatch.backends.dispatch import check_name
 from kvpatch.cli import catalogue
-from kvpatch.cli.known_models import ARCHITECTURES
 from kvpatch.errors import KVPatchError
+from kvpatch.planning.known_models import ARCHITECTURES
+from kvpatch.policies.naming import check_policy
 from kvpatch.policies.policy import SCHEDULES
 
 
@@ -28,7 +29,11 @@ def test_choices_are_the_library_s():
 
 @pytest.mark.parametrize("name", ["h2o", "SnapKV", "Ada-KV", "critical(adaptive(roco))", " pyramid(h2o) "])
 def test_names_that_are_known(name):
-    catalogue.check_policy(name)
+    check_policy(name)
+
+
+def test_options_that_a_combination_adds_are_known():
+    check_policy("critical(adaptive(roco))", {"alpha": 0.3, "floor": 0.1, "recent": 5})
 
 
 def test_what_is_refused():
@@ -39,14 +44,14 @@ def test_what_is_refused():
         ("h2o", {"recnt": 1}, "Policy 'h2o' has no option 'recnt'. Did you mean 'recent'?"),
     ):
         with pytest.raises(KVPatchError, match=re.escape(words)):
-            catalogue.check_policy(name, options)
+            check_policy(name, options)
 
 
 def test_a_registered_policy_is_known_to_the_command_line():
     kvpatch.register_policy("of_a_user", kvpatch.get_policy("h2o"))
     try:
-        catalogue.check_policy("of_a_user", {"recent": 3})
+        check_policy("of_a_user", {"recent": 3})
     finally:
         kvpatch.unregister_policy("of_a_user")
     with pytest.raises(KVPatchError, match="Unknown policy 'of_a_user'"):
-        catalogue.check_policy("of_a_user")
+        check_policy("of_a_user")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import kvpatch
 from kvpatch.cache.holding import count_held
 from kvpatch.errors import InvalidError
-from kvpatch.policies.allocation import Pyramid, Sloped
 from kvpatch.policies.budgets import Budget, Size
 from kvpatch.policies.selection import MAX_POSITION
+from kvpatch.policies.slopes import Pyramid, Sloped
 from tests.helpers import tiny_families
 from tests.helpers.comparing import combined
 from tests.helpers.running import feed

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvpatch.policies import budgets, selection
-from kvpatch.policies.allocation import Adaptive, Pyramid
+from kvpatch.policies.allocation import Adaptive
+from kvpatch.policies.slopes import Pyramid
 from tests.helpers.contexts import orders
 from tests.oracle import reference_selection
 

@@ -11,6 +11,7 @@ import pytest
 import kvpatch
 from kvpatch.policies import POLICIES, presets
 from kvpatch.policies.facts import COMBINATIONS, COMMON, FACTS, PAPERS
+from kvpatch.policies.naming import find_division
 from kvpatch.policies.options import PolicyOptions
 
 
@@ -33,6 +34,23 @@ def test_a_combination_adds_the_options_of_its_row():
     base = kvpatch.get_policy("h2o").options()
     for name, added in COMBINATIONS.items():
         assert kvpatch.get_policy(f"{name}(h2o)").options() == base | added, name
+
+
+COMBINED = ("adaptive(h2o)", "global_topk(snapkv)", "pyramid(r_kv)", "critical(adaptive(roco))", "pyramid(cur)", "merged(h2o)")
+
+
+@pytest.mark.parametrize("name", [*FACTS, *COMBINED, "chunked(pyramid(h2o))", "Ada-KV"])
+def test_a_budget_is_divided_as_the_policy_divides_it(name):
+    policy = kvpatch.get_policy(name)
+    shared = "" if policy.over_heads is None else "model" if policy.over_model else "layer"
+    beta = None if policy.over_layers is None else policy.over_layers.beta
+    schedule = policy.schedule if policy.evicts else None
+    assert find_division(name, None, {}) == (schedule, policy.every, beta, policy.needs.protects, shared)
+
+
+def test_a_schedule_and_options_stand_in_for_the_policy_s_own():
+    assert find_division("pyramid(h2o)", "prompt", {"beta": 7, "every": 3}) == ("prompt", 3, 7, 0, "")
+    assert find_division("pyramidkv", None, {"window": 5}).protects == 5
 
 
 def test_a_policy_s_source_begins_with_its_paper():

@@ -8,10 +8,11 @@ import torch
 
 from kvpatch import KVPatchError
 from kvpatch.policies import Policy, get_policy, scores
-from kvpatch.policies.allocation import Adaptive, Pyramid
+from kvpatch.policies.allocation import Adaptive
 from kvpatch.policies.budgets import Budget
 from kvpatch.policies.scopes import DeviationScope, Scope
 from kvpatch.policies.selection import TwoStage
+from kvpatch.policies.slopes import Pyramid
 
 NOT_NUMBERS = [True, "0.5", None, math.nan]
 OPTIONS = [  # part, option, what is refused, what is just allowed

@@ -471,7 +471,7 @@ MUTANTS = {
     "bits: the halves of a byte change places": (
         "backends/entries.py", "return low | (high << 4)", "return high | (low << 4)", f"{NARROW}[llama-h2o-4]"),
     "bits: one scale for a whole key": (
-        "backends/entries.py", "range(min(D, GROUP), 0, -1)", "range(D, 0, -1)",
+        "backends/entry_sizes.py", "range(min(D, GROUP), 0, -1)", "range(D, 0, -1)",
         "tests/backends/test_entries.py::test_an_entry_has_the_bytes_that_are_counted[64-8-torch.float32]"),
     "bits: a prompt attends to rounded keys": (
         "cache/narrow.py", "    return ReadingSlots(keys, values, then, packed)",
@@ -498,7 +498,7 @@ MUTANTS = {
         "cache/slots.py", "(self.keys,) if self.latent else (self.keys, self.values)", "(self.keys, self.values)",
         f"{LATENT}_bytes_are_those_of_latents[16]"),
     "latents: a scale for latent and rotary channels": (
-        "backends/entries.py", "D // _choose_group(math.gcd(D, E))", "D // _choose_group(D)",
+        "backends/entry_sizes.py", "math.gcd(key, value) if latent else key", "key",
         f"{LATENT}_rounded_entries_are_the_oracle_s[8]"),
     "latents: values are noted unrounded": (
         "backends/entries.py",
@@ -880,7 +880,7 @@ MUTANTS = {
         "backends/head_offsets.py", "blocks.edge_slot_NE] * blocks.real_NE", "blocks.edge_slot_NE]",
         f"{PARTS}::test_combinations[llama_gqa-snapkv-adaptive]"),
     "pyramid upside down": (
-        "policies/allocation.py", "2 * budget - last - step * layer", "last + step * layer",
+        "policies/slopes.py", "2 * budget - last - step * layer", "last + step * layer",
         f"{PARTS}::test_combinations[llama_gqa-h2o-pyramid]"),
     "a block's scores dropped": (
         "attention/prefill.py", "        call.add(sums)", "        if call.now.final:\n            call.add(sums)",

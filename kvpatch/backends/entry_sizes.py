@@ -1,0 +1,35 @@
+"""Bytes of a cache's entries, as entries.py lays them out; imports no torch."""
+
+from __future__ import annotations
+
+import math
+
+FULL = 16  # `bits` of entries in the model's own precision
+GROUP = 32  # channels of a key that share a scale, at most
+
+
+def count_groups(key: int, value: int, latent: bool = False) -> int:
+    """Return the groups of a key's channels that each have a scale. latent: a value is the first numbers of its key."""
+    D = math.gcd(key, value) if latent else key
+    return key // next(size for size in range(min(D, GROUP), 0, -1) if D % size == 0)
+
+
+def count_rounded_bytes(bits: int, size: int, groups: int, itemsize: int) -> int:
+    """Return the bytes of so many rounded numbers; itemsize: bytes of one scale or zero."""
+    return 2 * groups * itemsize + (size * bits + 7) // 8
+
+
+def count_entry_bytes(bits: int, key: int, value: int, itemsize: int, latent: bool = False) -> int:
+    """Return the bytes of a token's key and value in one head; itemsize: bytes of a number of the model's dtype.
+
+    latent: as in `count_groups`; the key's entry then holds the value too.
+    """
+    if bits == FULL:
+        return (key if latent else key + value) * itemsize
+    keys = count_rounded_bytes(bits, key, count_groups(key, value, latent), itemsize)
+    return keys if latent else keys + count_rounded_bytes(bits, value, 1, itemsize)
+
+
+def count_centre_bytes(bits: int, key: int, itemsize: int) -> int:
+    """Return the bytes of the centre that a head's keys of so many numbers are rounded around."""
+    return 0 if bits == FULL else key * itemsize

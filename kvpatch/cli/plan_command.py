@@ -1,0 +1,69 @@
+"""The command `kvpatch plan`, which loads neither the model nor torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import KVPatchError
+from ..planning.plan import plan as make_plan
+from ..planning.result import list_rows, write_remarks, write_title
+from . import options as given
+from .catalogue import BITS, DEFAULT_POLICY, SCHEDULES, check_choice
+from .loading import check_budget, check_dtype
+from .options import one_model, parse_options
+from .output import print_json, print_rows, short_errors
+
+
+def plan(  # noqa: PLR0913 - typer: an option is a parameter
+    model: given.Model = None,
+    model_option: given.ModelOption = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Of each request's prompt; else 32768, or all the model's positions.", show_default=False)
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens generated after each prompt.")] = 0,
+    batch: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
+    policy: given.PolicyName = DEFAULT_POLICY,
+    k: given.Budget = "0.5",
+    bits: given.Bits = 16,
+    memory: Annotated[
+        str | None, typer.Option(help="Of the device, such as 24GiB: how many requests and tokens fit.", show_default=False)
+    ] = None,
+    schedule: given.Schedule = None,
+    option: given.Options = None,
+    dtype: given.Dtype = "auto",
+    revision: given.Revision = None,
+    json: given.Json = False,
+) -> None:
+    """Count the bytes of a model's weights and cache, in full and under a budget, from its config.json alone, in a moment."""
+    with short_errors():
+        options = parse_options(option)
+        check_budget(k)
+        check_choice("bits", bits, BITS)
+        check_choice("schedule", schedule, SCHEDULES)
+        name, dtype = one_model(model, model_option), check_dtype(dtype)
+        if memory is not None and memory.strip().isdecimal():
+            raise KVPatchError(f"--memory {memory} has no unit: type --memory {memory.strip()}GiB, or MiB, or GB.")
+        more: dict[str, Any] = {
+            "tokens": tokens,
+            "new": max_new_tokens,
+            "batch": batch,
+            "bits": bits,
+            "schedule": schedule,
+            "memory": memory,
+            "dtype": dtype,
+            "revision": revision,
+        }
+        found = make_plan(name, policy, _split_layers(k), **more, **options)
+        if json:
+            print_json(found.to_dict())
+            return
+        print(f"{write_title(found)}\n")
+        print_rows(("", "full cache", "under the budget"), list_rows(found))
+        print("\n" + "\n".join(write_remarks(found)))
+
+
+def _split_layers(k: str) -> str | list[str]:
+    """Return a budget, or those of a comma-separated list."""
+    return [part for part in k.split(",") if part.strip()] if "," in k else k

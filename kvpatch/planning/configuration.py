@@ -1,0 +1,219 @@
+"""What a model's config.json says of its cache: layers, heads, windows, latents, positions; read without transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import KVPatchError
+
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+SPARSE: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072},
+    "mpt": {"max_seq_len": 2048},
+}
+"""Defaults of configurations whose files leave out what the cache's size depends on."""
+
+_STATES = frozenset(("linear_attention", "conv", "mamba", "mamba2", "recurrent"))
+_WITHOUT = frozenset(("mlp", "moe"))  # layers that keep nothing
+_ALL_SLIDE = frozenset(("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe"))
+_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}  # the last of so many layers does not slide
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Cache of one attention layer.
+
+    heads: KV heads. key, value: numbers of a key and a value. window: tokens that a sliding layer sees, else None. latent:
+    whether a value is a part of its key.
+    """
+
+    heads: int
+    key: int
+    value: int
+    window: int | None = None
+    latent: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a configuration says of the cache.
+
+    kind: model_type of the part that writes text. layers: those with keys and values of their own. states: layers with a state
+    of fixed size. borrowed: layers that use the keys of others. positions: None for no limit. dtype: of the weights.
+    """
+
+    kind: str
+    layers: tuple[Layer, ...]
+    states: int
+    borrowed: int
+    positions: int | None
+    dtype: str
+
+    @property
+    def slides_everywhere(self) -> bool:
+        """Tell if every layer has a window, so that the budget acts on all of them."""
+        return all(layer.window is not None for layer in self.layers)
+
+    @property
+    def bounds(self) -> tuple[int | None, ...]:
+        """The window of each layer that holds it under any policy."""
+        return tuple(None if self.slides_everywhere else layer.window for layer in self.layers)
+
+
+class Configuration:
+    """A configuration as its file has it, with names that architectures spell differently.
+
+    Args:
+        values: the file's, of a model of text and images the part that writes text included.
+        name: of the model, for errors.
+    """
+
+    def __init__(self, values: Mapping[str, Any], name: str) -> None:
+        parts = (values.get(key) for key in ("text_config", "llm_config"))
+        inner: Mapping[str, Any] = next((one for one in parts if isinstance(one, Mapping)), {})
+        self.name, self.kind = name, str(inner.get("model_type") or values.get("model_type"))
+        self.outer = str(values.get("model_type"))
+        self.values = {**SPARSE.get(self.kind, {}), **values, **{key: one for key, one in inner.items() if one is not None}}
+
+    @classmethod
+    def read(cls, path: Path, name: str) -> Configuration:
+        """Read a config.json. Raises KVPatchError if it is not one."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise KVPatchError(
+                f"The config.json of {name} cannot be read: {error}. Name a model whose config.json is whole."
+            ) from None
+        if not isinstance(values, dict) or not values.get("model_type"):
+            raise KVPatchError(f"The config.json of {name} names no model_type: name a folder or a model of transformers.")
+        return cls(values, name)
+
+    def get(self, *names: str) -> Any:
+        """Return the first of these values that is there, or None."""
+        return next((self.values[name] for name in names if self.values.get(name) is not None), None)
+
+    def need(self, *names: str) -> int:
+        """Return the first of these numbers that is there. Raises KVPatchError if none is."""
+        value = self.get(*names)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise KVPatchError(
+                f"The config.json of {self.name} (model_type {self.kind}) does not say {names[0]}: add it, such as "
+                f'"{names[0]}": 32, or load the model and read patch.report().'
+            )
+        return value
+
+    @property
+    def n_layers(self) -> int:
+        """Layers of the decoder."""
+        return self.need("num_hidden_layers", "n_layer", "n_layers", "decoder_layers", "num_layers")
+
+    @property
+    def width(self) -> int:
+        """Numbers of a hidden state."""
+        return self.need("hidden_size", "n_embd", "d_model")
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.need("decoder_attention_heads", "num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads")
+
+    @property
+    def head_size(self) -> int:
+        """Numbers of a query."""
+        return self.get("head_dim", "kv_channels") or self.width // self.heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        if self.kind == "falcon":
+            many = self.get("num_kv_heads") if self.get("new_decoder_architecture") else None
+            return many or (
+                1 if self.values.get("multi_query", True) and not self.get("new_decoder_architecture") else self.heads
+            )
+        if self.kind == "gpt_bigcode":
+            return 1 if self.values.get("multi_query", True) else self.heads
+        return self.get("num_key_value_heads") or self.heads
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer; 0 for a dense model."""
+        return self.get("num_local_experts", "num_experts", "n_routed_experts") or 0
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the weights, float32 where the file names none that transformers computes in."""
+        name = str(self.get("dtype", "torch_dtype")).removeprefix("torch.")
+        return name if name in ITEMSIZES else "float32"
+
+    def read_shape(self) -> Shape:
+        """Return what it says of the cache. Raises KVPatchError if it does not say enough."""
+        kinds, windows = self._list_kinds(), self._list_windows()
+        borrowed = self.get("num_kv_shared_layers") or 0
+        own = len(kinds) - borrowed
+        layers = [self._layer(window) for kind, window in list(zip(kinds, windows, strict=True))[:own] if _attends(kind)]
+        layers *= 2 if self.kind == "longcat_flash" and not self.get("num_hidden_layers") else 1
+        states = sum(kind in _STATES or kind.startswith("hybrid") for kind in kinds)
+        if not layers:
+            raise KVPatchError(
+                f"{self.name} (model_type {self.kind}) has no layer with keys and values: there is nothing to evict."
+            )
+        limit = None if self._has_alibi() else self.get("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+        return Shape(self.kind, tuple(layers), states, borrowed, limit, self.dtype)
+
+    def _has_alibi(self) -> bool:
+        return self.kind in ("bloom", "mpt") or bool(self.get("alibi"))
+
+    def _layer(self, window: int | None) -> Layer:
+        rank, rotary = self.get("kv_lora_rank"), self.get("qk_rope_head_dim")
+        if rank and rotary:
+            return Layer(1, rank + rotary, rank, window, latent=True)
+        return Layer(self.kv_heads, self.head_size, self.head_size, window)
+
+    def _list_kinds(self) -> list[str]:
+        """List the kind of each layer: by name, or by the rule that an older file has in place of names."""
+        n, types = self.n_layers, self.get("layer_types", "layers_block_type")
+        if types:
+            return list(types)
+        period, last = self.get("attn_layer_period", "full_attention_interval"), self.get("attn_layer_offset")
+        if period:
+            at = period - 1 if last is None else last
+            return ["full_attention" if i % period == at else "linear_attention" for i in range(n)]
+        if (chosen := self.get("attn_layer_indices", "full_attn_idxs")) is not None:
+            return ["full_attention" if i in chosen else "linear_attention" for i in range(n)]
+        if any("mamba" in name or name.startswith("ssm_") for name in self.values):
+            raise KVPatchError(
+                f"The config.json of {self.name} (model_type {self.kind}) does not say layer_types, which of its layers have "
+                'attention: add it, such as "layer_types": ["linear_attention", "full_attention"].'
+            )
+        return ["full_attention"] * n
+
+    def _list_windows(self) -> Sequence[int | None]:
+        """List the window of each layer."""
+        n, types, window = self.n_layers, self.get("layer_types"), self.get("sliding_window")
+        if self.kind == "gpt_neo":
+            kinds = [
+                kind for part, times in self.get("attention_types") or [[["global"], n]] for _ in range(times) for kind in part
+            ]
+            return [self.values.get("window_size", 256) if kind == "local" else None for kind in kinds]
+        if (chunk := self.get("attention_chunk_size")) is not None and self.kind.startswith("llama4"):
+            if not types:
+                turned = self.get("no_rope_layers") or [(i + 1) % 4 for i in range(n)]
+                return [chunk if one else None for one in turned]
+            return [chunk if kind == "chunked_attention" else None for kind in types]
+        if window is None or self.values.get("use_sliding_window") is False:
+            return [None] * n
+        if types:
+            return [window if "sliding" in kind else None for kind in types]
+        if (period := self.get("sliding_window_pattern", "_sliding_window_pattern") or _PATTERNS.get(self.kind)) is not None:
+            return [None if isinstance(period, int) and (i + 1) % period == 0 else window for i in range(n)]
+        if self.get("use_sliding_window"):
+            return [window if i >= (self.get("max_window_layers") or 0) else None for i in range(n)]
+        return [window if self.kind in _ALL_SLIDE else None] * n
+
+
+def _attends(kind: str) -> bool:
+    return kind not in _STATES and kind not in _WITHOUT

@@ -1,0 +1,92 @@
+"""Bytes of a cache for any length of the text: what cache/holding.py counts, times the bytes of an entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..backends.entry_sizes import FULL, count_centre_bytes, count_entry_bytes
+from ..cache.holding import Holding, Terms, count_by_terms
+from ..policies.budgets import MAX_POSITION, Budget, Rule, Size
+from ..policies.naming import Division
+from ..policies.slopes import Pyramid, Sloped
+from .configuration import Layer, Shape
+
+
+class Bytes(NamedTuple):
+    """Bytes of one text's keys and values.
+
+    held: of the tokens that are held. allocated: the most that buffers for them take. reading: the most while a prompt is read.
+    """
+
+    held: int
+    allocated: int
+    reading: int
+
+
+@dataclass(frozen=True)
+class Counter:
+    """Counts a cache's bytes on the terms of each layer.
+
+    bits, itemsize: of the numbers held, and bytes of one in the model's dtype. together: whether all layers hold the prompt
+    until the last has read it.
+    """
+
+    layers: tuple[Layer, ...]
+    terms: tuple[Terms, ...]
+    bits: int
+    itemsize: int
+    together: bool = False
+
+    def hold(self, prompt: int, new: int) -> list[Holding]:
+        """Return what each layer holds after a prompt of so many tokens and `new` ones."""
+        pairs = zip(self.layers, self.terms, strict=True)
+        return [count_by_terms(terms, prompt, new, heads=layer.heads) for layer, terms in pairs]
+
+    def count(self, prompt: int, new: int) -> Bytes:
+        """Count the bytes of a text with a prompt of so many tokens and `new` ones."""
+        held = allocated = 0
+        for layer, one in zip(self.layers, self.hold(prompt, new), strict=True):
+            entry, fixed = self._entry(layer, self.bits), layer.heads * count_centre_bytes(self.bits, layer.key, self.itemsize)
+            held += sum(one.heads) * entry + fixed
+            allocated += layer.heads * one.slots * entry + fixed
+        whole = [layer.heads * prompt * self._entry(layer, FULL) for layer in self.layers]
+        reading = sum(whole) if self.together else allocated + max(whole)
+        return Bytes(held, allocated, max(reading, allocated))
+
+    def _entry(self, layer: Layer, bits: int) -> int:
+        return count_entry_bytes(bits, layer.key, layer.value, self.itemsize, layer.latent)
+
+
+def count_full(shape: Shape, itemsize: int, tokens: int) -> int:
+    """Return the bytes of a text's cache that keeps every token, of a sliding layer those in its window."""
+    sizes = ((layer, min(tokens, layer.window or tokens)) for layer in shape.layers)
+    return sum(layer.heads * n * count_entry_bytes(FULL, layer.key, layer.value, itemsize, layer.latent) for layer, n in sizes)
+
+
+def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, itemsize: int) -> Counter:
+    """Return the counter of a budget."""
+    free = [index for index, bound in enumerate(shape.bounds) if bound is None]
+    terms = []
+    for index, bound in enumerate(shape.bounds):
+        rule: Rule = budget.rules[index] if bound is None else Size(bound)
+        if bound is not None:
+            terms.append(Terms(rule, "both"))
+            continue
+        if division.beta is not None and division.schedule is not None:
+            bounded, last = division.schedule != "decode", division.protects + 1
+            rule = Sloped(rule, Pyramid(division.beta), free.index(index), len(free), last, bounded)
+        schedule = division.schedule if rule.evicts else None
+        terms.append(Terms(rule, schedule, division.every, divided=bool(division.shared)))
+    together = division.shared == "model" and division.schedule is not None
+    return Counter(shape.layers, tuple(terms), bits, itemsize, together)
+
+
+def find_most(fits: Callable[[int], bool], limit: int) -> int:
+    """Return the largest number up to `limit` that fits, 0 if not even 1 does; whatever is smaller than one that fits fits."""
+    low, high = 0, min(limit, MAX_POSITION)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

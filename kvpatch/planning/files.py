@@ -1,0 +1,60 @@
+"""A model's configuration and the bytes of its weights, from a folder or the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import KVPatchError
+from .configuration import Configuration
+from .weights import INDEX, Weights, read_weights
+
+CONFIG = "config.json"
+
+
+def find_configuration(name: str, revision: str | None = None) -> Configuration:
+    """Return the configuration of a folder, or of a model on the hub. Raises KVPatchError if there is none."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / CONFIG).is_file():
+            raise KVPatchError(f"The folder {name} has no config.json: name the folder that save_pretrained() wrote.")
+        return Configuration.read(folder / CONFIG, name)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise KVPatchError(f"There is no folder {name}: name a folder with a config.json, or a model on the hub.")
+    return Configuration.read(_download(name, CONFIG, revision), name)
+
+
+def find_weights(name: str, revision: str | None = None) -> Weights | None:
+    """Return the bytes that safetensors files say; None if there are none to be read."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return read_weights(folder)
+    try:
+        return read_weights(_download(name, INDEX, revision).parent)
+    except KVPatchError:
+        return _ask_hub(name, revision)
+
+
+def _ask_hub(name: str, revision: str | None) -> Weights | None:
+    """Read the header of a model's only file on the hub; None if that fails, for whatever reason."""
+    try:
+        from huggingface_hub import get_safetensors_metadata
+
+        files: Any = get_safetensors_metadata(name, revision=revision).files_metadata
+        ends = [one.data_offsets for file in files.values() for one in file.tensors.values()]
+    except Exception:  # no such file, no network, a token that is missing: the weights are counted instead
+        return None
+    return Weights(sum(end - begin for begin, end in ends), "the header of the hub's safetensors")
+
+
+def _download(name: str, file: str, revision: str | None) -> Path:
+    """Return a small file of a model on the hub, from huggingface_hub's cache if it is there."""
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        raise KVPatchError(f"{name} is no folder; for a name on the hub type pip install huggingface_hub.") from None
+    try:
+        return Path(hf_hub_download(name, file, revision=revision))
+    except Exception as error:  # of many classes, of huggingface_hub and of what it uses
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise KVPatchError(f"{file} of {name} cannot be had: {reason} Name a folder, or check the name on the hub.") from None

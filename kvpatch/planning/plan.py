@@ -1,0 +1,162 @@
+"""The plan of a budget: bytes of weights and cache, and what fits into a memory, from config.json alone."""
+
+from __future__ import annotations
+
+from os import PathLike, fspath
+from typing import Any
+
+from ..backends.entry_sizes import FULL, count_centre_bytes, count_entry_bytes
+from ..errors import KVPatchError, named, suggest
+from ..policies.budgets import MAX_POSITION, Budget, Rule, Size, check_count, parse_bytes
+from ..policies.naming import Division, find_division
+from .configuration import ITEMSIZES, Shape
+from .counting import Counter, count_full, find_most, make_counter
+from .files import find_configuration, find_weights
+from .refused import refuse_kind
+from .remarks import list_remarks
+from .result import Fit, Plan
+from .weights import Weights, count_weights
+
+SCHEDULES, BITS = ("prompt", "decode", "both"), (FULL, 8, 4)
+MOST = 32768  # tokens of a prompt where nothing is said
+
+
+def plan(  # noqa: PLR0913 - the options of one command
+    model: str | PathLike[str],
+    policy: str = "snapkv",
+    k: object = 0.5,
+    *,
+    tokens: int | None = None,
+    new: int = 0,
+    batch: int = 1,
+    bits: int = 16,
+    schedule: str | None = None,
+    memory: int | str | None = None,
+    dtype: str = "auto",
+    revision: str | None = None,
+    **options: Any,
+) -> Plan:
+    """Count the bytes of a model's weights and cache under a budget, from its config.json, without loading it or torch.
+
+    Args:
+        model: a folder, or a name on the Hugging Face hub.
+        policy: a name of `kvpatch.list_policies()`, or a combination such as "critical(adaptive(roco))".
+        k: tokens, a share of the prompt, a size such as "2GiB", or a list with one of these for each layer.
+        tokens: of a request's prompt; None: 32,768, or as many as the model has positions for.
+        new: tokens generated after it.
+        batch: requests at a time.
+        bits: 16, 8 or 4, as `patched` takes it.
+        schedule: in place of the policy's own.
+        memory: of the device, in bytes or as a text such as "24GiB"; None: nothing is said of what fits.
+        dtype: of weights and cache; "auto" is the checkpoint's own.
+        revision: branch, tag or commit on the hub.
+        **options: of the policy; `every`, `beta` and `window` change what is held.
+
+    Raises:
+        KVPatchError: the model has no readable config.json or is refused, or an argument is out of range.
+
+    Example:
+        >>> print(kvpatch.plan("Qwen/Qwen2.5-7B-Instruct", "snapkv", 0.3, tokens=32768, batch=8, memory="24GiB"))
+    """
+    name, available = fspath(model), _parse_memory(memory)
+    division = _check_arguments(
+        policy, schedule, options, {"tokens": MOST if tokens is None else tokens, "batch": batch}, new, bits
+    )
+    config = find_configuration(name, revision)
+    refuse_kind(config)
+    shape = config.read_shape()
+    tokens = _choose_tokens(shape, tokens, new, name)
+    dtype = _find_dtype(dtype, shape)
+    found = find_weights(name, revision) if dtype == shape.dtype else None
+    weights = count_weights(config, dtype) if found is None else found
+    counter = make_counter(shape, division, _parse_budget(k, shape, division, bits, dtype), bits, ITEMSIZES[dtype])
+    one, full = counter.count(tokens, new), count_full(shape, ITEMSIZES[dtype], tokens + new)
+    fits = (None, None) if available is None else _find_fits(counter, shape, weights, available, (tokens, new, batch))
+    return Plan(
+        name, shape.kind, policy, k, bits, tokens, new, batch, dtype, *weights, full, *one,
+        kept=tuple(sum(held.heads) // len(held.heads) for held in counter.hold(tokens, new)),
+        positions=shape.positions, memory=available, fit_full=fits[0], fit=fits[1],
+        remarks=tuple(list_remarks(shape, division, counter, tokens, config.values)),
+    )  # fmt: skip
+
+
+def _check_arguments(
+    policy: object, schedule: str | None, options: dict[str, Any], counts: dict[str, int], new: int, bits: int
+) -> Division:
+    """Return how the policy divides a budget. Raises KVPatchError for an argument out of range."""
+    for name, value in counts.items():
+        check_count(name, value, "tokens" if name == "tokens" else "requests")
+    check_count("new", new, "tokens", least=0)
+    if bits not in BITS:
+        raise KVPatchError(f"bits={bits!r} must be 16, 8 or 4.")
+    if schedule is not None and schedule not in SCHEDULES:
+        raise KVPatchError(f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}.{suggest(schedule, SCHEDULES)}")
+    if not isinstance(policy, str):
+        raise KVPatchError(f"policy={policy!r} must be a policy's name, such as 'snapkv': kvpatch.list_policies() has all.")
+    division = find_division(policy, schedule, options)
+    if named(policy, ("duo",)) is not None:
+        raise KVPatchError("What duo holds depends on its calibration: plan another policy, such as 'snapkv'.")
+    check_count("every", division.every, "tokens")
+    return division
+
+
+def _parse_memory(memory: object) -> int | None:
+    """Return the bytes of a memory. Raises KVPatchError if it is none."""
+    found = parse_bytes(memory) if isinstance(memory, str) else memory
+    if memory is None or (isinstance(found, int) and not isinstance(found, bool) and found > 0):
+        return None if memory is None else found  # type: ignore[return-value]
+    raise KVPatchError(f"memory={memory!r} is no size: give a number and a unit such as 24GiB or 80GB.")
+
+
+def _choose_tokens(shape: Shape, tokens: int | None, new: int, name: str) -> int:
+    """Return the tokens of a prompt. Raises KVPatchError for a text that is longer than the model's positions."""
+    most = MAX_POSITION if shape.positions is None else shape.positions - new
+    if most < 1:
+        raise KVPatchError(f"{name} has {shape.positions:,} positions: give fewer than {shape.positions} new tokens.")
+    if tokens is not None and tokens > most:
+        beside = f" and {new:,} new ones" if new else ""
+        raise KVPatchError(
+            f"A prompt of {tokens:,} tokens{beside} is more than the {shape.positions:,} positions of {name}: give at most "
+            f"{most} tokens (--tokens {most})."
+        )
+    return min(MOST, most) if tokens is None else tokens
+
+
+def _find_dtype(dtype: str, shape: Shape) -> str:
+    """Return the dtype of weights and cache. Raises KVPatchError if it is unknown."""
+    if dtype == "auto":
+        return shape.dtype
+    if dtype not in ITEMSIZES:
+        raise KVPatchError(f"dtype={dtype!r} must be one of auto, {', '.join(ITEMSIZES)}.{suggest(dtype, ITEMSIZES)}")
+    return dtype
+
+
+def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype: str) -> Budget:
+    """Return the budget. Raises KVPatchError for one that is out of range or follows the text."""
+    if isinstance(k, Rule) or (isinstance(k, str) and ":" in k):
+        raise KVPatchError(
+            f"k={k} follows the text, which a plan does not know: give a share such as 0.5 or tokens such as 1024."
+        )
+    size, n = ITEMSIZES[dtype], len(shape.layers)
+    entries = sum(one.heads * count_entry_bytes(bits, one.key, one.value, size, one.latent) for one in shape.layers)
+    centres = sum(one.heads * count_centre_bytes(bits, one.key, size) for one in shape.layers)
+    budget = Budget.parse(
+        k, n_layers=n, bytes_per_token=-(-entries // n), bounds=shape.bounds, beside=division.every - 1, fixed=-(-centres // n)
+    )
+    for index, rule in enumerate(budget.rules):
+        rule.check(None, shape.layers[index].heads)
+        if division.beta is not None and not isinstance(rule, Size):
+            raise KVPatchError("A pyramid divides one budget: give k as one number, such as 0.3.")
+    return budget
+
+
+def _find_fits(counter: Counter, shape: Shape, weights: Weights, memory: int, asked: tuple[int, int, int]) -> tuple[Fit, Fit]:
+    """Return what fits into the memory beside the weights, in full and under the budget, all prompts read at once."""
+    room, (tokens, new, batch), size = max(memory - weights.nbytes, 0), asked, counter.itemsize
+    limit = MAX_POSITION - new if shape.positions is None else shape.positions - new
+
+    def find(count: Any) -> Fit:
+        most = find_most(lambda n: batch * count(n) <= room, limit)
+        return Fit(room // max(count(tokens), 1), None if most >= MAX_POSITION - new else most)
+
+    return find(lambda n: count_full(shape, size, n + new)), find(lambda n: counter.count(n, new).reading)

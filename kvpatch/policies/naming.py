@@ -1,0 +1,94 @@
+"""Names of policies and of combinations, checked and read without torch; presets.py makes policies of them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from ..errors import KVPatchError, named, suggest
+from .facts import COMBINATIONS, FACTS
+
+_COMBINED = re.compile(rf"\s*({'|'.join(COMBINATIONS)})\((.+)\)\s*", re.IGNORECASE)
+_SHARED = {"adaptive": "layer", "global_topk": "model"}
+_AFTER_PROMPTS = ("chunked", "merged")  # combinations that evict where a prompt ends and at no other time
+
+
+class Division(NamedTuple):
+    """What a policy does with a budget, whatever its scores are.
+
+    schedule: None if it never evicts. every: as its option. beta: of a pyramid, else None. protects: tokens of its observation
+    window, which every layer keeps. shared: as in `Fact`.
+    """
+
+    schedule: str | None
+    every: int
+    beta: int | float | None
+    protects: int
+    shared: str
+
+
+def split_combination(name: str) -> tuple[list[str], str]:
+    """Return the combinations around a policy's name, the outermost first, and the name.
+
+    Example:
+        >>> split_combination("critical(adaptive(roco))")
+        (['critical', 'adaptive'], 'roco')
+    """
+    around = []
+    while (combined := _COMBINED.fullmatch(name)) is not None:
+        around.append(combined[1].lower())
+        name = combined[2]
+    return around, name
+
+
+def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -> Division:
+    """Tell how a policy of the table, or a combination of one, divides its budget.
+
+    schedule: in place of its own. options: of the policy.
+
+    Raises:
+        KVPatchError: the table has no policy of this name, or it has no such option.
+    """
+    check_policy(name, options)
+    around, base = split_combination(name)
+    known = named(base, FACTS)
+    if known is None:
+        raise KVPatchError(f"Policy {base!r} is none of the table: give one of {', '.join(FACTS)}.")
+    fact = FACTS[known]
+    every_option = {
+        **fact.list_options(),
+        **{key: value for one in around for key, value in COMBINATIONS[one].items()},
+        **options,
+    }
+    own = "prompt" if any(one in _AFTER_PROMPTS for one in around) else fact.schedule
+    shared = next((_SHARED[one] for one in around if one in _SHARED), fact.shared)
+    protects = 0 if known == "cur" else every_option.get("window", 0)  # whose window is one of keys, not of queries
+    when = None if known == "full" else schedule or own
+    return Division(when, every_option["every"], every_option.get("beta"), protects, shared)
+
+
+def check_policy(name: str, options: Collection[str] | None = None) -> None:
+    """Refuse a misspelt policy or option without importing torch; the library checks the rest.
+
+    Raises:
+        KVPatchError: no policy of this name, or it has none of the `options` of that name.
+    """
+    around, name = split_combination(name)
+    if (known_as := named(name, FACTS)) is None:
+        if name in _registered():
+            return
+        raise KVPatchError(f"Unknown policy {name!r}.{suggest(name, FACTS)} Known: {', '.join(FACTS)}.")
+    known = {**FACTS[known_as].list_options(), **{key: None for one in around for key in COMBINATIONS[one]}}
+    for option in options or ():
+        if option not in known:
+            raise KVPatchError(
+                f"Policy {known_as!r} has no option {option!r}.{suggest(option, known)} It has: {', '.join(known)}."
+            )
+
+
+def _registered() -> Collection[str]:
+    """Return the names of all registered policies if the library has been imported, by a program that registers its own."""
+    presets = sys.modules.get("kvpatch.policies.presets")
+    return () if presets is None else presets.list_policies()

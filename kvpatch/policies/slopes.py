@@ -1,0 +1,92 @@
+"""Division of a budget over layers, once per prompt; the total of the uniform budget is kept to the token. Imports no torch."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from ..errors import KVPatchError
+from .budgets import Rule
+
+
+@dataclass(frozen=True)
+class Pyramid:
+    """Budgets that fall linearly from the first layer to the last [PyramidKV].
+
+    The last layer gets budget / beta, but no less than `least` tokens (the observation window and one more); the mean over
+    layers is the uniform budget.
+
+    Differs from the paper: the total is exact to the token (rounded by largest remainders). The slope is flattened where the
+    first layer's share would exceed the prompt, as in the authors' code.
+
+    Attributes:
+        beta: ratio of the mean budget to the last layer's, at least 1.
+    """
+
+    beta: int | float = 20
+
+    def check(self) -> None:
+        """Raise KVPatchError for an option out of range."""
+        if isinstance(self.beta, bool) or not isinstance(self.beta, int | float) or not 1 <= self.beta < float("inf"):
+            raise KVPatchError(f"beta={self.beta!r} must be a number of at least 1: the last layer gets budget / beta.")
+
+    def split(self, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
+        """Return the tokens per KV head of each layer; they sum to n_layers * budget.
+
+        Args:
+            budget: tokens per KV head of each layer under the uniform budget.
+            n_layers: layers that share the budget.
+            least: fewest tokens of the last layer, as far as the budget allows.
+            most: tokens that one layer can hold at most, such as the prompt's length; None for no bound.
+        """
+        return _split_budget(self.beta, budget, n_layers, least, most)
+
+
+@dataclass(frozen=True)
+class Sloped(Rule):
+    """The budget of one layer of a pyramid.
+
+    Attributes:
+        uniform: the budget that is divided.
+        pyramid: divides it.
+        layer: index among the `n_layers` that share it.
+        last: fewest tokens of the last layer.
+        bounded: whether no layer can hold more than the prompt.
+    """
+
+    uniform: Rule
+    pyramid: Pyramid
+    layer: int
+    n_layers: int
+    last: int
+    bounded: bool
+    constant: ClassVar[bool] = True
+
+    @property
+    def evicts(self) -> bool:
+        return self.uniform.evicts
+
+    def tokens(self, n: int) -> int:
+        most = n if self.bounded else None
+        return self.pyramid.split(self.uniform.tokens(n), self.n_layers, self.last, most)[self.layer]
+
+    def highest(self, n: int, H: int, new: int | None = 0) -> list[int]:
+        """Layers differ least after the shortest prompt and most after the longest; rounding adds a token at most between."""
+        return [max(self.tokens(1), self.tokens(n)) + 1] * H
+
+
+@functools.lru_cache(maxsize=1024)
+def _split_budget(beta: int | float, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
+    last = max(budget / Fraction(beta), Fraction(min(least, budget)))
+    if most is not None:
+        last = max(last, Fraction(2 * budget - most))
+    last = min(last, Fraction(budget))
+    step = (2 * budget - 2 * last) / max(n_layers - 1, 1)
+    exact = [2 * budget - last - step * layer for layer in range(n_layers)] if n_layers > 1 else [Fraction(budget)]
+    tokens = [int(value) for value in exact]
+    by_remainder = sorted(range(n_layers), key=lambda layer: (tokens[layer] - exact[layer], layer))
+    for layer in by_remainder[: n_layers * budget - sum(tokens)]:
+        tokens[layer] += 1
+    return tuple(tokens)

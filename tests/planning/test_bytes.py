@@ -1,0 +1,132 @@
+"""The bytes of a plan are those of a cache that generate() filled, for every family and policy."""
+
+import pytest
+import torch
+
+import kvpatch
+from kvpatch.planning.configuration import Configuration
+from tests.helpers import tiny, tiny_families
+from tests.helpers.tiny import prompt
+
+FAMILIES = ("llama_gqa", "mistral_sliding", "gemma3", "gpt2", "mpt", "deepseek_v3")
+MORE = ("falcon_gqa", "bloom", "gptj", "qwen2_mixed", "gpt_oss", "gpt_bigcode", "llama4", "phi3_sliding", "gpt_neo")
+BUDGETS = (
+    ("full", 1.0, 16, {}), ("h2o", 0.3, 16, {}), ("h2o", 40, 8, {}), ("snapkv", 40, 16, {"window": 8}),
+    ("snapkv", 0.3, 4, {"window": 8}), ("adakv", 0.3, 16, {"window": 8}), ("pyramidkv", 0.3, 16, {"window": 8}),
+    ("kvzip", 40, 16, {}), ("lazy", 60, 16, {"every": 4, "recent": 8}), ("h2o", "24KiB", 16, {}),
+)  # fmt: skip
+B, T, NEW = 2, 120, 11  # the last of the new tokens is returned and not fed
+
+
+def make_model(name):
+    return tiny.make(name) if name in {**tiny.MODELS, **tiny.MORE} else tiny_families.make(name)
+
+
+def fill_cache(model):
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True}
+    return model.generate(prompt(B, T), **options).past_key_values
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *MORE])
+def saved(request, tmp_path_factory):
+    """A model, and a folder with its config.json alone."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_model(request.param)
+    model.config.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.mark.parametrize(("policy", "k", "bits", "options"), BUDGETS)
+def test_a_plan_has_the_bytes_of_the_cache(saved, policy, k, bits, options):
+    """At least what its tokens take; at most that with spare slots: 1/16 or 8 of a head, 16 and 1/50 where heads share."""
+    model, folder = saved
+    with kvpatch.patched(model, policy, k=k, bits=bits, **options):
+        cache = fill_cache(model)
+    plan = kvpatch.plan(folder, policy, k, tokens=T, new=NEW - 1, batch=B, bits=bits, **options)
+    held = sum(int(cache.held(layer).sum()) for layer in range(len(cache.layers)))
+    assert B * plan.held <= cache.nbytes <= B * plan.allocated
+    if plan.policy != "lazy":  # whose heads wait to evict several at once
+        assert sum(plan.kept) * B * cache.layers[0].positions.shape[1] - held in range(-B * 8, B * 8)
+    waste = (plan.allocated - plan.held) / plan.held
+    slots = max(8, max(plan.kept) / 16, options.get("every", 1)) + (
+        16 + max(plan.kept) / 50 if policy in ("adakv", "kvzip") else 0
+    )
+    assert waste <= slots / min(plan.kept) * 1.1
+
+
+def test_the_full_cache_has_the_bytes_of_the_unpatched_one(saved):
+    """A sliding layer's window counts the token that attends, which transformers does not keep."""
+    model, folder = saved
+    if model.config.model_type in ("falcon", "gpt_neo"):
+        pytest.skip("transformers repeats Falcon's heads, and keeps GPT-Neo's whole text")
+    layers = fill_cache(model).layers
+    taken = sum(one.keys.nbytes + one.values.nbytes for one in layers)
+    sliding = sum((one.keys[:, :, 0].nbytes + one.values[:, :, 0].nbytes) * one.is_sliding for one in layers)
+    assert B * kvpatch.plan(folder, tokens=T, new=NEW - 1).full == taken + sliding
+
+
+def test_weights_are_counted_from_the_configuration(saved):
+    model, folder = saved
+    plan = kvpatch.plan(folder, tokens=T)
+    assert plan.weights_from.startswith("config.json")
+    if model.config.model_type not in ("gpt_oss",):  # its experts are as wide as intermediate_size
+        nbytes = sum(one.nbytes for one in model.parameters())
+        assert 0.95 * nbytes <= plan.weights <= nbytes
+
+
+def test_a_dtype_halves_everything(tmp_path):
+    make_model("llama_gqa").config.save_pretrained(tmp_path)
+    whole, half = (kvpatch.plan(tmp_path, "h2o", tokens=T, dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert (whole.weights, whole.full, whole.held) == (2 * half.weights, 2 * half.full, 2 * half.held)
+
+
+def test_weights_are_read_from_safetensors(tmp_path):
+    model = make_model("llama_gqa").to(torch.bfloat16)
+    model.config.dtype = "bfloat16"
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    nbytes = sum(one.nbytes for one in model.parameters())
+    for name, source in (("one", "the header of model.safetensors"), ("many", "the index model.safetensors.index.json")):
+        plan = kvpatch.plan(tmp_path / name, tokens=T)
+        assert (plan.weights, plan.weights_from, plan.dtype) == (nbytes, source, "bfloat16")
+
+
+def test_what_is_held_while_a_prompt_is_read_bounds_the_peak(saved):
+    model, folder = saved
+    with kvpatch.patched(model, "snapkv", k=0.2, window=8) as patch:
+        model.generate(prompt(B, T), max_new_tokens=1, do_sample=False)
+    plan = kvpatch.plan(folder, "snapkv", 0.2, tokens=T, batch=B, window=8)
+    assert plan.held < plan.reading and patch.report().peak_nbytes <= B * plan.reading * 1.1
+
+
+def test_older_files_name_no_layers():
+    """Layers of files that transformers wrote before it named their types."""
+    base = {"num_hidden_layers": 6, "hidden_size": 32, "num_attention_heads": 4, "sliding_window": 7}
+
+    def windows(**values):
+        return [one.window for one in Configuration(base | values, "m").read_shape().layers]
+
+    assert windows(model_type="gemma2") == [7, None] * 3
+    assert windows(model_type="gemma3_text") == [7] * 5 + [None]
+    assert windows(model_type="cohere2", sliding_window_pattern=3) == [7, 7, None] * 2
+    assert windows(model_type="qwen2", use_sliding_window=True, max_window_layers=4) == [None] * 4 + [7] * 2
+    assert windows(model_type="qwen2", use_sliding_window=False) == windows(model_type="llama") == [None] * 6
+    assert windows(model_type="mistral") == [7] * 6
+
+
+def test_a_hybrid_s_states_hold_no_tokens():
+    values = {"num_hidden_layers": 8, "hidden_size": 32, "num_attention_heads": 4, "model_type": "qwen3_next"}
+    shape = Configuration(values | {"full_attention_interval": 4}, "m").read_shape()
+    assert (len(shape.layers), shape.states) == (2, 6)
+    shape = Configuration(values | {"layer_types": ["conv", "full_attention"] * 4}, "m").read_shape()
+    assert (len(shape.layers), shape.states) == (4, 4)
+    with pytest.raises(kvpatch.KVPatchError, match="does not say layer_types"):
+        Configuration(values | {"mamba_d_state": 16}, "m").read_shape()
+
+
+def test_the_part_that_writes_text_counts():
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 6, "hidden_size": 2560, "sliding_window": 1024}
+    shape = Configuration({"model_type": "gemma3", "dtype": "bfloat16", "text_config": text}, "m").read_shape()
+    assert (shape.kind, shape.dtype, shape.layers[0].heads, shape.layers[0].key) == ("gemma3_text", "bfloat16", 4, 256)
+    own = type(make_model("gemma3").config)()
+    assert (own.num_key_value_heads, own.head_dim, own.max_position_embeddings) == (4, 256, shape.positions)
