@@ -26,6 +26,7 @@ _HOME = {
     "errors": ("KVPatchError",),
     "evaluation.check": ("check_model",),
     "handle": ("Patch",),
+    "hooks.chat": ("Chat",),
     "patching": ("patch", "patched", "replay", "unpatch"),
     "policies": (
         "Mass", "Policy", "Scope", "Score", "Share", "Threshold", "adaptive", "chunked", "critical", "get_policy",
@@ -40,6 +41,7 @@ _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "Adapter",
+    "Chat",
     "EvictingCache",
     "InterfaceAdapter",
     "KVPatchError",
@@ -87,6 +89,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .errors import KVPatchError
     from .evaluation.check import check_model
     from .handle import Patch
+    from .hooks.chat import Chat
     from .patching import patch, patched, replay, unpatch
     from .policies import (
         Mass,

@@ -103,6 +103,39 @@ def test_a_batch_of_requests_gets_the_tokens_of_generate(model, tokenizer, polic
     assert sorted(one.generated_tokens for one in found.values()) == sorted(wanted)
 
 
+# ---- a chat ----
+
+TURNS = ("What is the capital of France?", "And of Italy?", "Which of the two is larger?")
+
+
+def test_each_turn_of_a_chat_is_generate_over_the_whole_conversation(model, tokenizer):
+    options = {"max_new_tokens": 24, "do_sample": False}
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat, turns = patch.chat(tokenizer, system="You answer in a few words.", **options), []
+        for turn in TURNS:
+            before = [*chat.messages, {"role": "user", "content": turn}]
+            chat.send(turn)
+            turns.append((before, chat.ids))
+    for messages, ids in turns:
+        asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        assert model.generate(**asked, **options).tolist() == ids.tolist()
+    assert "Paris" in chat.messages[2]["content"] and "Rome" in chat.messages[4]["content"]
+
+
+def test_a_chat_under_a_budget_forgets_and_goes_on(model, tokenizer):
+    with kvpatch.patched(model, "roco", k=64, sinks=16) as patch:
+        chat = patch.chat(tokenizer, system="You answer in a few words.", keep_system=True, max_new_tokens=24, do_sample=False)
+        assert "Paris" in chat.send(TURNS[0])
+        chat.forget(1)
+        assert "Rome" in chat.send(TURNS[1])
+        chat.send(TURNS[2])
+        gone = set(range(*chat.spans[1]))
+        for layer in range(model.config.num_hidden_layers):
+            held = chat.cache.positions(layer)[0]
+            assert (held >= 0).sum(-1).max() <= 64 < chat.cache.get_seq_length()
+            assert all(set(range(*chat.spans[0])) <= set(head) and not gone & set(head) for head in held.tolist())
+
+
 # ---- the tool that makes it ----
 
 
