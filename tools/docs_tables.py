@@ -38,7 +38,7 @@ GROUPS = {
     "Patch a model": ("patched", "patch", "Patch", "unpatch", "Settings"),
     "Record and replay": ("Record", "replay", "save_record", "load_record"),
     "Look at what was kept": ("Report",),
-    "Caches": ("EvictingCache", "Prefix"),
+    "Caches": ("EvictingCache", "Prefix", "Chat"),
     "Policies": (
         "list_policies", "get_policy", "register_policy", "unregister_policy", "critical", "adaptive", "global_topk",
         "pyramid", "chunked", "merged", "load_calibration", "Policy", "Score", "Scope",
@@ -56,8 +56,8 @@ MEMBERS = {
     "Record": ("nbytes", "to", "join"),
     "Settings": ("save", "load"),
     "EvictingCache": (
-        "clone", "concatenate", "select_rows", "batch_select_indices", "batch_repeat_interleave", "reorder_cache", "crop",
-        "activate_past_recording", "reset", "held", "positions", "next_positions", "nbytes", "get_seq_length",
+        "clone", "concatenate", "select_rows", "batch_select_indices", "batch_repeat_interleave", "reorder_cache", "forget",
+        "crop", "activate_past_recording", "reset", "held", "positions", "next_positions", "nbytes", "get_seq_length",
         "check_invariants",
     ),
     "Policy": ("options", "with_options"),

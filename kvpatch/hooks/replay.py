@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from ..arch.upstream import CACHE, cache_of, set_cache
 from ..attention.replay import ReplayPass
+from ..cache.cache import EvictingCache
 from ..cache.lifetimes import Record
+from ..cache.snapshot import Snapshot
 from ..errors import KVPatchError
 from ..policies.served import refuse
-from . import inputs
+from . import inputs, ownership
 from .attention import Courier
 from .state import PatchState, by_kind, pass_mask, put_aside
 
@@ -81,3 +83,20 @@ def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
         f"Row {row} is no recorded text: token {agree} of it differs from the most similar, text {best}. Give texts as they "
         "were recorded, with attention_mask=0 for padding; join records with Record.join([...])."
     )
+
+
+def find_record(state: PatchState, kind: dict[str, Any], cache: EvictingCache | None) -> Record:
+    """Return what each query attended to in a cache, or in the one used last: see Patch.record. kind: of the model."""
+    if not state.settings.record:
+        raise KVPatchError("Nothing was recorded: write patched(model, ..., record=True).")
+    if cache is not None:
+        ownership.check_own(cache, state)
+    last = state.log.snapshot() if cache is None else Snapshot.of(cache)
+    if last is None or last.lengths_B is None:
+        raise KVPatchError("Nothing to record yet: call generate() or the model inside the block first.")
+    if last.lifetimes is None or None in last.lifetimes.deaths:
+        raise KVPatchError(
+            "These texts are not known from their beginning: the cache was loaded or converted, or is in the middle of a "
+            "prompt. Read the text under record=True."
+        )
+    return Record.of(last.lifetimes, last.lengths_B, kind)

@@ -16,6 +16,7 @@ import torch
 import transformers
 import typer
 
+from ..real_model import VARIABLE
 from . import agents as agents_runs
 from .page import write_section
 from .report import write_page
@@ -51,7 +52,7 @@ def _load(model: str, threads: int) -> tuple[Any, Any]:
 @app.command()
 def run(
     tasks: Annotated[list[str], typer.Argument(help="names of tasks, or all")],
-    model: Annotated[str, typer.Option(help="folder or hub name")] = ".models/smollm2",
+    model: Annotated[str, typer.Option(help="folder or hub name", envvar=VARIABLE)] = ".models/smollm2",
     samples: Annotated[int, typer.Option(min=2)] = 60,
     policies: Annotated[str, typer.Option(help="labels; separated by ; where one has a comma")] = "",
     budgets: Annotated[str, typer.Option(help="shares of the prompt, comma-separated")] = "",
@@ -76,7 +77,7 @@ def run(
 
 @app.command()
 def agents(
-    model: Annotated[str, typer.Option(help="folder or hub name")] = ".models/smollm2",
+    model: Annotated[str, typer.Option(help="folder or hub name", envvar=VARIABLE)] = ".models/smollm2",
     samples: Annotated[int, typer.Option(min=2)] = 60,
     out: Annotated[Path, typer.Option(help="folder of the lines")] = LINES,
 ) -> None:

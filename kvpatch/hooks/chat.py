@@ -1,0 +1,261 @@
+"""A conversation on one cache: the template renders all messages in each turn, and only what is new is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from threading import Event, Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+
+from ..cache.cache import EvictingCache
+from ..cache.settings import CacheSettings
+from ..errors import KVPatchError
+from .target import Target
+from .transcript import Template, Transcript, find_dropped
+
+OWN = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values", "streamer", "return_dict_in_generate")
+"""Options of generate() that a chat gives itself."""
+ROWS = ("num_beams", "num_return_sequences")
+
+
+class Chat:
+    """A conversation under a patch's budget, made by `Patch.chat()`.
+
+    Where a template takes something from the newest answer, such as its thinking, the cache forgets these tokens; where it
+    changes anything else, the conversation is read anew.
+
+    Attributes:
+        messages: as the template takes them; a forgotten one has "forgotten": True.
+        cache: of the whole conversation.
+        ids: int64 [1,N], every token that was read, and the last one of the newest answer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, new_cache: Callable[[], EvictingCache], system: str | None, **options: Any):
+        _check_options(options)
+        self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        self._template = Template(tokenizer, dict(options.pop("template", None) or {}))
+        self._model, self._tokenizer, self._new_cache, self._options = model, tokenizer, new_cache, options
+        self._begin_again()
+
+    @property
+    def system_tokens(self) -> int:
+        """Count the tokens of the system prompt, with its header."""
+        if not self.messages or self.messages[0]["role"] != "system":
+            return 0
+        rendered = self._template.render([self.messages[0], {"role": "user", "content": ""}])
+        return self._template.tokenize(rendered, Transcript())[1][1]
+
+    def __repr__(self) -> str:
+        return f"<Chat of {len(self.messages)} messages: {self.ids.shape[1]} tokens>"
+
+    def _begin_again(self) -> None:
+        """Take a new cache, to read the conversation anew."""
+        self.cache = self._new_cache()
+        self.ids = torch.empty(1, 0, dtype=torch.long, device=self._model.device)
+        self._read = Transcript(left_out=frozenset(i for i, one in enumerate(self.messages) if one.get("forgotten")))
+
+    def send(self, text: str, role: str = "user") -> str:
+        """Add a message and return the model's answer.
+
+        Args:
+            text: the message.
+            role: of the message, such as "tool" for a result that the model has asked for.
+
+        Raises:
+            KVPatchError: the message is no text, or generate() refuses an option; the conversation is then as before.
+        """
+        asked = self._ask(text, role)
+        try:
+            return self._end_turn(self._generate(asked), asked)
+        except BaseException:
+            self._take_back()
+            raise
+
+    def stream(self, text: str, role: str = "user") -> Iterator[str]:
+        """Add a message and yield the answer in pieces; whoever stops listening ends the answer there.
+
+        Args:
+            text: the message.
+            role: of the message.
+
+        Raises:
+            KVPatchError: as for send().
+        """
+        asked = self._ask(text, role)
+        streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+        stop, done = _Stop(), _Outcome()
+        thread = Thread(target=done.keep, args=(lambda: self._generate(asked, stop, streamer=streamer), streamer.end))
+        thread.start()
+        try:
+            yield from streamer
+        finally:
+            stop.asked.set()
+            thread.join()
+            if done.error is not None:
+                self._take_back()
+            else:
+                self._end_turn(done.value, asked)
+        if done.error is not None:
+            raise done.error
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Positions (start, stop) of each message that was read, with its header; what a template puts first is the first's."""
+        starts = self._read.starts
+        return list(zip(starts, [*starts[1:], self.ids.shape[1]], strict=True)) if starts else []
+
+    def forget(self, index: int) -> None:
+        """Take a message out of the cache, wherever it is held; what was read behind it has seen it, and stays.
+
+        Args:
+            index: of the message in `messages`.
+
+        Raises:
+            KVPatchError: there is no such message, it was not read or is forgotten, or the cache cannot be edited.
+
+        Source: design of this library.
+
+        Example:
+            chat.forget(1)
+        """
+        read = len(self.spans)
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < read:
+            known = f"give 0 to {read - 1}, an index of chat.messages" if read else "send() one first"
+            raise KVPatchError(f"forget({index!r}): {read} messages have been read; {known}.")
+        if self.messages[index].get("forgotten"):
+            raise KVPatchError(f"Message {index} is forgotten already: give one without 'forgotten' in chat.messages.")
+        self._forget_span(index)
+        self.messages[index]["forgotten"] = True
+
+    def _forget_span(self, index: int) -> None:
+        """Take from the cache what it has read of a message; the last token of an answer is read with the next turn."""
+        start, stop = self.spans[index]
+        stop = min(stop, self.cache.get_seq_length())
+        start = max(start, self._read.forgotten.get(index, 0))
+        if start < stop:
+            self.cache.forget([(start, stop)])
+            self._read.forgotten[index] = stop
+
+    # ---- a turn ----
+
+    def _ask(self, text: str, role: str) -> Tensor:
+        """Add a message, and return the ids [1,N] of the whole text up to the answer."""
+        if not isinstance(text, str):
+            raise KVPatchError(f"send() takes the text of a message, not a {type(text).__name__}: write chat.send('...').")
+        self.messages.append({"role": role, "content": text})
+        try:
+            rendered = self._template.render(self.messages, self._read.left_out)
+            if not rendered.text.startswith(self._read.text) and not self._drop_stripped(rendered.text):
+                self._begin_again()
+                rendered = self._template.render(self.messages, self._read.left_out)
+            unread, starts = self._template.tokenize(rendered, self._read)
+        except BaseException:
+            self.messages.pop()
+            raise
+        self._read.starts += [self.ids.shape[1] + start for start in starts]
+        self._read.text = rendered.text
+        return torch.cat([self.ids, torch.tensor([unread], device=self.ids.device)], 1)
+
+    def _drop_stripped(self, text: str) -> bool:
+        """Forget what the template takes from the newest answer, such as its thinking; tell whether tokens allow that."""
+        answer = self._read.answer
+        found = find_dropped(self._read.text, text, [self._tokenizer.decode([one]) for one in answer])
+        if found is None:
+            return False
+        (first, last), kept = found
+        start = self.ids.shape[1] - len(answer)
+        try:
+            self.cache.forget([(start + first, start + last)])
+        except KVPatchError:  # a state that saw the tokens, or heads that other processes hold
+            return False
+        self._read.text = kept
+        return True
+
+    def _generate(self, asked: Tensor, *criteria: StoppingCriteria, **options: Any) -> Tensor:
+        """Return the ids [1,N] of the text with the answer."""
+        given = self._options | options
+        stops = StoppingCriteriaList([*(given.pop("stopping_criteria", None) or ()), *criteria])
+        given |= {"stopping_criteria": stops} if stops else {}
+        mask = torch.ones_like(asked)
+        return self._model.generate(asked, attention_mask=mask, past_key_values=self.cache, **given)
+
+    def _end_turn(self, ids: Tensor, asked: Tensor) -> str:
+        """Add the answer to the messages, and return it."""
+        self._read.answer = ids[0, asked.shape[1] :].tolist()
+        self.ids = ids
+        self._read.text += self._tokenizer.decode(self._read.answer)
+        answer = self._tokenizer.decode(self._read.answer, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": answer})
+        for index in list(self._read.forgotten):
+            self._forget_span(index)
+        return answer
+
+    def _take_back(self) -> None:
+        """Undo a turn that failed: the conversation is as before, and the next turn reads it anew."""
+        self.messages.pop()
+        self._begin_again()
+
+
+class _Stop(StoppingCriteria):
+    """Ends generate() when nobody listens."""
+
+    def __init__(self) -> None:
+        self.asked = Event()
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), self.asked.is_set(), dtype=torch.bool, device=input_ids.device)
+
+
+class _Outcome:
+    """Result or error of a thread."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+    def keep(self, call: Callable[[], Any], end: Callable[[], None]) -> None:
+        try:
+            self.value = call()
+        except BaseException as error:
+            self.error = error
+            end()
+
+
+def begin_chat(
+    target: Target, settings: CacheSettings, new_cache: Callable[[], EvictingCache], tokenizer: Any, system: str | None,
+    keep_system: bool, options: dict[str, Any],
+) -> Chat:  # fmt: skip
+    """Make a Chat: see Patch.chat."""
+    if not target.generators:
+        raise KVPatchError("This model has no generate(): patch a model with a language head, such as AutoModelForCausalLM.")
+    chat = Chat(target.generators[0], tokenizer, new_cache, system, **options)
+    if keep_system:
+        _check_kept(settings, chat.system_tokens)
+    return chat
+
+
+def _check_kept(settings: CacheSettings, tokens: int) -> None:
+    """Raise KVPatchError unless this many first tokens are never evicted."""
+    ks = [k for k, evicts in zip(settings.budget.per_layer, settings.evicts, strict=True) if evicts]
+    sinks = getattr(settings.policy.scope, "sinks", 0)
+    if not tokens:
+        raise KVPatchError(
+            "keep_system=True keeps a system prompt, and there is none: write patch.chat(tokenizer, system='...')."
+        )
+    if ks and (sinks < tokens or not all(isinstance(k, int) and k > tokens for k in ks)):
+        raise KVPatchError(
+            f"keep_system=True: the system prompt has {tokens} tokens. Write patched(model, ..., k=..., sinks={tokens}) with "
+            f"more than {tokens} tokens as k, a whole number; this patch has sinks={sinks}, k={ks[0]!r}."
+        )
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise KVPatchError for options of generate() that a chat gives itself, or that make several texts."""
+    for name in OWN:
+        if name in options:
+            raise KVPatchError(f"patch.chat() gives generate() its own {name}: leave it out.")
+    for name in ROWS:
+        if options.get(name) not in (None, 1):
+            raise KVPatchError(f"A chat is one text, and {name}={options[name]!r} makes several: leave {name} out.")

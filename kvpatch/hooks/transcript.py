@@ -1,0 +1,126 @@
+"""The text of a conversation as its template renders it, and where in it the messages lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import Any
+
+from ..errors import KVPatchError
+
+Message = dict[str, Any]
+TRIED = 8
+"""Tokens before the first different character at which a span may begin."""
+
+
+@dataclass
+class Transcript:
+    """The part of a conversation that was read.
+
+    text: of it, as the template renders it now. starts: position of each message. answer: ids of the newest answer. forgotten:
+    messages by index, with the position up to which each was taken out of the cache. left_out: messages that are not rendered.
+    """
+
+    text: str = ""
+    starts: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    forgotten: dict[int, int] = field(default_factory=dict)
+    left_out: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """All messages, up to where the answer begins.
+
+    begins: index in the text of each message, and of the answer's header.
+    """
+
+    text: str
+    begins: list[int]
+
+
+class Template:
+    """A tokenizer's chat template, with what it takes beside the messages (such as tools, or enable_thinking)."""
+
+    def __init__(self, tokenizer: Any, arguments: dict[str, Any]) -> None:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise KVPatchError(
+                "This tokenizer has no chat template: give that of an instruct model, or set tokenizer.chat_template before "
+                "patch.chat(tokenizer)."
+            )
+        self._tokenizer, self._arguments = tokenizer, arguments
+
+    def _write(self, messages: list[Message], answer: bool) -> str:
+        """Return the text of messages."""
+        plain = [{name: value for name, value in one.items() if name != "forgotten"} for one in messages]
+        return self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=answer, **self._arguments)
+
+    def render(self, messages: list[Message], left_out: frozenset[int] = frozenset()) -> Rendered:
+        """Render messages, and the answer's header behind them; those left out begin where the next one does."""
+        keep = [index not in left_out for index in range(len(messages))]
+        kept = [one for one, stays in zip(messages, keep, strict=True) if stays]
+        text, begins = self._write(kept, True), [0]
+        for count in range(1, len(kept) + 1):
+            begins.append(max(self._find_end(text, kept[:count]), begins[-1]))
+        return Rendered(text, [begins[count] for count in accumulate(keep, initial=0)])
+
+    def _find_end(self, text: str, messages: list[Message]) -> int:
+        """Return where the first messages of a text end.
+
+        Where the template writes them otherwise if nothing follows, one and two more messages tell the end; where it refuses
+        two, the next one's header is taken for theirs.
+        """
+        alone = self._try_to_write(messages)
+        if alone and text.startswith(alone):
+            return len(alone)
+        more = {"role": "assistant" if messages[-1]["role"] == "user" else "user", "content": "\0"}
+        once, twice = self._try_to_write([*messages, more]), self._try_to_write([*messages, more, more])
+        end = 2 * len(once) - len(twice)
+        if 0 < end <= len(once) and twice == once + once[end:] and text.startswith(once[:end]):
+            return end
+        return count_common(text, once)
+
+    def _try_to_write(self, messages: list[Message]) -> str:
+        """Return the text of messages, or "" where the template refuses them, such as a system message alone."""
+        try:
+            return self._write(messages, False)
+        except Exception:
+            return ""
+
+    def tokenize(self, rendered: Rendered, read: Transcript) -> tuple[list[int], list[int]]:
+        """Return the ids of what is not read, and where in them each message begins that was not read."""
+        known = len(read.text)
+        begins = [max(one - known, 0) for one in rendered.begins[len(read.starts) :]]
+        unread = rendered.text[known:]
+        if not getattr(self._tokenizer, "is_fast", False):
+            parts = [unread[start:stop] for start, stop in zip([0, *begins], [*begins, None], strict=True)]
+            ids = [self._tokenizer(part, add_special_tokens=False).input_ids if part else [] for part in parts]
+            return [*chain(*ids)], list(accumulate(map(len, ids[:-1])))
+        found = self._tokenizer(unread, add_special_tokens=False, return_offsets_mapping=True)
+        places = [start for start, _ in found.offset_mapping]
+        return list(found.input_ids), [sum(place < begin for place in places) for begin in begins]
+
+
+def count_common(one: str, other: str) -> int:
+    """Count the characters that two texts begin with alike."""
+    different = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(different, min(len(one), len(other)))
+
+
+def find_dropped(read: str, text: str, pieces: list[str]) -> tuple[tuple[int, int], str] | None:
+    """Find the tokens without which what was read is the beginning of a text: their span, and what is left of what was read.
+
+    pieces: of the newest answer, token by token; only these are looked at. None: there is no such span.
+    """
+    before = len(read) - sum(map(len, pieces))
+    if read[before:] != "".join(pieces):
+        return None
+    ends = list(accumulate(map(len, pieces), initial=before))
+    common = count_common(read, text)
+    firsts = [index for index, end in enumerate(ends) if end <= common]
+    for first in reversed(firsts[-TRIED:]):
+        for last in range(first + 1, len(pieces)):  # the last token has not been read
+            rest = read[ends[last] :]
+            if text.startswith(rest, ends[first]):
+                return (first, last), read[: ends[first]] + rest
+    return None

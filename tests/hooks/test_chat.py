@@ -1,0 +1,324 @@
+"""patch.chat(): one cache and one budget for a conversation, of which each turn reads what is new."""
+
+import threading
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
+
+import kvpatch
+from kvpatch.errors import KVPatchError
+from tests.helpers.tiny import VOCAB, make
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKING = TEMPLATE.replace(
+    "{{ m.content }}", "{{ m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}"
+)
+REFUSING = TEMPLATE.replace(
+    "<|im_start|>{{ m.role",
+    "{% if m.role == 'user' and loop.previtem and loop.previtem.role == 'user' %}{{ raise_exception('twice') }}{% endif %}"
+    "<|im_start|>{{ m.role",
+)
+SHORTENED = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:3] }}")
+TURNS = ("hello there", "what is it?", "and then")
+
+
+def make_tokenizer(template=TEMPLATE):
+    """A token for each character, and for the markers."""
+    characters = "\n abcdefghijklmnopqrstuvwxyz.?!ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789,;:'()[]{}+-*/="
+    tokenizer = Tokenizer(BPE({one: index for index, one in enumerate(characters)}, [], unk_token=" "))
+    tokenizer.decoder = Fuse()
+    markers = ["<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in markers])
+    tokenizer.add_tokens([AddedToken(one, special=False) for one in ("<think>", "</think>")])
+    assert tokenizer.get_vocab_size() <= VOCAB
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    fast.chat_template = template
+    return fast
+
+
+class Say(LogitsProcessor):
+    """Makes the model write given answers, one after the other."""
+
+    def __init__(self, tokenizer, *answers):
+        self.left = [token for one in answers for token in tokenizer(one, add_special_tokens=False).input_ids]
+
+    def __call__(self, input_ids, scores):
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.left.pop(0)]), 0.0)
+
+
+def saying(tokenizer, *answers):
+    """Options of a chat whose model gives these answers."""
+    return {
+        "logits_processor": LogitsProcessorList([Say(tokenizer, *(f"{one}<|im_end|>" for one in answers))]),
+        "eos_token_id": tokenizer.eos_token_id,
+        "max_new_tokens": 64,
+    }
+
+
+GREEDY = {"max_new_tokens": 7, "do_sample": False}
+
+
+@pytest.fixture
+def model():
+    return make("llama_gqa", dtype=torch.float64)
+
+
+@pytest.fixture
+def tokenizer():
+    return make_tokenizer()
+
+
+def positions(cache):
+    return {one for layer in range(2) for one in cache.positions(layer).flatten().tolist() if one >= 0}
+
+
+def decode(chat, start, stop):
+    return chat._tokenizer.decode(chat.ids[0, start:stop])
+
+
+# ---- turns ----
+
+
+def test_each_turn_is_generate_over_the_whole_conversation(model, tokenizer):
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat, found = patch.chat(tokenizer, system="be kind", **GREEDY), []
+        for turn in TURNS:
+            before = [dict(one) for one in chat.messages]
+            assert chat.send(turn) == chat.messages[-1]["content"]
+            found.append(([*before, {"role": "user", "content": turn}], chat.ids))
+    for messages, ids in found:
+        asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        assert model.generate(asked.input_ids, attention_mask=asked.attention_mask, **GREEDY).tolist() == ids.tolist()
+
+
+def test_a_turn_reads_new_ids_alone_and_keeps_the_budget(model, tokenizer):
+    read = []
+    model.model.register_forward_pre_hook(lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    with kvpatch.patched(model, "roco", k=24) as patch:
+        chat = patch.chat(tokenizer, **GREEDY)
+        for turn in TURNS:
+            chat.send(turn)
+            assert sum(read) == chat.ids.shape[1] - 1  # the newest token has not been read
+            assert max(int(chat.cache.held(layer).max()) for layer in range(2)) == 24
+    assert chat.ids.shape[1] > 90
+
+
+def test_spans_are_the_messages(model, tokenizer):
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat = patch.chat(tokenizer, system="be kind", **saying(tokenizer, "yes", "no"))
+        assert chat.spans == []
+        chat.send("one?")
+        chat.send("two?")
+        assert [decode(chat, *span) for span in chat.spans] == [
+            "<|im_start|>system\nbe kind<|im_end|>\n",
+            "<|im_start|>user\none?<|im_end|>\n",
+            "<|im_start|>assistant\nyes<|im_end|>\n",
+            "<|im_start|>user\ntwo?<|im_end|>\n",
+            "<|im_start|>assistant\nno<|im_end|>",
+        ]
+
+
+def test_spans_under_a_template_that_refuses_two_questions_in_a_row(model):
+    tokenizer = make_tokenizer(REFUSING.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:3] }}"))
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat = patch.chat(tokenizer, **saying(tokenizer, "yes indeed", "no"))
+        chat.send("one?")
+        chat.send("two?")
+        assert [decode(chat, *span) for span in chat.spans] == [
+            "<|im_start|>user\none<|im_end|>\n",
+            "<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\n",  # only the next message tells the end
+            "two?<|im_end|>\n",
+            "<|im_start|>assistant\nno<|im_end|>",
+        ]
+
+
+def test_a_role_and_arguments_of_the_template_are_handed_on(model, tokenizer):
+    tokenizer.chat_template = "{{ greeting }}" + TEMPLATE
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat = patch.chat(tokenizer, template={"greeting": "hi!"}, **GREEDY)
+        chat.send("7 degrees", role="tool")
+        assert decode(chat, *chat.spans[0]) == "hi!<|im_start|>tool\n7 degrees<|im_end|>\n"
+
+
+# ---- what a template takes away ----
+
+
+def test_thinking_of_an_earlier_turn_is_forgotten_and_nothing_is_read_anew(model):
+    tokenizer = make_tokenizer(THINKING)
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat = patch.chat(tokenizer, **saying(tokenizer, "<think>hm, well</think>yes", "<think>oh</think>no", "good"))
+        chat.send("one?")
+        cache, ids = chat.cache, tokenizer.decode(chat.ids[0])
+        assert "<think>hm, well</think>yes" in ids
+        chat.send("two?")
+        chat.send("three?")
+        assert chat.cache is cache and tokenizer.decode(chat.ids[0]).startswith(ids)
+        held = tokenizer.decode(chat.ids[0, sorted(positions(cache))])
+        wanted = tokenizer.apply_chat_template(chat.messages, tokenize=False)
+        assert "yes<|im_end|>" in wanted and "hm" not in wanted
+        assert wanted.startswith(held) and len(wanted) - len(held) <= len("<|im_end|>\n")
+        assert decode(chat, *chat.spans[2]) == "<|im_start|>user\ntwo?<|im_end|>\n"
+
+
+def test_what_the_template_changes_otherwise_is_read_anew(model):
+    tokenizer = make_tokenizer(SHORTENED)
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat = patch.chat(tokenizer, **GREEDY)
+        chat.send("hello there")
+        cache = chat.cache
+        chat.send("what is it?")
+        assert chat.cache is not cache
+        asked = tokenizer.apply_chat_template(chat.messages[:-1], tokenize=False, add_generation_prompt=True)
+        assert "hel<|im_end|>" in asked and tokenizer.decode(chat.ids[0]).startswith(asked)
+        assert chat.cache.get_seq_length() == chat.ids.shape[1] - 1
+
+
+# ---- forget ----
+
+
+@pytest.mark.parametrize("k", [1.0, 40])
+def test_a_forgotten_message_is_held_nowhere_and_the_chat_goes_on(model, tokenizer, k):
+    with kvpatch.patched(model, "streaming_llm", k) as patch:
+        chat = patch.chat(tokenizer, **GREEDY)
+        chat.send(TURNS[0])
+        start, stop = chat.spans[0]
+        assert positions(chat.cache) & set(range(start, stop))
+        chat.forget(0)
+        assert not positions(chat.cache) & set(range(start, stop))
+        assert chat.messages[0] == {"role": "user", "content": TURNS[0], "forgotten": True}
+        cache = chat.cache
+        chat.send(TURNS[1])
+        assert chat.cache is cache and chat.spans[0] == (start, stop)
+        assert not positions(cache) & set(range(start, stop))
+
+
+def test_the_last_token_of_a_forgotten_answer_goes_when_it_is_read(model, tokenizer):
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat = patch.chat(tokenizer, **saying(tokenizer, "yes", "no"))
+        chat.send("one?")
+        chat.forget(1)
+        chat.send("two?")
+        held = positions(chat.cache)
+        assert not held & set(range(*chat.spans[1])) and held >= set(range(*chat.spans[2]))
+        assert decode(chat, *chat.spans[1]) == "<|im_start|>assistant\nyes<|im_end|>\n"
+
+
+def test_a_forgotten_message_is_not_read_anew(model):
+    tokenizer = make_tokenizer(SHORTENED)
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat = patch.chat(tokenizer, system="be kind", **saying(tokenizer, "yes indeed", "no", "well"))
+        chat.send("one?")
+        chat.forget(1)
+        chat.send("two?")  # the template shortens what came before
+        assert "one" not in tokenizer.decode(chat.ids[0]) and len(chat.messages) == len(chat.spans) == 5
+        assert chat.spans[1][0] == chat.spans[1][1] == chat.spans[2][0]
+        assert decode(chat, *chat.spans[2]) == "<|im_start|>assistant\nyes<|im_end|>\n"
+
+
+# ---- streams ----
+
+
+def test_a_stream_gives_the_answer_in_pieces(model, tokenizer):
+    with kvpatch.patched(model, "h2o", k=24) as patch:
+        sent, streamed = (patch.chat(tokenizer, **GREEDY) for _ in range(2))
+        for turn in TURNS:
+            assert "".join(streamed.stream(turn)) == sent.send(turn)
+        assert streamed.messages == sent.messages and streamed.ids.tolist() == sent.ids.tolist()
+        assert streamed.spans == sent.spans
+
+
+def test_who_stops_listening_ends_the_answer_there(model, tokenizer, monkeypatch):
+    asked = threading.Event()
+
+    class Heard(threading.Event):
+        def set(self):
+            super().set()
+            asked.set()
+
+    class Wait(Say):
+        def __call__(self, input_ids, scores):
+            if len(self.left) == 50:  # ten tokens were written
+                assert asked.wait(60)
+            return super().__call__(input_ids, scores)
+
+    monkeypatch.setattr("kvpatch.hooks.chat.Event", Heard)
+    slow = LogitsProcessorList([Wait(tokenizer, "a bc def ghi " + 47 * "z")])
+    with kvpatch.patched(model, "h2o", k=24) as patch:
+        chat = patch.chat(tokenizer, logits_processor=slow, max_new_tokens=60)
+        pieces = chat.stream("go")
+        first = next(pieces)
+        pieces.close()
+        answer = chat.messages[-1]["content"]
+        assert "a bc def gh".startswith(answer) and answer.startswith(first)
+        assert chat.cache.get_seq_length() == chat.ids.shape[1] - 1
+
+
+@pytest.mark.parametrize("how", ["send", "stream"])
+def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model, tokenizer, how):
+    with kvpatch.patched(model, "h2o", k=24) as patch:
+        chat = patch.chat(tokenizer, **saying(tokenizer, "yes"))
+        chat.send("one?")
+        before = [dict(one) for one in chat.messages]
+        with pytest.raises(IndexError, match="pop from empty list"):  # of Say: no answer is left
+            list(getattr(chat, how)("two?"))
+        assert chat.messages == before
+        chat._options = GREEDY
+        chat.send("two?")
+        read = tokenizer.decode(chat.ids[0])
+        assert read.count("one?") == read.count("two?") == 1 and read.count("yes") == 1
+
+
+# ---- the system prompt ----
+
+
+def test_a_system_prompt_is_kept(model, tokenizer):
+    with kvpatch.patched(model, "h2o", k=60) as patch:
+        tokens = patch.chat(tokenizer, system="be kind").system_tokens
+        with pytest.raises(KVPatchError, match=rf"has {tokens} tokens. Write patched\(model, ..., k=..., sinks={tokens}\)"):
+            patch.chat(tokenizer, system="be kind", keep_system=True)
+        with pytest.raises(KVPatchError, match=r"there is none: write patch.chat\(tokenizer, system='...'\)"):
+            patch.chat(tokenizer, keep_system=True)
+    with kvpatch.patched(model, "h2o", k=0.5, sinks=tokens) as patch, pytest.raises(KVPatchError, match=r"a whole number"):
+        patch.chat(tokenizer, system="be kind", keep_system=True)
+    with kvpatch.patched(model, "h2o", k=60, sinks=tokens) as patch:
+        chat = patch.chat(tokenizer, system="be kind", keep_system=True, **GREEDY)
+        for turn in TURNS:
+            chat.send(turn)
+        assert chat.spans[0] == (0, tokens) and chat.ids.shape[1] > 90
+        for layer in range(2):
+            for head in chat.cache.positions(layer)[0].tolist():
+                assert set(range(tokens)) <= set(head)
+
+
+# ---- errors ----
+
+
+def test_errors_say_what_to_type(model, tokenizer):
+    with kvpatch.patched(model, "h2o", k=24) as patch:
+        chat = patch.chat(tokenizer, **GREEDY)
+        with pytest.raises(KVPatchError, match=r"forget\(0\): 0 messages have been read; send\(\) one first"):
+            chat.forget(0)
+        with pytest.raises(KVPatchError, match=r"not a int: write chat.send\('...'\)"):
+            chat.send(3)
+        chat.send("one?")
+        with pytest.raises(KVPatchError, match="2 messages have been read; give 0 to 1, an index of chat.messages"):
+            chat.forget(2)
+        chat.forget(0)
+        with pytest.raises(KVPatchError, match="Message 0 is forgotten already"):
+            chat.forget(0)
+        for name, value in {"past_key_values": None, "num_beams": 2, "streamer": None}.items():
+            with pytest.raises(KVPatchError, match=f"leave (it|{name}) out"):
+                patch.chat(tokenizer, **{name: value})
+        tokenizer.chat_template = None
+        with pytest.raises(KVPatchError, match=r"no chat template: .* set tokenizer.chat_template"):
+            patch.chat(tokenizer)
+    headless = make("llama_gqa").model
+    with kvpatch.patched(headless, "h2o", k=24) as patch, pytest.raises(KVPatchError, match="has no generate"):
+        patch.chat(make_tokenizer())

@@ -1,0 +1,154 @@
+"""A pretrained model keeps the promises that tiny ones keep: SmolLM2-135M-Instruct, or what KVPATCH_REAL_MODEL names.
+
+Where a test says so, the model is cut to its first two layers, to save time.
+"""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import kvpatch
+from kvpatch.policies.needs import Calibrated
+from tests.helpers.marks import batches
+from tools import real_model
+
+pytestmark = [pytest.mark.real, pytest.mark.usefixtures("no_gradients")]
+TEXT = (Path(__file__).parents[2] / "tools" / "evidence" / "texts" / "pages.txt").read_text(encoding="utf-8")
+UNCALIBRATED = [name for name in kvpatch.list_policies() if kvpatch.get_policy(name).needs.find(Calibrated) is None]
+NEW = 16
+
+
+@pytest.fixture(scope="module")
+def model(real_name):
+    return AutoModelForCausalLM.from_pretrained(real_name, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(real_name):
+    return AutoTokenizer.from_pretrained(real_name)
+
+
+@pytest.fixture(scope="module")
+def short(model):
+    """The first two layers."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 2
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    cut = type(model)(config).eval()
+    cut.load_state_dict(model.state_dict(), strict=False)
+    return cut
+
+
+def ask(tokenizer, words, question="What is this about?"):
+    """Ids [1,N] of a prompt by the chat template: the first words of a page of prose, and a question."""
+    content = f"{' '.join(TEXT.split()[:words])}\n\n{question}"
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).input_ids
+
+
+def in_int8(model):
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    return model
+
+
+CHANGES = {
+    "float32": lambda model: model,
+    "bfloat16": lambda model: copy.deepcopy(model).to(torch.bfloat16),
+    "int8": lambda model: in_int8(copy.deepcopy(model)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_the_whole_budget_changes_no_token(model, tokenizer, kind):
+    """Prompt and 16 greedy tokens; logits are compared, too, within the rounding of the model's own numbers."""
+    own, ids = CHANGES[kind](model), ask(tokenizer, 120)
+    wanted = own.generate(ids, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    with kvpatch.patched(own, "h2o", k=1.0) as patch:
+        found = own.generate(ids, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True)
+        assert patch.report().share == 1
+    assert found.sequences.tolist() == wanted.sequences.tolist()
+    rounding = 0.5 if own.dtype == torch.bfloat16 else 2e-3
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), atol=rounding, rtol=0)
+
+
+@pytest.mark.parametrize("policy", UNCALIBRATED)
+def test_promises_hold(short, policy):
+    """Of two layers."""
+    table = kvpatch.check_model(short, policy, k=0.4)
+    assert table.passed, str(table)
+
+
+def test_promises_hold_in_all_layers(model):
+    table = kvpatch.check_model(model, "snapkv", k=0.4)
+    assert table.passed, str(table)
+
+
+@batches
+@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
+def test_a_batch_of_requests_gets_the_tokens_of_generate(model, tokenizer, policy):
+    prompts = [ask(tokenizer, words)[0].tolist() for words in (90, 150)]
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with kvpatch.patched(model, policy, k=0.5) as patch:
+        wanted = [model.generate(torch.tensor([one]), generation_config=config)[0, len(one) :].tolist() for one in prompts]
+        found = model.generate_batch(prompts, generation_config=config, progress_bar=False)
+        assert patch.report().share < 1
+    assert sorted(one.generated_tokens for one in found.values()) == sorted(wanted)
+
+
+# ---- a chat ----
+
+TURNS = ("What is the capital of France?", "And of Italy?", "Which of the two is larger?")
+
+
+def test_each_turn_of_a_chat_is_generate_over_the_whole_conversation(model, tokenizer):
+    options = {"max_new_tokens": 24, "do_sample": False}
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat, turns = patch.chat(tokenizer, system="You answer in a few words.", **options), []
+        for turn in TURNS:
+            before = [*chat.messages, {"role": "user", "content": turn}]
+            chat.send(turn)
+            turns.append((before, chat.ids))
+    for messages, ids in turns:
+        asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        assert model.generate(**asked, **options).tolist() == ids.tolist()
+    assert "Paris" in chat.messages[2]["content"] and "Rome" in chat.messages[4]["content"]
+
+
+def test_a_chat_under_a_budget_forgets_and_goes_on(model, tokenizer):
+    with kvpatch.patched(model, "roco", k=64, sinks=16) as patch:
+        chat = patch.chat(tokenizer, system="You answer in a few words.", keep_system=True, max_new_tokens=24, do_sample=False)
+        assert "Paris" in chat.send(TURNS[0])
+        chat.forget(1)
+        assert "Rome" in chat.send(TURNS[1])
+        chat.send(TURNS[2])
+        gone = set(range(*chat.spans[1]))
+        for layer in range(model.config.num_hidden_layers):
+            held = chat.cache.positions(layer)[0]
+            assert (held >= 0).sum(-1).max() <= 64 < chat.cache.get_seq_length()
+            assert all(set(range(*chat.spans[0])) <= set(head) and not gone & set(head) for head in held.tolist())
+
+
+# ---- the tool that makes it ----
+
+
+def test_another_model_takes_its_place_by_the_variable():
+    code = "from tools import real_model; print(real_model.find_model())"
+    environment = {real_model.VARIABLE: "somebody/some-model"}
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=real_model.FOLDER.parent
+    )
+    assert said.stdout.strip() == "somebody/some-model", said.stderr
+
+
+def test_its_numbers_are_those_of_the_digest(real_name):
+    if Path(real_name) != real_model.FOLDER / "smollm2":
+        pytest.skip("another model is in its place")
+    assert real_model.digest_numbers(Path(real_name)) == real_model.NUMBERS
