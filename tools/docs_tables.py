@@ -19,7 +19,7 @@ from kvpatch.policies.uses import USES
 from tools import peer_presses
 from tools.bench.__main__ import read, tables
 from tools.evaluation import grpo_table
-from tools.evidence import chooser
+from tools.evidence import agents, chooser
 from tools.reliability.peer_scores import CASES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -215,6 +215,11 @@ def combinations(_: str) -> str:
     return markdown(("asked for", "does not go with", "the words"), rows)
 
 
+def agents_table(_: str) -> str:
+    """What it costs to drop a tool result, as `python -m tools.evidence agents` has measured it."""
+    return agents.write_table(chooser.LINES / "agents.jsonl")
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "policies": policies,
     "options": options,
@@ -228,6 +233,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "uses": uses,
     "papers": papers,
     "combinations": combinations,
+    "agents": agents_table,
 }
 
 

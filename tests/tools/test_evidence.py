@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tools.evidence import page, runs
+from kvpatch.policies.uses import find_use
+from tools.evidence import agents, chooser, claims, page, runs
 from tools.evidence.measure import Bench
 from tools.evidence.samples import Probe, Sample
 from tools.evidence.settings import FULL, NULL, ROWS, UNREAD, Setting
@@ -34,14 +35,18 @@ def tokenizer():
     return found
 
 
-@pytest.fixture(scope="module")
-def model():
+def make_model(conversation=None):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, max_position_embeddings=512, initializer_range=0.3,
+        vocab_size=300 if conversation is None else 2048, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512, initializer_range=0.3,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
 
 
 def make_sample(name, tokens=60, turns=1, seed=0):
@@ -160,3 +165,42 @@ def test_a_table_marks_what_beats_the_null(tmp_path):
     assert "**1.10" in table[2] and "*3.00" in table[-1] and "**" not in table[-1]
     assert results.kept(use, "random", 0.2).mean == pytest.approx(0.25)
     assert "Full cache 0.10, text not read 4.09" in page.describe(results, use)
+
+
+def test_the_chooser_names_what_the_lines_say(tmp_path):
+    noise = [0.1 * (i % 3) for i in range(20)]
+    losses = {(FULL, 1.0): noise, (UNREAD, 0.0): [4 + x for x in noise], (NULL, 0.2): [3 + x for x in noise]}
+    write_lines(tmp_path / "asked.jsonl", losses | {("snapkv", 0.2): [1 + x for x in noise]})
+    said = chooser.describe_use(find_use("question"), folder=tmp_path)
+    assert said == "fact asked in the prompt: 75% [75, 75], null 25%"
+    assert chooser.describe_use(find_use("long"), folder=tmp_path) == "not measured"
+    assert chooser.describe_use(find_use("later"), folder=tmp_path) == "not measured"
+
+
+def test_a_page_is_dropped_before_the_last_turn(tokenizer, model, monkeypatch, tmp_path):
+    turns = tuple(
+        tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in ("a = 1", "f(x)<|im_end|>\nthen", "last")
+    )
+    sample = Sample("one", turns, (Probe("call", (5,), (6, 7, 8)),))
+    monkeypatch.setattr(agents.tools, "make_samples", lambda tokenizer, count: [sample])
+    (found,) = agents.make_conversations(tokenizer, 1)
+    text = [token for turn in found.sample.turns for token in turn]
+    start, stop = found.span
+    page = tokenizer.decode(text[start:stop])
+    assert page.startswith(agents.sentences()[0][:20]) and stop - start > 0.9 * agents.PAGE
+    assert agents.sentences()[0][:20] not in tokenizer.decode(text[:start] + text[stop:])
+    monkeypatch.setattr(agents, "PAGE", 60)
+    (found,) = agents.make_conversations(tokenizer, 1)
+    ways = agents.measure_conversation(make_model(found), found)
+    assert set(ways) == set(agents.WAYS) and ways["read anew"]["kl"] == 0 < ways["kept"]["kl"]
+    assert ways["forgotten"]["nats"] != ways["kept"]["nats"]
+
+
+def test_claims_are_corrected_over_the_whole_table(tmp_path):
+    noise = [0.3 * (i % 3) for i in range(30)]
+    losses = {("h2o", 0.2): [1 + x for x in noise], ("streaming_llm", 0.2): [2.0 - x for x in noise]}
+    write_lines(tmp_path / "asked.jsonl", losses | {("roco", 0.2): [1 + x for x in noise]})
+    table = claims.write_claims(tmp_path, 0.2).splitlines()
+    row = next(line for line in table if line.startswith("| H2O: attention beats recency"))
+    assert "**-0.40**" in row and "A fact, the question in the prompt" in table[0] and "The text goes on" not in table[0]
+    assert "+0.00" in next(line for line in table if line.startswith("| RoCo: above H2O"))
