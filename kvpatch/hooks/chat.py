@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
+from ..arch.upstream import CACHE, CACHE_NAMES
 from ..cache.cache import EvictingCache
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from .target import Target
 from .transcript import Template, Transcript, find_dropped
 
-OWN = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values", "streamer", "return_dict_in_generate")
+OWN = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "streamer", "return_dict_in_generate", *CACHE_NAMES)
 """Options of generate() that a chat gives itself."""
 ROWS = ("num_beams", "num_return_sequences")
 
@@ -180,7 +181,7 @@ class Chat:
         stops = StoppingCriteriaList([*(given.pop("stopping_criteria", None) or ()), *criteria])
         given |= {"stopping_criteria": stops} if stops else {}
         mask = torch.ones_like(asked)
-        return self._model.generate(asked, attention_mask=mask, past_key_values=self.cache, **given)
+        return self._model.generate(asked, attention_mask=mask, **{CACHE: self.cache}, **given)
 
     def _end_turn(self, ids: Tensor, asked: Tensor) -> str:
         """Add the answer to the messages, and return it."""
