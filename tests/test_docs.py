@@ -191,7 +191,7 @@ def test_errors_are_said_in_these_words():
 
 
 def test_only_true_commands():
-    known = {"demo", "calibrate", "learn", "check", "compare", "generate", "serve", "policies", "architectures"}
+    known = {"demo", "plan", "calibrate", "learn", "check", "compare", "generate", "serve", "policies", "architectures"}
     for name, text in TEXT.items():
         bash = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
         for command in re.findall(r"^kvpatch (\w+)", bash, re.MULTILINE) + re.findall(r"`kvpatch ([a-z]\w*)", text):

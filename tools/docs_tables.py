@@ -36,6 +36,7 @@ _ATTRIBUTE = re.compile(r"^ {8}(\w+): ")
 
 GROUPS = {
     "Patch a model": ("patched", "patch", "Patch", "unpatch", "Settings"),
+    "Plan before a model is loaded": ("plan", "Plan"),
     "Record and replay": ("Record", "replay", "save_record", "load_record"),
     "Look at what was kept": ("Report",),
     "Caches": ("EvictingCache", "Prefix", "Chat"),
@@ -55,6 +56,7 @@ MEMBERS = {
     ),
     "Record": ("nbytes", "to", "join"),
     "Settings": ("save", "load"),
+    "Plan": ("to_dict",),
     "EvictingCache": (
         "clone", "concatenate", "select_rows", "batch_select_indices", "batch_repeat_interleave", "reorder_cache", "forget",
         "crop", "activate_past_recording", "reset", "held", "positions", "next_positions", "nbytes", "get_seq_length",

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import kvpatch
+from kvpatch.backends.entries import centre_bytes, entry_bytes
+from kvpatch.cache.holding import count_held
 from kvpatch.planning.configuration import Configuration
 from tests.helpers import tiny, tiny_families
 from tests.helpers.tiny import prompt
@@ -52,6 +54,21 @@ def test_a_plan_has_the_bytes_of_the_cache(saved, policy, k, bits, options):
         16 + max(plan.kept) / 50 if policy in ("adakv", "kvzip") else 0
     )
     assert waste <= slots / min(plan.kept) * 1.1
+
+
+@pytest.mark.parametrize(("policy", "k", "bits", "options"), BUDGETS)
+def test_a_plan_counts_as_the_settings_of_a_patch(saved, policy, k, bits, options):
+    model, folder = saved
+    with kvpatch.patched(model, policy, k=k, bits=bits, **options) as patch:
+        cache = fill_cache(model)
+    plan, allocated = kvpatch.plan(folder, policy, k, tokens=T, new=NEW - 1, bits=bits, **options), 0
+    for index, layer in enumerate(cache.layers):
+        H, (key, value) = layer.positions.shape[1], layer.kv.sizes
+        said = count_held(patch.settings, index, T, NEW - 1, heads=H)
+        assert plan.kept[index] == sum(said.heads) // H
+        entry = entry_bytes(bits, key, value, layer.dtype, layer.latent)
+        allocated += H * (said.slots * entry + centre_bytes(bits, key, layer.dtype))
+    assert plan.allocated == allocated
 
 
 def test_the_full_cache_has_the_bytes_of_the_unpatched_one(saved):
