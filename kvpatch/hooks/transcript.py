@@ -97,8 +97,8 @@ class Template:
             ids = [self._tokenizer(part, add_special_tokens=False).input_ids if part else [] for part in parts]
             return [*chain(*ids)], list(accumulate(map(len, ids[:-1])))
         found = self._tokenizer(unread, add_special_tokens=False, return_offsets_mapping=True)
-        places = [start for start, _ in found.offset_mapping]
-        return list(found.input_ids), [sum(place < begin for place in places) for begin in begins]
+        ends = [end for _, end in found.offset_mapping]  # some tokenizers leave blanks out of where tokens start
+        return list(found.input_ids), [sum(end <= begin for end in ends) if begin else 0 for begin in begins]
 
 
 def count_common(one: str, other: str) -> int:

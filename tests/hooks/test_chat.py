@@ -147,6 +147,31 @@ def test_a_role_and_arguments_of_the_template_are_handed_on(model, tokenizer):
         assert decode(chat, *chat.spans[0]) == "hi!<|im_start|>tool\n7 degrees<|im_end|>\n"
 
 
+class Slow:
+    """A tokenizer that does not tell where its tokens lie."""
+
+    is_fast = False
+
+    def __init__(self, fast):
+        self.fast = fast
+
+    def __call__(self, text, add_special_tokens):
+        return self.fast(text, add_special_tokens=add_special_tokens)
+
+    def __getattr__(self, name):
+        return getattr(self.fast, name)
+
+
+def test_a_tokenizer_that_tells_no_places_gives_the_same_spans(model, tokenizer):
+    with kvpatch.patched(model, "h2o", k=24) as patch:
+        chats = [patch.chat(one, system="be kind", **GREEDY) for one in (tokenizer, Slow(tokenizer))]
+        for chat in chats:
+            chat.send(TURNS[0])
+            chat.send(TURNS[1])
+    assert chats[0].spans == chats[1].spans and chats[0].ids.tolist() == chats[1].ids.tolist()
+    assert len(chats[0].spans) == 5
+
+
 # ---- what a template takes away ----
 
 

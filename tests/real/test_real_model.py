@@ -119,6 +119,9 @@ def test_each_turn_of_a_chat_is_generate_over_the_whole_conversation(model, toke
     for messages, ids in turns:
         asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         assert model.generate(**asked, **options).tolist() == ids.tolist()
+    for index, (start, _) in enumerate(chat.spans[1:], 1):
+        before = tokenizer.apply_chat_template(chat.messages[:index], tokenize=False)
+        assert tokenizer.decode(chat.ids[0, :start]) == before
     assert "Paris" in chat.messages[2]["content"] and "Rome" in chat.messages[4]["content"]
 
 
