@@ -19,7 +19,8 @@ from ..policies import Policy, get_policy
 from ..policies.needs import Calibrated
 from . import compare_view as view
 from .compare_view import CHANCE
-from .loading import Source, encode, parse_k
+from .generating import prompt_ids
+from .loading import Source, parse_k
 from .options import calibrated
 from .output import console, note, print_json, progress, waiting
 
@@ -44,6 +45,8 @@ class Asked:
         agreement: smallest share of agreeing predictions to advise.
         out: folder of the pictures and of SETTINGS.
         json: whether rows go to stdout as JSON, and everything else to stderr.
+        raw: whether prompts go past the model's chat template.
+        question: put behind each prompt; None for none.
     """
 
     policies: dict[str, Policy]
@@ -56,6 +59,12 @@ class Asked:
     agreement: float
     out: Path
     json: bool
+    raw: bool = False
+    question: str | None = None
+
+    def write_prompt(self, text: str) -> str:
+        """Return a text with the question behind it."""
+        return text if self.question is None else f"{text.rstrip()}\n\n{self.question}"
 
 
 def run(asked: Asked, source: Source, prompts: dict[str, str], own: str | None) -> None:
@@ -75,7 +84,7 @@ def run(asked: Asked, source: Source, prompts: dict[str, str], own: str | None) 
     texts, results = dict[str, tuple[Tensor, int, list[str]]](), []
     for file, prompt in prompts.items():  # all of them first, since measuring takes minutes
         try:
-            texts[file] = text_ids(model, tokenizer, prompt, own, asked.new)
+            texts[file] = text_ids(model, tokenizer, asked.write_prompt(prompt), own, asked.new, asked.raw)
         except KVPatchError as error:
             raise KVPatchError(f"{file}: {error}" if len(prompts) > 1 else str(error)) from error
     for number, (file, (ids_1T, n, notes)) in enumerate(texts.items()):
@@ -145,6 +154,8 @@ def _facts(asked: Asked, model: Any, source: Source, file: str, own: str | None,
         "prompt_tokens": empty.n,
         "fed_tokens": empty.fed,
         "continuation": "greedy" if own is None else "file",
+        "raw": asked.raw,
+        "question": asked.question,
         "schedule": asked.schedule,
         "seed": asked.seed,
         "full_nbytes": empty.nbytes,
@@ -222,7 +233,9 @@ def budgets(text: str) -> dict[str, int | float | str]:
     return parsed
 
 
-def text_ids(model: Any, tokenizer: Any, prompt: str, own: str | None, new: int) -> tuple[Tensor, int, list[str]]:
+def text_ids(
+    model: Any, tokenizer: Any, prompt: str, own: str | None, new: int, raw: bool = False
+) -> tuple[Tensor, int, list[str]]:
     """Encode the text: token ids [1,n+m] of prompt and fed text, n, and sentences about omitted tokens.
 
     Args:
@@ -231,6 +244,7 @@ def text_ids(model: Any, tokenizer: Any, prompt: str, own: str | None, new: int)
         prompt: text of the prompt.
         own: text to feed; None for the unpatched model's greedy continuation.
         new: tokens to feed, at most.
+        raw: whether the prompt goes past the model's chat template.
 
     Raises:
         KVPatchError: too short a prompt, nothing to feed, no room for it, or a tokenizer of another model.
@@ -241,7 +255,7 @@ def text_ids(model: Any, tokenizer: Any, prompt: str, own: str | None, new: int)
     notes = []
     if fed is not None and fed.shape[1] > new:
         notes.append(f"The continuation has {fed.shape[1]:,} tokens: the first {new:,} are fed (--max-new-tokens).")
-    ids, note = encode(model, tokenizer, prompt, new if fed is None else min(new, fed.shape[1]))
+    ids, note = prompt_ids(model, tokenizer, prompt, raw, new if fed is None else min(new, fed.shape[1]))
     if (n := ids.shape[1]) < LEAST:
         raise KVPatchError(f"The prompt has {n} tokens; with fewer than {LEAST} there is nothing to choose from.")
     fed = _continue(model, ids, new) if fed is None else fed[:, :new].to(ids.device)

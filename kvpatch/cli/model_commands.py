@@ -157,6 +157,10 @@ def compare(  # noqa: PLR0913 - as above
             show_default=False,
         ),
     ] = None,
+    question: Annotated[
+        str | None, typer.Option(help="A question, put behind each prompt before anything is evicted.", show_default=False)
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Feed texts as they are, without the model's chat template.")] = False,
     policies: Annotated[
         str, typer.Option(help="Comma-separated, as for --policy of generate; random is always measured beside them.")
     ] = COMPARED,
@@ -187,8 +191,9 @@ def compare(  # noqa: PLR0913 - as above
     """Compare policies and budgets on your own prompts by their next-token distributions.
 
     The unpatched and the patched model are fed the same tokens after the prompt, one by one, and their predictions are
-    compared: KL, agreement, bytes. Rows appear as they are measured; Ctrl-C keeps those that have. After the last prompt
-    comes one sentence of advice with the line of Python to paste; settings.json in the folder of --out has the same settings.
+    compared: KL, agreement, bytes. A chat template, if there is one, makes each text a user's message. Rows appear as they
+    are measured; Ctrl-C keeps those that have. After the last prompt comes one sentence of advice with the line of Python to
+    paste; settings.json in the folder of --out has the same settings.
     """
     with short_errors():
         check_choice("schedule", schedule, SCHEDULES)
@@ -197,6 +202,8 @@ def compare(  # noqa: PLR0913 - as above
         name, texts_of = model_and_files(model, files, model_option, prompt_file)
         if continuation_file is not None and len(texts_of) > 1:
             raise KVPatchError(f"--continuation-file goes with one prompt, not with {len(texts_of)}.")
+        if question is not None and not question.strip():
+            raise KVPatchError("--question is empty: give one in quotation marks, or leave it out.")
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
         source.check()
         for one in policies.split(","):
@@ -206,7 +213,9 @@ def compare(  # noqa: PLR0913 - as above
         from . import compare as comparing
 
         chosen, ks = comparing.choose(policies, options, max_new_tokens), comparing.budgets(texts)
-        asked = comparing.Asked(chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json)
+        asked = comparing.Asked(
+            chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json, raw, question
+        )
         own = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
         prompts = {one.name: one.read_text() for one in texts_of}
         comparing.prepare(out)

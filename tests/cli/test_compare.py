@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import kvpatch
 from kvpatch import plotting
+from kvpatch.cli import compare as comparing
 from kvpatch.cli import compare_view
 from kvpatch.cli.commands import app
 from kvpatch.cli.compare import budgets, choose, text_ids
@@ -183,6 +184,39 @@ def test_the_text_is_prompt_and_continuation():
             text_ids(model, Letters(), "0123456789", nothing, 5)
     with pytest.raises(KVPatchError, match="no room is left"):
         text_ids(model, Letters(), "0123456789", "A" * 600, 512)
+
+
+class Chat(Letters):
+    """Letters with a template: a token before the user's text and one behind it."""
+
+    chat_template = "{{ ... }}"
+
+    def apply_chat_template(self, messages, add_generation_prompt, **kwargs):
+        (message,) = messages
+        assert message["role"] == "user" and add_generation_prompt
+        return {"input_ids": torch.tensor([[2, *(ord(letter) - 32 for letter in message["content"]), 3]])}
+
+
+def test_a_prompt_goes_through_the_chat_template_unless_raw():
+    model = tiny.make("llama")
+    ids, n, _ = text_ids(model, Chat(), "0123456789", "ABC", 5)
+    assert (ids[0].tolist(), n) == ([2, *range(16, 26), 3, 33, 34, 35], 12)
+    assert torch.equal(
+        text_ids(model, Chat(), "0123456789", "ABC", 5, raw=True)[0], text_ids(model, Letters(), "0123456789", "ABC", 5)[0]
+    )
+
+
+def test_a_question_stands_behind_the_prompt(prompt, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(comparing, "text_ids", lambda *given: asked.append(given) or text_ids(*given))
+    given = ("-k", "0.5", "--policies", "window", "--max-new-tokens", 2, "--out", tmp_path, "--json")
+    lines = [run("compare", MODEL, prompt, *given, *more).stdout for more in ((), ("--question", "Who?", "--raw"))]
+    text = Path(prompt).read_text()
+    assert [(one[2], one[5]) for one in asked] == [(text, False), (f"{text.rstrip()}\n\nWho?", True)]
+    said = [json.loads(line.splitlines()[0]) for line in lines]
+    assert [(one["question"], one["raw"]) for one in said] == [(None, False), ("Who?", True)]
+    result = run("compare", MODEL, prompt, "--question", " ")
+    assert result.exit_code == 2 and "--question is empty: give one in quotation marks" in result.stderr
 
 
 def test_the_models_own_text_ends_before_its_end():
