@@ -21,13 +21,13 @@ from ..policies.budgets import Budget, as_python, check_count, is_list
 from ..policies.options import PolicyOptions
 from ..policies.scopes import AllBut
 from ..policies.served import refuse_pairs
-from ..policies.uses import USES
+from ..policies.uses import USES, Use
 from .inputs import refuse_misspelt_arguments
 from .target import Target
 
 POSITIONS = ("original", "renumbered")
 BITS = (FULL, 8, 4)
-_CALLS = {use.write_call(): use.name for use in USES}
+_CALLS = {call: "; ".join(use.name for use in USES if use.write_call() == call) for call in map(Use.write_call, USES)}
 _WIDTH = max(map(len, _CALLS))
 UNNAMED = "\n".join(
     [

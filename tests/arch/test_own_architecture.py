@@ -43,7 +43,7 @@ def model():
 def test_the_example(capsys):
     report, results = own_architecture.main()
     assert all(result.passed for result in results), capsys.readouterr().out
-    assert len(results) == 6
+    assert len(results) == 7
     assert report.held().eq(16).all()
     assert len(inspect.getsource(ToyAdapter).splitlines()) < 40
 

@@ -96,7 +96,7 @@ def checked(home):
 def test_attention_through_the_interface_is_a_row_or_none(tmp_path):
     home = folder(tmp_path, "routed")
     result = checked(home)  # an automatic row
-    assert result.exit_code == 0 and result.stdout.count("pass ") == 6, result.output
+    assert result.exit_code == 0 and result.stdout.count("pass ") == 7, result.output
     model = load(home)
     kvpatch.register_arch(kvpatch.InterfaceAdapter("routed", attention_of(model), "a decoder from a folder"))
     assert kvpatch.list_architectures()[-1] == "routed"
@@ -114,7 +114,7 @@ def test_attention_by_hand_is_an_adapter(tmp_path):
 
 def test_an_adapter_behind_the_models_code_serves_the_command_line(tmp_path):
     result = checked(folder(tmp_path, "own", ADAPTER))
-    assert result.exit_code == 0 and result.stdout.count("pass ") == 6, result.output
+    assert result.exit_code == 0 and result.stdout.count("pass ") == 7, result.output
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_files_that_are_none(folder, tmp_path):
 def test_checks_pass(name):
     results = Checks(tiny.make(name), "keyformer", 0.5).run()
     assert [result for result in results if not result.passed] == []
-    assert len(results) == 6
+    assert len(results) == 7
 
 
 @pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gpt2"])
@@ -228,7 +228,7 @@ def test_checks_of_a_model_without_a_head_compare_hidden_states(name, monkeypatc
     model = tiny.make(name).base_model
     results = Checks(model, "keyformer", 0.5).run()
     assert [result for result in results if not result.passed] == []
-    assert len(results) == 6
+    assert len(results) == 7
     real = Size.tokens
     monkeypatch.setattr(Size, "tokens", lambda self, n: max(real(self, n) - 1, 1))
     failed = [result.name for result in Checks(model).run() if not result.passed]
@@ -240,7 +240,7 @@ def test_the_table_of_checks():
     table = kvpatch.check_model(tiny.make("llama_gqa"), "roco", 9, seed=3)
     assert table.passed and [result.name for result in table] == [result.name for result in table.results]
     lines = str(table).splitlines()
-    assert len(table) == 6 and [line[:4] for line in lines[:6]] == ["pass"] * 6
+    assert len(table) == 7 and [line[:4] for line in lines[:7]] == ["pass"] * 7
     assert all(result.name in line and result.detail in line for result, line in zip(table, lines, strict=False))
     assert f"may differ by {table.tolerance:.0e}" in lines[-1] and table.tolerance < 1e-5
 
@@ -273,7 +273,7 @@ def test_generate_takes_every_setting(folder, prompt, monkeypatch):
 def test_check_passes_and_fails_with_the_exit_code(folder, monkeypatch):
     result = run("check", "--model", folder, "--policy", "roco", "-k", "9")
     assert result.exit_code == 0
-    assert result.stdout.count("pass ") == 6
+    assert result.stdout.count("pass ") == 7
     assert re.search(r"may differ by \de-0[67]", result.stdout)
     real = LlamaAdapter.output
     monkeypatch.setattr(LlamaAdapter, "output", lambda *given: real(*given) * 1.01)
@@ -285,7 +285,7 @@ def test_check_passes_and_fails_with_the_exit_code(folder, monkeypatch):
 def test_check_of_a_model_that_reads_images(tmp_path):
     reader("mistral3").save_pretrained(tmp_path)
     result = run("check", "--model", tmp_path, "-k", "0.4")
-    assert result.exit_code == 0 and result.stdout.count("pass ") == 6, result.output
+    assert result.exit_code == 0 and result.stdout.count("pass ") == 7, result.output
 
 
 SMALL = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1, "pad_token_id": 0, "eos_token_id": 1}

@@ -245,7 +245,7 @@ def test_what_happens_to_caches_on_two_devices(pair, tmp_path):
 def test_half_precision(name, dtype):
     """k=1.0, eviction against masking, padding, seeds, and the model afterwards."""
     results = Checks(make(name, dtype=dtype), "keyformer", 0.5).run()
-    assert len(results) == 6
+    assert len(results) == 7
     assert all(result.passed for result in results), results
 
 
