@@ -36,7 +36,7 @@ USES = (
         "The next 63 tokens of the same prose, as far from the full cache's predictions as the table says."),
     Use("Code, the request in the prompt", "code", "body", "nats", "token",
         "800 to 1,300 tokens of Python; the prompt ends with the request to repeat a function, whose next 48 tokens count."),
-    Use("Code, the request after compression", "code later", "body", "nats", "token",
+    Use("Code, the request after compression", "code-later", "body", "nats", "token",
         "The same functions, asked after compression."),
     Use("Instructions of the system prompt", "instructions", "instruction", "nats", "token",
         "Four rules in the system prompt, 560 tokens of prose, then a request for each rule's words."),

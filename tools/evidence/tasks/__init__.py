@@ -29,7 +29,7 @@ TASKS = {
             "Such prose; the question, or more of the text, comes after compression.",
         ),
         Task("code", code.make_samples, "Python functions; the prompt ends with a request to repeat one."),
-        Task("code later", code.make_later_samples, "The same functions; the request comes after compression."),
+        Task("code-later", code.make_later_samples, "The same functions; the request comes after compression."),
         Task(
             "instructions",
             instructions.make_samples,
