@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvpatch.policies.uses import find_use
-from tools.evidence import agents, chooser, claims, page, runs
+from tools.evidence import agents, chooser, claims, page, report, runs
 from tools.evidence.measure import Bench
 from tools.evidence.samples import Probe, Sample
 from tools.evidence.settings import FULL, NULL, ROWS, UNREAD, Setting
@@ -204,3 +204,17 @@ def test_claims_are_corrected_over_the_whole_table(tmp_path):
     row = next(line for line in table if line.startswith("| H2O: attention beats recency"))
     assert "**-0.40**" in row and "A fact, the question in the prompt" in table[0] and "The text goes on" not in table[0]
     assert "+0.00" in next(line for line in table if line.startswith("| RoCo: above H2O"))
+
+
+def test_a_page_says_how_many_samples_there_are(tmp_path, monkeypatch):
+    noise = [0.1 * (i % 3) for i in range(20)]
+    losses = {(FULL, 1.0): noise, (UNREAD, 0.0): [4 + x for x in noise], (NULL, 0.2): [3 + x for x in noise]}
+    losses |= {("snapkv", 0.2): [1 + x for x in noise], ("h2o", 0.2): [3.5 + x for x in noise]}
+    write_lines(tmp_path / "asked.jsonl", losses)
+    drawn = []
+    monkeypatch.setattr(report, "draw", lambda *arguments: drawn.append(arguments))
+    report.write_page(tmp_path, tmp_path)
+    text = (tmp_path / "results.md").read_text()
+    assert "At a fifth of the prompt, 20 samples a use:" in text and len(drawn) == 1
+    assert "1. **A fact, the question in the prompt:** the null keeps 25% of the full cache's gain; `snapkv` 75%." in text
+    assert "Below it: `h2o` 12%." in text

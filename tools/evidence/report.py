@@ -63,10 +63,17 @@ def describe_use(results: Results, use: Use, k: float) -> str:
     said = ", ".join(f"`{label}` {share(label)}" for label in better[:5]) or "no policy is surely above it"
     text = f"**{use.title}:** the null keeps {share(NULL)} of the full cache's gain; {said}."
     if more := better[5:]:
-        text += f" {len(more)} more are above the null."
+        text += f" {len(more)} more {'is' if len(more) == 1 else 'are'} above the null."
     if worse := [label for label in worse if label != "random"]:
         text += f" Below it: {', '.join(f'`{label}` {share(label)}' for label in worse[:4])}."
     return text
+
+
+def count_samples(folder: Path) -> str:
+    """Say how many samples the uses have: one number, or the fewest and the most."""
+    counts = {len(Results(folder / f"{use.task}.jsonl").values(NULL, MIDDLE, use)) for use in USES} - {0}
+    ends = sorted({min(counts), max(counts)}) if counts else [0]
+    return " to ".join(str(count) for count in ends)
 
 
 def write_page(folder: Path, docs: Path) -> None:
@@ -78,7 +85,7 @@ def write_page(folder: Path, docs: Path) -> None:
         results = Results(folder / f"{use.task}.jsonl")
         if MIDDLE in results.budgets:
             sentences.append(f"{len(sentences) + 1}. {describe_use(results, use, MIDDLE)}")
-    first = "\n".join(["At a fifth of the prompt:", "", *sentences])
+    first = "\n".join([f"At a fifth of the prompt, {count_samples(folder)} samples a use:", "", *sentences])
     text = HEAD.format(file=FILE, sentences=first, link=LINK, null=NULL)
     text += f"\n{CLAIMED.format(k=MIDDLE)}\n{write_claims(folder, MIDDLE)}\n\n## Tables\n\n{write_section(folder)}\n"
     (docs / "results.md").write_text(text, encoding="utf-8")
