@@ -52,7 +52,7 @@ class _Captured:
         self.recorder, self.tensors = recorder, [holder[name] for holder, name in _places(cache)]
         self.owner, self.inputs = weakref.ref(cache), {name: tensor.clone() for name, tensor in inputs.items()}
         self.logits: Tensor  # from the capture on
-        self.seen_B = cache.seen_B  # one of its tensors, by which it knows a cache that has left for another graph
+        self.seen_B = cache.seen_B  # which every pass and every change of the cache but a replay puts another tensor in place of
         self.left = 0
 
     @property
@@ -141,7 +141,6 @@ class StepGraph:
         with torch.inference_mode(False), torch.no_grad():
             captured = self._newest
             if captured is None or not captured.goes_on(inputs, cache):
-                self._newest = None  # what is behind from now on is not by its replays
                 ownership.check(cache, self.state)
                 cache.catch_up()
                 left = 0 if self._failed else self._steps(cache, inputs["input_ids"])

@@ -1,4 +1,4 @@
-"""What a model's config.json says of its cache: layers, heads, windows, latents, positions; read without transformers."""
+"""Configurations, read without transformers: layers, heads, windows, latents and positions of a model's cache."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a configuration says of the cache.
+    """Facts of a configuration that the cache's size depends on.
 
     kind: model_type of the part that writes text. layers: those with keys and values of their own. states: layers with a state
     of fixed size. borrowed: layers that use the keys of others. positions: None for no limit. dtype: of the weights.

@@ -1,4 +1,4 @@
-"""What a budget cannot do for a model, in sentences, and what a plan leaves out."""
+"""Remarks of a plan: limits of a budget on this model, and memory that is not counted."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from ..report_text import format_size, format_span
 
 
 class Fit(NamedTuple):
-    """What fits into the memory beside the weights.
+    """Sequences and tokens that fit into the memory beside the weights.
 
     requests: of this length. tokens: of the prompt of each request of the batch; None where the model's positions are no limit
     and neither is the memory.

@@ -16,7 +16,7 @@ _AFTER_PROMPTS = ("chunked", "merged")  # combinations that evict where a prompt
 
 
 class Division(NamedTuple):
-    """What a policy does with a budget, whatever its scores are.
+    """Division of a budget over heads and layers, whatever the scores are.
 
     schedule: None if it never evicts. every: as its option. beta: of a pyramid, else None. protects: tokens of its observation
     window, which every layer keeps. shared: as in `Fact`.

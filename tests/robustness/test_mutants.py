@@ -648,9 +648,6 @@ MUTANTS = {
     "a graph goes on although its cache has left": (
         "hooks/graph.py", " and cache.seen_B is self.seen_B and", " and",
         "tests/hooks/test_graph.py::test_two_graphs_may_take_turns_over_one_cache"),
-    "an earlier turn's graph goes on": (
-        "hooks/graph.py", "                self._newest = None  # what", "                pass  # what",
-        "tests/hooks/test_graph.py::test_a_graph_of_an_earlier_turn_is_not_gone_on_with"),
     "a prompt's last piece is a step": (
         "hooks/generate_steps.py", "cache.seen < (cache.request.prompt_len or 0)", "False",
         f"{GRAPHED}::test_a_piece_of_a_prompt_is_no_step"),
