@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ..arch.upstream import CACHE
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
 from ..patching import patched
+from ..policies.uses import CHANCE, SPARED
 from ..report import Report
 from . import story_view as view
 from .loading import Source, fit
@@ -30,10 +32,9 @@ QUESTIONS = {
 }
 """Questions, and the words of the text that answer them."""
 K, NEW = 0.3, 20
-NULL = "random"
-POLICIES: dict[str, dict[str, Any]] = {
+POLICIES: dict[str, Mapping[str, Any]] = {
     "full": {},
-    NULL: {"sinks": 4, "recent": 64},
+    CHANCE: SPARED,
     "streaming_llm": {},
     "h2o": {},
     "kvzip": {"floor": 0.2},

@@ -11,8 +11,9 @@ from rich.text import Text
 from torch import Tensor
 
 from ..policies.facts import FACTS
+from ..policies.uses import CHANCE
 
-_NULL = "for comparison: the first 4 tokens, the newest 64, and others by chance"
+_CHANCE = "for comparison: the first 4 tokens, the newest ones, and others by chance"
 _CLOSING = (
     "\nThe last answer stands at the end of the text, which all but kvzip keep whole. Had the questions stood in the prompt, "
     "a policy such as snapkv would have known what is asked. Your own text: kvpatch compare MODEL FILE."
@@ -75,6 +76,6 @@ def show(console: Console, told: list[Told]) -> None:
     console.print(table, highlight=False)
     console.print("held: the share of heads that kept the words which answer the question.", style="dim", highlight=False)
     for one in told[1:]:
-        use = _NULL if one.policy == "random" else FACTS[one.policy].describe_use()
+        use = _CHANCE if one.policy == CHANCE else FACTS[one.policy].describe_use()
         console.print(f"{one.policy}: {use}", style="dim", highlight=False)
     console.print(_CLOSING, highlight=False)
