@@ -49,7 +49,7 @@ def started(folder):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     source, policy = Source(str(folder), "float32", "cpu"), kvpatch.get_policy("h2o")
-    server = serving.run(source, policy, 24, {}, "localhost", port, {"cb_num_blocks": 400}, background=True)
+    server = serving.run(source, policy, 24, {}, serving.Address("localhost", port), {"num_blocks": 400}, background=True)
     address = f"http://localhost:{port}"
     for _ in range(100):
         try:
@@ -161,12 +161,14 @@ def test_a_prompt_longer_than_the_model_takes(tmp_path):
     with started(tmp_path) as (client, name, _, alone, _):
         given = {"model": name, "temperature": 0.0, "max_tokens": 4}
         message = {"role": "user", "content": TEXT * 4}
-        with pytest.raises(openai.BadRequestError, match="positions, but this model has 96"):
-            client.completions.create(prompt=TEXT * 4, **given)
-        with pytest.raises(openai.BadRequestError, match="positions, but this model has 96"):
-            client.chat.completions.create(messages=[message], **given)
-        with pytest.raises(openai.APIError):
-            list(client.completions.create(prompt=TEXT * 4, stream=True, **given))
+        for ask in (
+            lambda: client.completions.create(prompt=TEXT * 4, **given),
+            lambda: client.chat.completions.create(messages=[message], **given),
+            lambda: client.completions.create(prompt=TEXT * 4, stream=True, **given),
+        ):
+            with pytest.raises(openai.BadRequestError, match="positions, but this server takes 96") as error:
+                ask()
+            assert error.value.code == "context_length_exceeded"
         assert client.completions.create(prompt=TEXT[:60], **given).choices[0].text == alone(TEXT[:60], 4)
 
 
