@@ -253,7 +253,5 @@ def _check_model(given: dict[str, Any], letter: str, served: Served) -> None:
     if letter != "t" and not served.chats:
         raise RefusedError(f"The model {served.name!r} has no chat template: use /v1/completions.", "messages")
     if given.get("tools") and not served.tools:
-        said = (
-            f"tools are not served: transformers knows no form in which {served.name!r} calls one. Describe them in the prompt."
-        )
+        said = f"tools are not served: transformers does not know how {served.name!r} calls one. Describe them in the prompt."
         raise RefusedError(said, "tools", code="unsupported_parameter")
