@@ -72,6 +72,17 @@ def started(folder):
         server.kill_server()
 
 
+def until_idle(server):
+    """Wait until no request is left in the engine, nor anything of one."""
+    answers = server._generation_state._cb_manager
+    left = answers.engine.batch_processor.cache.requests, answers.asked, answers.engine.output_router.result_handlers
+    for _ in range(100):
+        if not any(left):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"a request that has ended still runs: {left}")
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
@@ -117,12 +128,7 @@ def test_a_client_that_hangs_up(served):
     next(iter(stream))
     stream.close()
     assert client.completions.create(model=name, prompt=TEXT, max_tokens=8, temperature=0.0).choices[0].text == alone(TEXT, 8)
-    pool = server._generation_state._cb_manager._cb.batch_processor.cache
-    for _ in range(100):
-        if not pool.requests:
-            return
-        time.sleep(0.1)
-    raise AssertionError("the request of the client that hung up still runs")
+    until_idle(server)
 
 
 def test_a_server_that_stops_does_not_wait_for_every_client(served):
@@ -138,6 +144,79 @@ def test_a_server_that_stops_does_not_wait_for_every_client(served):
     assert all(one.__module__ == home.__name__ for home, one in homes.items())
 
 
+def test_each_request_by_its_own_fields(served):
+    """Neither temperature nor seed is the first request's, and a seed gives one text whatever runs beside it."""
+    client, name, _, alone, _ = served
+
+    def ask(given):
+        return client.completions.create(model=name, prompt=TEXT, max_tokens=12, **given).choices[0].text
+
+    hot = [{"temperature": 2.0, "seed": seed} for seed in (1, 2, 3)]
+    first = [ask(one) for one in hot]
+    with ThreadPoolExecutor(4) as threads:
+        again = list(threads.map(ask, [*hot, {"temperature": 0.0}]))
+    assert again == [*first, alone(TEXT, 12)] and len(set(again)) == 4
+    assert ask({"temperature": 2.0, "extra_body": {"top_k": 1}}) == alone(TEXT, 12)
+
+
+def test_a_text_ends_before_a_stop_string(served):
+    """In the midst of a token, streamed or not; what has been read of it is told, and the engine goes on to the next."""
+    client, name, server, alone, _ = served
+    whole = alone(TEXT, 12)
+    stop = whole[5:7]
+    given = {"model": name, "prompt": TEXT, "max_tokens": 12, "temperature": 0.0, "stop": [stop, "never"]}
+    plain = client.completions.create(**given)
+    assert plain.choices[0].text == whole[: whole.index(stop)] and plain.choices[0].finish_reason == "stop"
+    assert 0 < plain.usage.completion_tokens < 12
+    parts = list(client.completions.create(stream=True, **given))
+    assert "".join(part.choices[0].text for part in parts) == whole[: whole.index(stop)]
+    assert parts[-1].choices[0].finish_reason == "stop" and parts[-1].usage.completion_tokens == plain.usage.completion_tokens
+    plain = client.completions.create(**{**given, "stop": "never"})
+    assert plain.choices[0].text == whole and plain.choices[0].finish_reason == "length"
+    until_idle(server)
+
+
+def test_what_the_server_counts(served):
+    """Requests and tokens, and what was evicted of them; a request that is refused is counted by its status."""
+    openai = pytest.importorskip("openai")
+    client, name, _, _, address = served
+
+    def read():
+        lines = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode().splitlines()
+        return {key: float(value) for key, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+
+    before = read()
+    usage = client.completions.create(model=name, prompt=TEXT, max_tokens=8, temperature=0.0).usage
+    with pytest.raises(openai.BadRequestError, match="n is not served"):
+        client.completions.create(model=name, prompt=TEXT, n=2)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt=TEXT)
+    gained = {key: value - before.get(key, 0) for key, value in read().items()}
+    assert gained["kvpatch_prompt_tokens_total"] == usage.prompt_tokens and gained["kvpatch_generated_tokens_total"] == 8
+    assert gained["kvpatch_evicted_tokens_total"] == usage.prompt_tokens + 7 - 24
+    assert gained['kvpatch_requests_ended_total{reason="length"}'] == gained["kvpatch_compressed_requests_total"] == 1
+    for status in (200, 400, 404):
+        assert gained[f'kvpatch_requests_total{{path="/v1/completions",status="{status}"}}'] == 1
+    assert read()["kvpatch_requests_running"] == read()["kvpatch_tokens_held"] == 0
+
+
+def test_a_line_a_request(served, capfd):
+    client, name, _, _, _ = served
+    capfd.readouterr()
+    client.completions.create(model=name, prompt=TEXT, max_tokens=3, user="ann")
+    (line,) = [one for one in capfd.readouterr().err.splitlines() if "/v1/completions" in one]
+    assert line.startswith("POST /v1/completions, 200, ") and "3 written, length, user 'ann'" in line
+
+
+def test_what_no_client_may_do(served):
+    """Routes of transformers' server that would unload the model or load another are closed."""
+    _, _, _, _, address = served
+    for path, method, status in (("/reset", "POST", 404), ("/load_model", "POST", 404), ("/v1/completions", "GET", 405)):
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(urllib.request.Request(f"{address}{path}", method=method), timeout=30)
+        assert error.value.code == status and json.loads(error.value.read())["error"]["message"]
+
+
 def test_bad_requests(served):
     """A malformed request is answered with an error, and the server goes on."""
     client, name, _, alone, address = served
@@ -146,7 +225,8 @@ def test_bad_requests(served):
         request = urllib.request.Request(f"{address}/v1/{path}", body, {"Content-Type": "application/json"})
         with pytest.raises(urllib.error.HTTPError) as error:
             urllib.request.urlopen(request, timeout=30)
-        assert 400 <= error.value.code < 600
+        assert error.value.code == 400
+        assert set(json.loads(error.value.read())["error"]) == {"message", "type", "param", "code"}
     assert client.completions.create(model=name, prompt=TEXT, max_tokens=8, temperature=0.0).choices[0].text == alone(TEXT, 8)
 
 
@@ -176,6 +256,10 @@ def test_what_is_refused_before_weights_are_loaded(monkeypatch):
     run = CliRunner().invoke
     found = run(app, ["serve", "--model", "no/model", "--policy", "h20"])
     assert found.exit_code and "Unknown policy 'h20'. Did you mean 'h2o'?" in found.output + found.stderr
+    found = run(app, ["serve", "--model", str(MODELS / "llama-python"), "--max-model-len", "100000"])
+    assert found.exit_code and "positions. Give at most" in found.output + found.stderr
+    found = run(app, ["serve", "--model", "no/model", "--api-key", ""])
+    assert found.exit_code and "--api-key is empty" in found.output + found.stderr
     found = run(app, ["serve", "--model", "no/model", "-k", "7x"])
     assert found.exit_code and "-k 7x is no budget" in found.output + found.stderr
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
