@@ -13,6 +13,7 @@ from .answering import Answers
 from .request_fields import PATHS, Asked, RefusedError, Served, read_request
 
 ID = b"x-request-id"  # transformers' app takes a request's id from it
+GONE = 499  # status, as nginx has it, of a request whose client hung up before an answer
 LARGEST = 64 * 2**20  # bytes of a body
 _OPEN = ("/health", "/metrics")  # without a key
 _BROKEN, _END = b'data: {"error": "', b'"}\n\n'  # around an error that transformers' handlers put into a stream
@@ -49,10 +50,13 @@ class Gate:
             await self._pass(scope, receive, note_status, name)
         except RefusedError as error:
             await answer(note_status, error.status, json.dumps(error.describe()))
+        except Exception:  # which the app around answers
+            status = 500
+            raise
         finally:
             asked = self.answers.close(name)
             path = scope["path"] if scope["path"] in (*PATHS, *_OPEN, "/v1/models") else "other"
-            self.answers.figures.note_answer(path, status)
+            self.answers.figures.note_answer(path, status or GONE)
             if path not in _OPEN:
                 self.log(_describe(scope, status, time.monotonic() - began, asked))
 
@@ -73,8 +77,8 @@ class Gate:
             await self.app(scope, receive, send)
             return
         asked = read_request(path, _parse(await _read_body(receive)), self.served)
+        body = _encode(asked.body)
         self.answers.asked[name] = asked
-        body = json.dumps(asked.body).encode()
         others = [(key, value) for key, value in scope["headers"] if key not in (ID, b"content-type", b"content-length")]
         own = [(ID, name.encode()), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self.app({**scope, "headers": others + own}, _replay(body, receive), send)
@@ -98,7 +102,7 @@ async def _read_body(receive: Any) -> bytes:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise RefusedError("The client hung up.", status=499)
+            raise RefusedError("The client hung up.", status=GONE)
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > LARGEST:
@@ -111,6 +115,13 @@ def _parse(body: bytes) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"The body is no JSON: {error}.") from None
+
+
+def _encode(body: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RefusedError("The text has half a character (a surrogate without its other half).") from None
 
 
 def _replay(body: bytes, receive: Any) -> Callable[[], Any]:
@@ -134,9 +145,10 @@ def _mend_error(message: Any) -> Any:
 
 def _describe(scope: Any, status: int, seconds: float, asked: Asked | None) -> str:
     """Describe a request in one line."""
-    words = [f"{scope['method']} {scope['path']}", str(status or "gone"), f"{seconds:.2f} s"]
+    path = scope["path"] if scope["path"].isprintable() else repr(scope["path"])
+    facts = [f"{scope['method']} {path}", str(status or GONE), f"{seconds:.2f} s"]
     if asked is not None:
-        words.append(f"{asked.prompt} tokens read, {asked.new} written, {asked.ended or 'refused'}")
+        facts.append(f"{asked.prompt} tokens read, {asked.new} written, {asked.ended or 'refused'}")
     if asked is not None and asked.user:
-        words.append(f"user {asked.user!r}")
-    return ", ".join(words)
+        facts.append(f"user {asked.user!r}")
+    return ", ".join(facts)

@@ -39,7 +39,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Served:
-    """What a server serves: the model's name, whether its chat template and its tool calls are known."""
+    """The model of a server: its name, and whether its chat template and its calls of tools are known."""
 
     name: str
     chats: bool = True
@@ -158,7 +158,7 @@ OBEYED = {
     "seed": Obeyed("ctr", _integer(-(2**63), 2**63 - 1)),
     "tools": Obeyed("cr", messages.check_tools),
     "tool_choice": Obeyed("cr", _check_tool_choice),
-    "chat_template_kwargs": Obeyed("c", _one(dict, "an object")),
+    "chat_template_kwargs": Obeyed("c", messages.check_template_kwargs),
     "user": Obeyed("ctr", _TEXT),
 }
 
@@ -203,7 +203,7 @@ def read_request(path: str, body: Any, served: Served) -> Asked:
     Args:
         path: one of PATHS.
         body: the JSON that came.
-        served: by this server.
+        served: the server's model.
 
     Raises:
         RefusedError: a field is unknown, wrong, or cannot be obeyed.

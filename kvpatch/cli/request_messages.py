@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
@@ -41,6 +42,16 @@ def check_tools(value: Any) -> str | None:
         if not isinstance(one.get("function", one), dict) or not isinstance(one.get("function", one).get("name"), str):
             return f"[{i}] must name its function"
     return None
+
+
+def check_template_kwargs(value: Any) -> str | None:
+    """Check values for a chat template: names of its own, and no parameter of the method that fills it in."""
+    from transformers import PreTrainedTokenizerBase
+
+    if not isinstance(value, dict):
+        return "must be an object"
+    taken = sorted(set(value) & set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters))
+    return f"may not have {', '.join(taken)}: give what the model's template reads, such as enable_thinking" if taken else None
 
 
 def _check_item(item: dict[str, Any]) -> str | None:

@@ -25,7 +25,7 @@ PATIENCE = 10  # seconds that a server which is told to stop gives to requests u
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, and the key that requests must bring; None for no key."""
+    """A server's host and port, and the key that requests must bring; None for no key."""
 
     host: str
     port: int

@@ -4,6 +4,7 @@ transformers' app is driven without sockets, over an engine that never answers.
 """
 
 import asyncio
+import inspect
 import json
 import queue
 import threading
@@ -67,10 +68,11 @@ def make_app(engine):
     model, tokenizer = source.model(), source.tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     state = GenerationState(continuous_batching=True)
+    known = inspect.signature(server.build_server).parameters  # before it is mended
     with serving._loaded(model, tokenizer, Answers(engine, model, None), None):
         manager = model_manager.ModelManager(device="cpu", force_model=NAME)
         handlers = (kind(manager, state) for kind in (ChatCompletionHandler, CompletionHandler, ResponseHandler))
-        none = {"systemone_handler": None, "transcription_handler": None}
+        none = {name: None for name in ("systemone_handler", "transcription_handler") if name in known}
         app = server.build_server(manager, *handlers, **none, generation_state=state)
     return app, manager
 

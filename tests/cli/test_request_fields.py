@@ -96,6 +96,7 @@ def test_each_refused_field(name):
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type 'image_url'.*reads text alone"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "no JSON"),
         (CHAT, {"tools": [{"type": "web_search"}]}, r"tools \[0\] must be of type 'function'"),
+        (CHAT, {"chat_template_kwargs": {"chat_template": "a"}}, "may not have chat_template: give what"),
         (TEXT, {"prompt": ["a", "b"]}, "prompt must be one string: send a request for each"),
         (TEXT, {"prompt": ""}, "prompt must be a string with at least one character"),
         (TEXT, {"echo": True}, r"echo is not served \(but echo=False\)"),

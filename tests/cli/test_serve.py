@@ -221,7 +221,13 @@ def test_bad_requests(served):
     """A malformed request is answered with an error, and the server goes on."""
     client, name, _, alone, address = served
     wrong = json.dumps({"model": name, "nonsense": 1}).encode()
-    for path, body in (("completions", b"{not json"), ("chat/completions", wrong)):
+    half = json.dumps({"model": name, "prompt": "\ud800"}).encode()
+    for path, body in (
+        ("completions", b"{not json"),
+        ("chat/completions", wrong),
+        ("completions", half),
+        ("responses", b"\xff"),
+    ):
         request = urllib.request.Request(f"{address}/v1/{path}", body, {"Content-Type": "application/json"})
         with pytest.raises(urllib.error.HTTPError) as error:
             urllib.request.urlopen(request, timeout=30)
