@@ -171,6 +171,8 @@ def test_a_text_ends_before_a_stop_string(served):
     parts = list(client.completions.create(stream=True, **given))
     assert "".join(part.choices[0].text for part in parts) == whole[: whole.index(stop)]
     assert parts[-1].choices[0].finish_reason == "stop" and parts[-1].usage.completion_tokens == plain.usage.completion_tokens
+    last = client.completions.create(**{**given, "max_tokens": plain.usage.completion_tokens})
+    assert (last.choices[0].text, last.choices[0].finish_reason) == (plain.choices[0].text, "stop"), "at the last token, too"
     plain = client.completions.create(**{**given, "stop": "never"})
     assert plain.choices[0].text == whole and plain.choices[0].finish_reason == "length"
     until_idle(server)
