@@ -18,6 +18,7 @@ import kvpatch
 from kvpatch.cli.commands import app
 from kvpatch.cli.loading import MODELS, Source
 from tests.helpers.marks import batches
+from tests.helpers.serving import until
 
 pytestmark = batches
 
@@ -193,6 +194,8 @@ def test_what_the_server_counts(served):
         client.completions.create(model=name, prompt=TEXT, n=2)
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt=TEXT)
+    missed = 'kvpatch_requests_total{path="/v1/completions",status="404"}'
+    until(lambda: read().get(missed, 0) > before.get(missed, 0))  # an answer is counted when it has been sent
     gained = {key: value - before.get(key, 0) for key, value in read().items()}
     assert gained["kvpatch_prompt_tokens_total"] == usage.prompt_tokens and gained["kvpatch_generated_tokens_total"] == 8
     assert gained["kvpatch_evicted_tokens_total"] == usage.prompt_tokens + 7 - 24
@@ -206,7 +209,13 @@ def test_a_line_a_request(served, capfd):
     client, name, _, _, _ = served
     capfd.readouterr()
     client.completions.create(model=name, prompt=TEXT, max_tokens=3, user="ann")
-    (line,) = [one for one in capfd.readouterr().err.splitlines() if "/v1/completions" in one]
+    said = ""
+    for _ in range(100):  # it comes after the answer
+        said += capfd.readouterr().err
+        if "/v1/completions" in said:
+            break
+        time.sleep(0.1)
+    (line,) = [one for one in said.splitlines() if "/v1/completions" in one]
     assert line.startswith("POST /v1/completions, 200, ") and "3 written, length, user 'ann'" in line
 
 
