@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 
@@ -14,11 +13,10 @@ class EndAtDisconnect:
 
     Args:
         app: the app.
-        cancel: called with the id of a request whose work is to end.
     """
 
-    def __init__(self, app: Any, cancel: Callable[[str], None]) -> None:
-        self.app, self.cancel = app, cancel
+    def __init__(self, app: Any) -> None:
+        self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a request."""
@@ -54,11 +52,5 @@ class EndAtDisconnect:
         finally:
             watching.cancel()
             if not working.done():
-                await self._end_work(working, scope.get("state", {}).get("request_id"))
-
-    async def _end_work(self, working: asyncio.Future[None], request: str | None) -> None:
-        """Cancel the work on a request: the engine first, which else goes on without a listener."""
-        if request is not None:
-            self.cancel(request)
-        working.cancel()
-        await asyncio.wait((working,))
+                working.cancel()
+                await asyncio.wait((working,))

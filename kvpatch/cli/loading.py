@@ -89,6 +89,17 @@ class Source:
         check_device(self.device)
         check_folder(self.name)
 
+    def config(self) -> Any:
+        """Load the model's configuration alone. Raises KVPatchError if it cannot be loaded."""
+        import transformers
+
+        try:
+            return transformers.AutoConfig.from_pretrained(
+                self.name, revision=self.revision or "main", trust_remote_code=self.trust_remote_code
+            )
+        except Exception as error:  # as in load_model
+            raise KVPatchError(f"The model {self.name} cannot be loaded: {_reason(error)}") from error
+
     def model(self) -> Any:
         """Load the model, as `load_model`."""
         return load_model(

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..errors import KVPatchError
 from . import options as given
 from .catalogue import SERVER_POLICY
 from .loading import Source
@@ -34,6 +35,14 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
             show_default=False,
         ),
     ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(min=2, help="Most tokens of a prompt and its answer; else the model's positions.", show_default=False),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="KVPATCH_API_KEY", help="Key that clients must send; else none.", show_default=False),
+    ] = None,
     dtype: given.Dtype = "auto",
     device: given.Device = "auto",
     revision: given.Revision = None,
@@ -55,7 +64,10 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
         source.check()
         how: dict[str, Any] = {"bits": bits, "positions": positions, "backend": backend, "seed": seed}
         chosen, size, how = choose_policy(context, options, how)
-        from .serving import run
+        from .serving import Address, run
 
-        asked = {"cb_max_batch_tokens": max_batch_tokens, "cb_max_memory_percent": memory}
-        run(source, chosen, size, how, host, port, {name: one for name, one in asked.items() if one is not None})
+        if api_key is not None and not api_key.strip():
+            raise KVPatchError("--api-key is empty: give the key that clients send, or leave the option out.")
+        asked = {"max_batch_tokens": max_batch_tokens, "max_memory_percent": memory}
+        engine = {name: one for name, one in asked.items() if one is not None}
+        run(source, chosen, size, how, Address(host, port, api_key), engine, max_model_len)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,15 @@ from .output import note
 
 EXTRA = ("fastapi", "uvicorn", "pydantic", "openai")
 PATIENCE = 10  # seconds that a server which is told to stop gives to requests under way
-FAILED = "CB generation failed"  # how transformers' server begins what it says of such a request
+
+
+@dataclass(frozen=True)
+class Address:
+    """A server's host and port, and the key that requests must bring; None for no key."""
+
+    host: str
+    port: int
+    key: str | None = None
 
 
 def run(
@@ -28,15 +37,15 @@ def run(
     policy: Policy,
     k: Any,
     settings: dict[str, Any],
-    host: str,
-    port: int,
+    address: Address,
     engine: dict[str, Any],
+    positions: int | None = None,
     background: bool = False,
 ) -> Any:
     """Load the model, patch it, and serve it until interrupted; returns the server.
 
-    settings: keyword arguments of `patch`. engine: options of transformers' server, by name. background: serve in a thread, and
-    return at once.
+    settings: keyword arguments of `patch`. engine: options of ContinuousBatchingConfig. positions: the most tokens of a prompt
+    and its answer; else those of the model. background: serve in a thread, and return at once.
 
     Raises:
         KVPatchError: a package is missing, or the model or a setting cannot work.
@@ -45,23 +54,47 @@ def run(
     _check_extra()
     from transformers.cli.serve import Serve
 
+    from .answering import Answers, start_engine
+
+    positions = _limit(source, positions, settings)
     model, tokenizer = source.model(), source.tokenizer()
     patched = patch(model, policy, k, **settings)
-    note(f"{patched}\nserving {source.name} at http://{host}:{port}/v1 (the client's model name is {source.name})")
     try:
-        with _loaded(model, tokenizer):
-            return Serve(
+        manager = start_engine(model, engine)
+        most = "any number of" if positions is None else f"at most {positions}"
+        note(f"{patched}; a request has {most} tokens, its answer included")
+        note(f"serving {source.name} at http://{address.host}:{address.port}/v1 (the client's model name is {source.name})")
+        with _loaded(model, tokenizer, Answers(manager, model, positions), address.key):
+            device = str(model.device)
+            served = Serve(
                 source.name,
                 continuous_batching=True,
-                host=host,
-                port=port,
+                host=address.host,
+                port=address.port,
                 non_blocking=background,
-                device=str(model.device),
-                **engine,
+                device=device,
+                log_level="error",
             )
-    finally:
-        if not background:
-            patched.remove()
+    except BaseException:
+        patched.remove()
+        raise
+    if not background:
+        patched.remove()
+    return served
+
+
+def _limit(source: Source, asked: int | None, settings: dict[str, Any]) -> int | None:
+    """Return the most tokens of a request: those asked for, or as many as the model has positions; read before its weights."""
+    from ..arch.kinds import position_limit
+
+    known = None
+    if settings.get("positions", "original") == "original":
+        known = position_limit(source.config().get_text_config())
+    if asked is not None and known is not None and asked > known:
+        raise KVPatchError(
+            f"--max-model-len {asked}: {source.name} has {known} positions. Give at most {known}, or --positions renumbered."
+        )
+    return asked or known
 
 
 def _check_extra() -> None:
@@ -74,10 +107,13 @@ def _check_extra() -> None:
 
 
 @contextmanager
-def _loaded(model: Any, tokenizer: Any) -> Iterator[None]:
+def _loaded(model: Any, tokenizer: Any, answers: Any, key: str | None) -> Iterator[None]:
     """Have transformers' server serve this model where it would load one, list no other, stop in time, and answer as mended."""
     import uvicorn
     from transformers.cli.serving import model_manager, server
+    from transformers.cli.serving.utils import get_response_template
+
+    from .request_fields import Served
 
     home: Any = model_manager
     app: Any = server
@@ -97,38 +133,61 @@ def _loaded(model: Any, tokenizer: Any) -> Iterator[None]:
             """List the one model that is served, by the name that a request gives; transformers lists the Hub's cache."""
             return [{"id": self.force_model, "object": "model", "created": started, "owned_by": "kvpatch"}]
 
+    def build_mended(told: Any, *more: Any, **named: Any) -> Any:
+        """Build transformers' app, whose first argument is its model manager."""
+        calls = get_response_template(tokenizer, model) is not None
+        served = Served(told.force_model, chats=tokenizer.chat_template is not None, tools=calls)
+        return _mend_app(build(told, *more, **named), named["generation_state"], served, answers, key)
+
     own, build, config = home.ModelManager, app.build_server, network.Config
     home.ModelManager = Loaded
-    network.Config = partial(config, timeout_graceful_shutdown=PATIENCE)  # else it waits for every client
-    app.build_server = lambda *told, **more: _mend_app(build(*told, **more), more["generation_state"])
+    network.Config = partial(config, timeout_graceful_shutdown=PATIENCE, access_log=False)  # else it waits for every client
+    app.build_server = build_mended
     try:
         yield
     finally:
         home.ModelManager, app.build_server, network.Config = own, build, config
 
 
-def _mend_app(app: Any, state: Any) -> Any:
-    """Have a server give the reason for which its engine failed a request, and end those whose client is gone.
-
-    Without this the answer to the first is status 500 without a word, and the second run to their end.
+def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) -> Any:
+    """Have a server check requests, run each by its own fields, answer errors in OpenAI's form, and end requests with clients.
 
     Args:
         app: transformers' app.
-        state: the app's GenerationState, which has the engine.
+        state: the app's GenerationState, which its handlers ask for an engine.
+        served: what is served.
+        answers: the engine's requests.
+        key: that requests must bring, or None.
     """
+    from fastapi import HTTPException
     from fastapi.responses import JSONResponse
+    from jinja2 import TemplateError
+    from transformers.cli.serving.utils import CBWorkerDeadError
 
-    async def answer(request: Any, error: RuntimeError) -> Any:
-        if not str(error).startswith(FAILED):
-            raise error
-        told = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
-        return JSONResponse({"error": told}, status_code=400)
+    from .gate import Gate
+    from .request_fields import RefusedError
 
-    def cancel(request: str) -> None:
-        engine = state._cb_manager._cb if state._cb_manager is not None else None
-        if engine is not None:  # which begins with the first request
-            engine.cancel_request(request)
+    def tell(error: Exception, status: int) -> Any:
+        refused = error if isinstance(error, RefusedError) else RefusedError(str(error), status=status)
+        return JSONResponse(refused.describe(), status_code=refused.status)
 
-    app.add_exception_handler(RuntimeError, answer)
-    app.add_middleware(EndAtDisconnect, cancel=cancel)
+    async def answer_refusal(request: Any, error: Exception) -> Any:
+        return tell(error, 400)
+
+    async def answer_dead(request: Any, error: Exception) -> Any:
+        return tell(error, 503)
+
+    async def answer_raised(request: Any, error: Any) -> Any:
+        return tell(RefusedError(str(error.detail), status=error.status_code), 400)
+
+    async def answer_failure(request: Any, error: Exception) -> Any:
+        return tell(RuntimeError(f"The server failed: {type(error).__name__}. Its log has more."), 500)
+
+    handlers = {RefusedError: answer_refusal, TemplateError: answer_refusal, CBWorkerDeadError: answer_dead}
+    for kind, handler in {**handlers, HTTPException: answer_raised, Exception: answer_failure}.items():
+        app.add_exception_handler(kind, handler)
+    state._cb_manager = answers
+    state.get_manager = lambda *told, **more: answers
+    app.add_middleware(EndAtDisconnect)
+    app.add_middleware(Gate, served=served, answers=answers, key=key, log=note)  # the outermost
     return app

@@ -21,6 +21,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import Cache, GenerationConfig, GenerationMixin
 
+from ..arch.kinds import position_limit
 from ..arch.upstream import CACHE, CACHE_NAMES, PREPARE_CACHE, cache_of, mask_columns, set_cache
 from ..arch.upstream import create_masks_for_generate as make_masks
 from ..cache import from_dynamic
@@ -324,7 +325,8 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
         from ..serving import engine
 
         kv_bytes = sum(one.heads * (one.key + one.value) for one in state.shapes) * self.dtype.itemsize
-        terms = engine.Terms(state.settings, state.max_positions, kv_bytes, _carried, state.prefixes)
+        positions = None if state.settings.renumbered else position_limit(self.config.get_text_config())
+        terms = engine.Terms(state.settings, state.max_positions or positions, kv_bytes, _carried, state.prefixes)
         given = _TOKENIZER.get() if tokenizer is None else tokenizer
         return engine.manager_of(self, terms, generation_config, continuous_batching_config, workload_hints, given)
 

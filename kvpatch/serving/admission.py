@@ -63,9 +63,17 @@ class Admission:
         prompt = len(state.initial_tokens)
         if state.max_new_tokens is None and prompt < positions:
             state.max_new_tokens = state._new_tokens_limit = positions - prompt + 1
-        needed = prompt + (state.max_new_tokens or 1) - 1
-        if needed > positions:
-            raise KVPatchError(
-                f"The text needs {needed} positions, but this model has {positions}. Evicting tokens does not give new "
-                "positions: shorten the prompt or generate fewer tokens."
-            )
+        check_length(prompt, state.max_new_tokens or 1, positions)
+
+
+def check_length(prompt: int, new: int, positions: int, limit: str = "this model has {}") -> None:
+    """Raise KVPatchError for a text of more positions than there are. The last new token needs none: nothing reads it.
+
+    limit: words of the message, {} for the number of positions.
+    """
+    needed = prompt + new - 1
+    if needed > positions:
+        raise KVPatchError(
+            f"The text needs {needed} positions, but {limit.format(positions)}. Evicting tokens does not give new "
+            "positions: shorten the prompt or generate fewer tokens."
+        )

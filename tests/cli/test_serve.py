@@ -18,6 +18,7 @@ import kvpatch
 from kvpatch.cli.commands import app
 from kvpatch.cli.loading import MODELS, Source
 from tests.helpers.marks import batches
+from tests.helpers.serving import until
 
 pytestmark = batches
 
@@ -49,7 +50,7 @@ def started(folder):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     source, policy = Source(str(folder), "float32", "cpu"), kvpatch.get_policy("h2o")
-    server = serving.run(source, policy, 24, {}, "localhost", port, {"cb_num_blocks": 400}, background=True)
+    server = serving.run(source, policy, 24, {}, serving.Address("localhost", port), {"num_blocks": 400}, background=True)
     address = f"http://localhost:{port}"
     for _ in range(100):
         try:
@@ -70,6 +71,17 @@ def started(folder):
         yield client, str(folder), server, alone, address
     finally:
         server.kill_server()
+
+
+def until_idle(server):
+    """Wait until no request is left in the engine, nor anything of one."""
+    answers = server._generation_state._cb_manager
+    left = answers.engine.batch_processor.cache.requests, answers.asked, answers.engine.output_router.result_handlers
+    for _ in range(100):
+        if not any(left):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"a request that has ended still runs: {left}")
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +129,7 @@ def test_a_client_that_hangs_up(served):
     next(iter(stream))
     stream.close()
     assert client.completions.create(model=name, prompt=TEXT, max_tokens=8, temperature=0.0).choices[0].text == alone(TEXT, 8)
-    pool = server._generation_state._cb_manager._cb.batch_processor.cache
-    for _ in range(100):
-        if not pool.requests:
-            return
-        time.sleep(0.1)
-    raise AssertionError("the request of the client that hung up still runs")
+    until_idle(server)
 
 
 def test_a_server_that_stops_does_not_wait_for_every_client(served):
@@ -138,15 +145,105 @@ def test_a_server_that_stops_does_not_wait_for_every_client(served):
     assert all(one.__module__ == home.__name__ for home, one in homes.items())
 
 
+def test_each_request_by_its_own_fields(served):
+    """Neither temperature nor seed is the first request's, and a seed gives one text whatever runs beside it."""
+    client, name, _, alone, _ = served
+
+    def ask(given):
+        return client.completions.create(model=name, prompt=TEXT, max_tokens=12, **given).choices[0].text
+
+    hot = [{"temperature": 2.0, "seed": seed} for seed in (1, 2, 3)]
+    first = [ask(one) for one in hot]
+    with ThreadPoolExecutor(4) as threads:
+        again = list(threads.map(ask, [*hot, {"temperature": 0.0}]))
+    assert again == [*first, alone(TEXT, 12)] and len(set(again)) == 4
+    assert ask({"temperature": 2.0, "extra_body": {"top_k": 1}}) == alone(TEXT, 12)
+
+
+def test_a_text_ends_before_a_stop_string(served):
+    """In the midst of a token, streamed or not; what has been read of it is told, and the engine goes on to the next."""
+    client, name, server, alone, _ = served
+    whole = alone(TEXT, 12)
+    stop = whole[5:7]
+    given = {"model": name, "prompt": TEXT, "max_tokens": 12, "temperature": 0.0, "stop": [stop, "never"]}
+    plain = client.completions.create(**given)
+    assert plain.choices[0].text == whole[: whole.index(stop)] and plain.choices[0].finish_reason == "stop"
+    assert 0 < plain.usage.completion_tokens < 12
+    parts = list(client.completions.create(stream=True, **given))
+    assert "".join(part.choices[0].text for part in parts) == whole[: whole.index(stop)]
+    assert parts[-1].choices[0].finish_reason == "stop" and parts[-1].usage.completion_tokens == plain.usage.completion_tokens
+    last = client.completions.create(**{**given, "max_tokens": plain.usage.completion_tokens})
+    assert (last.choices[0].text, last.choices[0].finish_reason) == (plain.choices[0].text, "stop"), "at the last token, too"
+    plain = client.completions.create(**{**given, "stop": "never"})
+    assert plain.choices[0].text == whole and plain.choices[0].finish_reason == "length"
+    until_idle(server)
+
+
+def test_what_the_server_counts(served):
+    """Requests and tokens, and what was evicted of them; a request that is refused is counted by its status."""
+    openai = pytest.importorskip("openai")
+    client, name, _, _, address = served
+
+    def read():
+        lines = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode().splitlines()
+        return {key: float(value) for key, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+
+    before = read()
+    usage = client.completions.create(model=name, prompt=TEXT, max_tokens=8, temperature=0.0).usage
+    with pytest.raises(openai.BadRequestError, match="n is not served"):
+        client.completions.create(model=name, prompt=TEXT, n=2)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt=TEXT)
+    missed = 'kvpatch_requests_total{path="/v1/completions",status="404"}'
+    until(lambda: read().get(missed, 0) > before.get(missed, 0))  # an answer is counted when it has been sent
+    gained = {key: value - before.get(key, 0) for key, value in read().items()}
+    assert gained["kvpatch_prompt_tokens_total"] == usage.prompt_tokens and gained["kvpatch_generated_tokens_total"] == 8
+    assert gained["kvpatch_evicted_tokens_total"] == usage.prompt_tokens + 7 - 24
+    assert gained['kvpatch_requests_ended_total{reason="length"}'] == gained["kvpatch_compressed_requests_total"] == 1
+    for status in (200, 400, 404):
+        assert gained[f'kvpatch_requests_total{{path="/v1/completions",status="{status}"}}'] == 1
+    assert read()["kvpatch_requests_running"] == read()["kvpatch_tokens_held"] == 0
+
+
+def test_a_line_a_request(served, capfd):
+    client, name, _, _, _ = served
+    capfd.readouterr()
+    client.completions.create(model=name, prompt=TEXT, max_tokens=3, user="ann")
+    said = ""
+    for _ in range(100):  # it comes after the answer
+        said += capfd.readouterr().err
+        if "/v1/completions" in said:
+            break
+        time.sleep(0.1)
+    (line,) = [one for one in said.splitlines() if "/v1/completions" in one]
+    assert line.startswith("POST /v1/completions, 200, ") and "3 written, length, user 'ann'" in line
+
+
+def test_what_no_client_may_do(served):
+    """Routes of transformers' server that would unload the model or load another are closed."""
+    _, _, _, _, address = served
+    for path, method, status in (("/reset", "POST", 404), ("/load_model", "POST", 404), ("/v1/completions", "GET", 405)):
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(urllib.request.Request(f"{address}{path}", method=method), timeout=30)
+        assert error.value.code == status and json.loads(error.value.read())["error"]["message"]
+
+
 def test_bad_requests(served):
     """A malformed request is answered with an error, and the server goes on."""
     client, name, _, alone, address = served
     wrong = json.dumps({"model": name, "nonsense": 1}).encode()
-    for path, body in (("completions", b"{not json"), ("chat/completions", wrong)):
+    half = json.dumps({"model": name, "prompt": "\ud800"}).encode()
+    for path, body in (
+        ("completions", b"{not json"),
+        ("chat/completions", wrong),
+        ("completions", half),
+        ("responses", b"\xff"),
+    ):
         request = urllib.request.Request(f"{address}/v1/{path}", body, {"Content-Type": "application/json"})
         with pytest.raises(urllib.error.HTTPError) as error:
             urllib.request.urlopen(request, timeout=30)
-        assert 400 <= error.value.code < 600
+        assert error.value.code == 400
+        assert set(json.loads(error.value.read())["error"]) == {"message", "type", "param", "code"}
     assert client.completions.create(model=name, prompt=TEXT, max_tokens=8, temperature=0.0).choices[0].text == alone(TEXT, 8)
 
 
@@ -161,12 +258,14 @@ def test_a_prompt_longer_than_the_model_takes(tmp_path):
     with started(tmp_path) as (client, name, _, alone, _):
         given = {"model": name, "temperature": 0.0, "max_tokens": 4}
         message = {"role": "user", "content": TEXT * 4}
-        with pytest.raises(openai.BadRequestError, match="positions, but this model has 96"):
-            client.completions.create(prompt=TEXT * 4, **given)
-        with pytest.raises(openai.BadRequestError, match="positions, but this model has 96"):
-            client.chat.completions.create(messages=[message], **given)
-        with pytest.raises(openai.APIError):
-            list(client.completions.create(prompt=TEXT * 4, stream=True, **given))
+        for ask in (
+            lambda: client.completions.create(prompt=TEXT * 4, **given),
+            lambda: client.chat.completions.create(messages=[message], **given),
+            lambda: client.completions.create(prompt=TEXT * 4, stream=True, **given),
+        ):
+            with pytest.raises(openai.BadRequestError, match="positions, but this server takes 96") as error:
+                ask()
+            assert error.value.code == "context_length_exceeded"
         assert client.completions.create(prompt=TEXT[:60], **given).choices[0].text == alone(TEXT[:60], 4)
 
 
@@ -174,6 +273,10 @@ def test_what_is_refused_before_weights_are_loaded(monkeypatch):
     run = CliRunner().invoke
     found = run(app, ["serve", "--model", "no/model", "--policy", "h20"])
     assert found.exit_code and "Unknown policy 'h20'. Did you mean 'h2o'?" in found.output + found.stderr
+    found = run(app, ["serve", "--model", str(MODELS / "llama-python"), "--max-model-len", "100000"])
+    assert found.exit_code and "positions. Give at most" in found.output + found.stderr
+    found = run(app, ["serve", "--model", "no/model", "--api-key", ""])
+    assert found.exit_code and "--api-key is empty" in found.output + found.stderr
     found = run(app, ["serve", "--model", "no/model", "-k", "7x"])
     assert found.exit_code and "-k 7x is no budget" in found.output + found.stderr
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)

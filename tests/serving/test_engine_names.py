@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.cli.serving import utils
 from transformers.generation import continuous_batching
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching import cb_logits_processors, continuous_api
 
 import kvpatch
-from kvpatch.cli.serving import FAILED
+from kvpatch.cli.gate import _BROKEN
 from kvpatch.serving import engine
 from kvpatch.serving.pool import RequestPool
+from kvpatch.serving.sampling import RequestSampling
 from tests.helpers.tiny import make
 
 FOLDER = Path(continuous_batching.__file__).parent
@@ -81,9 +83,29 @@ def test_a_request_has_what_is_read_of_it():
 
 
 def test_what_is_taken_of_the_server():
-    """kvpatch/cli/serving.py puts a model and the reason of a failed request into it."""
+    """kvpatch/cli/serving.py and answering.py put a model, an engine and errors into it."""
     folder = Path(transformers.__file__).parent / "cli"
-    assert f'RuntimeError(f"{FAILED} for ' in (folder / "serving" / "utils.py").read_text()
     inside = (folder / "serve.py").read_text().partition("    def __init__")[2]
     for name in ("model_manager import ModelManager", "server import build_server"):
         assert f"from .serving.{name}" in inside, f"{name}: where the server looks for it when it starts"
+    for file in ("chat_completion", "completion", "response"):
+        text = (folder / "serving" / f"{file}.py").read_text()
+        assert "gen_manager = self.generation_state.get_manager(" in text, file
+        assert "gen_config.max_new_tokens" in text or file == "response", f"{file}: what it tells the end of a text by"
+    streamer = inspect.getsource(utils.CBStreamer)
+    for name in ("self._decode_stream.step(self._tokenizer", "self._queue.put_nowait", "self._parser.feed("):
+        assert name in streamer, name
+    router = inspect.getsource(continuous_api.OutputRouter)
+    for name in ("self.output_queue", "self.result_handlers", "self._lock"):
+        assert name in router, name
+    assert _BROKEN.decode() in (folder / "serving" / "completion.py").read_text().replace("{{", "{"), "an error in a stream"
+
+
+def test_what_is_taken_of_logits_processors():
+    """kvpatch/serving/sampling.py is one of them."""
+    listed = cb_logits_processors.ContinuousBatchingLogitsProcessorList(cb_logits_processors.LogitsProcessorList())
+    for name in ("tensors_required", "do_processing", "supported_keys", "logits_processor", "_retrieve_processors_kwargs"):
+        assert hasattr(listed, name), name
+    assert list(inspect.signature(RequestSampling.__call__).parameters) == list(
+        inspect.signature(cb_logits_processors.ContinuousBatchingLogitsProcessor.__call__).parameters
+    )

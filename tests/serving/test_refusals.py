@@ -68,6 +68,7 @@ def test_older_versions(monkeypatch):
     ("name", "options", "bad", "words"),
     [
         ("gpt2", {}, {"input_ids": [5] * 600, "max_new_tokens": 4}, "needs 603 positions, but this model has 512"),
+        ("llama_gqa", {}, {"input_ids": [5] * 6000, "max_new_tokens": 4}, "needs 6003 positions, but this model has"),
         (
             "llama_gqa",
             {"schedule": "prompt"},

@@ -1,0 +1,271 @@
+"""The engine of `kvpatch serve` as transformers' handlers call it: each request is checked, and runs by its own fields."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transformers import ContinuousBatchingConfig
+from transformers.cli.serving.utils import (
+    CBGenerateManager,
+    CBStreamer,
+    CBWorkerDeadError,
+    _StreamError,
+    get_response_template,
+    response_events_to_chunks,
+)
+
+from ..errors import KVPatchError
+from ..serving.admission import check_length
+from ..serving.sampling import Sampling, make_sampling, sample_by_request
+from .figures import Figures
+from .request_fields import Asked, RefusedError
+from .request_stops import StopWatch
+
+USUAL = 1024  # new tokens of a request that does not say how many
+
+
+def start_engine(model: Any, options: dict[str, Any], patience: float = 600) -> Any:
+    """Start the continuous batching of a patched model, and return its manager when it can take requests.
+
+    Args:
+        model: the model.
+        options: of ContinuousBatchingConfig.
+        patience: seconds after which an engine that has not begun is given up.
+
+    Raises:
+        KVPatchError: it does not start.
+    """
+    config = ContinuousBatchingConfig(**options, use_cuda_graph=False, use_async_batching=False)
+    chosen = copy.deepcopy(model.generation_config)
+    chosen.do_sample, chosen.num_return_sequences = False, 1
+    manager = model.init_continuous_batching(generation_config=chosen, continuous_batching_config=config)
+    sample_by_request(manager)
+    manager.start()
+    end = time.monotonic() + patience
+    while manager.batch_processor is None:
+        failed = manager.background_thread_status.fatal_error
+        if failed is not None or time.monotonic() > end:
+            raise KVPatchError(f"The engine does not start: {failed or 'nothing happens'}. Give a smaller --memory or k.")
+        time.sleep(0.02)
+    return manager
+
+
+class Answers(CBGenerateManager):
+    """The requests of one server.
+
+    Args:
+        engine: a manager of continuous batching that runs.
+        model: what it runs.
+        positions: the most tokens of a prompt and its answer; None for any number.
+
+    Attributes:
+        asked: requests that were accepted, by their ids, until their answers have been sent.
+        figures: of the server.
+    """
+
+    engine: Any
+
+    def __init__(self, engine: Any, model: Any, positions: int | None) -> None:
+        super().__init__()
+        self._cb = self.engine = engine
+        self.model, self.positions, self.figures = model, positions, Figures(engine)
+        self.asked: dict[str, Asked] = {}
+
+    def init_cb(self, model: Any, gen_config: Any) -> None:
+        """Do nothing: the engine began with the server."""
+
+    def generate_streaming(  # type: ignore[override]
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
+    ) -> tuple[asyncio.Queue[Any], CBStreamer]:
+        """Begin a request, and return the queue that its text comes in."""
+        asked, sampling = self._admit(inputs["input_ids"], gen_config, request_id)
+        pieces: asyncio.Queue[Any] = asyncio.Queue()
+        streamer = _Streamer(self, request_id, processor, pieces, response_parser)
+
+        def take(output: Any) -> None:
+            streamer.put(output)
+            asked.new = streamer.total_tokens
+            if output.error is not None:
+                pieces.put_nowait(_StreamError(output.error))
+                self._end(request_id, "error")
+            elif streamer.watch.stopped or output.is_finished():
+                self._end(request_id, self._reason(streamer.watch, output, gen_config))
+                streamer.end()
+
+        self._add(request_id, inputs["input_ids"], gen_config, sampling, take, streaming=True)
+        return pieces, streamer
+
+    async def generate_non_streaming(  # type: ignore[override]
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        """Run a request to its end, and return its text, the length of its prompt, and the tokens."""
+        ids = inputs["input_ids"]
+        asked, sampling = self._admit(ids, gen_config, request_id)
+        ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        collected: asyncio.Queue[Any] = asyncio.Queue()
+        streamer = _Streamer(self, request_id, processor, collected, None)
+
+        def take(output: Any) -> None:
+            if asked.stops:
+                streamer.put(output)
+            asked.new = len(output.generated_tokens)
+            if not ended.done() and (streamer.watch.stopped or output.is_finished()):
+                ended.set_result(output)
+
+        self._add(request_id, ids, gen_config, sampling, take, streaming=bool(asked.stops))
+        output = await ended
+        if output.error is not None:
+            self._end(request_id, "error")
+            if self.engine.background_thread_status.fatal_error is not None:
+                raise CBWorkerDeadError(f"The engine ended while this request ran: {output.error}")
+            raise RefusedError(output.error)
+        self._end(request_id, self._reason(streamer.watch, output, gen_config))
+        tokens = output.generated_tokens
+        if not asked.stops:
+            return processor.decode(tokens, skip_special_tokens=True), len(ids), tokens
+        streamer.end()
+        text = "".join(collected.get_nowait() or "" for _ in range(collected.qsize()))
+        parsed = streamer.watch.stopped and get_response_template(processor, model) is not None
+        return text, len(ids), _cut(processor, tokens, text) if parsed else tokens
+
+    def cancel(self, request_id: str) -> None:
+        """End a request that nobody waits for, if it runs."""
+        asked = self.asked.get(request_id)
+        if asked is not None and asked.prompt:
+            self._end(request_id, "gone")
+
+    def close(self, request_id: str) -> Asked | None:
+        """Forget a request whose answer has been sent, or whose client is gone; returns it."""
+        self.cancel(request_id)
+        return self.asked.pop(request_id, None)
+
+    def _admit(self, ids: list[int], gen_config: Any, request_id: str) -> tuple[Asked, Sampling]:
+        """Check a request, and return what it asked for and its sampling; gen_config gets its number of new tokens."""
+        self._check_alive(request_id)
+        asked = self.asked[request_id]
+        asked.prompt = len(ids)
+        room = None if self.positions is None else self.positions - len(ids) + 1
+        new = asked.most or (USUAL if room is None else max(1, min(USUAL, room)))
+        try:
+            if self.positions is not None:
+                check_length(len(ids), new, self.positions, "this server takes {} (--max-model-len)")
+            if hasattr(self.engine, "pool"):
+                self.engine.pool.check(len(ids), new)
+            chosen = self._configure(asked.sampling)
+        except KVPatchError as error:
+            asked.ended = "refused"
+            long = room is not None and new > room
+            raise RefusedError(str(error), code="context_length_exceeded" if long else None) from error
+        gen_config.max_new_tokens = new
+        given = {name: asked.sampling.get(f"{name}_penalty", 0.0) for name in ("presence", "frequency")}
+        return asked, make_sampling(self.model, chosen, len(ids), seed=asked.sampling.get("seed"), **given)
+
+    def _configure(self, given: dict[str, Any]) -> Any:
+        """Make the generation config of a request from the model's own and the fields that it gives."""
+        config = copy.deepcopy(self.model.generation_config)
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+            if name in given:
+                setattr(config, name, given[name] if name == "top_k" else float(given[name]))
+        if given.get("top_k", 1) <= 0:
+            config.top_k = None
+        if given.get("temperature") is not None:
+            config.do_sample = given["temperature"] > 0
+        elif {"top_p", "top_k", "min_p"} & set(given):
+            config.do_sample = True
+        if given.get("logit_bias"):
+            known = self.model.config.get_text_config().vocab_size
+            beyond = [token for token in given["logit_bias"] if int(token) >= known]
+            if beyond:
+                raise KVPatchError(f"logit_bias names token {beyond[0]}, but this model has the tokens 0 to {known - 1}.")
+            config.sequence_bias = {(int(token),): float(bias) for token, bias in given["logit_bias"].items()}
+        return config
+
+    def _add(
+        self, request_id: str, ids: list[int], gen_config: Any, sampling: Sampling, take: Callable[[Any], None], streaming: bool
+    ) -> None:
+        self.engine.register_result_handler(request_id, take)
+        added = self.engine.add_request(
+            ids,
+            request_id=request_id,
+            streaming=streaming,
+            max_new_tokens=gen_config.max_new_tokens,
+            eos_token_id=gen_config.eos_token_id,
+            sampling=sampling,
+        )
+        if added is None:
+            self._end(request_id, "error")
+            raise CBWorkerDeadError("The server is stopping: it takes no new requests.")
+
+    @staticmethod
+    def _reason(watch: StopWatch, output: Any, gen_config: Any) -> str:
+        """Return why a text ended; gen_config then has transformers' handlers say the same: they compare numbers of tokens."""
+        ends = gen_config.eos_token_id
+        ends = ends if isinstance(ends, (list, tuple)) else [ends]
+        if not watch.stopped and output.generated_tokens[-1] not in ends:
+            return "length"
+        gen_config.max_new_tokens = None
+        return "stop"
+
+    def _end(self, request_id: str, reason: str) -> None:
+        """Note the end of a request, once, and take it from the engine if it still runs there."""
+        asked = self.asked.get(request_id)
+        if asked is None or asked.ended:
+            return
+        asked.ended = reason
+        self.engine.cancel_request(request_id)
+        with self.engine.output_router._lock:
+            self.engine.output_router.result_handlers.pop(request_id, None)
+        with contextlib.suppress(queue.Empty):
+            while True:  # what came for requests that have no handler any more: nobody else reads it
+                self.engine.output_router.output_queue.get_nowait()
+        self.figures.note_end(asked)
+
+
+class _Streamer(CBStreamer):
+    """The text of a request, token by token, up to its first stop string."""
+
+    def __init__(self, answers: Answers, request_id: str, processor: Any, pieces: Any, parser: Any) -> None:
+        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
+        super().__init__(answers.engine, request_id, tokenizer, asyncio.get_running_loop(), pieces, response_parser=parser)
+        self.answers, self.watch = answers, StopWatch(answers.asked[request_id].stops)
+        self._decode_stream: Any = _Watched(self._decode_stream, self.watch)
+
+    def end(self) -> None:
+        """Hand on what was held back, and end the queue."""
+        rest = self.watch.flush()
+        if rest:
+            parsed = [rest] if self._parser is None else response_events_to_chunks(self._parser.feed(rest))
+            for item in parsed:
+                self._queue.put_nowait(item)
+        super().end()
+
+    def cancel(self) -> None:
+        """End the request: nobody reads on."""
+        self.answers.cancel(self._request_id)
+
+
+class _Watched:
+    """A decoder of tokens whose text ends before a stop string."""
+
+    def __init__(self, decoder: Any, watch: StopWatch) -> None:
+        self.decoder, self.watch = decoder, watch
+
+    def step(self, tokenizer: Any, token: int) -> str | None:
+        """Return the text that one more token adds, or None."""
+        text = self.decoder.step(tokenizer, token)
+        return self.watch.feed(text) or None if text else None
+
+
+def _cut(processor: Any, tokens: list[int], text: str) -> list[int]:
+    """Return tokens of a text that ends before its last tokens do, for transformers' parsers, which read tokens."""
+    kept = list(tokens)
+    while kept and len(before := processor.decode(kept, skip_special_tokens=True)) > len(text):
+        kept.pop()
+    rest = text[len(before) :] if kept else text
+    return kept + processor(rest, add_special_tokens=False).input_ids if rest else kept

@@ -1,0 +1,86 @@
+"""Figures of `kvpatch serve` in Prometheus' text format. It imports neither torch nor a web framework."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ..cache.holding import count_held
+from .request_fields import Asked
+
+ROWS = (
+    ("requests_total", "counter", "Requests that were answered, by path and status."),
+    ("requests_ended_total", "counter", "Requests that the engine has ended, by reason; gone: the client hung up."),
+    ("prompt_tokens_total", "counter", "Tokens of prompts of requests that have ended."),
+    ("generated_tokens_total", "counter", "Tokens written by requests that have ended."),
+    ("evicted_tokens_total", "counter", "Tokens that requests had seen and no longer held when they ended, of a KV head."),
+    ("compressed_requests_total", "counter", "Requests that had evicted a token when they ended."),
+    ("requests_running", "gauge", "Requests that the engine reads or writes for."),
+    ("requests_waiting", "gauge", "Requests that wait for room."),
+    ("tokens_seen", "gauge", "Tokens that running requests have read and written."),
+    ("tokens_held", "gauge", "Tokens that running requests hold, of a KV head, the mean of the layers."),
+    ("blocks_claimed", "gauge", "Blocks of the pool that running requests claim."),
+    ("blocks", "gauge", "Blocks of the pool."),
+)  # fmt: skip
+
+
+class Figures:
+    """Counters of a server, and the state of its engine when they are asked for.
+
+    Args:
+        engine: its manager of continuous batching.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.counts: Counter[tuple[str, str]] = Counter()  # by the name of a row and its labels
+
+    def note_answer(self, path: str, status: int) -> None:
+        """Count an answer that was sent."""
+        self.counts["requests_total", f'{{path="{path}",status="{status}"}}'] += 1
+
+    def note_end(self, asked: Asked) -> None:
+        """Count a request of the engine that has ended."""
+        seen = asked.prompt + max(asked.new - 1, 0)  # nothing reads the last token
+        evicted = seen - self._held(asked.prompt, seen) if asked.new else 0
+        self.counts["requests_ended_total", f'{{reason="{asked.ended}"}}'] += 1
+        self.counts["prompt_tokens_total", ""] += asked.prompt
+        self.counts["generated_tokens_total", ""] += asked.new
+        self.counts["evicted_tokens_total", ""] += evicted
+        self.counts["compressed_requests_total", ""] += evicted > 0
+
+    def render(self) -> str:
+        """Return all figures as Prometheus reads them."""
+        values = dict(self.counts)
+        for name, value in self._measure().items():
+            values[name, ""] = value
+        lines = list[str]()
+        for name, kind, told in ROWS:
+            lines += [f"# HELP kvpatch_{name} {told}", f"# TYPE kvpatch_{name} {kind}"]
+            found = sorted((labels, value) for (one, labels), value in values.items() if one == name)
+            lines += [f"kvpatch_{name}{labels} {value}" for labels, value in found or ([] if "{" in told else [("", 0)])]
+        return "\n".join(lines) + "\n"
+
+    def _measure(self) -> dict[str, int]:
+        """Measure the engine, which runs meanwhile in its own thread: lists of what it has, each taken at once."""
+        scheduler, pool = self.engine.batch_processor.scheduler, self.engine.batch_processor.cache
+        running = list(scheduler.active_requests.values())
+        seen = [(len(one.initial_tokens), one.current_len()) for one in running]
+        claimed = sum(one.blocks for one in list(pool.requests.values())) if hasattr(pool, "requests") else 0
+        return {
+            "requests_running": len(running),
+            "requests_waiting": len(scheduler.waiting_requests),
+            "tokens_seen": sum(count for _, count in seen),
+            "tokens_held": sum(self._held(prompt, count) for prompt, count in seen),
+            "blocks_claimed": claimed,
+            "blocks": pool.num_blocks,
+        }
+
+    def _held(self, prompt: int, seen: int) -> int:
+        """Count what a KV head holds of a request that has seen so many tokens, the mean of the layers."""
+        terms = getattr(self.engine, "terms", None)
+        if terms is None or seen < prompt:  # nothing is evicted, or not yet
+            return seen
+        settings = terms.settings
+        held = [max(count_held(settings, layer, prompt, seen - prompt).heads) for layer in range(settings.n_layers)]
+        return round(sum(held) / len(held))

@@ -1,0 +1,154 @@
+"""Middleware of `kvpatch serve` before transformers' app: the key, the fields of a request, figures, and a line a request."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from .answering import Answers
+from .request_fields import PATHS, Asked, RefusedError, Served, read_request
+
+ID = b"x-request-id"  # transformers' app takes a request's id from it
+GONE = 499  # status, as nginx has it, of a request whose client hung up before an answer
+LARGEST = 64 * 2**20  # bytes of a body
+_OPEN = ("/health", "/metrics")  # without a key
+_BROKEN, _END = b'data: {"error": "', b'"}\n\n'  # around an error that transformers' handlers put into a stream
+
+
+class Gate:
+    """An ASGI app around transformers', which gets only requests that can be obeyed.
+
+    Args:
+        app: the app.
+        served: what the server serves.
+        answers: its requests.
+        key: that requests must bring; None for no key.
+        log: called with a line for each request.
+    """
+
+    def __init__(self, app: Any, served: Served, answers: Answers, key: str | None, log: Callable[[str], None]) -> None:
+        self.app, self.served, self.answers, self.key, self.log = app, served, answers, key, log
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status, name = time.monotonic(), 0, f"kv-{uuid.uuid4().hex}"
+
+        async def note_status(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(_mend_error(message))
+
+        try:
+            await self._pass(scope, receive, note_status, name)
+        except RefusedError as error:
+            await answer(note_status, error.status, json.dumps(error.describe()))
+        except Exception:  # which the app around answers
+            status = 500
+            raise
+        finally:
+            asked = self.answers.close(name)
+            path = scope["path"] if scope["path"] in (*PATHS, *_OPEN, "/v1/models") else "other"
+            self.answers.figures.note_answer(path, status or GONE)
+            if path not in _OPEN:
+                self.log(_describe(scope, status, time.monotonic() - began, asked))
+
+    async def _pass(self, scope: Any, receive: Any, send: Any, name: str) -> None:
+        """Check a request, and have the app answer it."""
+        method, path = scope["method"], scope["path"]
+        allowed = "POST" if path in PATHS else "GET"
+        if path not in (*PATHS, *_OPEN, "/v1/models"):
+            raise RefusedError(f"There is no {path}: this server has {', '.join((*PATHS, '/v1/models', *_OPEN))}.", status=404)
+        if method != allowed:
+            raise RefusedError(f"{path} takes {allowed}, not {method}.", status=405)
+        if path == "/metrics":
+            await answer(send, 200, self.answers.figures.render(), "text/plain; version=0.0.4")
+            return
+        if self.key is not None and path not in _OPEN and not self._knows(scope["headers"]):
+            raise RefusedError("Send the server's key: 'Authorization: Bearer KEY'.", status=401, code="invalid_api_key")
+        if path not in PATHS:
+            await self.app(scope, receive, send)
+            return
+        asked = read_request(path, _parse(await _read_body(receive)), self.served)
+        body = _encode(asked.body)
+        self.answers.asked[name] = asked
+        others = [(key, value) for key, value in scope["headers"] if key not in (ID, b"content-type", b"content-length")]
+        own = [(ID, name.encode()), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self.app({**scope, "headers": others + own}, _replay(body, receive), send)
+
+    def _knows(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        given = dict(headers).get(b"authorization", b"")
+        return hmac.compare_digest(given, f"Bearer {self.key}".encode())
+
+
+async def answer(send: Any, status: int, text: str, kind: str = "application/json") -> None:
+    """Send a whole answer."""
+    body = text.encode()
+    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _read_body(receive: Any) -> bytes:
+    """Read the body of a request to its end."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RefusedError("The client hung up.", status=GONE)
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > LARGEST:
+            raise RefusedError(f"The body has more than {LARGEST // 2**20} MiB.", status=413)
+    return body
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"The body is no JSON: {error}.") from None
+
+
+def _encode(body: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise RefusedError("The text has half a character (a surrogate without its other half).") from None
+
+
+def _replay(body: bytes, receive: Any) -> Callable[[], Any]:
+    """Return what hands on a body that was read, and then what the client sends."""
+    waiting = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Any:
+        return waiting.pop() if waiting else await receive()
+
+    return replay
+
+
+def _mend_error(message: Any) -> Any:
+    """Give an error in the midst of a stream OpenAI's form."""
+    before, found, told = message.get("body", b"").rpartition(_BROKEN)
+    if not found or not told.endswith(_END):
+        return message
+    error = RefusedError(told[: -len(_END)].decode(), status=500).describe()
+    return {**message, "body": before + f"data: {json.dumps(error)}\n\n".encode()}
+
+
+def _describe(scope: Any, status: int, seconds: float, asked: Asked | None) -> str:
+    """Describe a request in one line."""
+    path = scope["path"] if scope["path"].isprintable() else repr(scope["path"])
+    facts = [f"{scope['method']} {path}", str(status or GONE), f"{seconds:.2f} s"]
+    if asked is not None:
+        facts.append(f"{asked.prompt} tokens read, {asked.new} written, {asked.ended or 'refused'}")
+    if asked is not None and asked.user:
+        facts.append(f"user {asked.user!r}")
+    return ", ".join(facts)

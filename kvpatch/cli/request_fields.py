@@ -1,0 +1,257 @@
+"""The fields of a request to `kvpatch serve`: each is obeyed, or refused with a sentence before the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..errors import suggest
+from . import request_messages as messages
+
+PATHS = {"/v1/chat/completions": "c", "/v1/completions": "t", "/v1/responses": "r"}  # chat, text, responses
+READ = ("model", "messages", "prompt", "input", "instructions", "tools", "chat_template_kwargs", "parallel_tool_calls")
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "seed",
+)  # fmt: skip
+
+
+class RefusedError(Exception):
+    """A request that is answered with an error in OpenAI's form.
+
+    Args:
+        message: a sentence that tells what to send instead.
+        param: the field.
+        status: of HTTP.
+        code: for programs.
+    """
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
+
+    def describe(self) -> dict[str, Any]:
+        """Return the body of the answer."""
+        kind = {401: "authentication_error"}.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model of a server: its name, and whether its chat template and its calls of tools are known."""
+
+    name: str
+    chats: bool = True
+    tools: bool = True
+
+
+@dataclass
+class Asked:
+    """A request that was accepted.
+
+    body: what transformers' handler reads. sampling: fields of SAMPLING. stops: strings that end the text. most: new tokens,
+    or None. user: as the client calls it. prompt, new, ended: filled in as the request runs: its tokens, and why it ended.
+    """
+
+    body: dict[str, Any]
+    sampling: dict[str, Any] = field(default_factory=dict)
+    stops: list[str] = field(default_factory=list)
+    most: int | None = None
+    user: str = ""
+    prompt: int = 0
+    new: int = 0
+    ended: str = ""
+
+
+class Obeyed(NamedTuple):
+    """A field that is obeyed: letters of PATHS that take it, and a check that returns how a wrong value reads, or None."""
+
+    paths: str
+    check: Callable[[Any], str | None]
+
+
+class Refused(NamedTuple):
+    """A field that is refused unless it asks for nothing: letters of PATHS, the values that do, and what to do instead."""
+
+    paths: str
+    harmless: tuple[Any, ...]
+    instead: str
+
+
+def _number(low: float, high: float, above: bool = False) -> Callable[[Any], str | None]:
+    bounds = f"above {low:g}, at most {high:g}" if above else f"from {low:g} to {high:g}"
+
+    def check(value: Any) -> str | None:
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+        return None if fits and not (above and value == low) else f"must be a number {bounds}"
+
+    return check
+
+
+def _integer(low: int, high: int) -> Callable[[Any], str | None]:
+    def check(value: Any) -> str | None:
+        fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        return None if fits else f"must be a whole number from {low} to {high}"
+
+    return check
+
+
+def _one(kind: type, word: str) -> Callable[[Any], str | None]:
+    return lambda value: None if isinstance(value, kind) else f"must be {word}"
+
+
+def _check_prompt(value: Any) -> str | None:
+    if isinstance(value, list):
+        return "must be one string: send a request for each prompt, and text in place of token ids"
+    return None if isinstance(value, str) and value else "must be a string with at least one character"
+
+
+def _check_stop(value: Any) -> str | None:
+    given = [value] if isinstance(value, str) else value
+    fits = isinstance(given, list) and len(given) <= 16 and all(isinstance(one, str) and one for one in given)
+    return None if fits else "must be a string, or a list of at most 16, none of them empty"
+
+
+def _check_bias(value: Any) -> str | None:
+    fits = isinstance(value, dict) and all(
+        str(token).isascii() and str(token).isdigit() and _number(-100, 100)(bias) is None for token, bias in value.items()
+    )
+    return None if fits else "must give a number from -100 to 100 for each token id"
+
+
+def _check_stream_options(value: Any) -> str | None:
+    fits = isinstance(value, dict) and set(value) <= {"include_usage"} and isinstance(value.get("include_usage", True), bool)
+    return None if fits else "may have include_usage alone (usage comes with the last piece of every stream)"
+
+
+def _check_tool_choice(value: Any) -> str | None:
+    return None if value == "auto" else "must be 'auto': nothing here makes a model call a tool, or keeps it from it"
+
+
+_TEXT, _TRUTH, _LONGEST = _one(str, "a string"), _one(bool, "true or false"), 2**31 - 1
+_AGAIN = "send the request several times, with a seed of its own each"
+_RANK = "this server gives no probabilities"
+_FORM = "nothing here holds a model to a format: ask for it in the prompt"
+_STORE = "nothing is stored here: send the whole conversation each time"
+
+OBEYED = {
+    "model": Obeyed("ctr", _TEXT),
+    "messages": Obeyed("c", messages.check_messages),
+    "prompt": Obeyed("t", _check_prompt),
+    "input": Obeyed("r", messages.check_input),
+    "instructions": Obeyed("r", _TEXT),
+    "stream": Obeyed("ctr", _TRUTH),
+    "stream_options": Obeyed("ct", _check_stream_options),
+    "max_tokens": Obeyed("ct", _integer(1, _LONGEST)),
+    "max_completion_tokens": Obeyed("c", _integer(1, _LONGEST)),
+    "max_output_tokens": Obeyed("r", _integer(1, _LONGEST)),
+    "stop": Obeyed("ct", _check_stop),
+    "temperature": Obeyed("ctr", _number(0, 2)),
+    "top_p": Obeyed("ctr", _number(0, 1, above=True)),
+    "top_k": Obeyed("ctr", _integer(-1, _LONGEST)),
+    "min_p": Obeyed("ctr", _number(0, 1)),
+    "repetition_penalty": Obeyed("ctr", _number(0, 2, above=True)),
+    "presence_penalty": Obeyed("ct", _number(-2, 2)),
+    "frequency_penalty": Obeyed("ct", _number(-2, 2)),
+    "logit_bias": Obeyed("ct", _check_bias),
+    "seed": Obeyed("ctr", _integer(-(2**63), 2**63 - 1)),
+    "tools": Obeyed("cr", messages.check_tools),
+    "tool_choice": Obeyed("cr", _check_tool_choice),
+    "chat_template_kwargs": Obeyed("c", messages.check_template_kwargs),
+    "user": Obeyed("ctr", _TEXT),
+}
+
+REFUSED = {
+    "n": Refused("ct", (1,), _AGAIN),
+    "best_of": Refused("t", (1,), _AGAIN),
+    "logprobs": Refused("ct", (False,), _RANK),
+    "top_logprobs": Refused("cr", (0,), _RANK),
+    "echo": Refused("t", (False,), "put the prompt before the answer yourself"),
+    "suffix": Refused("t", ("",), "the model reads from left to right: put all of the text into prompt"),
+    "response_format": Refused("c", ({"type": "text"},), _FORM),
+    "text": Refused("r", ({}, {"format": {"type": "text"}}), _FORM),
+    "parallel_tool_calls": Refused("cr", (True,), "nothing here keeps a model from several calls"),
+    "functions": Refused("c", ([],), "give tools"),
+    "function_call": Refused("c", ("none",), "give tools"),
+    "max_tool_calls": Refused("r", (), "nothing here counts a model's calls"),
+    "generation_config": Refused("ctr", (), "give temperature, top_p and the other fields by name"),
+    "reasoning_effort": Refused("c", (), "give what the model's template reads in chat_template_kwargs"),
+    "reasoning": Refused("r", ({},), "the model's own template decides"),
+    "verbosity": Refused("c", (), "ask for it in the prompt"),
+    "audio": Refused("c", (), "this server answers with text"),
+    "modalities": Refused("c", (["text"],), "this server answers with text"),
+    "prediction": Refused("c", (), "this server takes no draft of an answer"),
+    "web_search_options": Refused("c", (), "this server searches nothing"),
+    "background": Refused("r", (False,), "wait for the answer"),
+    "include": Refused("r", ([],), "the answer has all that there is"),
+    "previous_response_id": Refused("r", (), _STORE),
+    "conversation": Refused("r", (), _STORE),
+    "prompt": Refused("r", (), "give input"),
+    "truncation": Refused("r", ("disabled",), "shorten the input: nothing is left out of it here"),
+    "store": Refused("cr", (False,), _STORE),
+    "metadata": Refused("cr", ({},), _STORE),
+    "service_tier": Refused("cr", ("auto", "default"), "all requests are alike here"),
+    "prompt_cache_key": Refused("cr", (), "no prompt is kept here"),
+    "safety_identifier": Refused("cr", (), "give user, which the log names"),
+}
+
+
+def read_request(path: str, body: Any, served: Served) -> Asked:
+    """Return what a request asks for.
+
+    Args:
+        path: one of PATHS.
+        body: the JSON that came.
+        served: the server's model.
+
+    Raises:
+        RefusedError: a field is unknown, wrong, or cannot be obeyed.
+    """
+    letter = PATHS[path]
+    if not isinstance(body, dict):
+        raise RefusedError("The body must be a JSON object with the fields of the request.")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        _check_field(letter, path, name, value)
+    _check_model(given, letter, served)
+    needed = {"c": "messages", "t": "prompt", "r": "input"}[letter]
+    if needed not in given:
+        raise RefusedError(f"{needed} is missing: {path} needs it.", needed)
+    stops = given.get("stop", [])
+    most = next((given[name] for name in ("max_completion_tokens", "max_output_tokens", "max_tokens") if name in given), None)
+    return Asked(
+        body={name: given[name] for name in READ if name in given} | {"stream": given.get("stream", False)},
+        sampling={name: given[name] for name in SAMPLING if name in given},
+        stops=[stops] if isinstance(stops, str) else stops,
+        most=most,
+        user=given.get("user", ""),
+    )
+
+
+def _check_field(letter: str, path: str, name: str, value: Any) -> None:
+    obeyed, refused = OBEYED.get(name), REFUSED.get(name)
+    if obeyed is not None and letter in obeyed.paths:
+        wrong = obeyed.check(value)
+        if wrong is not None:
+            raise RefusedError(f"{name} {wrong}.", name)
+    elif refused is not None and letter in refused.paths:
+        if not any(type(one) is type(value) and one == value for one in refused.harmless):
+            unless = f" (but {name}={refused.harmless[0]!r})" if refused.harmless else ""
+            raise RefusedError(f"{name} is not served{unless}: {refused.instead}.", name, code="unsupported_parameter")
+    else:
+        known = [one for one, row in OBEYED.items() if letter in row.paths]
+        near = suggest(name, known) or f" It takes {', '.join(known)}."
+        raise RefusedError(f"{path} has no field {name!r}.{near}", name, code="unknown_parameter")
+
+
+def _check_model(given: dict[str, Any], letter: str, served: Served) -> None:
+    """Refuse what this model cannot do."""
+    if given.get("model", served.name) != served.name:
+        said = f"This server has the model {served.name!r}, not {given['model']!r}: GET /v1/models lists it."
+        raise RefusedError(said, "model", 404, "model_not_found")
+    if letter != "t" and not served.chats:
+        raise RefusedError(f"The model {served.name!r} has no chat template: use /v1/completions.", "messages")
+    if given.get("tools") and not served.tools:
+        said = f"tools are not served: transformers does not know how {served.name!r} calls one. Describe them in the prompt."
+        raise RefusedError(said, "tools", code="unsupported_parameter")

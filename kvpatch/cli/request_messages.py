@@ -1,0 +1,117 @@
+"""Checks of messages, input and tools of a request to `kvpatch serve`; each returns how a wrong one reads, or None."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_READ = {"role", "content", "tool_calls", "tool_call_id"}
+_ANSWERED = {"reasoning_content", "annotations"}  # of this server's answers, which clients send back; templates read the rest
+_TEXTS = {"text", "input_text", "output_text"}
+
+
+def check_messages(value: Any) -> str | None:
+    """Check the messages of a chat."""
+    if not isinstance(value, list) or not value:
+        return "must be a list with at least one message"
+    return next((f"[{i}]{wrong}" for i, one in enumerate(value) if (wrong := _check_message(one))), None)
+
+
+def check_input(value: Any) -> str | None:
+    """Check the input of a response: a string, parts of a message, or messages and calls of tools."""
+    if isinstance(value, str):
+        return None if value else "must have at least one character"
+    if not isinstance(value, list) or not value:
+        return "must be a string, or a list of messages"
+    if not all(isinstance(one, dict) for one in value):
+        return "must have objects alone"
+    if "role" not in value[0]:
+        return _check_parts(value)
+    return next((f"[{i}]{wrong}" for i, one in enumerate(value) if (wrong := _check_item(one))), None)
+
+
+def check_tools(value: Any) -> str | None:
+    """Check the tools that a model may call."""
+    if not isinstance(value, list):
+        return "must be a list of functions"
+    for i, one in enumerate(value):
+        if not isinstance(one, dict) or one.get("type") != "function":
+            return f"[{i}] must be of type 'function': no other kind of tool is served"
+        if not isinstance(one.get("function", one), dict) or not isinstance(one.get("function", one).get("name"), str):
+            return f"[{i}] must name its function"
+    return None
+
+
+def check_template_kwargs(value: Any) -> str | None:
+    """Check values for a chat template: names of its own, and no parameter of the method that fills it in."""
+    from transformers import PreTrainedTokenizerBase
+
+    if not isinstance(value, dict):
+        return "must be an object"
+    taken = sorted(set(value) & set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters))
+    return f"may not have {', '.join(taken)}: give what the model's template reads, such as enable_thinking" if taken else None
+
+
+def _check_item(item: dict[str, Any]) -> str | None:
+    kind = item.get("type", "message")
+    if "role" in item:
+        return _check_message({name: one for name, one in item.items() if name not in ("type", "id", "status")})
+    needed = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}.get(kind)
+    if kind == "reasoning":
+        parts = item.get("content") or []
+        fits = isinstance(parts, list) and all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in parts)
+        return None if fits else ".content must be a list of texts"
+    if needed is None:
+        return f" is a {kind!r}, which is not served: send messages, function_call and function_call_output"
+    missing = [name for name in needed if not isinstance(item.get(name), str)]
+    if missing:
+        return f" needs {', '.join(missing)} as a string"
+    return _check_arguments(item["arguments"]) if kind == "function_call" else None
+
+
+def _check_message(message: Any) -> str | None:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        return f" must be an object whose role is one of {', '.join(ROLES)}"
+    others = {name for name, one in message.items() if one is not None} - _READ - _ANSWERED
+    if others:
+        return f" has {', '.join(sorted(others))}, which nothing reads: leave that out"
+    calls, content = message.get("tool_calls"), message.get("content")
+    if calls:
+        return _check_calls(calls)
+    if content is None:
+        return " needs content"
+    if isinstance(content, str):
+        return None
+    return _check_parts(content) if isinstance(content, list) else ".content must be a string or a list of texts"
+
+
+def _check_parts(parts: list[Any]) -> str | None:
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXTS:
+            return f" has a part of type {kind!r}: this server reads text alone"
+        if not isinstance(part.get("text"), str):
+            return " has a part without text"
+    return None
+
+
+def _check_calls(calls: Any) -> str | None:
+    if not isinstance(calls, list):
+        return ".tool_calls must be a list"
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or "arguments" not in function:
+            return ".tool_calls must each have a function with name and arguments"
+        if wrong := _check_arguments(function["arguments"]):
+            return wrong
+    return None
+
+
+def _check_arguments(arguments: Any) -> str | None:
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        read = None
+    return None if isinstance(read, dict) else " has arguments of a call that are no JSON object"

@@ -1,0 +1,42 @@
+"""Stop strings in a text that comes in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopWatch:
+    """A text up to the first of some strings, handed on piece by piece.
+
+    What may be the beginning of a stop string is held back until it is known.
+
+    Args:
+        stops: the strings; none of them empty.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops, self.stopped, self._held = tuple(stops), False, ""
+
+    def feed(self, piece: str) -> str:
+        """Take the next piece, and return what is now known to come before any stop string."""
+        if self.stopped:
+            return ""
+        text = self._held + piece
+        found = [at for at in map(text.find, self.stops) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        waits = max((self._overlap(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - waits :]
+        return text[: len(text) - waits]
+
+    def flush(self) -> str:
+        """Return what is still held back when the text ends."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Return the length of the longest end of a text that begins a stop string."""
+        longest = min(len(text), len(stop) - 1)
+        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
