@@ -125,7 +125,8 @@ class Patch:
         Example:
             print(patch.chat(tokenizer, max_new_tokens=200).send("What is a KV cache?"))
         """
-        return begin_chat(self._target, self.settings, self.new_cache, tokenizer, system, keep_system, options)
+        own = self._target, self.settings, self.new_cache, self.replace
+        return begin_chat(*own, tokenizer, system, keep_system, options)
 
     def replace(self, cache: EvictingCache, span: tuple[int, int], ids: Tensor | Sequence[Any], *, reread: int = 0) -> None:
         """Read other tokens in place of a span of a cache's text, such as the summary of a tool's result.

@@ -134,7 +134,15 @@ def test_random_edits():
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(
     ("policy", "k"),
-    [("full", 1.0), ("h2o", 12), ("adakv", 0.4), ("snapkv", 0.4), ("h2o", kvpatch.Share(0.4)), ("h2o", kvpatch.Mass(0.8))],
+    [
+        ("full", 1.0),
+        ("h2o", 12),
+        ("adakv", 0.4),
+        ("snapkv", 0.4),
+        ("h2o", kvpatch.Share(0.4)),
+        ("h2o", kvpatch.Mass(0.8)),
+        ("tova", 12),
+    ],
 )
 def test_what_stays_is_bit_for_bit_what_it_was(policy, k, bits):
     model, options = make("llama_gqa"), {"recent": 4} if isinstance(k, kvpatch.Mass) else {}
