@@ -27,6 +27,7 @@ class Outcome:
     error: BaseException | None = None
 
     def keep(self, call: Callable[[], Any], end: Callable[[], None]) -> None:
+        """Run `call` and keep its value; where it raises, keep the error and call `end`."""
         try:
             self.value = call()
         except BaseException as error:
