@@ -245,6 +245,54 @@ def test_what_was_forgotten_can_be_replaced_later():
         assert all(same(entries(one, layer), entries(two, layer)) for layer in range(2))
 
 
+def test_a_prefix_that_others_use_keeps_its_tokens():
+    model, ids = make("llama_gqa"), prompt(1, 30)
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 12) as patch:
+        prefix = patch.prefix(ids)
+        first, second = prefix.copy(), prefix.copy()
+        text, before = second.ids.ids_BT.clone(), [entries(second, layer) for layer in range(2)]
+        patch.replace(first, (3, 20), prompt(1, 9, seed=3))
+        for other in (second, prefix.copy()):
+            assert all(same(entries(other, layer), before[layer]) for layer in range(2)) and other.ids.ids_BT.equal(text)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_an_edit_in_any_mode_of_gradients(mode):
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "roco", 12, strict=True) as patch:
+        with mode():
+            cache = read(model, patch)
+            patch.replace(cache, (3, 20), prompt(1, 9, seed=3))
+        assert not any(one.requires_grad for one in cache.layers[0].kv.numbers(2))
+        with torch.no_grad():
+            model(prompt(2, 9, seed=4), past_key_values=cache)
+            model(prompt(2, 1, seed=4), past_key_values=cache)
+            patch.replace(cache, (3, 12), prompt(1, 9, seed=5))
+        cache.check_invariants()
+
+
+def test_an_interrupted_edit_leaves_a_cache_that_says_so():
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 12) as patch:
+        cache = read(model, patch)
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        handle = model.model.layers[1].mlp.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            patch.replace(cache, (3, 20), prompt(1, 9, seed=3))
+        handle.remove()
+        cache.check_finished()
+        cache.check_invariants()
+        handle = model.model.layers[0].mlp.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            patch.replace(cache, (3, 20), prompt(1, 9, seed=3))
+        handle.remove()
+        with pytest.raises(KVPatchError, match="An earlier edit of this cache did not finish"):
+            model(prompt(2, 1), past_key_values=cache)
+
+
 def test_a_roll_back_stops_at_an_edit():
     model = make("llama_gqa")
     with torch.no_grad(), kvpatch.patched(model, "h2o", 12) as patch:
