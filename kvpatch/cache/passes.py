@@ -136,7 +136,6 @@ def begin_edit(
         cache.shared = cache.shared.index_fill(2, places_Q.to(cache.shared.device) + 1, 0)
     cache.now, cache.stack, cache.stack_due, cache.counters.device = now, None, True, None
     cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)
-    cache.rows.edited = cache.seen
     _clear_undo_logs(cache)
     if table is not None and cache.settings.renumbered:
         cache.make_table = table

@@ -245,6 +245,35 @@ def test_what_was_forgotten_can_be_replaced_later():
         assert all(same(entries(one, layer), entries(two, layer)) for layer in range(2))
 
 
+def test_the_newest_of_the_new_tokens_are_protected_as_recent_ones():
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 16, recent=8) as patch:
+        cache = read(model, patch)
+        patch.replace(cache, (10, 38), prompt(2, 20, seed=3))
+        for head in cache.positions(0).flatten(0, 1).tolist():
+            assert {*range(22, 30), *range(38, 43)} <= set(head) and len({p for p in head if p >= 0}) == 16
+
+
+def test_the_last_queries_stay_those_of_the_newest_tokens():
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, "r_kv", 20, window=4, every=4) as patch:
+        cache = read(model, patch)
+        patch.replace(cache, (10, 25), prompt(2, 9, seed=3))
+        assert cache.layers[0].notes["recent"].positions_BW.sort(-1).values.tolist() == [[39, 40, 41, 42]] * 2
+
+
+def test_sums_that_layers_share_begin_anew():
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, "keyformer", 20, shared=True) as patch:
+        cache = read(model, patch)
+        other = cache.clone()
+        other.shared[:, :, 11:26] = 0
+        for one in (cache, other):
+            patch.replace(one, (10, 25), prompt(2, 15, seed=3))
+        assert cache.shared[:, :, 11:26].gt(0).any()
+        assert torch.equal(cache.shared, other.shared)
+
+
 def test_a_prefix_that_others_use_keeps_its_tokens():
     model, ids = make("llama_gqa"), prompt(1, 30)
     with torch.no_grad(), kvpatch.patched(model, "h2o", 12) as patch:
