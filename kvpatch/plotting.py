@@ -5,6 +5,7 @@ matplotlib is imported when a picture is drawn; no window is opened and no globa
 
 from __future__ import annotations
 
+import textwrap
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from .policies.facts import FACTS
 _BLUES = ("#24557a", "#4f9bc4")  # alternate, to tell layers apart
 _OTHERS = ("#843c39", "#7b4173", "#a55194")
 _NEEDLE, _ASKED, _QUESTION = "#9a9a9a", "#d9480f", "#2b8a3e"
+_WIDTH, _FONT = 78, 7  # letters of a line, and points
+_LETTER, _LINE = 0.602 * _FONT / 72, 1.35 * _FONT / 72  # inches of one letter, and of one line, of DejaVu Sans Mono
+_DARKEST = 0.8  # the share of heads from which on a word is black
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,49 @@ def divergence(curves: Mapping[str, Sequence[tuple[int, float]]], chance: str, f
     axes.figure.suptitle(title, x=0.01, ha="left", fontsize=10, wrap=True)
     axes.figure.legend(loc="outside right center", frameon=False, fontsize=9)
     return axes.figure
+
+
+def words(
+    text: str, spans: Sequence[tuple[int, int]], pages: Sequence[tuple[str, Tensor]], asked: Sequence[str], title: str
+) -> Any:
+    """Draw a text once for each policy: the larger the share of heads that kept a token, the darker its letters.
+
+    Args:
+        text: the text.
+        spans: of its tokens, (start, stop) in characters.
+        pages: a heading and the share [T] of heads that kept each token.
+        asked: words to underline.
+        title: shown above.
+    """
+    lines = [line for part in text.splitlines() for line in textwrap.wrap(part, _WIDTH, drop_whitespace=False) or [""]]
+    lines = [line.lstrip() for line in lines]
+    places, at = [], 0
+    for number, line in enumerate(lines):
+        at = text.index(line, at)
+        places.append((number, at, line))
+        at += len(line)
+    depth, wide = -(-len(pages) // 2), min(len(pages), 2)
+    size = _WIDTH * _LETTER, (len(lines) + 2) * _LINE
+    figure = new_figure(figsize=(size[0] * wide + 0.5, size[1] * depth + 0.5), layout="constrained")
+    grid = figure.subplots(depth, wide, squeeze=False).flatten()
+    for axes, (heading, share_T) in zip(grid, pages, strict=False):
+        axes.set(xlim=(0, _WIDTH), ylim=(len(lines), -1))
+        axes.set_title(heading, loc="left", fontsize=9)
+        shares = share_T.tolist()
+        for number, start, line in places:
+            for (a, b), share in zip(spans, shares, strict=True):
+                if a < start + len(line) and b > start:
+                    a, b = max(a, start), min(b, start + len(line))  # the part on this line
+                    grey = str(round(0.88 * (1 - min(share / _DARKEST, 1)), 3))
+                    axes.text(a - start, number, text[a:b], color=grey, family="monospace", fontsize=_FONT, va="center")
+            for one in asked:
+                column = line.find(one)
+                if column >= 0:
+                    axes.hlines(number + 0.55, column, column + len(one), color=_ASKED, lw=1.2)
+    for axes in grid:
+        axes.set_axis_off()
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
 
 
 def _point_at(axes: Any, spans: Sequence[tuple[int, int]], colour: str, L: int) -> None:

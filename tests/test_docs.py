@@ -1,6 +1,7 @@
 """The documentation: its code runs as pasted, its tables come from the library, its links lead somewhere."""
 
 import functools
+import json
 import re
 import shlex
 import subprocess
@@ -64,6 +65,17 @@ def world(monkeypatch, tmp_path):
 def test_code_runs_as_pasted(world, page, number, code):
     torch.manual_seed(0)
     exec(compile(code, f"{page}, block {number}", "exec"), {"__name__": "__main__"})
+
+
+def test_the_notebook_runs(world):
+    """Its code cells, one behind the other, as a kernel runs them."""
+    cells = json.loads((ROOT / "examples/first_look.ipynb").read_text(encoding="utf-8"))["cells"]
+    torch.manual_seed(0)
+    names = {"__name__": "__main__"}
+    for number, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"first_look.ipynb, cell {number}", "exec"), names)
+    assert 0.2 < float(names["share_T"].mean()) < 0.4 and len(names["chat"].messages) == 4
 
 
 def test_there_is_code():

@@ -13,7 +13,7 @@ import torch
 import kvpatch
 from kvpatch.attention import bound_step
 from kvpatch.backends import protocol, torch_backend
-from kvpatch.cli import demo
+from kvpatch.cli import demo, story
 from kvpatch.policies import needs
 from kvpatch.policies.context import NewTokens
 from kvpatch.policies.facts import PAPERS
@@ -44,9 +44,13 @@ def test_papers_of_the_readme():
 
 
 def test_policies_of_the_demo():
-    for name in ("README.md", "docs/quickstart.md", "docs/reference/cli.md", "kvpatch/cli/commands.py", "Makefile"):
-        assert set(re.findall(r"(\w+) policies (?:keep|on)", page(name))) & WORDS.keys() == {"eight"}, name
+    for name in ("docs/reference/cli.md", "kvpatch/cli/commands.py"):
+        assert set(re.findall(r"(\w+) policies on", page(name))) & WORDS.keys() == {"eight"}, name
     assert len(demo.POLICIES) == WORDS["eight"]
+    assert len(story.POLICIES) - 2 == WORDS["three"]  # beside the full cache and chance
+    for name in ("README.md", "Makefile"):
+        assert "what three policies keep" in page(name), name
+    assert said("README.md", r"(\d+) words that no model")[0] == round(len(story.TEXT.read_text().split()), -1)
 
 
 def test_families_and_model_types_of_the_readme():

@@ -13,7 +13,7 @@ def test_the_first_screen():
     lines = README.splitlines()
     assert len(lines) <= 180
     assert lines[2].startswith("`with kvpatch.patched(model, policy=")
-    screen = "\n".join(lines[:50])
+    screen = "\n".join(lines[:58])
     set_up = ("make demo", "make test", "make TORCH_INDEX=https://download.pytorch.org/whl/cpu demo", "pip install")
     for wanted in (*set_up, "import kvpatch", "from_pretrained", "generate(", "print(", "report()"):
         assert wanted in screen, wanted

@@ -126,3 +126,4 @@ def test_the_demo_brings_its_models(wheel, tmp_path):
     demo = _run("-c", few + "import pathlib; demo.run(pathlib.Path('out'))", folder=tmp_path)
     assert demo.returncode == 0, demo.stderr
     assert (tmp_path / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "kvpatch" / "cli" / "texts" / "harbour.txt").exists()

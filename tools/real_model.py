@@ -138,7 +138,7 @@ def digest_numbers(folder: Path) -> str:
 
 
 def main() -> None:
-    """Make what is not there, and say it."""
+    """Make what is not there, all or what is named, and say it."""
     if sys.argv[1:2] == ["convert"]:
         return convert(Path(sys.argv[2]), Path(sys.argv[3]))
     try:
@@ -147,8 +147,9 @@ def main() -> None:
         else:
             made = make_model(FOLDER / "smollm2")
             print(f".models/smollm2 {'made' if made else 'is there'}: SmolLM2-135M-Instruct, digest {NUMBERS[:12]}")
-        made = make_bfcl(FOLDER / "bfcl")
-        print(f".models/bfcl {'made' if made else 'is there'}: bfcl-eval {PACKAGES['bfcl-eval'][0]}")
+        if sys.argv[1:] != ["smollm2"]:
+            made = make_bfcl(FOLDER / "bfcl")
+            print(f".models/bfcl {'made' if made else 'is there'}: bfcl-eval {PACKAGES['bfcl-eval'][0]}")
     except (UnavailableError, RuntimeError) as error:
         sys.exit(f"{error}\nA folder or a name on the hub in {VARIABLE} takes the model's place.")
 

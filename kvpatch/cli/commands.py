@@ -16,6 +16,7 @@ from ..policies.facts import FACTS
 from ..policies.uses import USES, list_uses
 from . import options as given
 from .calibrate_command import calibrate, learn
+from .loading import Source
 from .model_commands import check, compare, generate
 from .options import parse_options
 from .output import print_json, print_rows, short_errors
@@ -87,17 +88,28 @@ def architectures(json: given.Json = False) -> None:
 
 @app.command()
 def demo(
+    model: given.Model = None,
+    model_option: given.ModelOption = None,
     out: Annotated[Path, typer.Option(help="Folder of the picture.")] = Path("kvpatch-demo"),
-    model: Annotated[
-        str | None, typer.Option(help="Your own model instead of the two that come along.", show_default=False)
-    ] = None,
+    dtype: given.Dtype = "auto",
+    device: given.Device = "auto",
     json: given.Json = False,
 ) -> None:
-    """Run eight policies on prompts that need their cache; prints answers and bytes, and saves a picture."""
-    with short_errors():
-        from .demo import run
+    """Ask a model about a text of which each policy kept a part; prints answers and bytes, and saves a picture.
 
-        run(out, model, json)
+    Without a model: eight policies on two small ones that come along, which read words of their own.
+    """
+    with short_errors():
+        if model is None and model_option is None:
+            from .demo import run
+
+            run(out, json)
+        else:
+            from . import story
+
+            source = Source(given.one_model(model, model_option), dtype, device)
+            source.check()
+            story.run(source, out, json)
 
 
 for command in (plan, generate, check, compare, calibrate, learn, serve):

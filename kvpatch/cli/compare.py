@@ -10,24 +10,21 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from torch import Tensor
 
 from .. import __version__, plotting
 from ..errors import KVPatchError, suggest
 from ..evaluation.divergence import Comparison, Result, Row
 from ..policies import Policy, get_policy
 from ..policies.needs import Calibrated
+from ..policies.uses import CHANCE, SPARED
 from . import compare_view as view
-from .compare_view import CHANCE
-from .generating import prompt_ids
+from .compare_text import Text, read_text
 from .loading import Source, parse_k
 from .options import calibrated
 from .output import console, note, print_json, progress, waiting
 
 SETTINGS = "settings.json"
 """Name of the file of the advised settings, in the folder of the pictures."""
-LEAST = 8
-"""Fewest tokens of a prompt; a shorter one leaves nothing to choose from."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,7 @@ class Asked:
         json: whether rows go to stdout as JSON, and everything else to stderr.
         raw: whether prompts go past the model's chat template.
         question: put behind each prompt; None for none.
+        later: a question that is fed when the prompt has been read and evicted; its answer alone counts. None for none.
     """
 
     policies: dict[str, Policy]
@@ -61,6 +59,7 @@ class Asked:
     json: bool
     raw: bool = False
     question: str | None = None
+    later: str | None = None
 
     def write_prompt(self, text: str) -> str:
         """Return a text with the question behind it."""
@@ -77,24 +76,24 @@ def run(asked: Asked, source: Source, prompts: dict[str, str], own: str | None) 
         own: a text to feed after the only prompt; None for the model's greedy continuation.
 
     Raises:
-        KVPatchError: as `text_ids`, or a file cannot be written.
+        KVPatchError: as `read_text`, or a file cannot be written.
     """
     model, tokenizer = source.model(), source.tokenizer()
     out = console(stderr=asked.json)
-    texts, results = dict[str, tuple[Tensor, int, list[str]]](), []
+    texts, results = dict[str, Text](), []
     for file, prompt in prompts.items():  # all of them first, since measuring takes minutes
         try:
-            texts[file] = text_ids(model, tokenizer, asked.write_prompt(prompt), own, asked.new, asked.raw)
+            texts[file] = read_text(model, tokenizer, asked.write_prompt(prompt), own, asked.new, asked.raw, asked.later)
         except KVPatchError as error:
             raise KVPatchError(f"{file}: {error}" if len(prompts) > 1 else str(error)) from error
-    for number, (file, (ids_1T, n, notes)) in enumerate(texts.items()):
-        for said in [*notes, *trained_length(source.name, ids_1T.shape[1])]:
+    for number, (file, text) in enumerate(texts.items()):
+        for said in [*text.notes, *trained_length(source.name, text.ids_1T.shape[1])]:
             note(said)
-        waiting(f"reading {n:,} tokens of {file} ...")
-        comparison = Comparison(model, ids_1T, n, asked.schedule, asked.seed)
+        waiting(f"reading {text.n:,} tokens of {file} ...")
+        comparison = Comparison(model, text.ids_1T, text.n, asked.schedule, asked.seed, text.asked)
         results.append(_measure(asked, comparison, out, file, _facts(asked, model, source, file, own, comparison)))
         path = asked.out / ("compare.png" if len(prompts) == 1 else f"compare-{number + 1}.png")
-        plotting.save(view.picture(results[-1], asked.tolerance, f"{source.name}, {file}: {n:,} tokens"), path)
+        plotting.save(view.picture(results[-1], asked.tolerance, f"{source.name}, {file}: {text.n:,} tokens"), path)
         out.print(f"KL against the cache's size: {path}\n")
     _show_end(out, results, asked)
 
@@ -121,6 +120,7 @@ def _measure(asked: Asked, comparison: Comparison, out: Console, file: str, fact
     sizes = [Row("", k, None, bits=bits).size for k in asked.ks for bits in asked.bits]
     lines = view.Lines(asked.policies, sizes, empty)
     fed = "its own greedy text" if facts["continuation"] == "greedy" else "the continuation"
+    fed = fed if asked.later is None else f"the question and {fed}, of which the answer counts"
     size = f"{empty.nbytes / 2**20:,.1f} MiB"
     out.print(f"{file}: a prompt of {empty.n:,} tokens, then {empty.fed:,} of {fed}; the full cache holds {size}.\n")
     out.print(lines.head)
@@ -156,6 +156,7 @@ def _facts(asked: Asked, model: Any, source: Source, file: str, own: str | None,
         "continuation": "greedy" if own is None else "file",
         "raw": asked.raw,
         "question": asked.question,
+        "later": asked.later,
         "schedule": asked.schedule,
         "seed": asked.seed,
         "full_nbytes": empty.nbytes,
@@ -219,7 +220,7 @@ def choose(names: str, options: dict[str, Any], new: int) -> dict[str, Policy]:
                 f"--option {name}: none of {', '.join(asked)} has it.{suggest(name, known)} They have: {', '.join(known)}."
             )
     chosen = {}
-    for name, policy in ({CHANCE: get_policy(CHANCE)} | asked).items():
+    for name, policy in ({CHANCE: get_policy(CHANCE).with_options(**SPARED)} | asked).items():
         given = {"generation_length": new} | calibrated(options)
         chosen[name] = policy.with_options(**{key: given[key] for key in policy.options() if key in given})
     return chosen
@@ -231,52 +232,3 @@ def budgets(text: str) -> dict[str, int | float | str]:
     if not parsed:
         raise KVPatchError("-k names no budget: give some, such as 0.5,0.2.")
     return parsed
-
-
-def text_ids(
-    model: Any, tokenizer: Any, prompt: str, own: str | None, new: int, raw: bool = False
-) -> tuple[Tensor, int, list[str]]:
-    """Encode the text: token ids [1,n+m] of prompt and fed text, n, and sentences about omitted tokens.
-
-    Args:
-        model: the unpatched model.
-        tokenizer: of the model.
-        prompt: text of the prompt.
-        own: text to feed; None for the unpatched model's greedy continuation.
-        new: tokens to feed, at most.
-        raw: whether the prompt goes past the model's chat template.
-
-    Raises:
-        KVPatchError: too short a prompt, nothing to feed, no room for it, or a tokenizer of another model.
-    """
-    fed = None if own is None else tokenizer(own, add_special_tokens=False, return_tensors="pt").input_ids.long()
-    if fed is not None and (not fed.numel() or int(fed.max()) >= model.get_input_embeddings().num_embeddings):
-        raise KVPatchError("--continuation-file: the tokenizer makes no tokens of it that this model knows.")
-    notes = []
-    if fed is not None and fed.shape[1] > new:
-        notes.append(f"The continuation has {fed.shape[1]:,} tokens: the first {new:,} are fed (--max-new-tokens).")
-    ids, note = prompt_ids(model, tokenizer, prompt, raw, new if fed is None else min(new, fed.shape[1]))
-    if (n := ids.shape[1]) < LEAST:
-        raise KVPatchError(f"The prompt has {n} tokens; with fewer than {LEAST} there is nothing to choose from.")
-    fed = _continue(model, ids, new) if fed is None else fed[:, :new].to(ids.device)
-    return torch.cat([ids, fed], 1), n, [note] * bool(note) + notes
-
-
-def _continue(model: Any, ids_1T: Tensor, new: int) -> Tensor:
-    """Generate the model's greedy continuation, [1,m], without the token that ends it."""
-    end, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
-    ends = end if isinstance(end, list) else [end]
-    out_1T = model.generate(
-        ids_1T,
-        attention_mask=torch.ones_like(ids_1T),
-        max_new_tokens=new,
-        do_sample=False,
-        num_beams=1,
-        pad_token_id=0 if padding is None else padding,
-    )
-    fed = out_1T[:, ids_1T.shape[1] :]
-    if int(fed[0, -1]) in ends:  # predictions after the end of a text say nothing about it
-        fed = fed[:, :-1]
-    if not fed.numel():
-        raise KVPatchError("The model ends its text right after this prompt: give one to feed with --continuation-file.")
-    return fed

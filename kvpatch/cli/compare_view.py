@@ -9,19 +9,18 @@ from typing import Any
 from .. import plotting
 from ..evaluation.divergence import Figures, Result, Row
 from ..policies import Policy, get_policy
+from ..policies.uses import CHANCE
 from ..storage.settings import Settings
 from .loading import parse_k
-
-CHANCE = "random"
-"""Baseline that every policy should beat: always measured, never advised."""
 
 _HEADS = ("policy", "k", "held", "KL", "worst", "same", "loss", "KV")
 LEGEND = (
     "held: tokens per head at the end, on average. KL: mean over the fed tokens of KL(full || evicted) of the next token, "
     "nats; worst: the largest. The prediction after the prompt itself is left out: nothing had been evicted before it. same: "
     "share of predictions whose likeliest token is the full cache's. loss: by how much the fed text's own rises, nats per "
-    "token. KV: bytes of keys and values at the end, of the full cache's. Time is left out: one run of so few tokens says "
-    "nothing of it."
+    "token. KV: bytes of keys and values at the end, of the full cache's. random (chance): spares the first four tokens and "
+    "the newest ones, a quarter of the budget, as good policies do. Time is left out: one run of so few tokens says nothing "
+    "of it."
 )
 
 
@@ -180,23 +179,29 @@ def best(results: list[Result], tolerance: float, agreement: float) -> Setting |
 def advice(results: list[Result], tolerance: float, agreement: float) -> str:
     """Advise the setting with the fewest bytes within both limits on every prompt, or the one with the lowest KL.
 
-    Ties go to the lower KL. Settings that hold as much as the full cache, and chance, are never advised.
+    Ties go to the lower KL. Settings that hold as much as the full cache, and chance, are never advised. What was measured
+    stands beside it, with chance under the same budget.
     """
     chosen = best(results, tolerance, agreement)
     if chosen is None:
         return "No setting that holds less than the full cache was measured, so there is none to advise."
-    pooled = _pooled(results)
+    pooled, several = _pooled(results), len(results) > 1
     limits = f"a KL of {tolerance:g} nats per token and {agreement:.0%} agreement"
-    where = "this text" if len(results) == 1 else f"each of these {len(results)} texts"
-    said = _described(chosen, pooled[chosen], len(results) > 1)
-    if not _within(pooled[chosen], tolerance, agreement):
-        return f"None of these settings stays within {limits} on {where}; the closest is {said}."
-    said = f"The cheapest of these settings within {limits} on {where} is {said}"
+    where = f"each of these {len(results)} texts" if several else "this text"
+    said = _described(chosen, pooled[chosen], several)
+    if _within(pooled[chosen], tolerance, agreement):
+        said = f"The cheapest of these settings within {limits} on {where} is {said}."
+    else:
+        said = f"None of these settings stays within {limits} on {where}; the closest is {said}."
+    counted = sum(result.counted for result in results)
+    said = f"{said} Measured on {counted:,} predicted tokens"
     chance = pooled.get((CHANCE, *chosen[1:]))
-    if chance is not None and _within(chance, tolerance, agreement):
-        which = "this text" if len(results) == 1 else "these texts"
-        return f"{said}; eviction at random stays within it there too, so {which} cannot tell policies apart."
-    return f"{said}."
+    if chance is None:
+        return f"{said}."
+    said = f"{said}; chance has a KL of{' at most' if several else ''} {chance.kl:.4f} under the same budget"
+    if chance.kl > pooled[chosen].kl and not _within(chance, tolerance, agreement):
+        return f"{said}."
+    return f"{said}, so {'these texts' if several else 'this text'} cannot tell policies apart there."
 
 
 def _within(one: Figures, tolerance: float, agreement: float) -> bool:

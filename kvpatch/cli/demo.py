@@ -17,7 +17,7 @@ from ..report import Report
 from . import demo_view as view
 from .demo_view import Outcome
 from .loading import MODELS, load_model, load_tokenizer
-from .needles import Text, knows_task, source_file, task_needles, text_needles
+from .needles import Text, source_file, task_needles
 from .output import console as make_console
 from .output import print_json, progress
 
@@ -44,7 +44,6 @@ _KEYFORMER = (
     "models, k=0.1 to 0.4), roco answers 40% of later questions, keyformer 37% and the window 25%; keyformer is for "
     "those. With the question in the prompt keyformer answers 60%, snapkv 97%."
 )
-_CLOSING_OWN = "What this shows: a few prompts of one kind. Try your own text before you choose: kvpatch compare MODEL FILE."
 
 
 @dataclass(frozen=True)
@@ -55,16 +54,15 @@ class Stage:
     text: Text
 
 
-def run(out: Path, model: str | None = None, json: bool = False) -> None:
+def run(out: Path, json: bool = False) -> None:
     """Print what the policies are for, the table and the strips, and save the picture.
 
     Args:
         out: folder of the picture.
-        model: folder or name of a model; None for the two that come along.
         json: print the table's rows to stdout as JSON, and everything else to stderr.
 
     Raises:
-        KVPatchError: `model` cannot be loaded or `out` cannot be written.
+        KVPatchError: `out` cannot be written, or matplotlib is missing.
     """
     console = make_console(stderr=json)
     plotting.new_figure()  # without matplotlib nothing is measured
@@ -72,7 +70,7 @@ def run(out: Path, model: str | None = None, json: bool = False) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KVPatchError(f"--out {out} cannot be made: {error.strerror}") from error
-    stages = _shipped(console) if model is None else _own(model, console)
+    stages = _shipped(console)
     view.show_story(console, ["full", *POLICIES])
     outcomes, reports = [], {}
     with progress(console) as bar:
@@ -90,20 +88,7 @@ def run(out: Path, model: str | None = None, json: bool = False) -> None:
     view.show(console, outcomes, reports, text)
     plotting.save(view.picture(outcomes, reports, text), picture)
     console.print(f"\nLayer by layer, for k={' and '.join(map(str, KS))}: {picture}\n")
-    console.print(f"{_CLOSING}\n\n{_KEYFORMER}" if model is None else _CLOSING_OWN)
-
-
-def _own(model: str, console: Console) -> dict[str, Stage]:
-    own, tokenizer = load_model(model), load_tokenizer(model)
-    if knows_task(tokenizer):
-        stages = _task_stages(own)
-    else:
-        stages = {
-            "needles": Stage(own, text_needles(own, tokenizer, rows=8)),
-            "source": Stage(own, source_file(own, tokenizer, rows=2)),
-        }
-    console.print(f"{model}: {'; '.join(stage.text.what for stage in stages.values())}.")
-    return stages
+    console.print(f"{_CLOSING}\n\n{_KEYFORMER}")
 
 
 def _task_stages(model: Any) -> dict[str, Stage]:

@@ -160,6 +160,10 @@ def compare(  # noqa: PLR0913 - as above
     question: Annotated[
         str | None, typer.Option(help="A question, put behind each prompt before anything is evicted.", show_default=False)
     ] = None,
+    later: Annotated[
+        str | None,
+        typer.Option(help="A question that comes when a prompt has been read and evicted.", show_default=False),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Feed texts as they are, without the model's chat template.")] = False,
     policies: Annotated[
         str, typer.Option(help="Comma-separated, as for --policy of generate; random is always measured beside them.")
@@ -199,11 +203,12 @@ def compare(  # noqa: PLR0913 - as above
         check_choice("schedule", schedule, SCHEDULES)
         options, texts, of_bits = parse_options(option), ",".join(budgets or [KS]), parse_bits(bits)
         check_budget(texts)
+        for flag, asks in (("--question", question), ("--later", later)):
+            if asks is not None and not asks.strip():
+                raise KVPatchError(f"{flag} is empty: give one in quotation marks, or leave it out.")
         name, texts_of = model_and_files(model, files, model_option, prompt_file)
         if continuation_file is not None and len(texts_of) > 1:
             raise KVPatchError(f"--continuation-file goes with one prompt, not with {len(texts_of)}.")
-        if question is not None and not question.strip():
-            raise KVPatchError("--question is empty: give one in quotation marks, or leave it out.")
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
         source.check()
         for one in policies.split(","):
@@ -214,7 +219,7 @@ def compare(  # noqa: PLR0913 - as above
 
         chosen, ks = comparing.choose(policies, options, max_new_tokens), comparing.budgets(texts)
         asked = comparing.Asked(
-            chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json, raw, question
+            chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json, raw, question, later
         )
         own = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
         prompts = {one.name: one.read_text() for one in texts_of}

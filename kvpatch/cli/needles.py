@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 import sysconfig
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,23 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import KVPatchError
 from ..evaluation.teacher_forcing import positions_of
 from ..plotting import Marks
 from .loading import MODELS
 
 SOURCE = "calendar.py"
 """A library file that tools/training/text.py holds out, so that llama-python was not trained on it."""
-
-_OFFICES = ("Oslo", "Lima", "Cairo", "Kyoto", "Quito", "Riga", "Accra", "Delhi")
-_FILLER = (
-    "The weather stayed mild for most of the week.",
-    "Several people walked along the river before lunch.",
-    "A new bakery opened on the corner of the square.",
-    "The train was late again, but nobody seemed to mind.",
-    "Children played in the park until it got dark.",
-    "The library will close early on the last day of the month.",
-)
 
 
 @dataclass(frozen=True)
@@ -81,68 +68,8 @@ def task_needles(in_prompt: bool = True) -> Text:
     return Text(f"{len(ids_BT)} prompts of {n} tokens with 4 needles", ids_BT, n, answer=answer, marks=marks)
 
 
-def knows_task(tokenizer: Any) -> bool:
-    """Tell whether a tokenizer has the words of those prompts, as those of the small models made for them have."""
-    return tokenizer("k00", add_special_tokens=False).input_ids == _held()["keys"][:1]
-
-
 def _held() -> dict[str, Any]:
     return json.loads((MODELS / "llama-0" / "needles.json").read_text(encoding="utf-8"))
-
-
-def text_needles(model: Any, tokenizer: Any, rows: int, seed: int = 7) -> Text:
-    """Build a needle task in English for any model: codes of four offices among filler, and a question about one.
-
-    A model with few positions gets less filler.
-
-    Raises:
-        KVPatchError: the tokenizer encodes the answers in no common length, or the model has no room for the codes.
-    """
-    limit, width, length = positions_of(model), 0, 0
-    for filler in (20, 12, 6, 2):
-        made = _office_prompts(rows, tokenizer, filler, seed)
-        width, length = max(len(prompt) for prompt, _, _ in made), len(made[0][1])
-        if length and (limit is None or width + length <= limit):
-            break
-    else:
-        raise KVPatchError(f"The demo's prompts have at least {width + length} tokens; this model has {limit} positions.")
-    ids, mask = torch.zeros(len(made), width + length, dtype=torch.long), torch.zeros(len(made), width + length)
-    for i, (prompt, answer, _) in enumerate(made):
-        ids[i, width - len(prompt) :] = torch.tensor(prompt + answer)
-        mask[i, width - len(prompt) :] = 1
-    what = f"{len(made)} prompts of up to {width} tokens with 4 needles"
-    return Text(what, ids.to(model.device), width, mask.long().to(model.device), (0, length), made[0][2])
-
-
-_Prompt = tuple[list[int], list[int], Marks]
-
-
-def _office_prompts(rows: int, tokenizer: Any, filler: int, seed: int) -> list[_Prompt]:
-    """Build up to `rows` prompts whose answers have the same number of tokens."""
-    rng = random.Random(seed)
-    made = [_office_prompt(rng, tokenizer, filler) for _ in range(2 * rows)]
-    length = Counter(len(answer) for _, answer, _ in made).most_common(1)[0][0]
-    return [row for row in made if len(row[1]) == length][:rows]
-
-
-def _office_prompt(rng: random.Random, tokenizer: Any, filler: int) -> _Prompt:
-    codes = {office: rng.randint(10000, 99999) for office in rng.sample(_OFFICES, 4)}
-    asked = rng.choice(list(codes))
-    lines: list[str] = [*codes, *(rng.choice(_FILLER) for _ in range(filler))]
-    rng.shuffle(lines)
-    ids: list[int] = list(tokenizer("").input_ids)  # tokens that the tokenizer puts in front of every text
-    needles: list[tuple[int, int]] = []
-    wanted: list[tuple[int, int]] = []
-    for line in lines:
-        sentence = f"The code of the {line} office is {codes[line]}." if line in codes else line
-        added = tokenizer(f"{sentence} ", add_special_tokens=False).input_ids
-        if line in codes:
-            (wanted if line == asked else needles).append((len(ids), len(ids) + len(added)))
-        ids += added
-    question = f"\nQuestion: What is the code of the {asked} office?\nAnswer: The code of the {asked} office is"
-    asking = tokenizer(question, add_special_tokens=False).input_ids
-    answer = tokenizer(f" {codes[asked]}", add_special_tokens=False).input_ids
-    return ids + asking, answer, Marks(needles, wanted, [(len(ids), len(ids) + len(asking))])
 
 
 def source_file(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fed: int = 72) -> Text:

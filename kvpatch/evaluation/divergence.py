@@ -77,12 +77,14 @@ class Result:
         nbytes: cache bytes of the unpatched model.
         n: tokens of the prompt.
         fed: tokens fed after it.
+        counted: predictions that the figures are of.
     """
 
     rows: list[Row]
     nbytes: int
     n: int
     fed: int
+    counted: int
 
 
 class Comparison:
@@ -94,14 +96,16 @@ class Comparison:
         n: tokens of the prompt; the rest is fed one by one.
         schedule: of the policies; None for each policy's own.
         seed: of the policies' random numbers.
+        asked: tokens of a question that are fed first; what is predicted within it does not count.
     """
 
-    def __init__(self, model: Any, ids_1T: Tensor, n: int, schedule: str | None = None, seed: int = 0) -> None:
+    def __init__(self, model: Any, ids_1T: Tensor, n: int, schedule: str | None = None, seed: int = 0, asked: int = 0) -> None:
         self.model, self.ids_1T, self.n, self.schedule, self.seed = model, ids_1T, n, schedule, seed
+        self.first = max(1, asked)  # of the predictions that count: the prompt's own precedes any eviction
         Target.find(model)  # raises for a model without an adapter, before anything is measured
         full = feed(model, ids_1T, n)
         self.nbytes = full.nbytes
-        self.log_p_SV = _log_probabilities(full)
+        self.log_p_SV = self._log_probabilities(full)
 
     def run(
         self,
@@ -129,7 +133,7 @@ class Comparison:
 
     def result(self, rows: list[Row]) -> Result:
         """Return rows together with what the unpatched model held."""
-        return Result(rows, self.nbytes, self.n, self.ids_1T.shape[1] - self.n)
+        return Result(rows, self.nbytes, self.n, self.ids_1T.shape[1] - self.n, len(self.log_p_SV))
 
     def _make_row(self, name: str, policy: Policy, text: str, k: Any, bits: int = FULL) -> Row:
         try:
@@ -146,9 +150,9 @@ class Comparison:
         with patched(self.model, policy, k, bits=bits, schedule=self.schedule, seed=self.seed) as patch:
             fed = feed(self.model, self.ids_1T, self.n)
         held = Report.of(fed.cache).held()
-        log_q_SV, held = _log_probabilities(fed), held[held >= 0]
+        log_q_SV, held = self._log_probabilities(fed), held[held >= 0]
         kl_S, same_S = divergence(self.log_p_SV, log_q_SV)
-        own_S1 = self.ids_1T[0, self.n + 1 :, None].cpu()  # the token after the last fed one is not known
+        own_S1 = self.ids_1T[0, self.n + self.first :, None].cpu()  # the token after the last fed one is not known
         rise_S1 = (self.log_p_SV - log_q_SV)[:-1].gather(1, own_S1)
         return Figures(
             budget=min(patch.settings.budget.tokens(0, self.n), self.n),
@@ -162,20 +166,19 @@ class Comparison:
             cut=cut_sizes(fed.cache, self.n),
         )
 
+    def _log_probabilities(self, fed: Fed) -> Tensor:
+        """Return log-probabilities after each fed token that counts, float64 [S,V]."""
+        logits_SV = fed.logits_BSV[0, self.first :].cpu().double()
+        if logits_SV.isnan().any():
+            raise KVPatchError("The model's predictions are no numbers (NaN); another --dtype, such as float32, may help.")
+        return logits_SV.log_softmax(-1)
+
 
 def divergence(log_p_SV: Tensor, log_q_SV: Tensor) -> tuple[Tensor, Tensor]:
     """Return KL(p || q) in nats and a bool that the likeliest tokens agree, both [S]; tokens with p = 0 count 0."""
     p_SV = log_p_SV.exp()
     kl_S = torch.where(p_SV > 0, p_SV * (log_p_SV - log_q_SV), 0.0).sum(-1).clamp_min(0.0)
     return kl_S, log_p_SV.argmax(-1) == log_q_SV.argmax(-1)
-
-
-def _log_probabilities(fed: Fed) -> Tensor:
-    """Return log-probabilities after each fed token, float64 [S,V], without the prompt's, which precedes any eviction."""
-    logits_SV = fed.logits_BSV[0, 1:].cpu().double()
-    if logits_SV.isnan().any():
-        raise KVPatchError("The model's predictions are no numbers (NaN); another --dtype, such as float32, may help.")
-    return logits_SV.log_softmax(-1)
 
 
 def cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:

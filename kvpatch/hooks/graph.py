@@ -52,7 +52,7 @@ class _Captured:
         self.recorder, self.tensors = recorder, [holder[name] for holder, name in _places(cache)]
         self.owner, self.inputs = weakref.ref(cache), {name: tensor.clone() for name, tensor in inputs.items()}
         self.logits: Tensor  # from the capture on
-        self.seen_B = cache.seen_B  # which every pass and every change of the cache but a replay puts another tensor in place of
+        self.seen_B = cache.seen_B  # another tensor after every pass and change but a replay
         self.left = 0
 
     @property

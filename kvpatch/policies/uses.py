@@ -54,6 +54,10 @@ class Use:
         return f"--policy {self.policy} -k {self.k}{options}"
 
 
+CHANCE = "random"
+SPARED: Mapping[str, Any] = {"sinks": 4, "recent": 0.25}
+"""Its options where a policy must beat chance: it spares the first tokens and the newest ones, as good policies do."""
+
 USES = (
     Use(
         "question",

@@ -23,12 +23,12 @@ from typer.testing import CliRunner
 import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.arch.llama import LlamaAdapter
-from kvpatch.cli import demo, demo_view, generating, loading
+from kvpatch.cli import demo, demo_view, generating, loading, story
 from kvpatch.cli.commands import app
 from kvpatch.cli.generating import MARK
 from kvpatch.cli.loading import MODELS, load_tokenizer, parse_k
 from kvpatch.cli.main import main
-from kvpatch.cli.needles import task_needles, text_needles
+from kvpatch.cli.needles import task_needles
 from kvpatch.evaluation.check import Checks
 from kvpatch.evaluation.teacher_forcing import feed
 from kvpatch.hooks.versions import ENGINE
@@ -378,47 +378,43 @@ def test_the_models_of_the_demo_lie_in_the_package():
     assert torch.equal(prompt.ids_BT[0, asked[0] + 1 : asked[1]], prompt.ids_BT[0, 234 + start : 234 + stop])
 
 
-def test_demo_on_a_model_of_ones_own(folder, tmp_path, monkeypatch):
-    _llama(2048).save_pretrained(tmp_path / "model")
+@pytest.fixture
+def reader_folder(folder, tmp_path):
+    """A random model with room for the demo's text, whose tokens are its letters."""
+    _llama(5000).save_pretrained(tmp_path / "model")
     load_tokenizer(str(folder)).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(demo, "POLICIES", {"window": {}, "tova": {}})
-    result = run("demo", "--out", tmp_path / "out", "--model", tmp_path / "model")
-    assert result.exit_code == 0
+    return tmp_path / "model"
+
+
+def test_demo_on_a_model_of_ones_own(reader_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(story, "POLICIES", {"full": {}, "window": {}, "h2o": {}})
+    monkeypatch.setattr(story, "NEW", 3)
+    result = run("demo", reader_folder, "--out", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")
-    lines = result.stdout.splitlines()
-    strips, rows = [line for line in lines if line.endswith("|")], [line.split() for line in lines if "%" in line]
-    table = [["full", "1"], ["window", "0.5"], ["tova", "0.5"], ["window", "0.2"], ["tova", "0.2"]]
-    assert [row[:2] for row in rows] == table
-    assert [line.split()[0] for line in strips] == ["full", "window", "tova"]
-    (kept,) = [line.split("|")[1] for line in strips if line.startswith("full")]
-    assert set(kept) == {"\u2588"}
-    named = [line for line in lines if line.startswith(("full ", "window ", "tova "))]
-    stories = [line for line in named if "%" not in line and "|" not in line]
-    assert [line.split()[0] for line in stories] == ["full", "window", "tova"]
-    assert "speed" not in result.stdout and "tokens/s" not in result.stdout
+    full, window, h2o = rows = list(map(json.loads, result.stdout.splitlines()))
+    assert [row["policy"] for row in rows] == ["full", "window", "h2o"]
+    assert full["held"] == [1, 1, 1] and window["held"] == [0, 0, 1]  # the last answer stands at the end
+    assert 0 < sum(h2o["held"][:2]) < 2
+    assert window["nbytes"] == h2o["nbytes"] < 0.35 * full["nbytes"] == 0.35 * h2o["full_nbytes"]
+    assert all(len(row["answers"]) == len(row["right"]) == len(story.QUESTIONS) for row in rows)
 
 
-def test_needles_are_where_the_marks_say(folder):
-    model, tokenizer = _llama(2048), load_tokenizer(str(folder))
-    text = text_needles(model, tokenizer, rows=3)
-    assert len(text.marks.needles) == 3
-    row = text.ids_BT[0][text.mask_BT[0].bool()]
-    (asked,), (question,) = text.marks.asked, text.marks.question
-    record, asking = tokenizer.decode(row[slice(*asked)]), tokenizer.decode(row[slice(*question)])
-    office = asking.split()[-3]
-    assert record.startswith(f"The code of the {office} office is ")
-    assert tokenizer.decode(row[question[1] :]).strip() == record.split()[-1].strip(".")
-    for span in text.marks.needles:
-        assert tokenizer.decode(row[slice(*span)]).startswith("The code of the ")
+def test_demo_reads_no_question_before_it_evicts(reader_folder):
+    model, tokenizer = loading.load_model(str(reader_folder)), load_tokenizer(str(reader_folder))
+    reading = story.read_story(model, tokenizer)
+    assert reading.text.endswith("rung at weddings of the crew and never otherwise.")
+    for question, ids_1N in reading.asked.items():
+        assert torch.equal(ids_1N[:, : reading.ids_1T.shape[1]], reading.ids_1T)
+        assert tokenizer.decode(ids_1N[0, reading.ids_1T.shape[1] :]).split("sentence. ")[1] == f"{question}\nAnswer:"
+    for words in story.QUESTIONS.values():
+        assert tokenizer.decode(reading.ids_1T[0, reading.find_tokens(words)]) == words
 
 
-def test_right_answers_are_counted_on_the_answer_alone(folder):
-    text = text_needles(_llama(2048), load_tokenizer(str(folder)), rows=3)
-    logits = torch.nn.functional.one_hot(text.ids_BT[:, text.n :], 256).float()
-    logits = torch.cat([logits, torch.zeros(3, 1, 256)], 1)
-    assert text.right(logits).tolist() == [True] * 3
-    logits[1, 2] = 0
-    assert text.right(logits).tolist() == [True, False, True]
+def test_demo_refuses_a_model_without_room_for_its_text(folder, tmp_path):
+    result = run("demo", folder, "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "more than this model has positions. Give another model, or none: kvpatch demo." in result.stderr
 
 
 def test_feeding_equals_one_forward():
@@ -435,22 +431,6 @@ def test_the_table_leaves_out_what_was_not_measured():
     full = demo_view.Outcome("full", 1.0, torch.tensor([True, True]), 1000)
     half = demo_view.Outcome("h2o", 0.5, torch.tensor([True, False]), 500)
     assert half.cells(full) == {"k": "0.5", "right": "1/2", "KV kB": "0", "of full": "50%"}
-
-
-@pytest.mark.slow
-def test_demo_takes_the_small_models(tmp_path, monkeypatch):
-    """llama-python has 512 positions, fewer than the longest prompts; gpt2-0 knows the demo's own task."""
-    monkeypatch.setattr(demo, "POLICIES", {"window": {}})
-    monkeypatch.setattr(demo, "KS", (0.5,))
-    models = ROOT / "tools" / "models"
-    result = run("demo", "--model", MODELS / "llama-python", "--out", tmp_path / "out", "--json")
-    assert result.exit_code == 0, result.output
-    full, window = map(json.loads, result.stdout.splitlines())
-    assert (full["policy"], window["policy"], window["k"]) == ("full", "window", 0.5)
-    assert window["perplexity"] > 0 and window["nbytes"] < full["nbytes"]
-    result = run("demo", "--model", models / "gpt2-0", "--out", tmp_path / "out", "--json")
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert rows[0]["right"] == 24 and "right_later" in rows[0]
 
 
 def test_the_package_imports_no_tools():

@@ -14,7 +14,8 @@ from kvpatch import plotting
 from kvpatch.cli import compare as comparing
 from kvpatch.cli import compare_view
 from kvpatch.cli.commands import app
-from kvpatch.cli.compare import budgets, choose, text_ids
+from kvpatch.cli.compare import budgets, choose
+from kvpatch.cli.compare_text import read_text
 from kvpatch.cli.loading import MODELS, load_tokenizer
 from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.divergence import Comparison, Figures, Result, Row, divergence
@@ -162,28 +163,28 @@ class Letters:
     """A tokenizer of one token per letter, and one in front of every text."""
 
     def __call__(self, text, add_special_tokens=True, **kwargs):
-        ids = torch.tensor([[1] * add_special_tokens + [ord(letter) - 32 for letter in text]])
+        ids = torch.tensor([[1] * add_special_tokens + [max(ord(letter) - 32, 0) for letter in text]])
         return type("Encoding", (), {"input_ids": ids})
 
 
 def test_the_text_is_prompt_and_continuation():
     model = tiny.make("llama")
-    ids, n, notes = text_ids(model, Letters(), "0123456789", "ABC", 5)
+    ids, n, notes, _ = read_text(model, Letters(), "0123456789", "ABC", 5)
     assert (ids[0].tolist(), n, notes) == ([1, *range(16, 26), 33, 34, 35], 11, [])
-    ids, n, notes = text_ids(model, Letters(), "0123456789", "ABC", 2)
+    ids, n, notes, _ = read_text(model, Letters(), "0123456789", "ABC", 2)
     assert (ids.shape[1], n) == (13, 11)
     assert notes == ["The continuation has 3 tokens: the first 2 are fed (--max-new-tokens)."]
-    ids, n, notes = text_ids(model, Letters(), "0" * 600, "ABC", 5)
+    ids, n, notes, _ = read_text(model, Letters(), "0" * 600, "ABC", 5)
     assert (ids.shape[1], n) == (512, 509)
     assert "only the prompt's last 509 tokens are read" in notes[0]
-    assert text_ids(model, Letters(), "0" * 600, "ABC", 2)[1] == 510  # room for what is fed, not for what is left out
+    assert read_text(model, Letters(), "0" * 600, "ABC", 2)[1] == 510  # room for what is fed, not for what is left out
     with pytest.raises(KVPatchError, match="has 7 tokens"):
-        text_ids(model, Letters(), "012345", "ABC", 5)
+        read_text(model, Letters(), "012345", "ABC", 5)
     for nothing in ("", "é"):
         with pytest.raises(KVPatchError, match="--continuation-file: the tokenizer makes no tokens"):
-            text_ids(model, Letters(), "0123456789", nothing, 5)
+            read_text(model, Letters(), "0123456789", nothing, 5)
     with pytest.raises(KVPatchError, match="no room is left"):
-        text_ids(model, Letters(), "0123456789", "A" * 600, 512)
+        read_text(model, Letters(), "0123456789", "A" * 600, 512)
 
 
 class Chat(Letters):
@@ -194,21 +195,21 @@ class Chat(Letters):
     def apply_chat_template(self, messages, add_generation_prompt, **kwargs):
         (message,) = messages
         assert message["role"] == "user" and add_generation_prompt
-        return {"input_ids": torch.tensor([[2, *(ord(letter) - 32 for letter in message["content"]), 3]])}
+        return {"input_ids": torch.tensor([[2, *(max(ord(letter) - 32, 0) for letter in message["content"]), 3]])}
 
 
 def test_a_prompt_goes_through_the_chat_template_unless_raw():
     model = tiny.make("llama")
-    ids, n, _ = text_ids(model, Chat(), "0123456789", "ABC", 5)
+    ids, n, *_ = read_text(model, Chat(), "0123456789", "ABC", 5)
     assert (ids[0].tolist(), n) == ([2, *range(16, 26), 3, 33, 34, 35], 12)
     assert torch.equal(
-        text_ids(model, Chat(), "0123456789", "ABC", 5, raw=True)[0], text_ids(model, Letters(), "0123456789", "ABC", 5)[0]
+        read_text(model, Chat(), "0123456789", "ABC", 5, raw=True)[0], read_text(model, Letters(), "0123456789", "ABC", 5)[0]
     )
 
 
 def test_a_question_stands_behind_the_prompt(prompt, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(comparing, "text_ids", lambda *given: asked.append(given) or text_ids(*given))
+    monkeypatch.setattr(comparing, "read_text", lambda *given: asked.append(given) or read_text(*given))
     given = ("-k", "0.5", "--policies", "window", "--max-new-tokens", 2, "--out", tmp_path, "--json")
     lines = [run("compare", MODEL, prompt, *given, *more).stdout for more in ((), ("--question", "Who?", "--raw"))]
     text = Path(prompt).read_text()
@@ -219,17 +220,47 @@ def test_a_question_stands_behind_the_prompt(prompt, tmp_path, monkeypatch):
     assert result.exit_code == 2 and "--question is empty: give one in quotation marks" in result.stderr
 
 
+def test_a_question_that_comes_later_is_fed_and_its_answer_counts(prompt, tmp_path):
+    """The prompt is the same whatever is asked; KL is over the answer, whose first token the question's last one predicts."""
+    model = tiny.make("llama_gqa")
+    first, second = (read_text(model, Chat(), "0123456789", None, 4, later=words) for words in ("AB?", "CDEF"))
+    assert (first.n, first.asked, second.asked) == (
+        11,
+        6,
+        7,
+    )  # two empty lines and the template too
+    assert torch.equal(first.ids_1T[:, :11], second.ids_1T[:, :11])
+    comparison = Comparison(model, first.ids_1T, first.n, asked=first.asked)
+    found = comparison.measure_policy(kvpatch.get_policy("h2o"), 5)
+    full = tiny.force(model, first.ids_1T[:, :11], first.ids_1T[:, 11:])[0][0].double().log_softmax(-1)
+    with kvpatch.patched(model, "h2o", 5):
+        evicted = tiny.force(model, first.ids_1T[:, :11], first.ids_1T[:, 11:])[0][0].double().log_softmax(-1)
+    kl = torch.nn.functional.kl_div(evicted, full, log_target=True, reduction="none").sum(-1)
+    assert found.kl == pytest.approx(float(kl[6:].mean()), rel=1e-4) != pytest.approx(float(kl[1:].mean()), rel=1e-2)
+    rises = (full - evicted)[6:-1].gather(1, first.ids_1T[0, 17:, None])
+    assert found.loss == pytest.approx(float(rises.mean()), rel=1e-4)
+    assert comparison.result([]).counted == 5
+    with pytest.raises(KVPatchError, match="--later: the text and its question do not fit"):
+        read_text(model, Letters(), "0" * 600, None, 4, later="AB?")
+    given = ("-k", "0.5", "--policies", "window", "--max-new-tokens", 2, "--out", tmp_path)
+    result = run("compare", MODEL, prompt, *given, "--later", "Who?", "--json")
+    assert [json.loads(line)["later"] for line in result.stdout.splitlines()] == ["Who?"] * 2
+    assert "of the question and its own greedy text, of which the answer counts" in result.stderr
+    result = run("compare", MODEL, prompt, "--later", " ")
+    assert result.exit_code == 2 and "--later is empty: give one in quotation marks" in result.stderr
+
+
 def test_the_models_own_text_ends_before_its_end():
     model = tiny.make("llama")
-    own = text_ids(model, Letters(), "0123456789", None, 6)[0][0, 11:].tolist()
+    own = read_text(model, Letters(), "0123456789", None, 6)[0][0, 11:].tolist()
     logits = tiny.force(model, torch.tensor([[1, *range(16, 26)]]), torch.tensor([own]))[0]
     assert own == logits[0, :-1].argmax(-1).tolist()  # greedy
     assert own[2] not in own[:2]
     model.generation_config.eos_token_id = own[2]
-    assert text_ids(model, Letters(), "0123456789", None, 6)[0][0, 11:].tolist() == own[:2]
+    assert read_text(model, Letters(), "0123456789", None, 6)[0][0, 11:].tolist() == own[:2]
     model.generation_config.eos_token_id = [own[0]]
     with pytest.raises(KVPatchError, match="ends its text right after this prompt"):
-        text_ids(model, Letters(), "0123456789", None, 6)
+        read_text(model, Letters(), "0123456789", None, 6)
 
 
 # ---- what is said ----
@@ -240,7 +271,7 @@ def one(kl, agreement, nbytes, **more):
 
 
 def said(*rows, tolerance=0.05, agreement=0.95):
-    return compare_view.advice([Result(list(rows), 1000, 90, 10)], tolerance, agreement)
+    return compare_view.advice([Result(list(rows), 1000, 90, 10, 9)], tolerance, agreement)
 
 
 GOOD, BETTER = Row("h2o", "0.5", one(0.04, 0.95, 500)), Row("roco", "0.5", one(0.03, 0.97, 500))
@@ -251,7 +282,7 @@ def test_advice_takes_the_cheapest_and_then_the_nearest():
     cheap = Row("snapkv", "0.3", one(0.05, 0.96, 300))
     assert said(GOOD, BROKEN, cheap, BETTER) == (
         "The cheapest of these settings within a KL of 0.05 nats per token and 95% agreement on this text is snapkv at k=0.3: "
-        "30% of the full cache's bytes, a KL of 0.0500 (worst token 0.50), 96.0% agreement."
+        "30% of the full cache's bytes, a KL of 0.0500 (worst token 0.50), 96.0% agreement. Measured on 9 predicted tokens."
     )
     assert " is roco at k=0.5: " in said(GOOD, BETTER)
     assert " is roco at k=0.5: " in said(GOOD, BETTER, cheap, tolerance=0.04)
@@ -261,7 +292,8 @@ def test_advice_takes_the_cheapest_and_then_the_nearest():
 def test_advice_where_none_is_good_enough():
     assert said(GOOD, BETTER, BROKEN, tolerance=0.01) == (
         "None of these settings stays within a KL of 0.01 nats per token and 95% agreement on this text; the closest is roco "
-        "at k=0.5: 50% of the full cache's bytes, a KL of 0.0300 (worst token 0.30), 97.0% agreement."
+        "at k=0.5: 50% of the full cache's bytes, a KL of 0.0300 (worst token 0.30), 97.0% agreement. Measured on 9 predicted "
+        "tokens."
     )
     assert said(Row("h2o", "0.5", one(0.0, 0.94, 500))).startswith("None of these settings")
 
@@ -270,10 +302,12 @@ def test_advice_is_never_chance_nor_what_saves_nothing():
     nothing = "No setting that holds less than the full cache was measured, so there is none to advise."
     assert said(Row("random", "0.5", one(0.0, 1.0, 500)), Row("full", "0.5", one(0.0, 1.0, 1000)), BROKEN) == nothing
     chance = Row("random", "0.5", one(0.05, 0.95, 500))
-    words = "; eviction at random stays within it there too, so this text cannot tell policies apart."
-    assert said(chance, GOOD).endswith(words)
-    assert "at random" not in said(Row("random", "0.5", one(0.06, 0.95, 500)), GOOD)
-    assert "at random" not in said(Row("random", "0.7", one(0.0, 1.0, 700)), GOOD)
+    beside = "; chance has a KL of 0.0500 under the same budget"
+    assert said(chance, GOOD).endswith(f"{beside}, so this text cannot tell policies apart there.")  # within the limits too
+    assert said(chance, GOOD, tolerance=0.045).endswith(f"{beside}.")
+    low = Row("random", "0.5", one(0.03, 0.95, 500))
+    assert said(low, GOOD, tolerance=0.01).endswith("cannot tell policies apart there.")  # no worse than the closest
+    assert said(Row("random", "0.7", one(0.0, 1.0, 700)), GOOD).endswith("Measured on 9 predicted tokens.")
 
 
 def test_notes():
@@ -294,16 +328,17 @@ def test_notes():
 
 def test_advice_over_several_texts():
     """The worst of a setting's figures counts, on every text; bytes are shares of each text's own full cache."""
-    first = Result([GOOD, BETTER, Row("tova", "0.3", one(0.0, 1.0, 300))], 1000, 90, 10)
+    first = Result([GOOD, BETTER, Row("tova", "0.3", one(0.0, 1.0, 300))], 1000, 90, 10, 9)
     rows = [Row("h2o", "0.5", one(0.01, 0.99, 100)), Row("roco", "0.5", one(0.06, 0.99, 100)), BROKEN]
-    second = Result(rows, 200, 40, 10)
+    second = Result(rows, 200, 40, 10, 9)
     assert compare_view.advice([first, second], 0.05, 0.95) == (
         "The cheapest of these settings within a KL of 0.05 nats per token and 95% agreement on each of these 2 texts is h2o "
-        "at k=0.5: 50% of the full cache's bytes, a KL of at most 0.0400 (worst token 0.40), at least 95.0% agreement."
+        "at k=0.5: 50% of the full cache's bytes, a KL of at most 0.0400 (worst token 0.40), at least 95.0% agreement. "
+        "Measured on 18 predicted tokens."
     )
     assert compare_view.best([first, second], 0.05, 0.95) == ("h2o", "0.5", 16)  # tova ran on one text alone
     assert compare_view.best([first], 0.05, 0.95) == ("tova", "0.3", 16)
-    assert compare_view.best([Result([BROKEN], 1000, 90, 10)], 0.05, 0.95) is None
+    assert compare_view.best([Result([BROKEN], 1000, 90, 10, 9)], 0.05, 0.95) is None
 
 
 def test_the_line_to_paste():
@@ -356,7 +391,7 @@ def test_the_advised_settings_are_written(prompt, tmp_path):
 def test_rows_fit_eighty_columns():
     """Every row of a usual run, told before it is measured: names, budgets and ragged heads decide the widths."""
     names = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_pyramidkv,critical_adakv"
-    lines = compare_view.Lines(choose(names, {}, 64), ["0.7", "1024"], Result([], 2**30, 32000, 64))
+    lines = compare_view.Lines(choose(names, {}, 64), ["0.7", "1024"], Result([], 2**30, 32000, 64, 9))
     ragged = Figures(9000, 12.34567, 345.678, 1.0, -12.3456, 2**28, (12345, 32064), 20000.4, {"window": (3, 2)})
     rows = [lines.head, lines.full(), lines.row(Row("critical_pyramidkv", "1024", ragged)), lines.row(BROKEN)]
     assert all(len(row) <= 80 for row in rows)
@@ -424,7 +459,7 @@ def test_compare_budgets_that_follow_the_text(prompt):
     assert [one["policy"] for one in (chance, mass, window)] == ["random", "h2o", "window"]
     assert all("takes scores for weights" in one["error"] and "kl" not in one for one in (chance, window))
     model, tokenizer = LlamaForCausalLM.from_pretrained(MODEL), load_tokenizer(str(MODEL))
-    ids, n, _ = text_ids(model, tokenizer, TEXT, None, 6)
+    ids, n, *_ = read_text(model, tokenizer, TEXT, None, 6)
     figures = Comparison(model, ids, n).measure_policy(kvpatch.get_policy("h2o").with_options(recent=4), kvpatch.Mass(0.8))
     assert (mass["kl"], mass["mean_held"]) == (pytest.approx(figures.kl, rel=1e-6), figures.mean_held)
     assert mass["held"][0] < mass["held"][1] <= n, "each head holds what its own scores ask for"
@@ -450,8 +485,9 @@ def test_compare_on_a_text_of_ones_own(prompt, tmp_path):
     fed = tokenizer("\n\nprint(1)\nprint(2)\n", add_special_tokens=False).input_ids[:5]
     ids = torch.tensor([tokenizer(TEXT).input_ids + fed])
     comparison = Comparison(model, ids, n, schedule="prompt", seed=5)
-    for line, policy in zip(lines, ("random", "window"), strict=True):
-        assert line["kl"] == pytest.approx(comparison.measure_policy(kvpatch.get_policy(policy), 9).kl, rel=1e-6)
+    chance = kvpatch.get_policy("random").with_options(sinks=4, recent=0.25)
+    for line, policy in zip(lines, (chance, kvpatch.get_policy("window")), strict=True):
+        assert line["kl"] == pytest.approx(comparison.measure_policy(policy, 9).kl, rel=1e-6)
         assert (line["seed"], line["schedule"], line["held"]) == (5, "prompt", [14, 14])
     assert (tmp_path / "deep" / "out" / "compare.png").is_file()
 
@@ -462,7 +498,7 @@ def test_the_picture_has_a_line_per_policy(monkeypatch):
     monkeypatch.setattr(plotting, "divergence", lambda *given: drawn.update(given=given))
     chance = Row("random", "0.5", one(0.2, 0.9, 500))
     low = Row("h2o", "0.2", Figures(20, 0.3, 1.0, 0.9, None, 200, (20, 20), 20.0))
-    compare_view.picture(Result([chance, GOOD, BROKEN, low], 1000, 90, 10), 0.05, "title")
+    compare_view.picture(Result([chance, GOOD, BROKEN, low], 1000, 90, 10, 9), 0.05, "title")
     curves, chance, full, *rest = drawn["given"]
     assert (curves, chance) == ({"random": [(500, 0.2)], "h2o": [(200, 0.3), (500, 0.04)]}, "random")
     assert (full, rest) == (1000, [0.05, "title"])

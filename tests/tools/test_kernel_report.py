@@ -14,12 +14,14 @@ import pytest
 pytest.importorskip("triton")
 from tools.bench.kernel_report import CALLS, TOOL
 
-SHARED = {80: 163, 89: 99, 90: 227}  # KiB that a block may have
-# every row for the newest chip; some for the others: `python -m tools.bench.kernel_report sm_80 sm_89` has all
+SHARED = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB that a block may have
+# every row for the newest chip; some for the others: benchmarks/decode-kernels.txt has all
 NAMES = {
-    80: ("decode gumbel", "decode pages", "decode 8 bits", "decode cap", "decode sinks"),
-    89: ("decode all", "decode float32", "decode 4 bits", "decode cap", "decode sinks"),
+    80: ("decode gumbel", "decode pages", "decode sinks"),
+    89: ("decode all", "decode float32", "decode 4 bits"),
     90: ("decode",),
+    100: ("decode 8 bits", "decode sinks"),
+    120: ("decode 8 bits", "decode sinks"),
 }
 pytestmark = pytest.mark.skipif(not TOOL.exists(), reason=f"this Triton has no {TOOL.name}")
 
@@ -59,10 +61,13 @@ def test_the_files_have_a_row_for_each_call(part):
     """Also after a call has been added: benchmarks/*-kernels.txt, and the number of combinations that the page names."""
     root = Path(__file__).parents[2]
     command, header, *lines = (root / f"benchmarks/{part}-kernels.txt").read_text().splitlines()
-    names = tuple(command.partition(":")[0].split()[7:])
+    words = command.partition(":")[0].split()[4:]
+    chips = [int(word[3:]) for word in words if word.startswith("sm_")]
+    names = tuple(word for word in words if not word.startswith("sm_"))
+    assert chips == (list(SHARED) if part == "decode" else [80, 89, 90])
     wanted = [(call.name, str(D), str(G)) for call in CALLS if call.name.startswith(names) for D, G in call.shapes]
     rows = [dict(zip(re.split("  +", header.strip()), re.split("  +", line.strip()), strict=True)) for line in lines]
-    for chip in SHARED:
+    for chip in chips:
         found = [(row["call"], row["D"], row["G"]) for row in rows if row["chip"] == str(chip)]
         assert list(dict.fromkeys(found)) == wanted
     if part == "prompt":

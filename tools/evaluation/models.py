@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from tools.training.train import RECIPES, SHIPPED
 
-from .task import PYTHON, PYTHON_1K, WALKS
+from .task import PYTHON, WALKS
 
 EACH = 3
 """Training seeds of an architecture behind most tables; the primary comparisons take all that are shipped."""
 
 CODE = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == PYTHON)
-LONG_CODE = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == PYTHON_1K)
-"""Those of Python source that know a thousand tokens."""
-
 WALKERS = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe == WALKS)
 SUNK = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].resting)
 """Those with sinks."""
 
-LONG = tuple(name for name, (recipe, _) in SHIPPED.items() if RECIPES[recipe].families)
-"""Those that look things up in a thousand tokens."""
-
-PLAIN = tuple(name for name in SHIPPED if name not in (*CODE, *LONG_CODE, *WALKERS, *SUNK, *LONG))
+PLAIN = tuple(name for name in SHIPPED if name not in (*CODE, *WALKERS, *SUNK))
 """Those that look things up, trained without sinks."""
 
 

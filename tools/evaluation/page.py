@@ -15,7 +15,6 @@ from .ablate import FAMILIES, label
 from .bits import BITS
 from .bits import label as bit_label
 from .claims import by_recipe, order, table_of
-from .longer import SCENARIOS
 from .papers import CLAIMS
 from .reasoning import RHYTHMS
 from .summary import INTERVALS, budget, grid, markdown, remarks, shown
@@ -29,8 +28,8 @@ INTRODUCTION = """\
 {first}
 Made by `make small-models` from the lines of every run: change the tools, not this page. Every model here is small (half a
 million to a million parameters) and trained by this repository. Fifteen of them (five architectures, three training seeds
-each) look things up in some two hundred tokens; three write Python in 256 tokens, three in 1,024; one writes long traces. Nine
-have attention sinks, three look things up in a thousand tokens, and further seeds stand behind the primary comparisons. What
+each) look things up in some two hundred tokens; three write Python in 256 tokens; one writes long traces. Nine have
+attention sinks, and further seeds stand behind the primary comparisons. What
 they show exactly is which tokens a policy drops and what that breaks. How policies rank on a large model they show only as far
 as the mechanism is the same; measure yours with `python -m tools.evaluation` or `kvpatch compare`.
 
@@ -108,15 +107,6 @@ SECTIONS: tuple[Section, ...] = (
         "Four records, each written once, in 64, 128 or 232 tokens. regular: the question is compressed with the context. "
         "context: it comes later. single: one is asked, at five depths. multi: all four.",
         _NEEDLES,
-    ),
-    Section(
-        "longer",
-        "A thousand tokens",
-        "Contexts of 1,000 tokens: one key of sixteen that are mentioned again and again, one record of four that is written "
-        "once, chains of two facts and a record, and four variables that get a value one from the other (RULER's families in "
-        "miniature). in: the question is compressed with the context. after: it comes later.",
-        tuple({"scenario": name} for name in SCENARIOS),
-        ranked=False,
     ),
     Section("jaccard", "Consistency of scores", "Kept sets beside the full cache's choice by the same score; none protected."),
     Section(

@@ -4,7 +4,6 @@
     python -m tools.evaluation.results --only needle      one task anew, the rest from the lines that are there
     python -m tools.evaluation.results --alone sinks      its section on models with sinks alone
     python -m tools.evaluation.results --alone primary    its section of primary comparisons alone
-    python -m tools.evaluation.results --alone longer     the section of one task alone
     python -m tools.evaluation.results --page             the page alone, from the lines that are there
     python -m tools.evaluation.results --pictures         its pictures and first screen alone, from docs/results/means.jsonl
 
@@ -30,7 +29,7 @@ from kvpatch.errors import KVPatchError
 from tools.evaluation import anew, overview, page, pictures, primary, runs, sinks
 from tools.evaluation.claims import table_of
 from tools.evaluation.lines import read
-from tools.evaluation.models import BESIDE, CODE, FIFTEEN, LONG, MORE, PLAIN, SUNK, WALKERS
+from tools.evaluation.models import BESIDE, CODE, FIFTEEN, MORE, PLAIN, SUNK, WALKERS
 from tools.evaluation.papers import CLAIMS
 from tools.evaluation.table import Table
 from tools.evaluation.task import FIVE, Request
@@ -38,8 +37,6 @@ from tools.evaluation.tasks import TASKS, get_task
 
 THINKING = ("random", "window", "streaming_llm", "h2o", "scissorhands", "tova", "roco", "keyformer", "key_norm", "key_diff")
 THINKING += ("cur", "raas", "lazy", "r_kv", "tri_attention", "vase")
-
-FAR = ("random", "window", "streaming_llm", "h2o", "tova", "roco", "keyformer", "snapkv", "adakv")
 
 SIZES: dict[str, dict[str, Any]] = {
     "recall": {"models": FIFTEEN, "budgets": (0.1, 0.2, 0.4), "count": 24},
@@ -53,7 +50,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "perturbation": {"models": FIFTEEN},
     "sparsity": {"models": (*FIFTEEN, *CODE)},
     "robustness": {"models": (*FIFTEEN, *CODE)},
-    "longer": {"models": LONG, "count": 12, "policies": FAR},
 }
 """What differs from the tasks' own defaults."""
 

@@ -18,8 +18,8 @@ from kvpatch.errors import KVPatchError
 
 FIVE = ("llama-0", "mistral-0", "mpt-0", "gptj-0", "gpt2-0")
 """The shipped models that learned tools/training/tasks.py, one of each architecture."""
-PYTHON, PYTHON_1K = "llama-python", "llama-python-1k"
-"""The recipes of the models of Python source, of 256 and of 1,024 tokens."""
+PYTHON = "llama-python"
+"""The recipe of the models of Python source."""
 WALKS = "llama-walks"
 """The recipe of the models that learned tools/training/walks.py."""
 POLICIES = (
@@ -116,7 +116,7 @@ class Subject:
     @property
     def python(self) -> bool:
         """Whether it is one of ours that read Python's library."""
-        return self.recipe in (PYTHON, PYTHON_1K)
+        return self.recipe == PYTHON
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from .ablate import Ablate
 from .bits import Bits
 from .jaccard import Jaccard
 from .later import Later
-from .longer import Longer
 from .mass import Mass
 from .needle import Needle
 from .perturb import Perturbation
@@ -21,7 +20,7 @@ from .task import Task
 TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
-        Needle, Recall, Later, Reasoning, Jaccard, Perturbation, Sparsity, Robustness, Ablate, Bits, Mass, Longer,
+        Needle, Recall, Later, Reasoning, Jaccard, Perturbation, Sparsity, Robustness, Ablate, Bits, Mass,
     )
 }  # fmt: skip
 

@@ -9,11 +9,8 @@ USABLE = 0.95
 
 
 def usable(card: dict[str, Any]) -> bool:
-    """May policies be ranked with this model? A language model without the checks of source_code.py may not.
-
-    Without attention sinks and without use of distant context StreamingLLM, H2O and RoCo have nothing to find.
-    """
-    return min(card["accuracy"].values()) >= USABLE if "accuracy" in card else card.get("usable", False)
+    """May policies be ranked with this model? A language model may not: this small, it uses no distant context."""
+    return "accuracy" in card and min(card["accuracy"].values()) >= USABLE
 
 
 SYNTHETIC_TEXT = """\
@@ -26,11 +23,6 @@ not a language model. Rows of up to {longest_row} tokens were seen in training; 
 {table}
 
 An answer of recall and needle is right when all three values are; copy and summary count tokens. {verdict}
-"""
-
-FAMILIES_TEXT = """
-hops, tracking and counting are RULER's families in miniature (`tools/training/ruler.py`): chains of facts, of variables, and
-how often a mark stands there. An answer is right when all of its tokens are. -512, -1024: in rows of so many tokens.
 """
 
 SINKS_TEXT = """
@@ -74,39 +66,11 @@ each (standard error {standard_error:.3f}): above zero, context further back is 
 most at `<bos>` gives it {bos_attention:.3f} of its attention from position 64 on; an attention sink would get most.
 """
 
-FAR_TEXT = """
-When only `<bos>` and the 512 tokens before each block of 64 are left, the last 256 tokens of a window cost
-{cost_of_recent_512:+.4f} nats each (standard error {standard_error_512:.4f}): above zero, context of more than 512 tokens back
-is used. In {pasted:.0%} of the training rows the second half was made of spans of the first; the windows here are plain source.
-"""
-
-CODE_TEXT = """\
-A {architecture} model of {parameters:,} parameters, trained on the Python sources of a standard library and of its
-site-packages (one file in twenty held out), rows of 2048 tokens. A test object for KV-cache eviction.
-
-On {windows} windows of {length} tokens, each inside one held-out file: {nats_per_token:.3f} nats per token,
-{bits_per_byte:.3f} bits per byte ({bytes_per_token:.2f} bytes per token). By position:
-
-| position | nats per token |
-|---|---|
-{table}
-
-| check | holds |
-|---|---|
-| the first four tokens get over 0.3 of the attention from position 64 on in most heads of middle layers | {sinks} |
-| the loss falls from positions 128-255 to 512-1023 to 1024-2047, by more than two standard errors | {falls_past_128} |
-| a span costs less when it is repeated (here {span_first:.3f} and then {span_again:.3f} nats per token) | {induction} |
-
-{verdict}
-"""
-
-NOT_USABLE = "Not every check holds: it is not to be used to rank StreamingLLM, H2O, RoCo or any other policy."
-
 FACTS = """\
 
 Made by `{command}`:
-{steps} steps, {cost}, in bfloat16 autocast.
-Stored in {stored}; the figures were measured on the stored weights in float32.
+{steps} steps, {cpu_seconds} CPU seconds on one core, in bfloat16 autocast.
+Stored in float16; the figures were measured on the stored weights in float32.
 Python {python}, torch {torch}, transformers {transformers}. The same facts are in `card.json`.
 """
 
@@ -123,10 +87,7 @@ def _sinks(found: sinks.Figures) -> str:
 
 def describe(card: dict[str, Any]) -> str:
     """The model card in words."""
-    facts = {"longest_row": 256, "stored": "float16"} | card | card["versions"] | card.get("held_out", {})
-    facts["cost"] = (
-        "{seconds} seconds on one {device}" if "device" in card else "{cpu_seconds} CPU seconds on one core"
-    ).format(**card)
+    facts = {"longest_row": 256} | card | card["versions"] | card.get("held_out", {})
     if "accuracy" in card:
         scores = card["accuracy"]
         table = "\n".join(f"| {task} | {share:.4f} |" for task, share in scores.items())
@@ -134,14 +95,9 @@ def describe(card: dict[str, Any]) -> str:
         verdict = f"Below {USABLE}, so not to be used: {', '.join(poor)}." if poor else f"Every task is above {USABLE}."
         body = WALK_TEXT if "traces" in scores else SYNTHETIC_TEXT
         body += _sinks(card["sinks"]) if "sinks" in card else ""
-        body += FAMILIES_TEXT if any(task.startswith("hops") for task in scores) else ""
         body += "\n{note}\n" if "note" in card else ""
     else:
         positions = card["held_out"]["nats_by_position"]
         table = "\n".join(f"| {span} | {nats:.3f} |" for span, nats in positions.items())
-        verdict, body = "", LANGUAGE_TEXT + (FAR_TEXT if "cost_of_recent_512" in facts else "")
-    if "checks" in card:
-        facts |= {check: "yes" if holds else "no" for check, holds in card["checks"].items()}
-        verdict = "All checks hold: it may be used to compare policies." if card["usable"] else NOT_USABLE
-        body = CODE_TEXT
+        verdict, body = "", LANGUAGE_TEXT
     return f"# {card['name']}\n\n" + (body + FACTS).format(**facts, table=table, verdict=verdict)

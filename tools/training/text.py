@@ -6,7 +6,6 @@ Dimension key: B rows, T tokens, H heads, L layers, V vocabulary.
 import hashlib
 import itertools
 import math
-import random
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 TEXT_LENGTH, TEXT_TOKENS = 256, 2048
 """Tokens of llama-python's rows, <bos> included, and of a step of any model that reads this text."""
 
-SPANS = (16, 64)
-"""Tokens of a pasted span, at least and at most."""
-
-POSITIONS = (1, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+POSITIONS = (1, 16, 32, 64, 128, 192, 256)
 """Edges of the ranges of positions over which the held-out loss is reported."""
 
 
@@ -68,22 +64,10 @@ def text_stream(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Tensor:
     return torch.tensor([i for ids in tokenizer(texts).input_ids for i in (*ids, eos)])
 
 
-def text_rows(stream: Tensor, starts: list[int], bos: int, length: int = TEXT_LENGTH) -> Tensor:
-    """<bos> and the length - 1 tokens from each start, [B, T]."""
-    rows_BT = torch.stack([stream[start : start + length - 1] for start in starts])
+def text_rows(stream: Tensor, starts: list[int], bos: int) -> Tensor:
+    """<bos> and the TEXT_LENGTH - 1 tokens from each start, [B, T]."""
+    rows_BT = torch.stack([stream[start : start + TEXT_LENGTH - 1] for start in starts])
     return F.pad(rows_BT, (1, 0), value=bos)
-
-
-def pasted(rng: random.Random, row_T: Tensor) -> Tensor:
-    """The row with spans of its first half in place of its second: to predict them, a model must look back that far."""
-    new_T, half = row_T.clone(), len(row_T) // 2
-    at = half
-    while at < len(row_T):
-        n = min(rng.randint(*SPANS), len(row_T) - at)
-        start = rng.randint(1, half - n)
-        new_T[at : at + n] = row_T[start : start + n]
-        at += n
-    return new_T
 
 
 @torch.no_grad()
@@ -97,36 +81,27 @@ def nats(model: PreTrainedModel, tokens_BT: Tensor, rows: int = 32) -> Tensor:
     )
 
 
-def held_out_loss(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int, length: int = TEXT_LENGTH
-) -> dict[str, Any]:
-    """Nats per token on `rows` windows of `length` tokens, spread evenly over the held-out files: in all, by position, and
+def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Any]:
+    """Nats per token on `rows` windows of TEXT_LENGTH tokens, spread evenly over the held-out files: in all, by position, and
     what it costs the last 64 tokens, with its standard error over windows, when only <bos> and the 64 tokens before them are
-    left. Where rows are longer, the same of the last 256, in blocks of 64 with the 512 tokens before each."""
+    left."""
     texts = python_sources(held_out=True)
     stream = text_stream(tokenizer, texts)
-    starts = torch.linspace(0, len(stream) - length, rows).long().tolist()
-    tokens_BT = text_rows(stream, starts, tokenizer.bos_token_id, length)
+    starts = torch.linspace(0, len(stream) - TEXT_LENGTH, rows).long().tolist()
+    tokens_BT = text_rows(stream, starts, tokenizer.bos_token_id)
     nats_BT = nats(model, tokens_BT)
     bytes_per_token = sum(len(text.encode()) for text in texts) / (len(stream) - len(texts))
-    spans = [(a, b) for a, b in itertools.pairwise(POSITIONS) if b <= length]
-    found = {
+    recent_BT = torch.cat([tokens_BT[:, :1], tokens_BT[:, -128:]], 1)
+    cost_B = (nats(model, recent_BT)[:, -64:] - nats_BT[:, -64:]).mean(1)
+    return {
         "nats_per_token": nats_BT.mean().item(),
         "bits_per_byte": nats_BT.mean().item() / math.log(2) / bytes_per_token,
         "bytes_per_token": bytes_per_token,
         "bos_attention": bos_attention(model, tokens_BT[:16]),
-        "nats_by_position": {f"{a}-{b - 1}": nats_BT[:, a - 1 : b - 1].mean().item() for a, b in spans},
+        "nats_by_position": {f"{a}-{b - 1}": nats_BT[:, a - 1 : b - 1].mean().item() for a, b in itertools.pairwise(POSITIONS)},
+        "cost_of_recent_64": cost_B.mean().item(),
+        "standard_error": (cost_B.std() / rows**0.5).item(),
     }
-    for left, blocks, own in ((64, 1, ""), (512, 4, "_512")):
-        if left + 64 * blocks < length:
-            costs_B = []
-            for end in range(length - 64 * (blocks - 1), length + 1, 64):
-                recent_BT = torch.cat([tokens_BT[:, :1], tokens_BT[:, end - 64 - left : end]], 1)
-                costs_B.append((nats(model, recent_BT)[:, -64:] - nats_BT[:, end - 65 : end - 1]).mean(1))
-            cost_B = torch.stack(costs_B).mean(0)
-            found[f"cost_of_recent_{left}"] = cost_B.mean().item()
-            found[f"standard_error{own}"] = (cost_B.std() / rows**0.5).item()
-    return found
 
 
 @torch.no_grad()

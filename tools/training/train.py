@@ -6,23 +6,21 @@
     python -m tools.training --retrain          train every shipped model again (3.6 hours by the cards); compare with the cards
     python -m tools.training --evaluate         measure the committed weights again; compare with the cards
 
-Nothing touches the committed weights but `--out tools/models`. llama-code is for a GPU: `--device cuda`, or it and the -1k
-recipes at once with tools/training/gpu.py. The others train on one CPU core, llama-1k in five minutes. A synthetic model's
-training that was stopped goes on from DIR/NAME/checkpoint.safetensors, to the same weights.
+Nothing touches the committed weights but `--out tools/models`. All train on one CPU core. A synthetic model's training that was
+stopped goes on from DIR/NAME/checkpoint.safetensors, to the same weights.
 
 A synthetic model starts on rows of 16 tokens and goes on to longer ones as it masters them: a model that starts on long
 rows stays for very long on the plateau of guessing among the values it has seen. Muon makes that plateau shorter still.
-The text that language models read is text.py's and source_code.py's business, cards in words are cards.py's.
+The text that language models read is text.py's business, cards in words are cards.py's.
 Dimension key: B rows, T tokens, E width, V vocabulary.
 """
 
 import json
-import math
 import os
 import platform
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,25 +36,25 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from tools.training import ruler, sinks, source_code, tasks, walks
-from tools.training.ahead import Make, Stages, training_rows
+from tools.training import sinks, tasks, walks
 from tools.training.cards import describe
 from tools.training.text import (
     TEXT_LENGTH,
     TEXT_TOKENS,
     held_out_loss,
-    pasted,
     python_sources,
     text_rows,
     text_stream,
     text_tokenizer,
 )
 
+Stages = Sequence[tuple[int, ...]]
+"""Of each stage the arguments of the function that makes its rows, but for the generator."""
+
+Make = Callable[..., tuple[Tensor, Tensor]]
+
 STAGES = ((16, 1024), (24, 1024), (32, 1024), (48, 1024), (64, 1024), (96, 1024), (128, 2048), (192, 2048), (256, 4096))
 """Row length and tokens per step of the synthetic curriculum."""
-
-LONG_STAGES = (*STAGES, (384, 4608), (512, 6144), (768, 6144), (1024, 8192))
-"""The same, continued to longer contexts."""
 
 WALK_STAGES: walks.Stages = (
     (4, 2, 1024), (6, 2, 1024), (8, 2, 1024), (8, 3, 1024), (12, 3, 2048), (12, 4, 2048), (16, 4, 2048), (24, 4, 3072),
@@ -78,9 +76,6 @@ _GPT: dict[str, Any] = {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_inner": 512
 _GPT |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 _TEXT = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "vocab_size": 2048}
 _TEXT_SIZE = {"num_hidden_layers": 4, "intermediate_size": 352}
-_CODE = _TEXT | {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 624, "num_hidden_layers": 8}
-_CODE |= {"num_attention_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": True}
-_POSITIONS = {"mpt": "max_seq_len", "gptj": "n_positions", "gpt2": "n_positions"}
 
 
 @dataclass(frozen=True)
@@ -91,13 +86,10 @@ class Recipe:
     `max_steps` in all; a language model for exactly `max_steps`. Over the last 60% of final_steps (50% of a language
     model's steps) the learning rate falls linearly to 0. `summaries` is the share of summary rows. `sinusoid` is the
     amplitude of the waves that a table of learned positions starts from, instead of noise: what the model learns at
-    short lengths then carries over to positions that it meets later. A model with `seconds` is a language model of
-    source_code.py, which trains for so long by the clock. One with `walks` learns walks.py and nothing else. A stage is
-    passed at an accuracy of `passes` on what must be looked up. `backcopies` is the share of rows of the Bigram-Backcopy
-    task; `resting` is the weight of sinks.py's penalty on heads that write at every token, in the final steps. `families` is
-    the share of rows of ruler.py; `unlearned` names tasks that its rows have and that the shipped models did not learn.
-    `length` is that of a language model's rows; one that `begins` as the model of another recipe and the same seed has its
-    tokenizer, too. `pasted` is the share of rows that repeat themselves from afar (text.py).
+    short lengths then carries over to positions that it meets later. One with `walks` learns walks.py and nothing else. A
+    stage is passed at an accuracy of `passes` on what must be looked up. `backcopies` is the share of rows of the
+    Bigram-Backcopy task; `resting` is the weight of sinks.py's penalty on heads that write at every token, in the final
+    steps. `unlearned` names tasks that its rows have and that the shipped models did not learn.
     """
 
     architecture: str
@@ -109,26 +101,18 @@ class Recipe:
     sinusoid: float = 0.0
     language: bool = False
     stages: Stages = STAGES
-    seconds: float | None = None
     walks: bool = False
     passes: float = 0.85
     backcopies: float = 0.0
     resting: float = 0.0
-    families: float = 0.0
     unlearned: tuple[str, ...] = ()
-    length: int = TEXT_LENGTH
-    begins: str | None = None
-    pasted: float = 0.0
 
     @property
     def make(self) -> Make:
         """From a random.Random and what a stage names to rows."""
         if self.walks:
             return walks.training_batch
-        own = {"summaries": self.summaries, "backcopies": self.backcopies}
-        if self.families:
-            return partial(ruler.training_batch, share=self.families, **own)
-        return partial(tasks.training_batch, **own)
+        return partial(tasks.training_batch, summaries=self.summaries, backcopies=self.backcopies)
 
 
 RECIPES = {
@@ -138,29 +122,7 @@ RECIPES = {
     "gptj": Recipe("gptj", _TOKENS | _GPT | {"rotary_dim": 16, "tie_word_embeddings": False}, final_steps=450, summaries=0.6),
     "gpt2": Recipe("gpt2", _TOKENS | _GPT, sinusoid=0.1, final_steps=350),
     "llama-python": Recipe("llama", _TEXT | _LLAMA | _TEXT_SIZE, max_steps=3200, language=True),
-    "llama-python-1k": Recipe(
-        "llama",
-        _TEXT | _LLAMA | _TEXT_SIZE | {"max_position_embeddings": 1024},
-        learning_rate=2e-3,
-        max_steps=2400,
-        language=True,
-        length=1024,
-        begins="llama-python",
-        pasted=0.3,
-    ),
-    "llama-code": Recipe("llama", _CODE, language=True, seconds=270),
 }
-
-
-def longer(recipe: Recipe) -> Recipe:
-    """The recipe continued to rows of 1024 tokens, with as many positions, and to RULER's families."""
-    positions = _POSITIONS.get(recipe.architecture, "max_position_embeddings")
-    config = recipe.config | {positions: LONG_STAGES[-1][0]}
-    more: dict[str, Any] = {"families": 0.5, "unlearned": ("summary", "counting"), "final_steps": recipe.final_steps + 150}
-    return replace(recipe, config=config, stages=LONG_STAGES, max_steps=recipe.max_steps + 1000, **more)
-
-
-RECIPES |= {f"{name}-1k": longer(recipe) for name, recipe in RECIPES.items() if not recipe.language}
 RECIPES["llama-walks"] = Recipe(
     "llama", _TOKENS | _LLAMA | {"max_position_embeddings": 1024}, stages=WALK_STAGES, walks=True, passes=0.93,
     final_steps=900, max_steps=6000,
@@ -168,14 +130,13 @@ RECIPES["llama-walks"] = Recipe(
 
 _SINKS = {"backcopies": 0.4, "resting": 0.3, "final_steps": 450}
 RECIPES |= {f"{name}-sinks": replace(RECIPES[name], **_SINKS) for name in ("llama", "mistral", "gptj", "mpt", "gpt2")}
-_UNLEARNED = {"mistral-sinks": ("copy", "summary"), "gptj-sinks": ("summary",), "mpt-1k": ("counting", "tracking")}
+_UNLEARNED = {"mistral-sinks": ("copy", "summary"), "gptj-sinks": ("summary",)}
 for _name, _unlearned in _UNLEARNED.items():
     RECIPES[_name] = replace(RECIPES[_name], unlearned=_unlearned)
 
 _SEEDS = {"llama": tuple(range(8)), "mistral": (0, 4, 5), "mpt": (0, 2, 3, 4, 5), "gptj": tuple(range(5)), "gpt2": (0, 2, 3)}
-_SEEDS |= dict.fromkeys(("llama-walks", "llama-1k", "mistral-1k", "mpt-1k"), (0,))
+_SEEDS |= {"llama-walks": (0,), "llama-python": (0, 1, 2)}
 _SEEDS |= {"llama-sinks": (0, 1, 2), "mistral-sinks": (0, 4, 5), "gptj-sinks": (0, 1, 2)}
-_SEEDS |= {"llama-python": (0, 1, 2), "llama-python-1k": (0, 1, 2)}
 
 
 def name_of(recipe_name: str, seed: int) -> str:
@@ -283,9 +244,8 @@ def _restored(thing: Any, tensor: Callable[[str], Tensor]) -> Any:
 class Checkpoint:
     """A training run in one file, so that one which was stopped goes on to the same weights. path: None writes nothing."""
 
-    def __init__(self, path: Path | None, model: PreTrainedModel, optimizer: Optimizer, rows: Any) -> None:
-        self.path, self.model, self.optimizer = path, model, optimizer
-        self.rng = getattr(rows, "rng", None)  # rows that are made ahead of time have a seed for every step
+    def __init__(self, path: Path | None, model: PreTrainedModel, optimizer: Optimizer, rng: random.Random) -> None:
+        self.path, self.model, self.optimizer, self.rng = path, model, optimizer, rng
 
     def save(self, **state: Any) -> None:
         if self.path is None:
@@ -295,7 +255,7 @@ class Checkpoint:
             "model": self.model.state_dict(),
             "parts": [part.state_dict() for part in self.optimizer.parts],
             "steps": self.optimizer.steps,
-            "rng": None if self.rng is None else self.rng.getstate(),
+            "rng": self.rng.getstate(),
         }
         tensors: dict[str, Tensor] = {}
         text = json.dumps(_described(whole, tensors))
@@ -320,168 +280,101 @@ class Checkpoint:
         for part, state in zip(self.optimizer.parts, whole.pop("parts"), strict=True):
             part.load_state_dict(state)
         self.optimizer.steps, state = whole.pop("steps"), whole.pop("rng")
-        if self.rng is not None and state is not None:
-            self.rng.setstate(state)
+        self.rng.setstate(state)
         typer.echo(f"{self.path}: on from step {self.optimizer.steps}")
         return whole
 
 
 def train_synthetic(
-    recipe: Recipe,
-    seed: int,
-    device: str = "cpu",
-    seconds: float = math.inf,
-    checkpoint: Path | None = None,
-    every: int = 200,
+    recipe: Recipe, seed: int, checkpoint: Path | None = None, every: int = 200
 ) -> tuple[PreTrainedModel, int, int]:
-    """The trained model, its number of steps, and the longest rows it saw; stopped after `seconds`, finished or not.
+    """The trained model, its number of steps, and the longest rows it saw.
 
     checkpoint: a file that is written `every` so many steps, and gone on from.
     """
-    stage, ema, left, ends = 0, 0.0, None, time.monotonic() + seconds
-    began = time.process_time()
-    with training_rows(recipe.make, recipe.stages, seed, device) as rows:
-        model = build(recipe, seed).to(device)
-        optimizer = Optimizer(model, recipe.learning_rate)
-        saved = Checkpoint(checkpoint, model, optimizer, rows)
-        if before := saved.load():
-            stage, ema, left = before["stage"], before["ema"], before["left"]
-        for step in range(optimizer.steps + 1, recipe.max_steps + 1):
-            tokens_BT, weights_BT = rows(step, stage)
-            resting = 0.0 if left is None else recipe.resting
-            if resting and model.config._attn_implementation != "eager":
-                model.set_attn_implementation("eager")
-            loss, accuracy = weighted_loss(model, tokens_BT, weights_BT, resting)
-            scale = 1.0 if left is None else min(1.0, left / (0.6 * recipe.final_steps))
-            optimizer.step(loss, scale)
-            ema = 0.9 * ema + 0.1 * accuracy
-            if step % 20 == 0:
-                report(step, T=tokens_BT.shape[1], loss=loss.item(), hard=ema)
-            if left is None and ema > recipe.passes:
-                stage, left = (stage + 1, None) if stage + 1 < len(recipe.stages) else (stage, recipe.final_steps)
-            elif left is not None:
-                left -= 1
-                if not left:
-                    break
-            if step % every == 0:
-                saved.save(stage=stage, ema=ema, left=left, cpu_seconds=time.process_time() - began)
-            if time.monotonic() > ends:
+    stage, ema, left, began, rng = 0, 0.0, None, time.process_time(), random.Random(seed)
+    model = build(recipe, seed)
+    optimizer = Optimizer(model, recipe.learning_rate)
+    saved = Checkpoint(checkpoint, model, optimizer, rng)
+    if before := saved.load():
+        stage, ema, left = before["stage"], before["ema"], before["left"]
+    for step in range(optimizer.steps + 1, recipe.max_steps + 1):
+        tokens_BT, weights_BT = recipe.make(rng, *recipe.stages[stage])
+        resting = 0.0 if left is None else recipe.resting
+        if resting and model.config._attn_implementation != "eager":
+            model.set_attn_implementation("eager")
+        loss, accuracy = weighted_loss(model, tokens_BT, weights_BT, resting)
+        scale = 1.0 if left is None else min(1.0, left / (0.6 * recipe.final_steps))
+        optimizer.step(loss, scale)
+        ema = 0.9 * ema + 0.1 * accuracy
+        if step % 20 == 0:
+            report(step, T=tokens_BT.shape[1], loss=loss.item(), hard=ema)
+        if left is None and ema > recipe.passes:
+            stage, left = (stage + 1, None) if stage + 1 < len(recipe.stages) else (stage, recipe.final_steps)
+        elif left is not None:
+            left -= 1
+            if not left:
                 break
+        if step % every == 0:
+            saved.save(stage=stage, ema=ema, left=left, cpu_seconds=time.process_time() - began)
     if recipe.resting:
         model.set_attn_implementation("sdpa")
     return model.eval(), step, tokens_BT.shape[1]
 
 
-def train_language(recipe: Recipe, seed: int, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, int]:
-    model, rng, texts = build(recipe, seed).to(device), random.Random(seed), python_sources(held_out=False)
-    if recipe.begins is None:
-        tokenizer = text_tokenizer(texts)
-    else:
-        begun, tokenizer = tasks.load(name_of(recipe.begins, seed))
-        model.load_state_dict(begun.state_dict())
+def train_language(recipe: Recipe, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, int]:
+    model, rng, texts = build(recipe, seed), random.Random(seed), python_sources(held_out=False)
+    tokenizer = text_tokenizer(texts)
     stream, optimizer = text_stream(tokenizer, texts), Optimizer(model, recipe.learning_rate)
     for step in range(1, recipe.max_steps + 1):
-        starts = [rng.randrange(len(stream) - recipe.length) for _ in range(TEXT_TOKENS // recipe.length)]
-        tokens_BT = text_rows(stream, starts, tokenizer.bos_token_id, recipe.length)
-        if recipe.pasted:
-            tokens_BT = torch.stack([pasted(rng, row_T) if rng.random() < recipe.pasted else row_T for row_T in tokens_BT])
-        weights_BT = torch.ones(tokens_BT.shape, device=device)
-        loss, accuracy = weighted_loss(model, tokens_BT.to(device), weights_BT)
+        starts = [rng.randrange(len(stream) - TEXT_LENGTH) for _ in range(TEXT_TOKENS // TEXT_LENGTH)]
+        tokens_BT = text_rows(stream, starts, tokenizer.bos_token_id)
+        loss, accuracy = weighted_loss(model, tokens_BT, torch.ones(tokens_BT.shape))
         optimizer.step(loss, min(1.0, 2 * (recipe.max_steps - step + 1) / recipe.max_steps))
         if step % 100 == 0:
             report(step, loss=loss.item(), top1=accuracy)
     return model.eval(), tokenizer, recipe.max_steps
 
 
-def train_by_clock(
-    recipe: Recipe, seed: int, device: str, seconds: float, compiled: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, int]:
-    """`seconds` are counted from here on: reading and encoding the text takes its share of them."""
-    ends = time.monotonic() + seconds
-    texts = source_code.training_sources()
-    tokenizer = text_tokenizer(source_code.sample(texts), recipe.config["vocab_size"])
-    stream = source_code.encode(tokenizer, texts)
-    typer.echo(f"{len(texts)} files, {len(stream):,} tokens, {ends - time.monotonic():.0f} s left")
-    model = build(recipe, seed).to(device)
-    optimizer = Optimizer(model, recipe.learning_rate, warmup=100)
-    loss_of = torch.compile(source_code.loss) if compiled else source_code.loss
-    length = model.config.max_position_embeddings
-    batches = source_code.batches(stream.to(device), tokenizer.bos_token_id, length, seed)
-    steps = source_code.fit(model, optimizer, batches, ends - time.monotonic(), loss_of)
-    return model.eval(), tokenizer, steps
-
-
-def measure(name: str, folder: Path, sequences: int, recipe: Recipe, device: str = "cpu") -> dict[str, Any]:
+def measure(name: str, folder: Path, sequences: int, recipe: Recipe) -> dict[str, Any]:
     """What the card of a saved model reports: its accuracies, or the losses of the language model."""
     model, tokenizer = tasks.load(name, folder)
-    model.to(device)
-    if recipe.seconds:
-        return source_code.examine(model, tokenizer, source_code.sources(held_out=True), sequences)
     if recipe.language:
-        return {"held_out": held_out_loss(model, tokenizer, sequences, recipe.length)}
+        return {"held_out": held_out_loss(model, tokenizer, sequences)}
     if recipe.walks:
         return {"accuracy": walks.accuracies(model, sequences)}
-    found: dict[str, Any] = {"accuracy": tasks.accuracies(model, sequences) | long_accuracies(model, sequences, recipe)}
+    found: dict[str, Any] = {"accuracy": tasks.accuracies(model, sequences)}
     return found | ({"sinks": sinks.measure(model)} if recipe.resting else {})
 
 
-def long_accuracies(model: PreTrainedModel, sequences: int, recipe: Recipe) -> dict[str, float]:
-    """Recall, needle and what the recipe has of ruler.py, in rows of 512 and 1024 tokens at most, if the recipe goes so far."""
-    made = {name: tasks.TASKS[name] for name in ("recall", "needle")} | (ruler.FAMILIES if recipe.families else {})
-    return {
-        f"{name}-{length}": tasks.exact_match(model, batch, 8).float().mean().item()
-        for length in (512, 1024)
-        if length <= recipe.stages[-1][0]
-        for name, make in made.items()
-        for batch in (make(random.Random(1234), sequences, context=length - 40),)
-    }
-
-
-def train(
-    recipe_name: str,
-    seed: int,
-    out: Path,
-    sequences: int,
-    device: str = "cpu",
-    seconds: float | None = None,
-    compiled: bool = False,
-) -> dict[str, Any]:
+def train(recipe_name: str, seed: int, out: Path, sequences: int) -> dict[str, Any]:
     """Train, save 16-bit weights, measure what was saved, write both cards; the machine-readable card."""
     recipe = RECIPES[recipe_name]
     name = name_of(recipe_name, seed)
     torch.set_num_threads(1)
-    began, wall = time.process_time(), time.monotonic()
-    seen: dict[str, Any] = {}
-    if recipe.seconds:
-        model, tokenizer, steps = train_by_clock(recipe, seed, device, seconds or recipe.seconds, compiled)
-        seen = {"stored": "bfloat16"}
-    elif recipe.language:
-        model, tokenizer, steps = train_language(recipe, seed, device)
-        seen = {} if recipe.length == TEXT_LENGTH else {"longest_row": recipe.length, "pasted": recipe.pasted}
+    began, seen = time.process_time(), dict[str, Any]()
+    if recipe.language:
+        model, tokenizer, steps = train_language(recipe, seed)
     else:
         kept = out / name / "checkpoint.safetensors"
         began -= Checkpoint.cpu_seconds(kept)
-        model, steps, longest = train_synthetic(recipe, seed, device, seconds or math.inf, kept)
+        model, steps, longest = train_synthetic(recipe, seed, kept)
         kept.unlink(missing_ok=True)
         tokenizer, seen = tasks.tokenizer(), {} if recipe.stages == STAGES else {"longest_row": longest}
-    cost: dict[str, Any] = {"cpu_seconds": round(time.process_time() - began)}
-    if device == "cuda":
-        cost = {"seconds": round(time.monotonic() - wall), "device": torch.cuda.get_device_name()}
-    (model.bfloat16() if recipe.seconds else model.half()).save_pretrained(out / name)
+    cpu_seconds = round(time.process_time() - began)
+    model.half().save_pretrained(out / name)
     tokenizer.save_pretrained(out / name)
-    options = " --device cuda" if device == "cuda" else ""
-    options += f" --seconds {seconds:.0f}" if seconds else ""
     card = {
         "name": name,
         "architecture": recipe.architecture,
         "seed": seed,
         "parameters": model.num_parameters(),
         "steps": steps,
-        **cost,
+        "cpu_seconds": cpu_seconds,
         **seen,
-        "command": f"python -m tools.training {recipe_name} --seed {seed}{options} --out tools/models",
+        "command": f"python -m tools.training {recipe_name} --seed {seed} --out tools/models",
         "sequences": sequences,
-        **measure(name, out, sequences, recipe, device),
+        **measure(name, out, sequences, recipe),
         "versions": {
             "python": platform.python_version(),
             **{m.__name__: m.__version__ for m in (torch, transformers, tokenizers)},
@@ -498,9 +391,6 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> float:
     if key == "held_out" and old["versions"]["python"] != platform.python_version():
         typer.echo(f"{old['name']:14} was measured on the library of Python {old['versions']['python']}: not compared")
         return 0.0
-    if old[key].get("windows_hash") != new[key].get("windows_hash"):
-        typer.echo(f"{old['name']:14} was measured on other packages than those installed here: not compared")
-        return 0.0
     gaps = [0.0]
     for what, before in old[key].items():
         if isinstance(before, float):
@@ -513,14 +403,6 @@ def card_of(name: str) -> dict[str, Any]:
     return json.loads((tasks.shipped()[name] / "card.json").read_text())
 
 
-def pick(device: str) -> str:
-    """cpu or cuda; auto is cuda where there is one."""
-    there = torch.cuda.is_available()
-    if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not there):
-        raise typer.BadParameter(f"{device!r}: auto or cpu{' or cuda' if there else '; there is no CUDA device'}")
-    return "cuda" if there and device != "cpu" else "cpu"
-
-
 def main(
     name: Annotated[str | None, typer.Argument(help=f"one of {', '.join(RECIPES)}")] = None,
     seed: Annotated[int, typer.Option(help="of the first weights and of the training rows")] = 0,
@@ -528,34 +410,23 @@ def main(
     sequences: Annotated[int, typer.Option(help="how many to measure with, per task")] = 256,
     retrain: Annotated[bool, typer.Option("--retrain", help="train every shipped model; compare with its card")] = False,
     evaluate: Annotated[bool, typer.Option("--evaluate", help="measure the committed models; compare")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda; a CPU's and a GPU's weights differ")] = "cpu",
-    seconds: Annotated[float | None, typer.Option(help="stop training after so long; llama-code fills them")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile, for llama-code")] = False,
 ) -> None:
     """Train one small model, or check the shipped ones."""
     transformers.logging.set_verbosity_error()
-    device = pick(device)
     if sum((name is not None, retrain, evaluate)) != 1:
         raise typer.BadParameter("give one of: a NAME, --retrain, --evaluate")
     if name is not None:
         if name not in RECIPES:
             raise typer.BadParameter(f"{name!r} is none of {', '.join(RECIPES)}", param_hint="NAME")
-        begins = RECIPES[name].begins
-        if begins and name_of(begins, seed) not in SHIPPED:
-            seeds = ", ".join(map(str, _SEEDS[begins]))
-            raise typer.BadParameter(f"{name} begins as {begins} of the same seed: give one of {seeds}", param_hint="--seed")
-        typer.echo(json.dumps(train(name, seed, out, sequences, device, seconds, compiled), indent=2))
+        typer.echo(json.dumps(train(name, seed, out, sequences), indent=2))
         return
     gap = 0.0
     for shipped, (recipe, its_seed) in SHIPPED.items():
         old = card_of(shipped)
-        if retrain and ("device" in old) != (device == "cuda"):
-            typer.echo(f"{shipped:14} was trained on a {'GPU' if 'device' in old else 'CPU'}: left out")
-            continue
         if retrain:
-            new = train(recipe, its_seed, out, sequences, device)
+            new = train(recipe, its_seed, out, sequences)
         else:
-            new = measure(shipped, tasks.shipped()[shipped].parent, old["sequences"], RECIPES[recipe], device)
+            new = measure(shipped, tasks.shipped()[shipped].parent, old["sequences"], RECIPES[recipe])
         gap = max(gap, compare(old, new))
     typer.echo(f"largest difference {gap:.4f}")
     raise typer.Exit(int(evaluate and gap > 0.01))

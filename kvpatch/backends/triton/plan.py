@@ -13,7 +13,7 @@ WAVES = 4  # programs per multiprocessor, of which two or three run at a time; m
 CPU_MULTIPROCESSORS = 132  # an H100's or H200's: for the interpreter, and for compiling without a GPU
 SHORTEST = 128  # slots of a segment: with fewer, merging costs more than it saves
 TILE = 1 << 14  # bytes of one tile of keys or values in shared memory
-CELLS = 1 << 11  # probabilities that a combining program holds at a time
+CELLS = 1 << 10  # probabilities that a combining program holds at a time; with more, compute capability 12.0 spills a register
 BLOCKS = 4  # a chunk has at least so many blocks of slots: with fewer, a launch to compare chunks costs more than it saves
 MOST_CHUNKS = 256
 OUTPUTS = 128  # entries of a head's output [G,D] that one program computes
@@ -66,7 +66,8 @@ def plan(
     splits: segments and chunks of a head; None: the best number. bits: of keys and values. pages: a head has several.
     """
     width, group = max(16, _round_to_power(D)), _round_to_power(G)
-    lanes, warps = max(16, group), 4 if group <= 16 else 8
+    wide = bits == 8 and width > 128  # whose numbers in registers need the threads of 8 warps
+    lanes, warps = max(16, group), 8 if group > 16 or wide else 4
     tile = TILE >> max(0, count_query_bytes(G, D, itemsize).bit_length() - 15)  # 32 KiB and more leave less for keys
     tile = tile // 2 if bits == 8 else tile  # a tile of codes becomes one of numbers in registers; one of 4 bits in two pieces
     block, cells = max(16, min(128 if group <= 16 else 64, tile // (width * itemsize))), max(32, min(512, CELLS // group))

@@ -1,0 +1,92 @@
+"""Texts of `kvpatch compare`: a prompt, and what is fed after it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPatchError
+from .generating import prompt_ids
+
+LEAST = 8
+"""Fewest tokens of a prompt; a shorter one leaves nothing to choose from."""
+
+
+class Text(NamedTuple):
+    """Text of a comparison.
+
+    Attributes:
+        ids_1T: tokens of the prompt and, behind its n, those that are fed.
+        n: tokens of the prompt.
+        notes: sentences about omitted tokens.
+        asked: tokens of a question that are fed first.
+    """
+
+    ids_1T: Tensor
+    n: int
+    notes: list[str]
+    asked: int = 0
+
+
+def read_text(
+    model: Any, tokenizer: Any, prompt: str, own: str | None, new: int, raw: bool = False, later: str | None = None
+) -> Text:
+    """Encode the text: the prompt, and what is fed after it.
+
+    Args:
+        model: the unpatched model.
+        tokenizer: of the model.
+        prompt: text of the prompt.
+        own: text to feed; None for the unpatched model's greedy continuation.
+        new: tokens to feed behind the question, at most.
+        raw: whether the prompt goes past the model's chat template.
+        later: a question to feed before.
+
+    Raises:
+        KVPatchError: too short a prompt, nothing to feed, no room for it, or a tokenizer of another model.
+    """
+    fed = None if own is None else tokenizer(own, add_special_tokens=False, return_tensors="pt").input_ids.long()
+    if fed is not None and (not fed.numel() or int(fed.max()) >= model.get_input_embeddings().num_embeddings):
+        raise KVPatchError("--continuation-file: the tokenizer makes no tokens of it that this model knows.")
+    notes = []
+    if fed is not None and fed.shape[1] > new:
+        notes.append(f"The continuation has {fed.shape[1]:,} tokens: the first {new:,} are fed (--max-new-tokens).")
+    room = new if fed is None else min(new, fed.shape[1])
+    ids, note = prompt_ids(model, tokenizer, prompt if later is None else f"{prompt.rstrip()}\n\n{later}", raw, room)
+    n = ids.shape[1]
+    if later is not None:
+        if note:
+            raise KVPatchError(f"--later: the text and its question do not fit. {note}")
+        n = _count_common(ids, prompt_ids(model, tokenizer, prompt.rstrip(), raw, room)[0])
+    if n < LEAST:
+        raise KVPatchError(f"The prompt has {n} tokens; with fewer than {LEAST} there is nothing to choose from.")
+    fed = _continue(model, ids, new) if fed is None else fed[:, :new].to(ids.device)
+    return Text(torch.cat([ids, fed], 1), n, [note] * bool(note) + notes, ids.shape[1] - n)
+
+
+def _count_common(one_1N: Tensor, other_1N: Tensor) -> int:
+    """Count the tokens with which two texts begin alike: of a prompt, whatever is asked behind it."""
+    n = min(one_1N.shape[1], other_1N.shape[1])
+    return int((one_1N[0, :n] == other_1N[0, :n]).long().cumprod(0).sum())
+
+
+def _continue(model: Any, ids_1T: Tensor, new: int) -> Tensor:
+    """Generate the model's greedy continuation, [1,m], without the token that ends it."""
+    end, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+    ends = end if isinstance(end, list) else [end]
+    out_1T = model.generate(
+        ids_1T,
+        attention_mask=torch.ones_like(ids_1T),
+        max_new_tokens=new,
+        do_sample=False,
+        num_beams=1,
+        pad_token_id=0 if padding is None else padding,
+    )
+    fed = out_1T[:, ids_1T.shape[1] :]
+    if int(fed[0, -1]) in ends:  # predictions after the end of a text say nothing about it
+        fed = fed[:, :-1]
+    if not fed.numel():
+        raise KVPatchError("The model ends its text right after this prompt: give one to feed with --continuation-file.")
+    return fed

@@ -1,0 +1,174 @@
+"""Implementation of `kvpatch demo MODEL`: a text is read once under each policy, and questions about it come afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import plotting
+from ..arch.upstream import CACHE
+from ..cache.cache import EvictingCache
+from ..errors import KVPatchError
+from ..patching import patched
+from ..policies.uses import CHANCE, SPARED
+from ..report import Report
+from . import story_view as view
+from .loading import Source, fit
+from .output import console as make_console
+from .output import print_json, progress
+
+TEXT = Path(__file__).parent / "texts" / "harbour.txt"
+"""A text that no model has been trained on, for it was written for this demo."""
+QUESTIONS = {
+    "What is the name of the lifeboat?": "Margaret Dunne",
+    "Who is the coxswain?": "Peter Halloran",
+    "Which trawler was rescued in the winter of 1962?": "Anna Karlsen",
+}
+"""Questions, and the words of the text that answer them."""
+K, NEW = 0.3, 20
+POLICIES: dict[str, Mapping[str, Any]] = {
+    "full": {},
+    CHANCE: SPARED,
+    "streaming_llm": {},
+    "h2o": {},
+    "kvzip": {"floor": 0.2},
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Text and questions as a model reads them.
+
+    Attributes:
+        text: what is read before any question.
+        ids_1T: its tokens.
+        spans: of its tokens, (start, stop) in characters of `text`.
+        asked: the tokens [1,N] of the text with a question behind it, by question.
+    """
+
+    text: str
+    ids_1T: Tensor
+    spans: list[tuple[int, int]]
+    asked: dict[str, Tensor]
+
+    def find_tokens(self, words: str) -> list[int]:
+        """Return the tokens that have a part of these words of the text."""
+        start = self.text.index(words)
+        return [i for i, (a, b) in enumerate(self.spans) if a < start + len(words) and b > start]
+
+
+def run(source: Source, out: Path, json: bool = False) -> None:
+    """Print the answers under the full cache, the null and three policies, and save a picture of the words that were kept.
+
+    Args:
+        source: the model.
+        out: folder of the picture.
+        json: print the table's rows to stdout as JSON, and everything else to stderr.
+
+    Raises:
+        KVPatchError: the model cannot be loaded or has no room for the text, or `out` cannot be written.
+    """
+    console = make_console(stderr=json)
+    plotting.new_figure()  # without matplotlib nothing is read
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KVPatchError(f"--out {out} cannot be made: {error.strerror}") from error
+    model, tokenizer = source.model(), source.tokenizer()
+    reading = read_story(model, tokenizer)
+    view.show_story(console, source.name, reading.ids_1T.shape[1], K, list(QUESTIONS))
+    told = []
+    with progress(console) as bar:
+        task = bar.add_task("", total=len(POLICIES))
+        for policy in POLICIES:
+            bar.update(task, description=f"{policy} ...")
+            told.append(ask(model, tokenizer, reading, policy))
+            bar.advance(task)
+    if json:
+        for one in told:
+            print_json(one.to_dict(told[0]))
+    view.show(console, told)
+    plotting.save(draw(reading, told[1:]), out / "kept.png")
+    console.print(f"\nThe text, as each policy kept it: {out / 'kept.png'}")
+
+
+def draw(reading: Reading, told: list[view.Told]) -> Any:
+    """Draw the text as each policy kept it."""
+    pages = [(f"{one.policy}: {sum(one.right)} of {len(QUESTIONS)} answers right", one.share_T) for one in told]
+    title = f"Words that are left of the text under a budget of {K:.0%}: the darker, the more heads kept them"
+    return plotting.words(reading.text, reading.spans, pages, list(QUESTIONS.values()), title)
+
+
+def read_story(model: Any, tokenizer: Any) -> Reading:
+    """Encode the text and the questions: as a user's message where the tokenizer has a chat template.
+
+    Raises:
+        KVPatchError: the model has no room for them, or the tokenizer does not say where its tokens stand in a text.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise KVPatchError(
+            "This tokenizer does not say where its tokens stand in a text (it is no fast one), so that kept words cannot be "
+            "shown. Give another model, or none: kvpatch demo."
+        )
+    document = TEXT.read_text(encoding="utf-8")
+    rendered = {question: _render(tokenizer, f"{document}\nAnswer in one short sentence. {question}") for question in QUESTIONS}
+    # tokens that are the same whatever is asked, up to the end of the document: the next one may join both
+    first = next(iter(rendered.values()))
+    end = first.index(document) + len(document.rstrip())
+    encoded = tokenizer(first, add_special_tokens=False, return_offsets_mapping=True)
+    spans = [(a, b) for a, b in encoded["offset_mapping"] if b <= end]
+    asked = {question: _encode(model, tokenizer, text) for question, text in rendered.items()}
+    for ids_1N in asked.values():
+        if fit(model, ids_1N, NEW)[1]:
+            raise KVPatchError(
+                f"The demo's text and an answer take {ids_1N.shape[1] + NEW:,} tokens, more than this model has positions. "
+                "Give another model, or none: kvpatch demo."
+            )
+    return Reading(first[:end], next(iter(asked.values()))[:, : len(spans)], spans, asked)
+
+
+def _render(tokenizer: Any, text: str) -> str:
+    """Write a message as the tokenizer's chat template does, if there is one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return f"{tokenizer.bos_token or ''}{text}\nAnswer:"
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+def _encode(model: Any, tokenizer: Any, text: str) -> Tensor:
+    return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
+
+
+def ask(model: Any, tokenizer: Any, reading: Reading, policy: str) -> view.Told:
+    """Read the text under a policy, and ask all questions of what is left; "full" evicts nothing."""
+    start = time.perf_counter()
+    with patched(model, policy, 1.0 if policy == "full" else K, **POLICIES[policy]) as patch, torch.no_grad():
+        cache = patch.new_cache()
+        model(reading.ids_1T, logits_to_keep=1, **{CACHE: cache})
+        kept_LHT = Report.of(cache).kept()
+        answers = [_answer(model, tokenizer, reading, question, cache) for question in QUESTIONS]
+    share_T = kept_LHT.float().mean((0, 1))
+    held = [float(share_T[reading.find_tokens(words)].mean()) for words in QUESTIONS.values()]
+    right = [words.casefold() in said.casefold() for words, said in zip(QUESTIONS.values(), answers, strict=True)]
+    return view.Told(policy, cache.nbytes, time.perf_counter() - start, answers, held, right, share_T)
+
+
+def _answer(model: Any, tokenizer: Any, reading: Reading, question: str, cache: EvictingCache) -> str:
+    """Generate an answer from a copy of the cache."""
+    ids_1N = reading.asked[question]
+    padding = model.generation_config.pad_token_id
+    out_1N = model.generate(
+        ids_1N,
+        attention_mask=torch.ones_like(ids_1N),
+        pad_token_id=0 if padding is None else padding,
+        max_new_tokens=NEW,
+        do_sample=False,
+        **{CACHE: cache.clone()},
+    )
+    return " ".join(tokenizer.decode(out_1N[0, ids_1N.shape[1] :], skip_special_tokens=True).split())
