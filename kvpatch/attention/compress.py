@@ -240,7 +240,7 @@ def _held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], l
     fixed_B, outside = (now.n_B, None) if decode else ([0] * B, now.fixed_B)
     held_B = None if slots.holes else [slots.used] * B
     if not past:
-        held_B = now.n_B if now.padding is None else now.padding.real_B
+        held_B = [now.prompt] * B if now.padding is None else now.padding.real_B
     if held_B is not None and outside is None:
         all_heads = H * everyone.size
         return [[n] * all_heads for n in held_B], [[n] * all_heads for n in fixed_B]

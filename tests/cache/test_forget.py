@@ -180,6 +180,17 @@ def test_a_later_prompt_is_read_behind_what_is_left():
             assert not ((positions >= 0) & (positions < 30)).any() and positions.max() == 51
 
 
+def test_a_prompt_is_read_into_a_cache_that_has_forgotten_all():
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, "snapkv", 0.5, window=1) as patch:
+        cache = patch.new_cache()
+        model(prompt(1, 4), past_key_values=cache)
+        cache.forget([(0, 4)])
+        model(prompt(1, 2, seed=2), past_key_values=cache)
+        cache.check_invariants()
+        assert cache.held(0).eq(2).all()
+
+
 def test_a_cache_is_saved_joined_copied_and_reordered_after_an_edit(tmp_path):
     model = make("llama_gqa")
     for policy, spans in (("h2o", [(0, 40)]), ("adakv", [(2, 39)]), ("full", [(3, 20)])):
