@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from .arch.bound import BoundAdapter
 from .cache import from_dynamic
 from .cache.cache import EvictingCache
-from .cache.lifetimes import Record, same_model
+from .cache.lifetimes import Record
 from .cache.prefix import Prefix, Prefixes
 from .cache.settings import CacheSettings
 from .errors import KVPatchError
@@ -24,12 +22,13 @@ from .hooks import ownership
 from .hooks.attention import parameters
 from .hooks.chat import Chat, begin_chat
 from .hooks.compression import compressed
+from .hooks.editing import replace_span
+from .hooks.files import load_cache, save_cache
 from .hooks.graph import StepGraph, graph
 from .hooks.identity import stamp_model
-from .hooks.inputs import file_path
 from .hooks.install import Installation
 from .hooks.prefix import read_prefix, renew_prefix
-from .hooks.replay import find_record
+from .hooks.replay import find_record, follow
 from .hooks.state import PatchState
 from .hooks.target import Target
 from .hooks.warmup import warm_up
@@ -37,7 +36,6 @@ from .policies.budgets import check_count
 from .policies.needs import Calibrated
 from .report import Report
 from .report_text import format_budget
-from .storage.save_load import load, save
 
 
 class Patch:
@@ -127,7 +125,31 @@ class Patch:
         Example:
             print(patch.chat(tokenizer, max_new_tokens=200).send("What is a KV cache?"))
         """
-        return begin_chat(self._target, self.settings, self.new_cache, tokenizer, system, keep_system, options)
+        own = self._target, self.settings, self.new_cache, self.replace
+        return begin_chat(*own, tokenizer, system, keep_system, options)
+
+    def replace(self, cache: EvictingCache, span: tuple[int, int], ids: Tensor | Sequence[Any], *, reread: int = 0) -> None:
+        """Read other tokens in place of a span of a cache's text, such as the summary of a tool's result.
+
+        They take the span's first positions and see what is held before it. What stands behind has seen the old tokens, and
+        stays, with its positions. Nothing behind is evicted for them: tokens before the span make room.
+
+        Args:
+            cache: at the end of a prompt, or after generated tokens.
+            span: (start, stop) in positions of the text, stop left out, of each row; it may be forgotten already.
+            ids: int64 [N] or [B,N], at most as many as the span has tokens.
+            reread: tokens behind the span that are read again, so that they have seen the new ones.
+
+        Raises:
+            KVPatchError: the tokens or the span do not fit the text; the cache cannot be edited (`EvictingCache.forget`), is of
+                joined rows, or its text is longer than a sliding window of the model. The cache is then as before.
+
+        Source: design of this library.
+
+        Example:
+            patch.replace(cache, (120, 865), tokenizer("(a page on limits)").input_ids)
+        """
+        replace_span(self._target, self._state, cache, span, ids, reread)
 
     def prefix(self, ids: Tensor | Sequence[int]) -> Prefix:
         """Read and compress a text once that others begin with: a system prompt, or a document to be asked about.
@@ -171,9 +193,6 @@ class Patch:
             with kvpatch.patched(model, "h2o", k=0.5) as patch:
                 patch.warmup(batch_size=8)
         """
-        check_count("batch_size", batch_size, "rows")
-        if tokens is not None:
-            check_count("tokens", tokens, "tokens")
         warm_up(self._target, self._state, tokens, batch_size)
 
     def graph(self, model: nn.Module) -> StepGraph:
@@ -225,22 +244,13 @@ class Patch:
         check_count("tokens", tokens, "of the longest text")
         return texts * tokens * (8 + 4 * sum(shape.heads for shape in self._target.shapes()))
 
-    @contextmanager
-    def replay(self, record: Record | Sequence[Record]) -> Iterator[None]:
+    def replay(self, record: Record | Sequence[Record]) -> AbstractContextManager[None]:
         """Let passes without a cache follow a record inside a with-block; see `kvpatch.replay`. Others are on the budget.
 
         Raises:
             KVPatchError: the record is of another model.
         """
-        joined = record if isinstance(record, Record) else Record.join(record)
-        same_model(joined.model, self._target.kind(), "this one")
-        if self.settings.renumbered:
-            raise KVPatchError("A replay attends at original positions: patch with positions='original'.")
-        before, self._state.replayed = self._state.replayed, joined
-        try:
-            yield
-        finally:
-            self._state.replayed = before
+        return follow(self._state, self._target.kind(), record)
 
     def save_cache(self, cache: EvictingCache, path: str | PathLike[str]) -> None:
         """Write a compressed cache, with its scores, to a safetensors file.
@@ -248,9 +258,7 @@ class Patch:
         Raises:
             KVPatchError: the cache is empty, in the middle of a prompt, of another patch, or of a model that has changed since.
         """
-        ownership.check_own(cache, self._state)
-        ownership.refuse_changed(cache, stamp_model(self._target.decoder))
-        save(cache, file_path(path), self._target.identity())
+        save_cache(self._target, self._state, cache, path)
 
     def load_cache(self, path: str | PathLike[str]) -> EvictingCache:
         """Load a cache that `save_cache` wrote under the same model, policy and budget, ready to go on.
@@ -258,15 +266,7 @@ class Patch:
         Raises:
             KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.
         """
-        target = self._target
-        cache = load(self.new_cache(), file_path(path), target.identity(), target.shapes(), target.devices())
-        cache.lifetimes = None  # the file has none
-        cache.read_by = stamp_model(target.decoder)
-        cache.states.place(target.state_devices())
-        with torch.no_grad():  # geometry comes from the model; concatenate() compares it
-            for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):
-                layer.geometry = BoundAdapter(adapter, module, layer.positions.shape[1]).geometry(layer.device)
-        return cache
+        return load_cache(self._target, self.new_cache(), path)
 
     @property
     def passes(self) -> dict[str, tuple[int, int]]:

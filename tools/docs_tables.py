@@ -51,7 +51,7 @@ GROUPS = {
 """Sections of the Python reference; a public name that none of them has goes to "More"."""
 MEMBERS = {
     "Patch": (
-        "new_cache", "compress", "prefix", "prefixes", "graph", "save_cache", "load_cache", "report", "record",
+        "new_cache", "compress", "replace", "prefix", "prefixes", "graph", "save_cache", "load_cache", "report", "record",
         "record_nbytes", "replay", "remove",
     ),
     "Record": ("nbytes", "to", "join"),

@@ -45,6 +45,21 @@ class Ended:
     context: EvictionContext = field(init=False)
     keys: Tensor | None = None
 
+    @property
+    def share(self) -> Adaptive | None:
+        """The heads' rule of sharing one budget; None if each has its own."""
+        return self.call.policy.over_heads
+
+    @property
+    def above(self) -> int:
+        """Tokens above its budget that a head may keep."""
+        return 0
+
+    @property
+    def weighs(self) -> bool:
+        """True if the number of tokens that a head keeps follows from the scores."""
+        return self.call.rule.weighs and not self.call.now.keeps_all
+
     def count(self, everyone: Parallel) -> None:
         """Count tokens: on the host where it knows them, else it waits for the device (`_held`)."""
         self.budget_B = _budgets(self.call)
@@ -107,14 +122,14 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
     if together:
         finish(call.cache, now)
     else:
-        _finish([mine])
+        finish_group([mine])
 
 
 def finish(cache: TextState, now: Forward) -> None:
     """End the prompt in all layers that wait."""
     together = [one for one in now.ended if one.call.layer in cache.settings.together]
     for group in (*([one] for one in now.ended if one not in together), *([together] if together else [])):
-        _finish(group)
+        finish_group(group)
     now.ended.clear()
 
 
@@ -123,7 +138,7 @@ def _last(cache: TextState) -> int:
     return max((layer for layer in cache.settings.together if layer < len(cache.layers)), default=-1)
 
 
-def _finish(ended: list[Ended]) -> None:
+def finish_group(ended: list[Ended]) -> None:
     """End the prompt in layers whose heads share one budget, or in a single one, and choose the coming steps' backends."""
     if ended[0].call.evicts:
         _end(ended)
@@ -139,16 +154,17 @@ def _finish(ended: list[Ended]) -> None:
 def _end(ended: list[Ended]) -> None:
     """Compress layers whose heads share one budget, or a single one."""
     call = ended[-1].call
-    now, share = call.now, call.policy.over_heads  # heads share a budget, also with heads on other processes
+    now, share = call.now, ended[-1].share  # heads share a budget, also with heads on other processes
     everyone = call.settings.parallel if share is not None else WHOLE
     for one in ended:
         one.count(everyone)
     held, keep = _joined([one.held for one in ended]), _joined([one.keep for one in ended])
     over_B = [not now.keeps_all and _over(row, most, share) for row, most in zip(held, keep, strict=True)]
-    weighs = call.rule.weighs and not now.keeps_all
+    weighs = ended[-1].weighs
     count, scored = held, weighs or any(over_B)
     if not (share or now.keeps_all):
-        count = [list(map(min, row, most)) for row, most in zip(held, keep, strict=True)]
+        above = ended[-1].above
+        count = [[min(n, k + above) for n, k in zip(row, most, strict=True)] for row, most in zip(held, keep, strict=True)]
     for one in ended if scored else []:
         one.begin()
     if scored and share is not None:
@@ -224,7 +240,7 @@ def _held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], l
     fixed_B, outside = (now.n_B, None) if decode else ([0] * B, now.fixed_B)
     held_B = None if slots.holes else [slots.used] * B
     if not past:
-        held_B = now.n_B if now.padding is None else now.padding.real_B
+        held_B = [now.prompt] * B if now.padding is None else now.padding.real_B
     if held_B is not None and outside is None:
         all_heads = H * everyone.size
         return [[n] * all_heads for n in held_B], [[n] * all_heads for n in fixed_B]
@@ -285,7 +301,7 @@ def _compress(
         return
     slots.keep_BH1 = _numbers(call, keep)[..., None].clone()  # the layer may write to its own
     every = call.policy.every
-    filling = max(*room, 0) + every - 1
+    filling = max(room) + every - 1
     roomy = call.cache.request.room is not None
     goals = [k + every for k in keeps] if evicts else None
     exactly = roomy or every > 1
@@ -404,5 +420,8 @@ def _budgets(call: Call) -> list[int]:
 
 
 def newest(call: Call) -> Tensor:
-    """Return the position of each row's newest token, [B,1,1]."""
-    return call.now.copy([n - 1 for n in call.now.n_B], call.slots.positions.device)[:, None, None]
+    """Return the position of the newest token that each row has read in this pass, [B,1,1]."""
+    edit = call.now.edit
+    return call.now.copy([(n if edit is None else edit.stop) - 1 for n in call.now.n_B], call.slots.positions.device)[
+        :, None, None
+    ]

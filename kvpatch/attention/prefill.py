@@ -17,6 +17,7 @@ from ..policies.needs import PromptRead
 from ..policies.needs.base import Fold
 from ..policies.needs.window_attention import pick_rows
 from .compress import end_prompt, limit, newest
+from .edit import Hidden, end_edit
 from .layer_call import Call
 
 
@@ -34,9 +35,10 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         slots.holes = True
         slots.contiguous &= not past and not now.padding.gapped
         slots.floor = max(slots.floor, past + now.padding.reach)
-    slots.seen += now.prompt
+    slots.seen += 0 if now.edit is not None else now.prompt
     slots.ahead = None  # it counts columns, some of which may be padding
     slots.sliding = call.geometry.sliding
+    hidden = None if now.edit is None else Hidden(slots, now.edit)
     keys, during = call.keys(past), slots.kv.nbytes
     if torch.is_grad_enabled() and k_BHQD.requires_grad:  # the cache's own copies are detached
         old = slots.graph or (keys.k_BHTD[:, :, :past], keys.v_BHTD[:, :, :past])
@@ -46,7 +48,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
     if call.shows:
         call.show(keys, copied=call.positions_BQ.shape[1] > now.prompt)
-    nominal_B = limit(call) if now.ends_prompt and call.evicts and not now.keeps_all else []
+    nominal_B = limit(call) if now.ends_prompt and call.evicts and not (hidden or now.keeps_all) else []
     if not call.evicts or call.policy.needs.rows != "all":
         found = attend_to(call, q_BHGQD, keys, rows_BQ)
     else:
@@ -61,7 +63,10 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
             for need in call.readers:
                 need.read(read)
         call.cache.meter.count(before, during, during)
-        if now.ends_prompt:
+        if hidden is not None:
+            hidden.show()
+            end_edit(call, past, q_BHGQD)
+        elif now.ends_prompt:
             end_prompt(call, past, nominal_B, q_BHGQD)
     return found.out
 

@@ -24,12 +24,9 @@ Span = tuple[int, int]
 
 def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
     """Take spans out of a cache: see EvictingCache.forget."""
-    checks.check_filled(cache.seen_B is not None)
-    cache.check_finished()
-    cache.catch_up()
+    _check_state(cache, "forget()")
     refuse("forget", cache.settings.combine())
-    _check_state(cache)
-    gone_BT = _mark(cache, spans, row)
+    gone_BT = _mark(cache, spans, row, "forget()")
     with cache.changing("forget()"):
         cache.drop_stack(due=cache.stack is not None or cache.stack_due)
         for index, layer in enumerate(cache.layers):
@@ -42,19 +39,97 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
         cache.counters.device = None  # the next pass makes it anew
 
 
-def _check_state(cache: TextState) -> None:
+def check_replaced(cache: TextState, span: Span, ids: object, reread: int, untold: str | None) -> tuple[Tensor, Tensor]:
+    """Return the tokens [B,Q] to be read in place of a span and of `reread` tokens behind it, and their positions [Q].
+
+    untold: the reason that the model can be told no positions, or None.
+
+    Raises:
+        KVPatchError: see Patch.replace; nothing has changed.
+    """
+    _check_state(cache, "replace()")
+    refuse("replace", cache.settings.combine(untold=untold))
+    _check_rows(cache)
+    start, stop = _read_span(span)
+    ids_BN = _read_ids(ids, len(cache.lengths_B), stop - start).to(cache.lengths_B.device)
+    _check_reread(reread)
+    _mark(cache, [(start, stop + reread)], None, "replace()")
+    here, behind = start + torch.arange(ids_BN.shape[1]), stop + torch.arange(reread)
+    places_Q = torch.cat([here, behind]).to(ids_BN.device)
+    if not reread:
+        return ids_BN, places_Q
+    known = cache.ids.ids_BT
+    again_BR = None if known is None else known.gather(1, cache.ids.columns_of(places_Q[len(here) :])).to(ids_BN.device)
+    if again_BR is None or bool((again_BR < 0).any()):
+        raise KVPatchError(
+            f"reread={reread}: the cache does not know the ids of these tokens: leave reread out, or give a longer span, and "
+            "these tokens at the end of ids."
+        )
+    return torch.cat([ids_BN, again_BR], 1), places_Q
+
+
+def _check_rows(cache: TextState) -> None:
+    """Raise KVPatchError where positions of the text are not those that the model is told, or windows have moved on."""
+    if not cache.turns.count:
+        raise KVPatchError("replace() before a prompt has ended: read on first.")
+    if cache.rows.joined or cache.rows.gaps_B is not None or (cache.rows.padded and cache.rows.by_columns):
+        raise KVPatchError(
+            "replace() in a batch whose rows are at different columns of their texts: take a row with cache.select_rows(0), "
+            "replace, and join them with concatenate()."
+        )
+    for layer in cache.layers:
+        if layer.sliding is not None and cache.seen > layer.sliding:
+            raise KVPatchError(
+                f"replace(): layers of this model see a window of {layer.sliding} tokens, and the tokens in front of the span "
+                f"may be gone there, for {cache.seen} were read. Read the text anew."
+            )
+
+
+def _read_ids(ids: object, B: int, room: int) -> Tensor:
+    """Return the tokens of each row [B,N]. Raises KVPatchError unless they are tokens that fit the room of their span."""
+    wanted = f"give token ids, int64 [N] or [{B}, N] or a list of them."
+    try:
+        found = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise KVPatchError(f"replace() was given a {type(ids).__name__} as ids: {wanted}") from error
+    if (
+        found.dtype not in (torch.int64, torch.int32)
+        or found.ndim not in (1, 2)
+        or (found.ndim == 2 and len(found) not in (1, B))
+    ):
+        raise KVPatchError(f"replace() was given ids of {found.dtype} and shape {list(found.shape)}: {wanted}")
+    if not found.shape[-1]:
+        raise KVPatchError("replace() was given no token: to take the span out, write cache.forget([span]).")
+    if found.shape[-1] > room:
+        raise KVPatchError(
+            f"replace() was given {found.shape[-1]} tokens for a span of {room}, whose positions they take: give {room} or "
+            "fewer, or a longer span."
+        )
+    return found.long().expand(B, -1)
+
+
+def _check_reread(reread: object) -> None:
+    """Raise KVPatchError unless `reread` is a number of tokens."""
+    if isinstance(reread, bool) or not isinstance(reread, int) or reread < 0:
+        raise KVPatchError(f"reread={reread!r}: give the number of tokens behind the span to read again, 0 or more.")
+
+
+def _check_state(cache: TextState, what: str) -> None:
+    checks.check_filled(cache.seen_B is not None)
+    cache.check_finished()
+    cache.catch_up()
     if cache.turns.open:
-        raise KVPatchError("forget() in the middle of a prompt: read it to its end, then forget.")
+        raise KVPatchError(f"{what} in the middle of a prompt: read it to its end, then edit.")
     if cache.request.room is not None:
         raise KVPatchError(
-            f"forget() moves buffers, and this cache was made with room={cache.request.room} (or by a generate() that "
+            f"{what} moves buffers, and this cache was made with room={cache.request.room} (or by a generate() that "
             "compiles) for buffers that never change: make it without room."
         )
     if any(layer.storage is not None for layer in cache.layers):
-        raise KVPatchError("forget() of a cache in an engine's pages: end the request, and send the text without these tokens.")
+        raise KVPatchError(f"{what} of a cache in an engine's pages: end the request, and send the edited text.")
 
 
-def _mark(cache: TextState, spans: Sequence[Span], row: int | None) -> Tensor:
+def _mark(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -> Tensor:
     """Return which positions of each row's text go [B,T]. Raises KVPatchError for spans that are not of the text."""
     gaps_B = cache.rows.gaps_B
     lengths = (cache.lengths_B if gaps_B is None else cache.lengths_B - gaps_B).tolist()
@@ -68,7 +143,7 @@ def _mark(cache: TextState, spans: Sequence[Span], row: int | None) -> Tensor:
         for one in rows:
             if stop > lengths[one]:
                 raise KVPatchError(
-                    f"forget() was given the span ({start}, {stop}), and row {one} has read {lengths[one]} tokens: spans end "
+                    f"{what} was given the span ({start}, {stop}), and row {one} has read {lengths[one]} tokens: spans end "
                     f"there or before{'' if row is not None or len(lengths) == 1 else '; give row= where rows differ'}."
                 )
         for other in known:
@@ -77,7 +152,7 @@ def _mark(cache: TextState, spans: Sequence[Span], row: int | None) -> Tensor:
         known.append((start, stop))
         gone_BT[rows, start:stop] = True
     if not known:
-        raise KVPatchError("forget() was given no span: give a list of (start, stop), such as [(12, 80)].")
+        raise KVPatchError(f"{what} was given no span: give a list of (start, stop), such as [(12, 80)].")
     return gone_BT
 
 
@@ -115,7 +190,7 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
         return
     if cache.seen - count < cache.rows.edited:
         raise KVPatchError(
-            f"Cannot roll back {count} tokens: forget() has edited the text after {cache.rows.edited}. Take back "
+            f"Cannot roll back {count} tokens: the text was edited after {cache.rows.edited}. Take back "
             f"{cache.seen - cache.rows.edited} at most, or go on from a clone() made before the edit."
         )
     settings = cache.settings

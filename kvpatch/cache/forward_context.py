@@ -41,6 +41,17 @@ class Repeat:
     hidden: Tensor = field(default_factory=torch.Tensor)
 
 
+@dataclass(frozen=True)
+class Edit:
+    """Tokens that a pass reads into the middle of a text: they see what is held before `start`, and themselves.
+
+    start: position of the first of them. stop: the position after their last; tokens from there on are behind the edit.
+    """
+
+    start: int
+    stop: int
+
+
 @dataclass
 class Forward:
     """A pass, or one block of its prompt.
@@ -63,7 +74,7 @@ class Forward:
     ended: layers that wait for the last one, since all share one budget, or for a second reading (attention/compress.py).
     shown: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
     reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. repeat: the
-    pass is a part of such a reading.
+    pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end.
     """
 
     positions_BQ: Tensor
@@ -93,8 +104,14 @@ class Forward:
     shown: dict[int, list[Any]] = field(default_factory=dict)
     reread_BN: Tensor | None = None
     repeat: Repeat | None = None
+    edit: Edit | None = None
     _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
     _shared: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+
+    @property
+    def prepared(self) -> bool:
+        """True if the pass was begun before the decoder is called, rather than by its pre-hook."""
+        return self.repeat is not None or self.edit is not None
 
     def copy(self, values: list[int], device: torch.device) -> Tensor:
         """Return numbers of the batch rows [B] on a layer's device, copied once for all layers."""

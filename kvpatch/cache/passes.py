@@ -14,7 +14,7 @@ from ..policies.scopes import AllBut, protect_tensor
 from ..policies.served import refuse
 from . import compiled
 from .counters import DeviceCounters
-from .forward_context import Forward, Padding, Repeat, find_places, split_blocks
+from .forward_context import Edit, Forward, Padding, Repeat, find_places, split_blocks
 from .modes import Evicting, Growing
 from .snapshot import LayerPart
 from .state import TextState
@@ -115,6 +115,34 @@ def begin_repeat(
     stops = [first + stop for first, (_, stop, _) in zip(begin_B, pieces, strict=True)]
     now.repeat, cache.now = Repeat(starts, stops), now
     return host.clamp(min=0).to(device), positions
+
+
+def begin_edit(
+    cache: TextState, edit: Edit, ids_BQ: Tensor, places_Q: Tensor, table: Callable[[int], Any] | None = None
+) -> Forward:
+    """Begin a pass that reads tokens into the middle of the text, where nothing is held; return it.
+
+    ids_BQ: the tokens; places_Q: their positions. table: see `begin`.
+    """
+    cache.begin_change("edit")
+    (B, Q), lengths_B = ids_BQ.shape, cache.lengths_B
+    now = Forward(places_Q.expand(B, -1).contiguous(), Q, True, lengths_B.tolist(), None, None, False, 0, edit=edit)
+    now.budget_n_B, now.rows_B, now.keeps_all = now.n_B, [Q] * B, cache.settings.policy.schedule == "prompt"
+    now.protect_BQ = _mark_protected(cache, now.positions_BQ, ids_BQ, cache.seen)
+    if cache.keeps_ids:
+        cache.ids.skip_columns(B, cache.seen, lengths_B.device)
+        cache.ids.replace(ids_BQ, places_Q)
+    if cache.shared is not None:
+        cache.shared = cache.shared.index_fill(2, places_Q.to(cache.shared.device) + 1, 0)
+    cache.now, cache.stack, cache.stack_due, cache.counters.device = now, None, True, None
+    cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)
+    _clear_undo_logs(cache)
+    if table is not None and cache.settings.renumbered:
+        cache.make_table = table
+        now.table = _rotary_table(cache, table, Q, prompt=True)
+    elif table is not None:
+        now.table = table(cache.seen + (cache.settings.policy.needs.lookahead or 0))
+    return now
 
 
 def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: int) -> None:

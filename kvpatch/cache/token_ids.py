@@ -73,6 +73,17 @@ class TokenIds(Batched):
         if columns > self.columns:
             self.write(None, B, columns - self.columns, device)
 
+    def columns_of(self, places_Q: Tensor) -> Tensor:
+        """Return the columns [B,Q] of the tokens at these positions of each row's text."""
+        assert self.ids_BT is not None
+        count_BT = (self.ids_BT != PADDING).long().cumsum(1)
+        return torch.searchsorted(count_BT, (places_Q.to(count_BT.device) + 1).expand(len(count_BT), -1).contiguous())
+
+    def replace(self, ids_BQ: Tensor, places_Q: Tensor) -> None:
+        """Put other tokens at these positions of each row's text."""
+        if self._ids_BC is not None:
+            self._ids_BC = self._ids_BC.scatter(1, self.columns_of(places_Q), ids_BQ.to(self._ids_BC))
+
     def crop(self, columns: int) -> None:
         """Forget what is behind so many columns."""
         self.columns, self.prompt = min(self.columns, columns), min(self.prompt, columns)

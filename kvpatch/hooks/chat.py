@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..arch.upstream import CACHE, CACHE_NAMES
 from ..cache.cache import EvictingCache
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
+from .streams import Outcome, Stop
 from .target import Target
 from .transcript import Template, Transcript, find_dropped
 
@@ -34,11 +35,15 @@ class Chat:
         ids: int64 [1,N], every token that was read, and the last one of the newest answer.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, new_cache: Callable[[], EvictingCache], system: str | None, **options: Any):
+    def __init__(
+        self, model: Any, tokenizer: Any, new_cache: Callable[[], EvictingCache], replace: Callable[..., None],
+        system: str | None, **options: Any,
+    ) -> None:  # fmt: skip
         _check_options(options)
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._template = Template(tokenizer, dict(options.pop("template", None) or {}))
-        self._model, self._tokenizer, self._new_cache, self._options = model, tokenizer, new_cache, options
+        self._model, self._tokenizer, self._options = model, tokenizer, options
+        self._new_cache, self._replace = new_cache, replace
         self._begin_again()
 
     @property
@@ -87,7 +92,7 @@ class Chat:
         """
         asked = self._ask(text, role)
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stop, done = _Stop(), _Outcome()
+        stop, done = Stop(), Outcome()
         thread = Thread(target=done.keep, args=(lambda: self._generate(asked, stop, streamer=streamer), streamer.end))
         thread.start()
         try:
@@ -122,14 +127,55 @@ class Chat:
         Example:
             chat.forget(1)
         """
-        read = len(self.spans)
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < read:
-            known = f"give 0 to {read - 1}, an index of chat.messages" if read else "send() one first"
-            raise KVPatchError(f"forget({index!r}): {read} messages have been read; {known}.")
+        self._check_index("forget", index)
         if self.messages[index].get("forgotten"):
             raise KVPatchError(f"Message {index} is forgotten already: give one without 'forgotten' in chat.messages.")
         self._forget_span(index)
         self.messages[index]["forgotten"] = True
+
+    def replace(self, index: int, text: str) -> None:
+        """Put another text in place of a message, such as the summary of a tool's result; what follows is not read again.
+
+        Args:
+            index: of the message in `messages`; it may be forgotten. The newest answer is not read to its end.
+            text: of at most as many tokens as the message has had.
+
+        Raises:
+            KVPatchError: there is no such message, the text is longer, or the cache cannot be edited (see `Patch.replace`). The
+                conversation is then as before.
+
+        Source: design of this library.
+
+        Example:
+            chat.replace(3, "(the page on limits: 100 requests a minute)")
+        """
+        read = self._check_index("replace", index)
+        if not isinstance(text, str):
+            raise KVPatchError(f"replace() takes the text of a message, not a {type(text).__name__}: write replace(1, '...').")
+        if index == read - 1:
+            raise KVPatchError(f"replace({index}): the last token of the newest answer is not read: send() the next one first.")
+        found, (start, stop) = self._template.rewrite(self.messages, index, text, self._read), self.spans[index]
+        if found is None:
+            raise KVPatchError(f"replace({index}): the template then writes other messages differently: begin another chat.")
+        written, ids = found
+        if len(ids) > stop - start:
+            raise KVPatchError(
+                f"replace({index}): {len(ids)} tokens with the header, and the message has {stop - start}: shorten the text."
+            )
+        self._replace(self.cache, (start, stop), ids)
+        self.ids = self.ids.clone()
+        self.ids[0, start : start + len(ids)] = torch.tensor(ids)
+        self._read.text = written
+        self._read.forgotten.pop(index, None)
+        self.messages[index] = {"role": self.messages[index]["role"], "content": text}
+
+    def _check_index(self, what: str, index: object) -> int:
+        """Return the number of messages that were read. Raises KVPatchError unless `index` is of one of them."""
+        read = len(self.spans)
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < read:
+            known = f"give 0 to {read - 1}, an index of chat.messages" if read else "send() one first"
+            raise KVPatchError(f"{what}({index!r}): {read} messages have been read; {known}.")
+        return read
 
     def _forget_span(self, index: int) -> None:
         """Take from the cache what it has read of a message; the last token of an answer is read with the next turn."""
@@ -200,38 +246,14 @@ class Chat:
         self._begin_again()
 
 
-class _Stop(StoppingCriteria):
-    """Ends generate() when nobody listens."""
-
-    def __init__(self) -> None:
-        self.asked = Event()
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        return torch.full((len(input_ids),), self.asked.is_set(), dtype=torch.bool, device=input_ids.device)
-
-
-class _Outcome:
-    """Result or error of a thread."""
-
-    value: Any = None
-    error: BaseException | None = None
-
-    def keep(self, call: Callable[[], Any], end: Callable[[], None]) -> None:
-        try:
-            self.value = call()
-        except BaseException as error:
-            self.error = error
-            end()
-
-
 def begin_chat(
-    target: Target, settings: CacheSettings, new_cache: Callable[[], EvictingCache], tokenizer: Any, system: str | None,
-    keep_system: bool, options: dict[str, Any],
+    target: Target, settings: CacheSettings, new_cache: Callable[[], EvictingCache], replace: Callable[..., None],
+    tokenizer: Any, system: str | None, keep_system: bool, options: dict[str, Any],
 ) -> Chat:  # fmt: skip
     """Make a Chat: see Patch.chat."""
     if not target.generators:
         raise KVPatchError("This model has no generate(): patch a model with a language head, such as AutoModelForCausalLM.")
-    chat = Chat(target.generators[0], tokenizer, new_cache, system, **options)
+    chat = Chat(target.generators[0], tokenizer, new_cache, replace, system, **options)
     if keep_system:
         _check_kept(settings, chat.system_tokens)
     return chat

@@ -23,7 +23,7 @@ from ..serving.pool import RequestPool
 from . import inputs, ownership
 from .attention import Courier, PassMask
 from .replay import begin_replay
-from .second_reading import begin_repeat
+from .second_reading import enter_prepared
 from .state import NotCaptured, PatchState, by_kind, is_aside, pass_mask, put_aside
 
 NO_CAPTURE = (
@@ -60,8 +60,8 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
     past = cache_of(call)
     if state.replayed is not None and (past is None or state.settings.transparent):
         return begin_replay(decoder, call, state, state.replayed)
-    if isinstance(past, EvictingCache) and past.now is not None and past.now.repeat is not None:
-        return begin_repeat(call, past, call["input_ids"].device, state)
+    if isinstance(past, EvictingCache) and past.now is not None and past.now.prepared:
+        return enter_prepared(call, past, call["input_ids"].device, state)
     made_here = past is None
     changed = _begin_pass(decoder, call, state)
     put_aside(decoder, state.aside, ours=changed is not None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from ..arch.upstream import CACHE, cache_of, set_cache
 from ..attention.replay import ReplayPass
 from ..cache.cache import EvictingCache
-from ..cache.lifetimes import Record
+from ..cache.lifetimes import Record, same_model
 from ..cache.snapshot import Snapshot
 from ..errors import KVPatchError
 from ..policies.served import refuse
@@ -83,6 +85,20 @@ def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
         f"Row {row} is no recorded text: token {agree} of it differs from the most similar, text {best}. Give texts as they "
         "were recorded, with attention_mask=0 for padding; join records with Record.join([...])."
     )
+
+
+@contextmanager
+def follow(state: PatchState, kind: dict[str, Any], record: Record | Sequence[Record]) -> Iterator[None]:
+    """Let passes without a cache follow a record inside a with-block: see Patch.replay. kind: of the model."""
+    joined = record if isinstance(record, Record) else Record.join(record)
+    same_model(joined.model, kind, "this one")
+    if state.settings.renumbered:
+        raise KVPatchError("A replay attends at original positions: patch with positions='original'.")
+    before, state.replayed = state.replayed, joined
+    try:
+        yield
+    finally:
+        state.replayed = before
 
 
 def find_record(state: PatchState, kind: dict[str, Any], cache: EvictingCache | None) -> Record:

@@ -61,8 +61,8 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
             passes.finish(cache)
 
 
-def begin_repeat(call: dict[str, Any], cache: EvictingCache, device: torch.device, state: PatchState) -> Any:
-    """Begin a pass of a second reading: nothing of the cache's own counts it."""
+def enter_prepared(call: dict[str, Any], cache: EvictingCache, device: torch.device, state: PatchState) -> Any:
+    """Enter a pass that was begun before the decoder was called: a part of a second reading, or an edit."""
     mask = by_kind(cache.settings.stack, pass_mask(device).as_subclass(PassMask), None, 1)
     set_cache(call, cache, state.cache_name)
     call.update(use_cache=True, attention_mask=mask)

@@ -80,6 +80,20 @@ class Template:
             return end
         return count_common(text, once)
 
+    def rewrite(self, messages: list[Message], index: int, content: str, read: Transcript) -> tuple[str, list[int]] | None:
+        """Return what was read, with another content of one message, and the ids of that message with its header.
+
+        None: the template writes other messages differently then.
+        """
+        changed = [*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]]
+        old, new = (self.render(all_of_them, read.left_out) for all_of_them in (messages, changed))
+        start, old_stop, new_stop = old.begins[index], old.begins[index + 1], new.begins[index + 1]
+        same = old.text[:start] == new.text[:start] and old.text[old_stop:] == new.text[new_stop:]
+        if not same or new.begins[index] != start or not old.text.startswith(read.text):
+            return None
+        ids = self._tokenizer(new.text[start:new_stop], add_special_tokens=False).input_ids
+        return new.text[:new_stop] + read.text[old_stop:], list(ids)
+
     def _try_to_write(self, messages: list[Message]) -> str:
         """Return the text of messages, or "" where the template refuses them, such as a system message alone."""
         try:

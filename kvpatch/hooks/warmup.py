@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import KVPatchError
+from ..policies.budgets import check_count
 from .run_log import RunLog
 from .state import PatchState
 from .target import Target
@@ -19,8 +20,11 @@ def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: i
     """Read prompts of `batch_size` rows of `tokens` tokens and decode after them; the log of passes stays as it is.
 
     Raises:
-        KVPatchError: the budget would keep the whole prompt, so that nothing is scored or evicted.
+        KVPatchError: the budget would keep the whole prompt, so that nothing is scored or evicted, or these are no numbers.
     """
+    check_count("batch_size", batch_size, "rows")
+    if tokens is not None:
+        check_count("tokens", tokens, "tokens")
     log, state.log = state.log, RunLog(state.settings)
     try:
         with torch.no_grad():

@@ -305,6 +305,15 @@ REFUSED: dict[str, dict[str, str]] = {
         "tensor parallel": "forget() changes how many tokens heads hold, and other processes hold some of these heads: read "
         "the text anew without these tokens.",
     },
+    "replace": {
+        "states": "replace(): layers {it.states} of this hybrid keep a state of all that was read, and no token can be taken "
+        "out of it. Read the text anew.",
+        "tensor parallel": "replace() changes how many tokens heads hold, and other processes hold some of these heads: read "
+        "the text anew.",
+        "positions by columns": "replace() reads tokens at the positions of others, which this model's decoder cannot be "
+        "told, for {it.untold}: read the text anew.",
+        "record": "record=True knows one token for each position of a text: read the text anew, or leave record out.",
+    },
     "roll-back": {
         "recurrence": "Cannot roll back {it.crop} tokens: layers {it.states} of this hybrid keep a recurrent state, in which "
         "earlier ones are gone. Call cache.clone() before generating and go on from the copy.",

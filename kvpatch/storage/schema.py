@@ -116,7 +116,7 @@ class _Layer:
         dtype = DTYPES[own["dtype"]]
         C = self._take_tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
         _check_condition(
-            0 < own["used"] <= C and own["floor"] <= own["used"], f"{self.where}: {own['used']} of {C} slots are used"
+            0 <= own["used"] <= C and own["floor"] <= own["used"], f"{self.where}: {own['used']} of {C} slots are used"
         )
         shape = self._find_shape(own["head_offsets"], C, mode.slotted and own["holes"])
         bits = FULL if mode is Reading else self.cache.settings.bits  # a prompt's are in full

@@ -4,6 +4,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from kvpatch.errors import KVPatchError
 from tests.helpers.comparing import (
     ANY_SCHEDULE,
     EVICTING,
@@ -85,10 +86,29 @@ class Texts:
             spans = [(number % seen, min(seen, 3 * number)), (seen - 1, seen)][: 1 + number % 2]
             self.cache.forget(spans if number * 3 < seen else spans[-1:])
             self.texts = [[*text, spans if number * 3 < seen else spans[-1:]] for text in self.texts]
+        elif deed == "replace":
+            self.replace(number)
         elif deed == "save":
             self.patch.save_cache(self.cache, self.path)
             self.cache = self.patch.load_cache(self.path)
         sound(self.cache)
+
+    def replace(self, number):
+        """Replace a span near the beginning by fewer tokens or as many, unless the model cannot be told its positions."""
+        self.seed += 1
+        seen, start = self.cache.get_seq_length(), number - 1
+        span, reread = (start, min(seen, 3 * number)), number % 3
+        new = prompt(self.rows, max(1, (span[1] - start) // (1 + number % 2)), seed=self.seed)
+        reread = reread if self.cache.keeps_ids and span[1] + reread <= seen else 0
+        if start >= span[1]:
+            return
+        try:
+            self.patch.replace(self.cache, span, new, reread=reread)
+        except KVPatchError as error:
+            if not str(error).startswith("replace()"):
+                raise
+            return
+        self.texts = [[*text, (span, piece, reread)] for text, piece in zip(self.texts, new, strict=True)]
 
     def follow(self, deeds):
         for deed, number in deeds:
@@ -104,6 +124,9 @@ class Texts:
             for piece in text:
                 if isinstance(piece, list):
                     alone.forget(piece)
+                    continue
+                if isinstance(piece, tuple):
+                    self.patch.replace(alone, *piece[:2], reread=piece[2])
                     continue
                 logits = self.model(piece[None], past_key_values=alone, use_cache=True).logits[:, -1]
             own = [alone.positions(layer)[0].tolist() for layer in range(2)]

@@ -247,6 +247,73 @@ def test_a_forgotten_message_is_not_read_anew(model):
         assert decode(chat, *chat.spans[2]) == "<|im_start|>assistant\nyes<|im_end|>\n"
 
 
+# ---- replace ----
+
+
+@pytest.mark.parametrize("k", [1.0, 60])
+def test_a_message_is_replaced_and_the_chat_goes_on(model, tokenizer, k):
+    with kvpatch.patched(model, "h2o", k) as patch:
+        chat = patch.chat(tokenizer, system="be kind", **saying(tokenizer, "yes", "no", "well"))
+        chat.send("what does the whole page say?")
+        (start, stop), cache, size = chat.spans[1], chat.cache, chat.ids.shape[1]
+        chat.replace(1, "a page")
+        new = tokenizer("<|im_start|>user\na page<|im_end|>\n", add_special_tokens=False).input_ids
+        assert chat.messages[1] == {"role": "user", "content": "a page"} and chat.spans[1] == (start, stop)
+        assert chat.ids[0, start : start + len(new)].tolist() == new and chat.ids.shape[1] == size
+        held = positions(cache)
+        assert not held & set(range(start + len(new), stop)) and start + len(new) - 1 in held
+        assert chat.send("two?") == "no" and chat.cache is cache
+        chat.replace(1, "it")
+        assert chat.send("three?") == "well" and chat.cache is cache
+
+
+def test_what_replaces_a_message_is_what_another_chat_reads_in_its_place(model, tokenizer):
+    """The entries of the new message, and of what is before it, are those of a chat that has had it from the beginning."""
+    entries = []
+    with torch.no_grad(), kvpatch.patched(model, "h2o", k=1.0) as patch:
+        for first in ("the long page", "short"):
+            chat = patch.chat(tokenizer, system="be kind", **saying(tokenizer, "yes"))
+            chat.send(first)
+            if first != "short":
+                chat.replace(1, "short")
+            layer, last = chat.cache.layers[1], chat.spans[1][0] + len("<user\nshort<\n")
+            order = layer.positions[0, 0, : layer.used].argsort()[:last]
+            assert layer.positions[0, 0, order].tolist() == list(range(last))
+            entries.append(layer.kv.numbers(layer.used)[0][0, 0, order])
+    torch.testing.assert_close(*entries, atol=1e-5, rtol=0)
+
+
+def test_a_summary_takes_the_place_of_a_forgotten_message(model, tokenizer):
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat = patch.chat(tokenizer, **saying(tokenizer, "yes", "no"))
+        chat.send("a long question?")
+        chat.forget(0)
+        chat.replace(0, "one?")
+        assert chat.messages[0] == {"role": "user", "content": "one?"}
+        chat.send("two?")
+        assert positions(chat.cache) >= set(range(len("<user\none?<\n")))
+
+
+def test_a_message_that_cannot_be_replaced_stays(model, tokenizer):
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat = patch.chat(tokenizer, **saying(tokenizer, "yes"))
+        with pytest.raises(KVPatchError, match=r"replace\(0\): 0 messages have been read"):
+            chat.replace(0, "none")
+        chat.send("one?")
+        before, ids = [dict(one) for one in chat.messages], chat.ids.clone()
+        with pytest.raises(KVPatchError, match=r"replace\(1\): the last token of the newest answer is not read: send\(\)"):
+            chat.replace(1, "no")
+        with pytest.raises(KVPatchError, match=r"replace\(0\): 17 tokens with the header, and the message has 12: shorten"):
+            chat.replace(0, "one two ?")
+        with pytest.raises(KVPatchError, match=r"not a int: write replace\(1, '...'\)"):
+            chat.replace(0, 3)
+        assert chat.messages == before and chat.ids.equal(ids)
+        tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ messages[0].content[:1] }}{{ m.content }}")
+        with pytest.raises(KVPatchError, match="the template then writes other messages differently: begin another chat"):
+            chat.replace(0, "two?")
+        assert chat.messages == before
+
+
 # ---- streams ----
 
 
@@ -273,7 +340,7 @@ def test_who_stops_listening_ends_the_answer_there(model, tokenizer, monkeypatch
                 assert asked.wait(60)
             return super().__call__(input_ids, scores)
 
-    monkeypatch.setattr("kvpatch.hooks.chat.Event", Heard)
+    monkeypatch.setattr("kvpatch.hooks.streams.Event", Heard)
     slow = LogitsProcessorList([Wait(tokenizer, "a bc def ghi " + 47 * "z")])
     with kvpatch.patched(model, "h2o", k=24) as patch:
         chat = patch.chat(tokenizer, logits_processor=slow, max_new_tokens=60)

@@ -33,6 +33,7 @@ GRAPHED = "tests/hooks/test_generate_steps.py"
 DECODES = "tests/policies/test_decoding.py::test"
 LATENT = "tests/arch/test_latent.py::test"
 CENTRE = "tests/cache/test_centre.py::test"
+REPLACE = "tests/cache/test_replace.py::test_"
 NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
@@ -43,6 +44,18 @@ MUTANTS = {
     "forget() of one row takes tokens of all": (
         "cache/editing.py", "gone_BT[rows, start:stop] = True", "gone_BT[:, start:stop] = True",
         "tests/cache/test_forget.py::test_what_stays_is_bit_for_bit_what_it_was[16-h2o-12]"),
+    "new tokens in a span's place see what is behind them": (
+        "attention/edit.py", "slots.positions.masked_fill_(self.behind, -1)", "pass",
+        f"{REPLACE}what_follows_is_as_the_masked_model_reads_it[llama_gqa-h2o]"),
+    "what is behind an edit loses its scores": (
+        "attention/edit.py", "torch.where(mask, old, tensor)", "tensor",
+        f"{REPLACE}what_stays_is_bit_for_bit_what_it_was[tova-12-8]"),
+    "what is behind an edit is evicted for it": (
+        "attention/edit.py", "return keys.masked_fill(kept, LAST)", "return keys",
+        f"{REPLACE}what_stays_is_bit_for_bit_what_it_was[tova-12-8]"),
+    "tokens that are read again are those of other positions": (
+        "cache/editing.py", "stop + torch.arange(reread)", "start + torch.arange(reread)",
+        f"{REPLACE}tokens_behind_are_read_again[7-h2o]"),
     "a roll-back goes behind an edit": (
         "cache/editing.py", "if cache.seen - count < cache.rows.edited:", "if False:",
         "tests/cache/test_forget.py::test_a_roll_back_stops_at_an_edit"),

@@ -5,6 +5,7 @@ BFCL's conversations (tasks/tools.py) with a page of prose as the result of thei
     kept        nothing is dropped: the full cache
     read anew   the conversation is read again without the page
     forgotten   `cache.forget()`: what was read behind the page has seen it, and stays
+    summary, read anew; summary in place    the same with the page's first tokens in its place, the latter by `patch.replace()`
 
 Judged are the last turn's right calls. Time is that of the process from the edit to the end of the last turn.
 """
@@ -31,8 +32,10 @@ from .statistics import estimate
 from .tasks import tools
 from .texts import group_parts, sentences
 
-PAGE = 500
-WAYS = ("kept", "read anew", "forgotten")
+PAGE, SUMMARY = 500, 48
+ANEW, SHORT = "read anew", "summary, read anew"
+WAYS = {"kept": ANEW, ANEW: "", "forgotten": ANEW, SHORT: "", "summary in place": SHORT}
+"""With each way the one that it stands beside."""
 
 
 @dataclass(frozen=True)
@@ -66,21 +69,26 @@ def measure_conversation(model: Any, conversation: Conversation) -> dict[str, di
     *history, last = conversation.sample.turns
     start, stop = conversation.span
     probe, text = conversation.sample.probes[0], tuple(token for turn in history for token in turn)
-    found = {}
-    began = time.process_time()
-    _, cache = read_ids(model, text[:start] + text[stop:] + last, None)
-    seconds = time.process_time() - began
-    anew, logp_AV = judge(model, probe, cache, None)
-    found["read anew"] = {"nats": anew.nats, "kl": 0.0, "seconds": seconds}
-    with kvpatch.patched(model, "full", 1.0):
-        for way in ("kept", "forgotten"):
+    summary, found, anew = text[start:stop][:SUMMARY], dict[str, dict[str, float]](), {}
+    for way, new in ((ANEW, ()), (SHORT, summary)):
+        began = time.process_time()
+        _, cache = read_ids(model, text[:start] + new + text[stop:] + last, None)
+        seconds = time.process_time() - began
+        judged, anew[way] = judge(model, probe, cache, None)
+        found[way] = {"nats": judged.nats, "kl": 0.0, "seconds": seconds}
+    with kvpatch.patched(model, "full", 1.0) as patch:
+        for way, beside in WAYS.items():
+            if not beside:
+                continue
             _, cache = read_ids(model, text, None)
             began = time.process_time()
             if way == "forgotten":
                 cache.forget([conversation.span])
+            elif way != "kept":
+                patch.replace(cache, conversation.span, list(summary))
             _, cache = read_ids(model, last, cache)
             seconds = time.process_time() - began
-            judged, _ = judge(model, probe, cache, logp_AV)
+            judged, _ = judge(model, probe, cache, anew[beside])
             found[way] = {"nats": judged.nats, "kl": judged.kl, "seconds": seconds}
     return found
 
@@ -105,13 +113,13 @@ def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str
 def write_table(path: Path) -> str:
     """A row for each way: nats of the next call, beside reading anew, and seconds."""
     lines, rows = read_lines(path), []
-    anew = [line["ways"]["read anew"] for line in lines]
-    for way in WAYS:
+    for way, other in WAYS.items():
+        anew = [line["ways"][other or way] for line in lines]
         own = [line["ways"][way] for line in lines]
         nats, kl = estimate([one["nats"] for one in own]), estimate([one["kl"] for one in own])
-        apart = estimate([one["nats"] - other["nats"] for one, other in zip(own, anew, strict=True)])
+        apart = estimate([one["nats"] - its["nats"] for one, its in zip(own, anew, strict=True)])
         seconds = sorted(one["seconds"] for one in own)[len(own) // 2]
-        beside = [f"{apart.mean:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}]", f"{kl.mean:.3f}"] if way != WAYS[1] else ["", ""]
+        beside = [f"{apart.mean:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}]", f"{kl.mean:.3f}"] if other else ["", ""]
         rows.append([way, f"{nats.mean:.3f}", *beside, f"{seconds:.2f}"])
     tokens = sorted(line["tokens"] for line in lines)
     dropped = sum(line["dropped"] for line in lines) / max(len(lines), 1)

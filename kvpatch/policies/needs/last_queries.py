@@ -38,7 +38,8 @@ class Recent(Note):
         W = self.positions_BW.shape[1]
         positions, index = positions_BQ.topk(min(W, positions_BQ.shape[1]), dim=1)
         q = q_BHGQD.gather(3, index[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
-        known = (positions >= 0) & (positions > positions.amax(1, keepdim=True) - W)
+        newest = torch.maximum(positions.amax(1, keepdim=True), self.positions_BW.amax(1, keepdim=True))
+        known = (positions >= 0) & (positions > newest - W)  # an edit's are older than those that were read behind it
         column = torch.where(known, positions % W, W)  # a column more, which is cut off again
         wide = Recent(F.pad(self.q_BHGWD, (0, 0, 0, 1)), F.pad(self.positions_BW, (0, 1)))
         wide.restore((column, q, positions))

@@ -1,0 +1,35 @@
+"""Caches in files: checks before one is written, and parts of the model that one that was read takes up."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+import torch
+
+from ..arch.bound import BoundAdapter
+from ..cache.cache import EvictingCache
+from ..storage.save_load import load, save
+from . import ownership
+from .identity import stamp_model
+from .inputs import file_path
+from .state import PatchState
+from .target import Target
+
+
+def save_cache(target: Target, state: PatchState, cache: EvictingCache, path: str | PathLike[str]) -> None:
+    """Write a cache to a file: see Patch.save_cache."""
+    ownership.check_own(cache, state)
+    ownership.refuse_changed(cache, stamp_model(target.decoder))
+    save(cache, file_path(path), target.identity())
+
+
+def load_cache(target: Target, cache: EvictingCache, path: str | PathLike[str]) -> EvictingCache:
+    """Fill an empty cache from a file, and return it: see Patch.load_cache."""
+    cache = load(cache, file_path(path), target.identity(), target.shapes(), target.devices())
+    cache.lifetimes = None  # the file has none
+    cache.read_by = stamp_model(target.decoder)
+    cache.states.place(target.state_devices())
+    with torch.no_grad():  # geometry comes from the model; concatenate() compares it
+        for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):
+            layer.geometry = BoundAdapter(adapter, module, layer.positions.shape[1]).geometry(layer.device)
+    return cache
