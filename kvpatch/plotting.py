@@ -177,7 +177,7 @@ def divergence(curves: Mapping[str, Sequence[tuple[int, float]]], chance: str, f
     return axes.figure
 
 
-def words(
+def draw_text(
     text: str, spans: Sequence[tuple[int, int]], pages: Sequence[tuple[str, Tensor]], asked: Sequence[str], title: str
 ) -> Any:
     """Draw a text once for each policy: the larger the share of heads that kept a token, the darker its letters.

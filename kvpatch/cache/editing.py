@@ -178,6 +178,14 @@ def _take_out(layer: SlotLayer, gone_BT: Tensor) -> None:
     vars(layer).update(vars(lay_out_anew(part)))  # bound steps hold the layer
 
 
+def put_in_order(cache: TextState) -> None:
+    """Put each head's slots in text order after tokens were read into the middle of it: scores are pooled over neighbours."""
+    for layer in cache.layers:
+        before = layer.kv.nbytes
+        vars(layer).update(vars(lay_out_anew(layer)))  # bound steps hold the layer
+        cache.meter.now += layer.kv.nbytes - before
+
+
 # ---- the last tokens ----
 
 

@@ -57,10 +57,10 @@ class Reading:
     spans: list[tuple[int, int]]
     asked: dict[str, Tensor]
 
-    def find_tokens(self, words: str) -> list[int]:
-        """Return the tokens that have a part of these words of the text."""
-        start = self.text.index(words)
-        return [i for i, (a, b) in enumerate(self.spans) if a < start + len(words) and b > start]
+    def find_tokens(self, phrase: str) -> list[int]:
+        """Return the tokens that have a part of this phrase of the text."""
+        start = self.text.index(phrase)
+        return [i for i, (a, b) in enumerate(self.spans) if a < start + len(phrase) and b > start]
 
 
 def run(source: Source, out: Path, json: bool = False) -> None:
@@ -102,7 +102,7 @@ def draw(reading: Reading, told: list[view.Told]) -> Any:
     """Draw the text as each policy kept it."""
     pages = [(f"{one.policy}: {sum(one.right)} of {len(QUESTIONS)} answers right", one.share_T) for one in told]
     title = f"Words that are left of the text under a budget of {K:.0%}: the darker, the more heads kept them"
-    return plotting.words(reading.text, reading.spans, pages, list(QUESTIONS.values()), title)
+    return plotting.draw_text(reading.text, reading.spans, pages, list(QUESTIONS.values()), title)
 
 
 def read_story(model: Any, tokenizer: Any) -> Reading:
@@ -154,8 +154,8 @@ def ask(model: Any, tokenizer: Any, reading: Reading, policy: str) -> view.Told:
         kept_LHT = Report.of(cache).kept()
         answers = [_answer(model, tokenizer, reading, question, cache) for question in QUESTIONS]
     share_T = kept_LHT.float().mean((0, 1))
-    held = [float(share_T[reading.find_tokens(words)].mean()) for words in QUESTIONS.values()]
-    right = [words.casefold() in said.casefold() for words, said in zip(QUESTIONS.values(), answers, strict=True)]
+    held = [float(share_T[reading.find_tokens(phrase)].mean()) for phrase in QUESTIONS.values()]
+    right = [phrase.casefold() in said.casefold() for phrase, said in zip(QUESTIONS.values(), answers, strict=True)]
     return view.Told(policy, cache.nbytes, time.perf_counter() - start, answers, held, right, share_T)
 
 

@@ -39,3 +39,5 @@ def _read(target: Target, state: PatchState, cache: EvictingCache, call: dict[st
             target.decoder(**call)
         finally:
             cache.now = before
+        with torch.inference_mode(False), cache.changing("replace()"):
+            editing.put_in_order(cache)

@@ -18,7 +18,7 @@ from tests.helpers.comparing import (
 from tests.helpers.tiny import MODELS, prompt, sound
 from tests.oracle.test_oracle_parts import fits
 
-KINDS = ("decode", "decode", "decode", "turn", "clone", "crop", "reorder", "repeat", "save", "forget")
+KINDS = ("decode", "decode", "decode", "turn", "clone", "crop", "reorder", "repeat", "save", "forget", "replace")
 DEEDS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 6)), max_size=9)
 
 

@@ -14,7 +14,7 @@ CPU_MULTIPROCESSORS = 132  # an H100's or H200's: for the interpreter, and for c
 SHORTEST = 128  # slots of a segment: with fewer, merging costs more than it saves
 TILE = 1 << 14  # bytes of one tile of keys or values in shared memory
 CELLS = 1 << 10  # probabilities that a combining program holds at a time; with more, compute capability 12.0 spills a register
-BLOCKS = 4  # a chunk has at least so many blocks of slots: with fewer, a launch to compare chunks costs more than it saves
+BLOCKS = 8  # a chunk has at least so many blocks of slots: with fewer, a launch to compare chunks costs more than it saves
 MOST_CHUNKS = 256
 OUTPUTS = 128  # entries of a head's output [G,D] that one program computes
 
