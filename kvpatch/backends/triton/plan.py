@@ -66,11 +66,10 @@ def plan(
     splits: segments and chunks of a head; None: the best number. bits: of keys and values. pages: a head has several.
     """
     width, group = max(16, _round_to_power(D)), _round_to_power(G)
-    wide = bits == 8 and width > 128  # whose numbers in registers need the threads of 8 warps
-    lanes, warps = max(16, group), 8 if group > 16 or wide else 4
+    lanes, warps = max(16, group), 8 if group > 16 or width > 128 else 4  # with fewer threads, registers spill
     tile = TILE >> max(0, count_query_bytes(G, D, itemsize).bit_length() - 15)  # 32 KiB and more leave less for keys
     tile = tile // 2 if bits == 8 else tile  # a tile of codes becomes one of numbers in registers; one of 4 bits in two pieces
-    block, cells = max(16, min(128 if group <= 16 else 64, tile // (width * itemsize))), max(32, min(512, CELLS // group))
+    block, cells = max(16, min(128 if group <= 16 else 64, tile // (width * itemsize))), max(32, min(256, CELLS // group))
     programs = -(-WAVES * multiprocessors // heads)
     span = _divide_slots(C, splits or min(-(-C // SHORTEST), programs), block)
     chunks = splits or min(max(C // (BLOCKS * cells), 1), programs)
