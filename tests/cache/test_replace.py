@@ -422,3 +422,20 @@ def test_a_hybrids_states_cannot_be_edited():
         model(prompt(1, 20), past_key_values=cache)
         with pytest.raises(KVPatchError, match=r"replace\(\): layers 0 of this hybrid keep a state of all that was read"):
             patch.replace(cache, (0, 4), [1])
+
+
+@pytest.mark.parametrize("policy", ["pyramidkv", "critical(pyramidkv)"])
+def test_a_later_turn_pools_over_neighbours_in_the_text(policy):
+    """Columns of rows that keep different tokens have gaps, and are put in text order; those of a row alone must be as well."""
+    texts = prompt(2, 6, seed=1), prompt(2, 1, seed=2), prompt(2, 2, seed=3)
+    model = make("gpt2", dtype=torch.float64)
+    with torch.no_grad(), kvpatch.patched(model, policy, 0.85, window=1) as patch:
+
+        def held(rows):
+            cache = patch.new_cache()
+            model(texts[0][rows], past_key_values=cache)
+            patch.replace(cache, (0, 3), texts[1][rows], reread=1)
+            model(texts[2][rows], past_key_values=cache)
+            return [[sorted(p for p in head if p >= 0) for head in row] for row in cache.positions(1).tolist()]
+
+        assert held([0, 1]) == [*held([0]), *held([1])]
