@@ -186,19 +186,6 @@ def trained_length(name: str, tokens: int) -> list[str]:
     ]
 
 
-def prepare(out: Path) -> None:
-    """Make the folder for pictures and settings, and look for matplotlib, before anything is measured.
-
-    Raises:
-        KVPatchError: the folder cannot be made, or matplotlib is missing.
-    """
-    plotting.new_figure()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise KVPatchError(f"--out {out} cannot be made: {error.strerror}") from error
-
-
 # ---- what is asked for ----
 
 

@@ -10,7 +10,6 @@ import torch
 from rich.console import Console
 
 from .. import plotting
-from ..errors import KVPatchError
 from ..evaluation.teacher_forcing import Fed, feed
 from ..patching import patched
 from ..report import Report
@@ -19,7 +18,7 @@ from .demo_view import Outcome
 from .loading import MODELS, load_model, load_tokenizer
 from .needles import Text, source_file, task_needles
 from .output import console as make_console
-from .output import print_json, progress
+from .output import make_folder, print_json, progress
 
 POLICIES: dict[str, dict[str, Any]] = {
     "window": {},
@@ -65,11 +64,7 @@ def run(out: Path, json: bool = False) -> None:
         KVPatchError: `out` cannot be written, or matplotlib is missing.
     """
     console = make_console(stderr=json)
-    plotting.new_figure()  # without matplotlib nothing is measured
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise KVPatchError(f"--out {out} cannot be made: {error.strerror}") from error
+    make_folder(out)
     stages = _shipped(console)
     view.show_story(console, ["full", *POLICIES])
     outcomes, reports = [], {}

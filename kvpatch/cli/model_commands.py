@@ -24,7 +24,7 @@ from .options import (
     parse_options,
     policy_options,
 )
-from .output import print_json, print_rows, short_errors
+from .output import make_folder, print_json, print_rows, short_errors
 
 KS = "0.7,0.5,0.3,0.2"  # budgets of `compare` by default
 COMPARED = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_adakv"
@@ -223,5 +223,5 @@ def compare(  # noqa: PLR0913 - as above
         )
         own = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
         prompts = {one.name: one.read_text() for one in texts_of}
-        comparing.prepare(out)
+        make_folder(out)
         comparing.run(asked, source, prompts, own)

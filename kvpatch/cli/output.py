@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -112,3 +113,18 @@ def progress(out: Console) -> Progress:
         redirect_stdout=False,
         redirect_stderr=False,
     )
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of `--out`, and look for matplotlib, before anything is measured.
+
+    Raises:
+        KVPatchError: the folder cannot be made, or matplotlib is missing.
+    """
+    from .. import plotting  # which imports torch
+
+    plotting.new_figure()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KVPatchError(f"--out {out} cannot be made: {error.strerror}") from error

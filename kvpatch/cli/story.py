@@ -21,7 +21,7 @@ from ..report import Report
 from . import story_view as view
 from .loading import Source, fit
 from .output import console as make_console
-from .output import print_json, progress
+from .output import make_folder, print_json, progress
 
 TEXT = Path(__file__).parent / "texts" / "harbour.txt"
 """A text that no model has been trained on, for it was written for this demo."""
@@ -75,11 +75,7 @@ def run(source: Source, out: Path, json: bool = False) -> None:
         KVPatchError: the model cannot be loaded or has no room for the text, or `out` cannot be written.
     """
     console = make_console(stderr=json)
-    plotting.new_figure()  # without matplotlib nothing is read
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise KVPatchError(f"--out {out} cannot be made: {error.strerror}") from error
+    make_folder(out)
     model, tokenizer = source.model(), source.tokenizer()
     reading = read_story(model, tokenizer)
     view.show_story(console, source.name, reading.ids_1T.shape[1], K, list(QUESTIONS))
