@@ -29,7 +29,7 @@ EXTRAS = {
         "ruff", "sphinx", "sphinx-copybutton", "tokenizers", "triton",
     },
 }  # fmt: skip
-BROUGHT = {"huggingface_hub", "safetensors", "triton", "typing_extensions"}  # by transformers and torch
+BROUGHT = {"jinja2", "huggingface_hub", "safetensors", "triton", "typing_extensions"}  # by transformers and torch
 MODULE_OF = {"flash_attn": "flash-attn", "lm_eval": "lm-eval"}
 
 

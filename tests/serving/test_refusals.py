@@ -71,7 +71,7 @@ def test_older_versions(monkeypatch):
         ("llama_gqa", {}, {"input_ids": [5] * 6000, "max_new_tokens": 4}, "needs 6003 positions, but this model has"),
         (
             "llama_gqa",
-            {"schedule": "prompt"},
+            {"schedule": "prompt", "positions": "renumbered"},  # under which positions are no limit
             {"input_ids": [5] * 30, "max_new_tokens": None},
             "no limit of new tokens",
         ),
@@ -119,7 +119,7 @@ def test_the_block_ends_while_requests_run():
     """The manager is stopped with the patch; what was under way fails with an error, and the model is as before."""
     model, ids = make("llama_gqa"), prompts((40,))[0]
     before = set(vars(model))
-    with kvpatch.patched(model, "h2o", 24):
+    with kvpatch.patched(model, "h2o", 24, positions="renumbered"):  # under which a text has no end
         manager = model.init_continuous_batching(generation_config=greedy(100_000), continuous_batching_config=engine())
         manager.start()
         name = manager.add_request(ids, streaming=True)
