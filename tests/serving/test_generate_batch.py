@@ -144,7 +144,8 @@ def test_arrivals_and_cancellations(policy, scheduler):
 @pytest.mark.parametrize("new", [150, pytest.param(2000, marks=pytest.mark.slow)])
 def test_memory_of_a_request_is_constant(new, monkeypatch):
     """A request holds ceil(k / page) blocks however long its text, and its row no more slots than that."""
-    model, texts, seen = make("llama_gqa", max_position_embeddings=4096), prompts((100, 61, 33)), []
+    model, texts, seen = make("llama_gqa"), prompts((100, 61, 33)), []
+    model.config.max_position_embeddings = 4096
     begin = RequestPool.next_pass
 
     def watched(self):
