@@ -20,7 +20,7 @@ from kvpatch.cache.counters import DeviceCounters
 from kvpatch.cache.layer import SlotLayer
 from kvpatch.cache.slots import DenseSlots
 from kvpatch.cache.state import TextState
-from kvpatch.hooks import decoder, install
+from kvpatch.hooks import decoder, files, install
 from kvpatch.hooks.run_log import RunLog
 from kvpatch.policies.batched import Batched
 from kvpatch.policies.policy import Policy
@@ -65,7 +65,7 @@ SAVE = [
 ]  # fmt: skip
 LOAD = [
     (save_load, "_read_file"), (kinds, "verify_checksum"), (save_load, "_compare_tables"), (save_load, "_restore_layer"),
-    (handle, "BoundAdapter"),
+    (files, "BoundAdapter"),
 ]  # fmt: skip
 ENTER = [
     (install, "replace_forward"), (install, "attention_forward"), (install.Installation, "_set_attribute"),

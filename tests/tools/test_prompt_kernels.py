@@ -14,7 +14,7 @@ NAMES = {  # as in test_kernel_report.py
 }
 
 
-@pytest.mark.parametrize("chip", SHARED)
+@pytest.mark.parametrize("chip", NAMES)
 def test_prompt_kernels_fit(chip, tmp_path):
     done = python("-m", "tools.bench.kernel_report", f"sm_{chip}", *NAMES[chip], cache=tmp_path)
     assert done.returncode == 0, done.stderr
