@@ -209,7 +209,8 @@ def draw_text(
                 if a < start + len(line) and b > start:
                     a, b = max(a, start), min(b, start + len(line))  # the part on this line
                     grey = str(round(0.88 * (1 - min(share / _DARKEST, 1)), 3))
-                    axes.text(a - start, number, text[a:b], color=grey, family="monospace", fontsize=_FONT, va="center")
+                    look: dict[str, Any] = {"color": grey, "family": "monospace", "fontsize": _FONT, "va": "center"}
+                    axes.text(a - start, number, text[a:b], parse_math=False, **look)  # a text may have dollars
             for one in asked:
                 column = line.find(one)
                 if column >= 0:
