@@ -69,8 +69,8 @@ results: .venv/ok real  ## every task of tools/evidence on the real model, and d
 	.venv/bin/python -m tools.evidence run all
 	.venv/bin/python -m tools.evidence page --write
 
-small-models: .venv/ok  ## every experiment of tools/evaluation on the small models, and docs/small-models.md
-	.venv/bin/python -m tools.evaluation.results --fresh
+small-models: .venv/ok  ## every task of tools/evidence/small, and docs/small-models.md; goes on where it stopped
+	.venv/bin/python -m tools.evidence small all --write
 
 # cosmic-ray brings a lot, and only lists mutants here
 mutation: .venv/ok .mutation/packages/ok  ## docs/reliability.md: which small changes of the library no test notices; MUTATION="--sample 300" and such

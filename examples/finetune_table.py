@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.evaluation.stats import Bootstrap, Estimate
-from tools.evaluation.summary import markdown, shown
+from tools.evidence.statistics import Bootstrap, Estimate
+from tools.evidence.tables import markdown, shown
 
 Run = dict[str, Any]
 

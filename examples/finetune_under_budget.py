@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 import typer
 from torch import Tensor
 
 import kvpatch
 from examples.finetune_table import page, short
+from kvpatch.evaluation.teacher_forcing import feed, wide
 from kvpatch.policies.budgets import share
-from tools.evaluation.perplexity import nats
 from tools.training import tasks
 from tools.training.text import TEXT_LENGTH, python_sources, text_rows, text_stream
 
@@ -53,14 +54,28 @@ def finetune(model: Any, rows: Iterator[Tensor], steps: int, learning_rate: floa
     return losses
 
 
+@torch.no_grad()
+def nats(model: Any, ids_BT: Tensor, way: str) -> Tensor:
+    """Cross entropy of the last `COUNTED` tokens, [B,C], under whatever patch is in force.
+
+    way: "token" reads the others as a prompt and these one by one; "block" reads all in one pass, which a patch may cut.
+    """
+    n = ids_BT.shape[1] - COUNTED
+    if way == "token":
+        logits_BCV = feed(model, ids_BT[:, :-1], n).logits_BSV
+    else:
+        logits_BCV = model(ids_BT, use_cache=False, logits_to_keep=COUNTED + 1).logits[:, :-1]
+    return F.cross_entropy(wide(logits_BCV).mT, ids_BT[:, n:], reduction="none")
+
+
 def measure(model: Any, held_BT: Tensor, policy: str, k: float, block: int) -> dict[str, list[float]]:
     """Nats per token of each window's end: with the full cache, and under the budget read in blocks or token by token."""
     tokens = max(1, share(k, held_BT.shape[1]))
-    found = {"full": nats(model, held_BT, COUNTED, "block").mean(1).tolist()}
+    found = {"full": nats(model, held_BT, "block").mean(1).tolist()}
     with kvpatch.patched(model, policy, tokens, block=block):
-        found["block"] = nats(model, held_BT, COUNTED, "block").mean(1).tolist()
+        found["block"] = nats(model, held_BT, "block").mean(1).tolist()
     with kvpatch.patched(model, policy, tokens, schedule="both"):
-        found["token"] = nats(model, held_BT, COUNTED, "token").mean(1).tolist()
+        found["token"] = nats(model, held_BT, "token").mean(1).tolist()
     return found
 
 

@@ -32,7 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import kvpatch
 from kvpatch import EvictingCache
-from tools.evaluation.grpo_table import ARMS, table
+from tools.evidence.grpo_table import ARMS, table
 from tools.training import tasks
 
 

@@ -18,8 +18,7 @@ from kvpatch.policies.served import NEED, QUIET, REFUSED
 from kvpatch.policies.uses import USES
 from tools import peer_presses
 from tools.bench.__main__ import read, tables
-from tools.evaluation import grpo_table
-from tools.evidence import agents, chooser
+from tools.evidence import agents, chooser, grpo_table
 from tools.reliability.peer_scores import CASES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -204,6 +203,11 @@ def grpo(policy: str) -> str:
     return grpo_table.table(grpo_table.read(DOCS / "grpo.jsonl", policy))
 
 
+def kept(policy: str) -> str:
+    """What a policy keeps on a pretrained model."""
+    return chooser.write_kept(policy)
+
+
 def combinations(_: str) -> str:
     """One row for each refused combination; a need's own words stand where the table leaves the word to it."""
     policies = (*POLICIES.values(), POLICIES["keyformer"].with_options(shared=True))
@@ -233,6 +237,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "served": served,
     "grpo": grpo,
     "uses": uses,
+    "kept": kept,
     "papers": papers,
     "combinations": combinations,
     "agents": agents_table,

@@ -13,7 +13,7 @@ pytest.importorskip("trl")
 from trl import GRPOConfig, GRPOTrainer
 
 from examples import grpo_under_budget, sft_under_budget
-from tools.evaluation import grpo_table
+from tools.evidence import grpo_table
 from tools.training import tasks
 
 SMALL = {"model": "llama-1", "policy": "window", "k": 0.5, "steps": 2, "length": 16, "new": 8, "group": 4, "prompts": 2}

@@ -4,6 +4,7 @@ python -m tools.evidence                                       the tasks
 python -m tools.evidence run document --samples 60             on .models/smollm2 (`make real`)
 python -m tools.evidence run asked --model my/model --policies snapkv,kvzip --budgets 0.2
 python -m tools.evidence page                                  the tables from the lines that are there
+python -m tools.evidence small later --models llama-0          what small models show, and docs/small-models.md with --write
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from .page import write_section
 from .report import write_page
 from .runs import run_task
 from .settings import ROWS
+from .small import page as small_page
+from .small import runs as small_runs
 from .tasks import TASKS
 
 LINES = Path("benchmarks/evidence")
@@ -100,6 +103,30 @@ def page(
         write_page(lines, Path("docs"))
     else:
         print(write_section(lines))
+
+
+@app.command()
+def small(
+    tasks: Annotated[list[str] | None, typer.Argument(help="names of tasks, or all; none: what is there is shown")] = None,
+    models: Annotated[str, typer.Option(help="shipped models; else the task's own")] = "",
+    policies: Annotated[str, typer.Option(help="of the task; separated by ; where one has a comma")] = "",
+    samples: Annotated[int | None, typer.Option(min=1, help="of each model; else the task's own number")] = None,
+    out: Annotated[Path, typer.Option(help="folder of the lines; what it has is not measured again")] = Path("out/small"),
+    jobs: Annotated[int, typer.Option(min=1, help="processes at a time")] = 2,
+    write: Annotated[bool, typer.Option("--write", help="docs/small-models.md, instead of printing its sections")] = False,
+) -> None:
+    """Measure mechanisms on the models that this repository trained."""
+    known = list(small_runs.TASKS)
+    names = known if tasks == ["all"] else tasks or []
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not a task: {', '.join(known)}")
+    small_runs.run(names, out, _split(models), samples, tuple(_split(policies)), jobs)
+    found = small_runs.collect(out)
+    if write:
+        small_page.write_page(found, Path("docs"))
+    else:
+        print(small_page.write_sections(found, names or known))
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ import torch
 import kvpatch
 
 from .measure import judge, read_ids
-from .page import markdown
 from .runs import cut_unfinished_line, read_lines
 from .samples import Sample
 from .statistics import estimate
+from .tables import markdown
 from .tasks import tools
 from .texts import group_parts, sentences
 

@@ -1,4 +1,4 @@
-"""What the policy of each use keeps on the pretrained model, for the table of uses in the guides."""
+"""What policies keep on the pretrained model, for the table of uses in the guides and for the policies' own pages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from kvpatch.policies.uses import Use as UseOfTable
 
 from .page import USES, Results, Use
 from .settings import NULL, ROWS
+from .tables import markdown
 
 LINES = Path(__file__).parents[2] / "benchmarks/evidence"
 MEASURED: dict[str, tuple[str, ...]] = {
@@ -46,3 +47,16 @@ def _describe_part(part: Use, label: str, k: float, folder: Path) -> str:
         return ""
     shares = [f"{100 * number:.0f}" for number in (own.mean, own.low, own.high, null.mean)]
     return f"{WORDS[part.title]}: {shares[0]}% [{shares[1]}, {shares[2]}], null {shares[3]}%"
+
+
+def write_kept(label: str, k: float = 0.2, folder: Path = LINES) -> str:
+    """A row for each measured use: what a row of the lines keeps of the full cache's gain, and what the null keeps."""
+    rows = []
+    for use in USES:
+        results = Results(folder / f"{use.task}.jsonl")
+        pair = [results.kept(use, one, k) for one in (label, NULL)]
+        if all(pair):
+            rows.append(
+                [use.title, *(f"{100 * one.mean:.0f}% [{100 * one.low:.0f}, {100 * one.high:.0f}]" for one in pair if one)]
+            )
+    return markdown(["gain kept at a fifth of the prompt", f"`{label}`", f"`{NULL}`"], rows)

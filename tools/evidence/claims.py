@@ -1,42 +1,42 @@
-"""What papers claim of their policies, decided on the pretrained model, beside the verdict of the small ones."""
+"""What papers claim of their policies, decided on the pretrained model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from .page import USES, Results, Use, markdown
+from .page import USES, Results, Use
 from .settings import NULL
 from .statistics import compare_with_zero, correct_holm, estimate
+from .tables import markdown
 
 LEVEL = 0.05
 
 
 @dataclass(frozen=True)
 class Claim:
-    """`a` loses less than `b`. small: the verdict of docs/small-models.md, in its words."""
+    """`a` loses less than `b`."""
 
     paper: str
     says: str
     a: str
     b: str
-    small: str
 
 
 CLAIMS = (
-    Claim("StreamingLLM", "its tokens beat random ones", "streaming_llm", "random", "in a stream"),
-    Claim("StreamingLLM", "its window beats random tokens beside the same ends", "streaming_llm", NULL, "not measured"),
-    Claim("H2O", "attention beats recency", "h2o", "streaming_llm", "agrees"),
-    Claim("Keyformer", "above H2O", "keyformer", "h2o", "agrees where facts are asked later"),
-    Claim("Keyformer", "Gumbel noise helps", "keyformer", "keyformer, no noise", "contradicts on average"),
-    Claim("RoCo", "above H2O", "roco", "h2o", "agrees"),
-    Claim("RoCo", "above TOVA", "roco", "tova", "agrees in kept sets"),
-    Claim("SnapKV", "above H2O with the question in the prompt", "snapkv", "h2o", "agrees"),
-    Claim("AdaKV", "above SnapKV", "adakv", "snapkv", "agrees with the question in the prompt"),
-    Claim("CriticalKV", "two stages lose less", "critical_adakv", "adakv", "not separated"),
-    Claim("Expected Attention", "above SnapKV", "expected_attention", "snapkv", "agrees where facts are asked later"),
-    Claim("Compactor", "leverage of keys needs no query", "leverage", NULL, "agrees where facts are asked later"),
-    Claim("KVzip", "little is lost whatever comes", "kvzip", "snapkv", "agrees where facts are asked later"),
+    Claim("StreamingLLM", "its tokens beat random ones", "streaming_llm", "random"),
+    Claim("StreamingLLM", "its window beats random tokens beside the same ends", "streaming_llm", NULL),
+    Claim("H2O", "attention beats recency", "h2o", "streaming_llm"),
+    Claim("Keyformer", "above H2O", "keyformer", "h2o"),
+    Claim("Keyformer", "Gumbel noise helps", "keyformer", "keyformer, no noise"),
+    Claim("RoCo", "above H2O", "roco", "h2o"),
+    Claim("RoCo", "above TOVA", "roco", "tova"),
+    Claim("SnapKV", "above H2O with the question in the prompt", "snapkv", "h2o"),
+    Claim("AdaKV", "above SnapKV", "adakv", "snapkv"),
+    Claim("CriticalKV", "two stages lose less", "critical_adakv", "adakv"),
+    Claim("Expected Attention", "above SnapKV", "expected_attention", "snapkv"),
+    Claim("Compactor", "leverage of keys needs no query", "leverage", NULL),
+    Claim("KVzip", "little is lost whatever comes", "kvzip", "snapkv"),
 )
 
 
@@ -63,5 +63,5 @@ def write_claims(folder: Path, k: float, uses: tuple[Use, ...] = USES) -> str:
             row.append(
                 f"**{one.mean:+.2f}**" if sure and one.mean < 0 else f"*{one.mean:+.2f}*" if sure else f"{one.mean:+.2f}"
             )
-        rows.append([*row, claim.small])
-    return markdown(["paper", "measured", *titles, "small models"], rows)
+        rows.append(row)
+    return markdown(["paper", "measured", *titles], rows)

@@ -11,6 +11,7 @@ from typing import Any
 from .runs import read_lines
 from .settings import FULL, NULL, ROWS, UNREAD
 from .statistics import Estimate, compare_with_zero, correct_holm, estimate
+from .tables import markdown
 
 LEVEL = 0.05
 
@@ -103,12 +104,6 @@ def beats_null(results: Results, use: Use) -> dict[tuple[str, float], int]:
                 found[label, k] = compare_with_zero(difference), sum(difference)
     raised = dict(zip(found, correct_holm([p for p, _ in found.values()]), strict=True))
     return {key: 0 if raised[key] >= LEVEL else int(math.copysign(1, -total)) for key, (_, total) in found.items()}
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown, numbers to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def write_table(results: Results, use: Use) -> str:

@@ -23,7 +23,8 @@ HEAD = """\
 Made by `make results`; change `tools/evidence`, not this page. The model is [SmolLM2-135M-Instruct]({link}), a Llama of 30
 layers with 9 query and 3 KV heads, in float32; the package that brings its weights (`make real`) rounded them to 4 bits. It
 reads prose and source of this repository, which it was not trained on, in its chat template. One model of this size is one
-model: a large one remembers more, and finds more of what is left. [What small models show](small-models.md) has a page.
+model: a large one remembers more, and finds more of what is left. [Small models](small-models.md) have
+what is not measured here: long traces, bits beside tokens, single options of policies.
 
 **How to read the tables.** Loss: nats of the right answer per token (or digit) above the full cache's, the mean over samples
 with its 95% interval (bootstrap over samples). The answer's leading words are given, so that every judged token is predicted
@@ -39,8 +40,7 @@ CLAIMED = """\
 ## What the papers say
 
 Nats that one policy loses less the other's, at k = {k:g}: below zero the paper's policy is better. **Bold** agrees and
-*slanted* contradicts, after Holm's correction over the whole table. The last column is the verdict of the
-[small models](small-models.md#what-the-papers-say).
+*slanted* contradicts, after Holm's correction over the whole table.
 """
 
 

@@ -1,4 +1,4 @@
-"""Means over samples with intervals, and paired comparisons corrected for their number, all of one model."""
+"""Means with intervals, and paired comparisons corrected for their number."""
 
 from __future__ import annotations
 
@@ -7,28 +7,82 @@ from dataclasses import dataclass
 
 import numpy as np
 
-DRAWS = 4000
+DRAWS, DRAWS_OF_MODELS = 4000, 2000
+ZERO = 1e-9
+"""What is nearer to zero than this is zero."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over samples with its 95% interval (bootstrap over samples, percentiles)."""
+    """A mean over samples with its 95% interval (bootstrap, percentiles). signs: of several models those above, below zero."""
 
     mean: float
     low: float
     high: float
     samples: int
+    signs: tuple[int, int] = (0, 0)
+    models: int = 1
+
+    @property
+    def carried(self) -> int:
+        """+1 or -1: the interval leaves zero out, and of three models or more all but one in eight have that sign. Else 0."""
+        if self.models < 3:
+            return 0
+        side = 1 if self.low > 0 else -1 if self.high < 0 else 0
+        agreeing = self.signs[0 if side > 0 else 1]
+        return side if agreeing >= self.models - self.models // 8 else 0
 
     def __str__(self) -> str:
-        return f"{self.mean:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Estimate a mean. Differences of two settings, sample by sample, give a paired difference."""
+    """Estimate a mean of one model's samples. Differences of two settings, sample by sample, give a paired difference."""
     array = np.asarray(values, dtype=float)
     drawn = np.random.default_rng(0).integers(0, len(array), (DRAWS, len(array)))
     low, high = np.quantile(array[drawn].mean(1), (0.025, 0.975))
     return Estimate(float(array.mean()), float(low), float(high), len(array))
+
+
+class Bootstrap:
+    """Draws of trained models, and of samples within each, over a fixed layout. models: of each sample, (recipe, model).
+
+    Training seeds differ more than policies do, so the model is the unit of replication: a draw takes models with replacement
+    within each recipe, then samples with replacement within each model taken. Recipes weigh the same, models weigh the same
+    within their recipe. All settings are read off the same draws, so a difference of two is paired. Draws of C models from C
+    spread too little by the root of (C - 1) / C, which is put right.
+    """
+
+    def __init__(self, models: Sequence[tuple[str, str]], draws: int = DRAWS_OF_MODELS) -> None:
+        rows: dict[str, dict[str, list[int]]] = {}
+        for at, (recipe, model) in enumerate(models):
+            rows.setdefault(recipe, {}).setdefault(model, []).append(at)
+        rng, total = np.random.default_rng(0), len(models)
+        self.weights_DS, self.plain_S = np.zeros((draws, total)), np.zeros(total)
+        self.by_model: dict[str, list[int]] = {}
+        for recipe in sorted(rows):
+            clusters = rows[recipe]
+            chosen_DC = rng.integers(0, len(clusters), (draws, len(clusters)))
+            for c, model in enumerate(sorted(clusters)):
+                at, share = clusters[model], 1 / (len(rows) * len(clusters))
+                self.by_model[model] = at
+                self.plain_S[at] = share / len(at)
+                # a model that is taken twice brings two draws of samples of its own
+                for slot in range(len(clusters)):
+                    taken = rng.multinomial(len(at), np.full(len(at), 1 / len(at)), size=draws) / len(at)
+                    self.weights_DS[:, at] += share * taken * (chosen_DC[:, slot] == c)[:, None]
+            if len(clusters) > 1:
+                own = sorted(at for found in clusters.values() for at in found)
+                wider = (len(clusters) / (len(clusters) - 1)) ** 0.5
+                self.weights_DS[:, own] = self.plain_S[own] + wider * (self.weights_DS[:, own] - self.plain_S[own])
+
+    def estimate(self, values_S: Sequence[float] | np.ndarray) -> Estimate:
+        """Estimate the mean of one value per sample."""
+        values = np.asarray(values_S, dtype=float)
+        low, high = np.quantile(self.weights_DS @ values, (0.025, 0.975))
+        means = [values[at].mean() for at in self.by_model.values()]
+        signs = sum(one > ZERO for one in means), sum(one < -ZERO for one in means)
+        return Estimate(float(self.plain_S @ values), float(low), float(high), len(values), signs, len(means))
 
 
 def compare_with_zero(differences: Sequence[float]) -> float:

@@ -1,16 +1,9 @@
-"""The cards of the shipped models in words, and which models may be used."""
+"""The cards of the shipped models in words."""
 
 from typing import Any
 
-from tools.training import sinks
-
 USABLE = 0.95
 """A task on which a model is below this share of right answers is not to be used with it."""
-
-
-def usable(card: dict[str, Any]) -> bool:
-    """May policies be ranked with this model? A language model may not: this small, it uses no distant context."""
-    return "accuracy" in card and min(card["accuracy"].values()) >= USABLE
 
 
 SYNTHETIC_TEXT = """\
@@ -23,18 +16,6 @@ not a language model. Rows of up to {longest_row} tokens were seen in training; 
 {table}
 
 An answer of recall and needle is right when all three values are; copy and summary count tokens. {verdict}
-"""
-
-SINKS_TEXT = """
-Its heads learned to rest on `<bos>`: rows of Bigram-Backcopy, a penalty on heads that never rest (`tools/training/sinks.py`).
-Over {rows} rows of recall, attention on `<bos>` from position {after} on, by head, the norm of its value over the median of all
-values', by head of keys and values, and the same of what enters the layer:
-
-| layer | attention | value | residual |
-|---|---|---|---|
-{layers}
-
-`<bos>` gets over {attention} of the attention, and its value is below {value} of the median, in {share:.2f} of the heads.
 """
 
 WALK_TEXT = """\
@@ -75,16 +56,6 @@ Python {python}, torch {torch}, transformers {transformers}. The same facts are 
 """
 
 
-def _sinks(found: sinks.Figures) -> str:
-    """A row per layer; the last one is what leaves the last layer's norm."""
-    rows = [", ".join(f"{x:.2f}" for x in parts) for name in ("attention", "value") for parts in found[name]]
-    L = len(found["value"])
-    layers = [f"| {i} | {rows[i]} | {rows[L + i]} | {found['residual'][i]:.2f} |" for i in range(L)]
-    layers.append(f"| end | | | {found['residual'][L]:.2f} |")
-    facts = {"attention": sinks.ATTENTION, "value": sinks.VALUE, "rows": sinks.ROWS, "after": sinks.AFTER}
-    return SINKS_TEXT.format(layers="\n".join(layers), share=sinks.share(found), **facts)
-
-
 def describe(card: dict[str, Any]) -> str:
     """The model card in words."""
     facts = {"longest_row": 256} | card | card["versions"] | card.get("held_out", {})
@@ -94,7 +65,6 @@ def describe(card: dict[str, Any]) -> str:
         poor = [task for task, share in scores.items() if share < USABLE]
         verdict = f"Below {USABLE}, so not to be used: {', '.join(poor)}." if poor else f"Every task is above {USABLE}."
         body = WALK_TEXT if "traces" in scores else SYNTHETIC_TEXT
-        body += _sinks(card["sinks"]) if "sinks" in card else ""
         body += "\n{note}\n" if "note" in card else ""
     else:
         positions = card["held_out"]["nats_by_position"]

@@ -48,14 +48,8 @@ WORDS = (
 )
 """The readable name of token ids 0 to 143; ids 144 to 399 are the 256 bytes."""
 
-TRIGGERS = (14, 15)
-"""After one of these comes what stood before it: rows of backcopies alone have them."""
-
 HARD, EASY = 1.0, 0.1
 """Loss weights: a token that must be looked up in the context, and one that its neighbour gives away."""
-
-CHAIN, BACKCOPY, PAUSE = 0.5, 0.9, 0.12
-"""Rows of backcopies: loss weights of filler, which needs no attention, and of what follows a trigger; how often one comes."""
 
 SUCCESSORS = {word: random.Random(word).sample(FILLER, 4) for word in FILLER}
 
@@ -169,28 +163,8 @@ def _copy_row(rng: random.Random, length: int) -> Row:
     return row
 
 
-def _backcopy_row(rng: random.Random, length: int) -> Row:
-    """Bigram-backcopy [Guo et al. 2024]: filler, in which a trigger is followed by the token before it.
-
-    Heads that see what precedes a trigger have nothing to do elsewhere, where the chain says what follows: they learn to
-    rest on <bos>, and <bos> to bring no value.
-    """
-    token = rng.choice(FILLER)
-    row = Row([BOS, token], [0.0, 0.0])
-    while len(row.tokens) < length:
-        if len(row.tokens) + 1 < length and rng.random() < PAUSE:
-            row.add([rng.choice(TRIGGERS)], 0.0)
-            row.add([token], BACKCOPY)
-        else:
-            token = rng.choice(SUCCESSORS[token])
-            row.add([token], CHAIN)
-    return row
-
-
-def training_row(rng: random.Random, length: int, summaries: float = 0.3, backcopies: float = 0.0) -> Row:
+def training_row(rng: random.Random, length: int, summaries: float = 0.3) -> Row:
     """One row of at most `length` tokens; short rows are dense and half of them copies: they teach looking back."""
-    if backcopies and rng.random() < backcopies:
-        return _backcopy_row(rng, length)
     short = length <= 64
     if rng.random() < (0.5 if short else 0.15):
         longest = min(96, length // 2 - 1)
@@ -207,15 +181,12 @@ def training_row(rng: random.Random, length: int, summaries: float = 0.3, backco
     return _summarize(row, marked) if marked else _ask(row, records, rng.choices(mentions, k=n_questions))
 
 
-def training_batch(
-    rng: random.Random, length: int, n_tokens: int, summaries: float = 0.3, backcopies: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def training_batch(rng: random.Random, length: int, n_tokens: int, summaries: float = 0.3) -> tuple[Tensor, Tensor]:
     """Tokens and loss weights [B, length] of n_tokens // length rows; `weights[:, t]` is for predicting token t.
 
-    `backcopies` is the share of rows of the Bigram-Backcopy task, `summaries` that of summary rows among the others that
-    are no copies, from a length of 64 on.
+    `summaries` is the share of summary rows among those that are no copies, from a length of 64 on.
     """
-    return padded([training_row(rng, length, summaries, backcopies) for _ in range(n_tokens // length)], length)
+    return padded([training_row(rng, length, summaries) for _ in range(n_tokens // length)], length)
 
 
 def padded(rows: Sequence[Row], length: int) -> tuple[Tensor, Tensor]:

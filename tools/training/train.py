@@ -2,12 +2,10 @@
 
     python -m tools.training llama --seed 1     train one into out/models/llama-1 (or --out DIR)
     python -m tools.training llama-walks        one that writes long traces: seven minutes
-    python -m tools.training llama-sinks        one whose heads rest on <bos> (sinks.py): three minutes
-    python -m tools.training --retrain          train every shipped model again (3.6 hours by the cards); compare with the cards
+    python -m tools.training --retrain          train every shipped model again (1.5 hours by the cards); compare with the cards
     python -m tools.training --evaluate         measure the committed weights again; compare with the cards
 
-Nothing touches the committed weights but `--out tools/models`. All train on one CPU core. A synthetic model's training that was
-stopped goes on from DIR/NAME/checkpoint.safetensors, to the same weights.
+Nothing touches the committed weights but `--out tools/models`. All train on one CPU core.
 
 A synthetic model starts on rows of 16 tokens and goes on to longer ones as it masters them: a model that starts on long
 rows stays for very long on the plateau of guessing among the values it has seen. Muon makes that plateau shorter still.
@@ -16,12 +14,11 @@ Dimension key: B rows, T tokens, E width, V vocabulary.
 """
 
 import json
-import os
 import platform
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,12 +28,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 import typer
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from tools.training import sinks, tasks, walks
+from tools.training import tasks, walks
 from tools.training.cards import describe
 from tools.training.text import (
     TEXT_LENGTH,
@@ -87,9 +82,7 @@ class Recipe:
     model's steps) the learning rate falls linearly to 0. `summaries` is the share of summary rows. `sinusoid` is the
     amplitude of the waves that a table of learned positions starts from, instead of noise: what the model learns at
     short lengths then carries over to positions that it meets later. One with `walks` learns walks.py and nothing else. A
-    stage is passed at an accuracy of `passes` on what must be looked up. `backcopies` is the share of rows of the
-    Bigram-Backcopy task; `resting` is the weight of sinks.py's penalty on heads that write at every token, in the final
-    steps. `unlearned` names tasks that its rows have and that the shipped models did not learn.
+    stage is passed at an accuracy of `passes` on what must be looked up.
     """
 
     architecture: str
@@ -103,16 +96,13 @@ class Recipe:
     stages: Stages = STAGES
     walks: bool = False
     passes: float = 0.85
-    backcopies: float = 0.0
-    resting: float = 0.0
-    unlearned: tuple[str, ...] = ()
 
     @property
     def make(self) -> Make:
         """From a random.Random and what a stage names to rows."""
         if self.walks:
             return walks.training_batch
-        return partial(tasks.training_batch, summaries=self.summaries, backcopies=self.backcopies)
+        return partial(tasks.training_batch, summaries=self.summaries)
 
 
 RECIPES = {
@@ -128,15 +118,8 @@ RECIPES["llama-walks"] = Recipe(
     final_steps=900, max_steps=6000,
 )  # fmt: skip
 
-_SINKS = {"backcopies": 0.4, "resting": 0.3, "final_steps": 450}
-RECIPES |= {f"{name}-sinks": replace(RECIPES[name], **_SINKS) for name in ("llama", "mistral", "gptj", "mpt", "gpt2")}
-_UNLEARNED = {"mistral-sinks": ("copy", "summary"), "gptj-sinks": ("summary",)}
-for _name, _unlearned in _UNLEARNED.items():
-    RECIPES[_name] = replace(RECIPES[_name], unlearned=_unlearned)
-
-_SEEDS = {"llama": tuple(range(8)), "mistral": (0, 4, 5), "mpt": (0, 2, 3, 4, 5), "gptj": tuple(range(5)), "gpt2": (0, 2, 3)}
+_SEEDS = {"llama": (0, 1, 2), "mistral": (0, 4, 5), "mpt": (0, 2, 3), "gptj": (0, 1, 2), "gpt2": (0, 2, 3)}
 _SEEDS |= {"llama-walks": (0,), "llama-python": (0, 1, 2)}
-_SEEDS |= {"llama-sinks": (0, 1, 2), "mistral-sinks": (0, 4, 5), "gptj-sinks": (0, 1, 2)}
 
 
 def name_of(recipe_name: str, seed: int) -> str:
@@ -188,25 +171,20 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
 
-def weighted_loss(model: PreTrainedModel, tokens_BT: Tensor, weights_BT: Tensor, resting: float = 0.0) -> tuple[Tensor, float]:
+def weighted_loss(model: PreTrainedModel, tokens_BT: Tensor, weights_BT: Tensor) -> tuple[Tensor, float]:
     """Mean cross entropy in nats, and the accuracy on the tokens that have to be looked up.
-
-    resting: the weight of sinks.penalty in the loss, for a model whose attention is eager.
 
     In bfloat16: on the AVX-512 core that trained the shipped models a step at T=256 is 1.2 (GPT-2) to 2.0 (MPT) times
     as fast as in float32; at T=16 it is 0.8 (Llama) to 1.4 times.
     """
     with torch.autocast(tokens_BT.device.type, torch.bfloat16):
-        out = model(tokens_BT[:, :-1], use_cache=resting > 0, output_attentions=resting > 0)
-    logits_BTV = out.logits.float()
+        logits_BTV = model(tokens_BT[:, :-1], use_cache=False).logits
+    logits_BTV = logits_BTV.float()
     target_BT, weights_BT = tokens_BT[:, 1:], weights_BT[:, 1:]
     nats_BT = F.cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten(), reduction="none").view_as(weights_BT)
     hard_BT = weights_BT == tasks.HARD
     accuracy = (logits_BTV.argmax(-1) == target_BT)[hard_BT].float().mean().item()
-    loss = (nats_BT * weights_BT).sum() / weights_BT.sum()
-    if resting:
-        loss = loss + resting * sinks.penalty(out.attentions, [layer.values for layer in out.past_key_values.layers])
-    return loss, accuracy
+    return (nats_BT * weights_BT).sum() / weights_BT.sum(), accuracy
 
 
 def report(step: int, **values: float) -> None:
@@ -215,95 +193,14 @@ def report(step: int, **values: float) -> None:
     typer.echo(f"step {step:5d}  {shown}  cpu {time.process_time():.0f}")
 
 
-def _described(thing: Any, tensors: dict[str, Tensor]) -> Any:
-    """What JSON can hold of a state; its tensors are put into `tensors`."""
-    if isinstance(thing, Tensor):
-        name = str(len(tensors))
-        tensors[name] = thing.detach().clone(memory_format=torch.contiguous_format)
-        return {"tensor": name}
-    if isinstance(thing, dict):
-        return {"dict": [[key, _described(value, tensors)] for key, value in thing.items()]}
-    if isinstance(thing, list | tuple):
-        return {type(thing).__name__: [_described(one, tensors) for one in thing]}
-    return thing
-
-
-def _restored(thing: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The state that `_described` was given."""
-    if not isinstance(thing, dict):
-        return thing
-    ((kind, inside),) = thing.items()
-    if kind == "tensor":
-        return tensor(inside)
-    if kind == "dict":
-        return {key: _restored(value, tensor) for key, value in inside}
-    found = [_restored(one, tensor) for one in inside]
-    return tuple(found) if kind == "tuple" else found
-
-
-class Checkpoint:
-    """A training run in one file, so that one which was stopped goes on to the same weights. path: None writes nothing."""
-
-    def __init__(self, path: Path | None, model: PreTrainedModel, optimizer: Optimizer, rng: random.Random) -> None:
-        self.path, self.model, self.optimizer, self.rng = path, model, optimizer, rng
-
-    def save(self, **state: Any) -> None:
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = state | {
-            "model": self.model.state_dict(),
-            "parts": [part.state_dict() for part in self.optimizer.parts],
-            "steps": self.optimizer.steps,
-            "rng": self.rng.getstate(),
-        }
-        tensors: dict[str, Tensor] = {}
-        text = json.dumps(_described(whole, tensors))
-        save_file(tensors, self.path.with_suffix(".new"), metadata={"state": text})
-        os.replace(self.path.with_suffix(".new"), self.path)
-
-    @staticmethod
-    def cpu_seconds(path: Path) -> float:
-        """What a run that was stopped had taken when its file was written; 0 where there is none."""
-        if not path.is_file():
-            return 0.0
-        with safe_open(path, "pt") as file:
-            return _restored(json.loads(file.metadata()["state"]), lambda _: None).get("cpu_seconds", 0.0)
-
-    def load(self) -> dict[str, Any]:
-        """What was given to `save`; nothing where there is no file."""
-        if self.path is None or not self.path.is_file():
-            return {}
-        with safe_open(self.path, "pt", device=str(self.model.device)) as file:
-            whole = _restored(json.loads(file.metadata()["state"]), file.get_tensor)
-        self.model.load_state_dict(whole.pop("model"))
-        for part, state in zip(self.optimizer.parts, whole.pop("parts"), strict=True):
-            part.load_state_dict(state)
-        self.optimizer.steps, state = whole.pop("steps"), whole.pop("rng")
-        self.rng.setstate(state)
-        typer.echo(f"{self.path}: on from step {self.optimizer.steps}")
-        return whole
-
-
-def train_synthetic(
-    recipe: Recipe, seed: int, checkpoint: Path | None = None, every: int = 200
-) -> tuple[PreTrainedModel, int, int]:
-    """The trained model, its number of steps, and the longest rows it saw.
-
-    checkpoint: a file that is written `every` so many steps, and gone on from.
-    """
-    stage, ema, left, began, rng = 0, 0.0, None, time.process_time(), random.Random(seed)
+def train_synthetic(recipe: Recipe, seed: int) -> tuple[PreTrainedModel, int, int]:
+    """The trained model, its number of steps, and the longest rows it saw."""
+    stage, ema, left, rng = 0, 0.0, None, random.Random(seed)
     model = build(recipe, seed)
     optimizer = Optimizer(model, recipe.learning_rate)
-    saved = Checkpoint(checkpoint, model, optimizer, rng)
-    if before := saved.load():
-        stage, ema, left = before["stage"], before["ema"], before["left"]
-    for step in range(optimizer.steps + 1, recipe.max_steps + 1):
+    for step in range(1, recipe.max_steps + 1):
         tokens_BT, weights_BT = recipe.make(rng, *recipe.stages[stage])
-        resting = 0.0 if left is None else recipe.resting
-        if resting and model.config._attn_implementation != "eager":
-            model.set_attn_implementation("eager")
-        loss, accuracy = weighted_loss(model, tokens_BT, weights_BT, resting)
+        loss, accuracy = weighted_loss(model, tokens_BT, weights_BT)
         scale = 1.0 if left is None else min(1.0, left / (0.6 * recipe.final_steps))
         optimizer.step(loss, scale)
         ema = 0.9 * ema + 0.1 * accuracy
@@ -315,10 +212,6 @@ def train_synthetic(
             left -= 1
             if not left:
                 break
-        if step % every == 0:
-            saved.save(stage=stage, ema=ema, left=left, cpu_seconds=time.process_time() - began)
-    if recipe.resting:
-        model.set_attn_implementation("sdpa")
     return model.eval(), step, tokens_BT.shape[1]
 
 
@@ -343,8 +236,7 @@ def measure(name: str, folder: Path, sequences: int, recipe: Recipe) -> dict[str
         return {"held_out": held_out_loss(model, tokenizer, sequences)}
     if recipe.walks:
         return {"accuracy": walks.accuracies(model, sequences)}
-    found: dict[str, Any] = {"accuracy": tasks.accuracies(model, sequences)}
-    return found | ({"sinks": sinks.measure(model)} if recipe.resting else {})
+    return {"accuracy": tasks.accuracies(model, sequences)}
 
 
 def train(recipe_name: str, seed: int, out: Path, sequences: int) -> dict[str, Any]:
@@ -356,10 +248,7 @@ def train(recipe_name: str, seed: int, out: Path, sequences: int) -> dict[str, A
     if recipe.language:
         model, tokenizer, steps = train_language(recipe, seed)
     else:
-        kept = out / name / "checkpoint.safetensors"
-        began -= Checkpoint.cpu_seconds(kept)
-        model, steps, longest = train_synthetic(recipe, seed, kept)
-        kept.unlink(missing_ok=True)
+        model, steps, longest = train_synthetic(recipe, seed)
         tokenizer, seen = tasks.tokenizer(), {} if recipe.stages == STAGES else {"longest_row": longest}
     cpu_seconds = round(time.process_time() - began)
     model.half().save_pretrained(out / name)
