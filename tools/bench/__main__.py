@@ -2,13 +2,11 @@
 
     python -m tools.bench                                   every case of the CPU, with the limits beside the figures
     python -m tools.bench --case decode --policies h2o,roco --lengths 4096 --json bench.jsonl
-    python -m tools.bench --case decode --policies h2o --lengths 4096 --profile
     python -m tools.bench --threads 1,all --model FOLDER    a real model, on one thread and on all
     python -m tools.bench --peer kvpress                    kvpatch and NVIDIA kvpress on the same weights (`make peer-env`)
     python -m tools.bench --paper keyformer --device cuda   Keyformer's Table 1
     python -m tools.bench --case gpu --device cuda          what a GPU is measured on (gpu.py)
     python -m tools.bench --markdown bench.jsonl            the tables of docs/benchmarks.md from JSON lines
-    python -m tools.bench --plot bench.png --from bench.jsonl
 
 The models have random weights and on the CPU are about 100M parameters large: a Llama of 12 layers, 12 query and 4 KV heads,
 head size 64, width 768, MLP 2048 and 32000 tied embeddings, and an MPT and a GPT-J of the same width and depth. float32.
@@ -51,7 +49,6 @@ from tools.frames import roomy
 from . import counts as bench_counts
 from . import gpu as bench_gpu
 from . import paper, peer
-from . import plot as bench_plot
 from .decode import batch_lines, decode_lines, ragged_lines
 from .host import host_lines
 from .launches import launch_lines
@@ -73,7 +70,6 @@ from .lines import (
     show,
 )
 from .models import CUT, WHOLE_TO
-from .profile import profile_case
 from .prompt import prompt_line
 from .replay import replay_lines
 
@@ -176,10 +172,10 @@ TABLES = (
 )
 
 
-def read(path: Path | None) -> list[Line]:
+def read(path: Path) -> list[Line]:
     """A file of JSON lines."""
-    if path is None or not path.exists():
-        raise typer.BadParameter(f"{path or 'nothing'} to read from: give a file of JSON lines with --from FILE")
+    if not path.exists():
+        raise typer.BadParameter(f"there is no {path}: give a file of JSON lines")
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
@@ -222,10 +218,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="pairs, or runs of 64 tokens, whose median counts", min=1)] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", help="append a JSON line per case to this file")] = None,
     tiny: Annotated[bool, typer.Option(help="a model of two layers, to try the tool")] = False,
-    profiled: Annotated[bool, typer.Option("--profile", help="print where the time goes, measure nothing")] = False,
     table: Annotated[Path | None, typer.Option("--markdown", help="print this JSON-lines file as tables")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the lines of --from to this PNG file")] = None,
-    source: Annotated[Path | None, typer.Option("--from", help="the JSON-lines file that --plot draws")] = None,
     other: Annotated[str, typer.Option("--peer", help="measure beside this library: kvpress")] = "",
     from_paper: Annotated[str, typer.Option("--paper", help="measure this paper's table: keyformer")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda; --paper and the gpu cases need cuda, or --tiny")] = "cpu",
@@ -236,9 +229,6 @@ def main(
     """Measure speed and memory of kvpatch against the unpatched model."""
     if table is not None:
         print(tables(read(table)))
-        return
-    if plot is not None:
-        bench_plot.draw(read(source), plot)
         return
     if folder is not None and not (folder / "config.json").exists():
         raise typer.BadParameter(f"--model takes the folder of a model, and {folder} has no config.json")
@@ -253,11 +243,6 @@ def main(
             lines = keep(paper.lines(device, tiny, chosen(policies, (), tuple(paper.BUDGETS)), sizes, rows), json_file)
         elif case.startswith("gpu"):
             lines = keep(on_gpu(case, device, tiny, policies, sizes, rows, repeats), json_file)
-        elif profiled:
-            for one, arch, names, n in plan(case, policies, sizes, path):
-                for name in names:
-                    profile_case(one, arch, name, n, tiny)
-            return
         else:
             lines = []
             for count in counts:
