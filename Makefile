@@ -27,8 +27,8 @@ PYTEST = .venv/bin/python -m pytest -n 2 --dist worksteal
 test: .venv/ok .venv/torchao  ## the tests that are not slow: some 6 minutes on two cores
 	$(PYTEST) -m "not slow and not gpu"
 
-test-slow: .venv/ok .venv/torchao  ## the other tests
-	$(PYTEST) -m "slow and not gpu"
+test-slow: .venv/ok .venv/torchao  ## the other tests, but for combinations of values that each another case has
+	$(PYTEST) -m "slow and not wide and not gpu"
 
 test-all: .venv/ok .venv/torchao  ## every test but those for a GPU
 	$(PYTEST)

@@ -30,27 +30,36 @@ FAST = 3  # cases of one test that are fast
 
 
 def _values(item):
-    return set(item.callspec.indices.items())  # which of a parameter's values
+    """Parameters with their values; equal ones of a product are one object, and what is no word or number has no order."""
+    plain = (str, int, float, type(None))
+    return {(name, one if isinstance(one, plain) else id(one)) for name, one in item.callspec.params.items()}
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` takes some away
 def pytest_collection_modifyitems(items):
-    """Skip what needs a GPU where there is none; of a test's cases all are slow but FAST that show the most values."""
+    """Skip what needs a GPU where there is none, and mark a test's cases.
+
+    All are slow but FAST that show the most values; a slow one is wide as well if each of its values is in another case.
+    """
     functions = defaultdict(list)
     for item in items:
         if item.get_closest_marker("gpu"):
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        elif hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+        elif hasattr(item, "callspec"):
             functions[item.function].append(item)
     for cases in functions.values():
         seen = set()
         left = sorted(cases, key=lambda case: crc32(case.nodeid.encode()))  # of equals, any
-        for _ in range(min(FAST, len(left))):
-            left.remove(most := max(left, key=lambda case: len(_values(case) - seen)))
-            seen |= _values(most)
+        for _ in range(FAST):
+            if able := [case for case in left if not case.get_closest_marker("slow")]:
+                left.remove(most := max(able, key=lambda case: len(_values(case) - seen)))
+                seen |= _values(most)
         for case in left:
             case.add_marker("slow")
+            if _values(case) <= seen and not case.get_closest_marker("every"):
+                case.add_marker("wide")
+            seen |= _values(case)
     for item in items:
         if item.get_closest_marker("real"):
             item.add_marker("slow")

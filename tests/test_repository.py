@@ -3,9 +3,12 @@
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+
+from tests import conftest
 
 ROOT = Path(__file__).parents[1]
 GITHUB = ROOT / ".github"
@@ -101,3 +104,29 @@ def test_pytest_reads_its_settings(pytestconfig):
     if pytestconfig.rootpath == ROOT:
         assert pytestconfig.inipath == ROOT / "setup.cfg"
         assert any(line.startswith("slow:") for line in pytestconfig.getini("markers"))
+
+
+class Case:
+    """What pytest collects for one combination of values."""
+
+    def __init__(self, *marks, **values):
+        self.marks, self.nodeid, self.function, self.obj, self.path = {*marks}, str(values), str, print, Path(__file__)
+        self.callspec = SimpleNamespace(params=values)
+
+    def get_closest_marker(self, name):
+        return name if name in self.marks else None
+
+    def add_marker(self, name):
+        self.marks.add(name)
+
+
+def test_each_value_of_a_parameter_is_in_a_case_that_is_not_wide():
+    cases = [Case(name=name, policy=policy) for name in range(7) for policy in "abcdefghij"]
+    conftest.pytest_collection_modifyitems(cases)
+    assert sum("slow" not in case.marks for case in cases) == conftest.FAST
+    narrow = [case.callspec.params for case in cases if "wide" not in case.marks]
+    assert {one["name"] for one in narrow} == {*range(7)} and {one["policy"] for one in narrow} == {*"abcdefghij"}
+    assert len(narrow) < 20
+    every = [Case("every", "slow", name=name, policy=policy) for name in range(7) for policy in "abc"]
+    conftest.pytest_collection_modifyitems(every)
+    assert all(case.marks == {"every", "slow"} for case in every)

@@ -27,6 +27,7 @@ from tests.helpers.tiny import FIVE, MODELS, force, left_pad, make, prompt
 from tests.oracle import reference
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("policy", ["full", *EVICTING])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_policy_on_every_architecture(name, policy):
