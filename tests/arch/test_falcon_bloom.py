@@ -1,21 +1,13 @@
 """Falcon and BLOOM, tested like the five: nothing changes at k=1.0, evictions equal the oracle's, nothing stays behind."""
 
-import functools
-
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
 
 import kvpatch
 from kvpatch.evaluation.check import Checks
-from tests.helpers import sequences
 from tests.helpers.comparing import EVICTING, SMALL, certain
-from tests.helpers.running import no_dropout
-from tests.helpers.tiny import MORE, VOCAB, force, left_pad, make, prompt, snapshot
-from tests.helpers.training import agrees_with_naive_autograd, gradients
-from tests.invariants import test_blocks_equal_pieces, test_k_one_is_the_unpatched_model
+from tests.helpers.tiny import MORE, VOCAB, force, left_pad, make, prompt
 from tests.oracle import reference
 
 ALIBI = ("falcon_alibi", "bloom")
@@ -42,33 +34,6 @@ def test_the_oracle_is_the_unpatched_model(name):
     torch.testing.assert_close(got, want, atol=2e-5 if "bloom" in name else 1e-9, rtol=0)  # BLOOM's softmax is float32
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
-@pytest.mark.parametrize("kind", ["greedy", "beams", "chunked", "lookup"])
-@pytest.mark.parametrize("name", MORE)
-def test_generate_is_unchanged(name, kind, padded):
-    if kind == "chunked" and padded and name == "bloom":
-        pytest.skip("unpatched BLOOM cannot read a padded prompt in pieces")
-    test_k_one_is_the_unpatched_model.test_generate_is_unchanged(name, kind, padded)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", MORE)
-def test_logits_are_unchanged(name, dtype):
-    model = make(name, dtype=dtype)
-    ids, fed = prompt(2, 25), prompt(2, 6, seed=2)
-    mask = left_pad(ids, [25, 25 if name == "bloom" and dtype == torch.float64 else 17])  # its own code gives NaN there
-    want, _ = force(model, ids, fed, mask)
-    before = snapshot(model)
-    with kvpatch.patched(model, "h2o", 1.0):
-        got, cache = force(model, ids, fed, mask)
-    assert snapshot(model) == before
-    # slopes are float32 numbers, and so is BLOOM's own softmax, whatever the dtype
-    tolerance = 2e-5 if name in ALIBI and dtype == torch.float64 else test_k_one_is_the_unpatched_model.TOLERANCE[dtype]
-    torch.testing.assert_close(want, got, atol=tolerance, rtol=0)
-    assert torch.equal(want, force(model, ids, fed, mask)[0])
-    assert cache.held(0).shape[1] == {"falcon": 1, "falcon_gqa": 2}.get(name, 4)
-
-
 @pytest.mark.parametrize("policy", EVICTING)
 @pytest.mark.parametrize("name", MORE)
 def test_every_policy(name, policy):
@@ -80,34 +45,6 @@ def test_every_policy(name, policy):
 def test_positions_budgets_and_blocks(name, k):
     certain(name, "roco", k, pads=(0, 0), positions="renumbered")
     certain(name, "h2o", k, block=8)
-
-
-@pytest.mark.parametrize("policy", ["keyformer", "adakv"])
-@pytest.mark.parametrize("name", MORE)
-def test_block_by_block(name, policy):
-    test_blocks_equal_pieces.test_one_forward_equals_block_after_block(name, policy)
-    test_blocks_equal_pieces.test_without_a_cache_and_in_training_mode_the_same_is_computed(name, policy)
-
-
-@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
-@pytest.mark.parametrize("name", MORE)
-def test_gradients_agree_with_naive_autograd(name, checkpointing):
-    agrees_with_naive_autograd(functools.partial(make, name), "roco", checkpointing)
-
-
-@pytest.mark.parametrize("name", MORE)
-def test_training_steps_inside_are_those_outside(name):
-    """Also right after a pass of ours, which puts aside how the decoder builds its ALiBi."""
-    model, ids = no_dropout(make(name)).train(), prompt(2, 20)
-    mask = left_pad(ids, [20, 14])
-    want = gradients(model, model(ids, attention_mask=mask, labels=ids).loss)
-    with kvpatch.patched(model, "h2o", 0.5):
-        model.eval()
-        model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
-        model.train()
-        got = gradients(model, model(ids, attention_mask=mask, labels=ids).loss)
-    for key in want:
-        assert torch.equal(want[key], got[key]), key
 
 
 @pytest.mark.parametrize("name", ALIBI)
@@ -131,16 +68,6 @@ def test_attention_dropout_is_refused_while_training(name):
         layer.self_attention.attention_dropout.p = 0.2
     with kvpatch.patched(model, "h2o", 5, block=4), pytest.raises(kvpatch.KVPatchError, match=r"attention dropout of 0\.2"):
         model(prompt(1, 20))
-
-
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(data=st.data(), name=st.sampled_from(tuple(MORE)), rows=st.integers(1, 3), n=st.integers(2, 30))
-def test_any_sequence(tmp_path_factory, data, name, rows, n):
-    _, policy, k, options = data.draw(sequences.settings_of_a_patch())
-    deeds = data.draw(sequences.DEEDS)
-    model, path = make(name, dtype=torch.float64), tmp_path_factory.mktemp("sequences") / "cache.safetensors"
-    with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
-        sequences.Texts(model, patch, rows, n, path).follow(deeds)
 
 
 @pytest.mark.parametrize("heads", [4, 6, 32])

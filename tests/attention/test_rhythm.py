@@ -136,60 +136,6 @@ def test_rolling_back_over_evictions(model, policy, k, pads, right):
 
 
 @pytest.mark.usefixtures("no_gradients")
-def test_rolling_back_to_a_prompt_below_its_budget(model):
-    with kvpatch.patched(model, "h2o", 9, every=3) as patch:
-        cache = patch.new_cache()
-        cache.activate_past_recording()
-        model(prompt(1, 6), past_key_values=cache)
-        go_on(model, prompt(1, 8, seed=2), cache)
-        cache.crop(-7)
-        cache.check_invariants()
-
-
-@pytest.mark.usefixtures("no_gradients")
-@pytest.mark.parametrize(("policy", "k", "pads"), SETTINGS, ids=str)
-@pytest.mark.parametrize("way", ["clone", "save", "rows", "concatenate", "beams"])
-def test_a_copy_goes_on_in_the_same_rhythm(model, policy, k, pads, way, tmp_path):
-    ids, fed = prompt(2, 30), prompt(2, 13, seed=2)
-    with kvpatch.patched(model, policy, k, every=4) as patch:
-        want, plain = force(model, ids, fed, left_pad(ids, [30 - pad for pad in pads]))
-        cache = patch.new_cache()
-        force(model, ids, fed[:, :6], left_pad(ids, [30 - pad for pad in pads]), cache=cache)
-        order = [0, 1]
-        if way == "clone":
-            go_on(model, fed[:, 6:9], cache.clone())
-            cache = cache.clone()
-        elif way == "save":
-            patch.save_cache(cache, tmp_path / "cache")
-            cache = patch.load_cache(tmp_path / "cache")
-        elif way == "rows":
-            cache, order = cache.select_rows([1]), [1]
-        elif way == "concatenate":
-            cache = kvpatch.EvictingCache.concatenate([cache.select_rows(0), cache.select_rows(1)])
-        else:
-            cache.reorder_cache(torch.tensor([1, 1]))
-            order = [1, 1]
-        cache.check_invariants()
-        logits, cache = go_on(model, fed[order, 6:], cache)
-        cache.check_invariants()
-    torch.testing.assert_close(want[order, 7:], logits, atol=1e-5, rtol=0)
-    assert kept(cache) == [[layer[row] for row in order] for layer in kept(plain)]
-
-
-@pytest.mark.usefixtures("no_gradients")
-def test_rows_in_different_phases_are_joined(model):
-    """Each goes on as it would alone."""
-    ids, fed = prompt(1, 30), prompt(1, 12, seed=2)
-    with kvpatch.patched(model, "h2o", 9, every=4) as patch:
-        ahead, behind = feed(model, patch, ids, fed[:, :1], fed[:, 1:2]), feed(model, patch, prompt(1, 21, seed=5))
-        want = [kept(go_on(model, fed[:, 2:11], cache.clone())[1]) for cache in (ahead, behind)]
-        both = kvpatch.EvictingCache.concatenate([ahead, behind])
-        go_on(model, fed[:, 2:11].repeat(2, 1), both)
-        both.check_invariants()
-    assert kept(both) == [[a[0], b[0]] for a, b in zip(*want, strict=True)]
-
-
-@pytest.mark.usefixtures("no_gradients")
 def test_a_later_prompt_evicts_to_the_budget(model):
     with kvpatch.patched(model, "h2o", 9, every=4) as patch:
         cache = feed(model, patch, prompt(2, 20), *prompt(2, 3, seed=2).split(1, 1), prompt(2, 7, seed=3))

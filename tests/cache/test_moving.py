@@ -8,7 +8,7 @@ import torch
 import kvpatch
 from kvpatch import Mass, Share, Threshold
 from kvpatch.cache.modes import Moving
-from tests.helpers.running import go_on, kept, uneven
+from tests.helpers.running import uneven
 from tests.helpers.tiny import force, left_pad, make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -44,85 +44,6 @@ def test_a_long_text(name):
         assert len(cache.held(0).unique()) > 1
     assert json.loads(json.dumps(report.to_dict()))["held"] == [layer.tolist() for layer in report.held()]
     assert str(BUDGETS[name][1]) in str(report) or name == "table"
-
-
-@every_budget
-def test_rows_are_as_alone(name):
-    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(2, N), prompt(2, 30, seed=2)
-    with patched(name, model):
-        both, cache = force(model, ids, fed, left_pad(ids, [N, 23]))
-        alone, other = force(model, ids[1:, N - 23 :], fed[1:])
-    torch.testing.assert_close(both[1:], alone)
-    assert [layer[1] for layer in kept(cache)] == [layer[0] for layer in kept(other)]
-
-
-@every_budget
-def test_saved_and_loaded(name, tmp_path):
-    model, ids, fed = make("llama_gqa"), prompt(2, N), prompt(2, 24, seed=2)
-    with patched(name, model) as patch:
-        cache = force(model, ids, fed[:, :9])[1]
-        patch.save_cache(cache, tmp_path / "cache.safetensors")
-        loaded = patch.load_cache(tmp_path / "cache.safetensors")
-        loaded.check_invariants()
-        outs = [go_on(model, fed[:, 9:], past)[0] for past in (cache, loaded)]
-    assert torch.equal(*outs)
-    assert kept(cache) == kept(loaded)
-
-
-@every_budget
-def test_rows_are_chosen_and_joined(name):
-    """Beams, and texts that come and go."""
-    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(2, N), prompt(2, 30, seed=2)
-    with patched(name, model):
-        cache = force(model, ids, fed[:, :12])[1]
-        other = force(model, ids[1:, 9:], fed[1:, :5])[1]
-        turned, copied = cache.clone(), other.clone()
-        turned.reorder_cache(torch.tensor([1, 0]))
-        turned.check_invariants()
-        joined = kvpatch.EvictingCache.concatenate([cache.clone(), copied])
-        joined.check_invariants()
-        want, swapped = go_on(model, fed[:, 12:], cache)[0], go_on(model, fed[[1, 0], 12:], turned)[0]
-        third = go_on(model, fed[1:, 5:], other)[0]
-        next_tokens = torch.cat([fed[:, 12:29], fed[1:, 5:22]])
-        positions = torch.tensor([[N + 12], [N + 12], [N - 9 + 5]])
-        outs = []
-        for t in range(17):
-            step = model(next_tokens[:, t : t + 1], past_key_values=joined, position_ids=positions + t, use_cache=True)
-            outs.append(step.logits)
-            joined.check_invariants()
-        together = torch.cat(outs, 1)
-    torch.testing.assert_close(swapped, want[[1, 0]])
-    torch.testing.assert_close(together[:2], want[:, :17])
-    torch.testing.assert_close(together[2:], third[:, :17])
-
-
-@every_budget
-def test_rolled_back(name):
-    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(2, N), prompt(2, 40, seed=2)
-    with patched(name, model) as patch:
-        cache, plain = patch.new_cache(), patch.new_cache()
-        cache.activate_past_recording()
-        model(ids, past_key_values=cache)
-        go_on(model, fed[:, :8], cache)
-        go_on(model, prompt(2, 25, seed=9), cache)  # rejected
-        cache.crop(-25)
-        cache.check_invariants()
-        got = go_on(model, fed[:, 8:], cache)[0]
-        model(ids, past_key_values=plain)
-        want = go_on(model, fed, plain)[0][:, 8:]
-    torch.testing.assert_close(got, want)
-    assert kept(cache) == kept(plain)
-
-
-@every_budget
-def test_a_second_turn(name):
-    model, ids, fed = make("llama_gqa"), prompt(2, N), prompt(2, 6, seed=2)
-    with patched(name, model):
-        cache = force(model, ids, fed)[1]
-        logits, cache = force(model, prompt(2, 30, seed=4), fed, cache=cache)
-    assert torch.isfinite(logits).all()
-    if name == "share":
-        assert cache.held(1).tolist() == [[32, 32], [32, 32]]  # of 82
 
 
 def test_generate_with_beams():

@@ -6,13 +6,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpatch
-from kvpatch import EvictingCache, KVPatchError
+from kvpatch import KVPatchError
 from kvpatch.backends import dispatch, entries
 from kvpatch.backends.protocol import Case
 from kvpatch.cache.narrow import opened, reading
-from tests.cache.test_turns import compare
-from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, SMALL, certain, same_tokens
-from tests.helpers.running import RAGGED, go_on, kept, uneven
+from tests.helpers.comparing import EVICTING, SMALL, certain
+from tests.helpers.running import RAGGED, uneven
 from tests.helpers.tiny import MODELS, force, left_pad, make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -34,48 +33,6 @@ def test_every_policy_on_every_architecture(name, policy, bits):
 def test_rows_of_one_length(policy, bits):
     """Stacked layers."""
     certain("llama_gqa", policy, 0.4, n=20, pads=(0, 0), steps=6, bits=bits, **SMALL.get(policy, {}))
-
-
-@NARROW
-@pytest.mark.parametrize("policy", ["h2o", "roco", "adakv", "critical_adakv"])
-def test_float32(policy, bits):
-    certain("llama_gqa", policy, 0.4, n=10, steps=4, pads=(0,), dtype=torch.float32, bits=bits, **SMALL.get(policy, {}))
-
-
-@NARROW
-@pytest.mark.parametrize("policy", [*EVICTING, "full"])
-def test_later_turns(policy, bits):
-    """A later prompt reads what earlier ones left, and does not round it again."""
-    sizes = ((9, 3), (5, 3))
-    compare("llama_gqa", policy, 0.4, rows=1, sizes=sizes, bits=bits, **SMALL.get(policy, {}))
-
-
-@NARROW
-@pytest.mark.parametrize("policy", ["h2o", "snapkv", "key_norm", "critical_adakv", "full"])
-def test_blocks(policy, bits):
-    """A block attends to what earlier blocks left, rounded."""
-    certain("llama_gqa", policy, 8, n=20, steps=3, block=6, bits=bits, **SMALL.get(policy, {}))
-
-
-@NARROW
-@pytest.mark.parametrize("policy", ["streaming_llm", "h2o"])
-@pytest.mark.parametrize("name", ["llama_gqa", "mpt"])
-def test_renumbered_positions(name, policy, bits):
-    certain(name, policy, 0.4, n=20, steps=6, positions="renumbered", bits=bits)
-
-
-@NARROW
-@pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
-@pytest.mark.parametrize("policy", ANY_SCHEDULE)
-def test_schedules(policy, schedule, bits):
-    certain("llama_gqa", policy, 0.25, n=16, schedule=schedule, steps=6, sinks=1, bits=bits)
-
-
-@NARROW
-@pytest.mark.parametrize("policy", ["h2o", "roco", "streaming_llm"])
-def test_a_budget_above_the_prompt(policy, bits):
-    for pads in ((0, 0), (0, 5)):
-        certain("llama_gqa", policy, 20, n=16, pads=pads, steps=9, bits=bits)
 
 
 @NARROW
@@ -230,43 +187,6 @@ def test_a_step_unpacks_a_few_columns_at_a_time(policy, bits, monkeypatch):
 
 
 @NARROW
-@pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "snapkv", "full", *RAGGED])
-def test_rolling_back(policy, bits):
-    model, ids, fed = make("llama_gqa"), prompt(2, 40), prompt(2, 12, seed=2)
-    with kvpatch.patched(model, RAGGED.get(policy, policy), 0.4, bits=bits) as patch:
-        want, plain = force(model, ids, fed)
-        cache = patch.new_cache()
-        force(model, ids, fed[:, :5], cache=cache)
-        cache.activate_past_recording()
-        go_on(model, prompt(2, 6, seed=9), cache)
-        cache.crop(-6)
-        logits, _ = go_on(model, fed[:, 5:], cache)
-    torch.testing.assert_close(want[:, 6:], logits, atol=1e-5, rtol=0)
-    assert kept(plain) == kept(cache)
-
-
-@NARROW
-@pytest.mark.parametrize("policy", ["h2o", "full", *RAGGED])
-def test_rows_move_and_caches_are_copied_joined_and_saved(policy, bits, tmp_path):
-    model, ids, fed = make("llama_gqa"), prompt(3, 40), prompt(3, 6, seed=2)
-    with kvpatch.patched(model, RAGGED.get(policy, policy), 0.4, bits=bits) as patch:
-        want, _ = force(model, ids, fed)
-        _, cache = force(model, ids, fed[:, :2])
-        patch.save_cache(cache, tmp_path / "one")
-        loaded = patch.load_cache(tmp_path / "one")
-        assert same_tokens([c.positions(0) for c in (cache,)], [c.positions(0) for c in (loaded,)])
-        assert loaded.nbytes == cache.nbytes
-        rest = [cache.select_rows([2]), cache.select_rows([0, 1])]
-        joined, order = EvictingCache.concatenate(rest), [2, 0, 1]
-        turned = cache.clone()
-        turned.reorder_cache(torch.tensor(order))
-        for one, rows in ((cache, [0, 1, 2]), (loaded, [0, 1, 2]), (joined, order), (turned, order)):
-            logits, _ = go_on(model, fed[rows, 2:], one)
-            torch.testing.assert_close(logits, want[rows][:, 3:], atol=2e-5, rtol=0)
-            one.check_invariants()
-
-
-@NARROW
 def test_caches_of_other_bits_are_refused(bits, tmp_path):
     model, other = make("llama_gqa"), 12 - bits
     with kvpatch.patched(model, "h2o", 0.4, bits=bits) as patch:
@@ -318,12 +238,6 @@ def test_a_dynamic_cache_is_taken_over(bits):
 def test_a_number_of_numpy_is_taken():
     with kvpatch.patched(make("llama_gqa"), "h2o", bits=np.int64(8)) as patch:
         assert patch.settings.bits == 8 and type(patch.settings.bits) is int
-
-
-@pytest.mark.parametrize("bits", [8.0, "8", True, 2, 32, None, np.int64(5)])
-def test_other_bits_are_refused(bits):
-    with pytest.raises(KVPatchError, match=r"bits=.* must be 16 .*, 8 or 4"):
-        kvpatch.patched(make("llama_gqa"), "h2o", bits=bits)
 
 
 @NARROW

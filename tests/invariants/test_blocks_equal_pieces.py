@@ -8,12 +8,12 @@ import torch
 import kvpatch
 from tests.helpers.comparing import EVICTING, SMALL, WAITING
 from tests.helpers.running import logits_of, no_dropout
-from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
+from tests.helpers.tiny import FIVE, MORE, force, left_pad, make, prompt
 from tests.helpers.training import agrees_with_naive_autograd
 
 
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "snapkv", "adakv", "random"])
-@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("name", [*FIVE, *MORE])
 def test_one_forward_equals_block_after_block(name, policy):
     model, ids = make(name, dtype=torch.float64), prompt(2, 38)
     options = SMALL.get(policy, {})
@@ -29,7 +29,7 @@ def test_one_forward_equals_block_after_block(name, policy):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "critical_snapkv", "window"])
-@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("name", [*FIVE, *MORE])
 def test_without_a_cache_and_in_training_mode_the_same_is_computed(name, policy):
     model, ids = make(name, dtype=torch.float64), prompt(2, 40)
     mask = left_pad(ids, [40, 29])
@@ -84,6 +84,6 @@ def test_generate_in_chunks_that_are_whole_blocks(policy):
 
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
 @pytest.mark.parametrize("policy", ["roco", "keyformer", "critical_adakv"])
-@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("name", [*FIVE, *MORE])
 def test_gradients_agree_with_naive_autograd(name, policy, checkpointing):
     agrees_with_naive_autograd(functools.partial(make, name), policy, checkpointing)

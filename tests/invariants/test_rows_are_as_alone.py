@@ -16,7 +16,6 @@ from tests.helpers.comparing import (
     SMALL_STEPS,
     WINDOWED,
     calibrated,
-    combined,
     distinct,
 )
 from tests.helpers.joined import Loop, do, scenario
@@ -121,31 +120,6 @@ def test_joined_rows_of_every_policy_and_architecture(policy):
         k = 0.4 if policy == "duo" else (0.4, 6)[index % 2]
         with torch.no_grad(), kvpatch.patched(model, policy, k, **options, **own) as patch:
             scenario(Loop(model, patch))
-
-
-@pytest.mark.parametrize("policy", [name for name in EVICTING if name not in SMALL])
-def test_joined_rows_under_other_schedules(policy):
-    for schedule in ("prompt", "decode"):
-        model = make("llama_gqa", dtype=torch.float64)
-        with torch.no_grad(), kvpatch.patched(model, policy, 0.4, schedule=schedule) as patch:
-            scenario(Loop(model, patch))
-
-
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    [
-        ("keyformer", {"shared": True, "generation_length": 9}),
-        ("keyformer", {"resample": True, "damping": 0.9, "generation_length": 9}),
-        ("keyformer", {"positions": "renumbered"}),
-        ("h2o", {"block": 5, "sinks": 2}),
-        (combined("roco", ("pyramid", "adaptive", "critical")), {"protected": 0.2, "recent": 1}),
-    ],
-    ids=["shared", "resample", "renumbered", "block", "pyramid+adaptive+critical"],
-)
-def test_joined_rows_with_options(policy, options):
-    model = make("llama_gqa", dtype=torch.float64)
-    with torch.no_grad(), kvpatch.patched(model, policy, 0.4, **options) as patch:
-        scenario(Loop(model, patch))
 
 
 @settings(max_examples=16, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvpatch
-from tests.helpers.tiny import FIVE, make, prompt
+from tests.helpers.tiny import FIVE, MORE, make, prompt
 from tests.helpers.training import gradients
 
 
@@ -13,7 +13,7 @@ def step(model, ids):
     return loss.detach(), gradients(model, loss)
 
 
-@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("name", [*FIVE, *MORE])
 def test_a_training_step_is_bit_for_bit_the_same(name):
     model, ids = make(name).train(), prompt(2, 24)
     torch.manual_seed(3)

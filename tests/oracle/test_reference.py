@@ -591,48 +591,6 @@ def test_ties_and_margins() -> None:
     assert reference.worst({0: 9.0, 1: 2.0}, 2) == ({0, 1}, math.inf)
 
 
-@pytest.mark.parametrize(
-    ("policy", "k", "options"),
-    [
-        ("h2o", 2, {"protect": [True, True, True, False]}),
-        ("h2o", 2, {"protect": [True]}),
-        ("h2o", 0, {}),
-        ("h2o", 1.5, {}),
-        ("h2o", [2, 2], {}),
-        ("h2o", 2, {"tau": (1, 2)}),
-        ("h2o", 2, {"schedule": "sometimes"}),
-        ("snapkv", 2, {"schedule": "both"}),
-        ("snapkv", 2, {"kernel": 4}),
-        ("keyformer", 2, {"noise": "some"}),
-        ("keyformer", 2, {}),  # no draw
-        ("nothing", 2, {}),
-        ("adakv", 2, {"schedule": "both"}),
-        ("h2o", 2, {"wrap": ("adaptive",), "schedule": "decode"}),
-        ("h2o", 2, {"wrap": ("something",)}),
-        ("h2o", 2, {"beta": 20}),
-        ("h2o", [2], {"wrap": ("pyramid",)}),
-        ("h2o", 2, {"wrap": ("pyramid",), "beta": 0.5}),
-        ("h2o", 2, {"wrap": ("adaptive",), "floor": 1.5}),
-        ("h2o", 2, {"wrap": ("critical",), "alpha": -0.1}),
-        ("h2o", 2, {"wrap": ("critical",), "eps": -1e-4}),
-        ("h2o", 2, {"wrap": ("critical",), "norm": 3}),
-        ("window", 2, {"wrap": ("critical",)}),
-        ("streaming_llm", 2, {"wrap": ("critical",)}),
-        ("dilated_window", 2, {"wrap": ("critical",)}),
-        ("key_norm", 2, {"wrap": ("critical",)}),
-        ("h2o", 2, {"block": 0}),
-        ("h2o", 2, {"block": 2, "schedule": "decode"}),
-        ("h2o", 2, {"positions": "new"}),
-        ("h2o", 2, {"turns": "some"}),
-        ("h2o", 2, {"turns": "each"}),  # its schedule is "both"
-        ("h2o", 2, {"turns": "first", "schedule": "decode"}),
-    ],
-)
-def test_errors(policy: str, k: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
-        run(Table([[logs(P)]]), [0] * 4, [0], policy=policy, k=k, **options)
-
-
 # Divided budgets
 
 
@@ -1156,22 +1114,6 @@ def test_pyramid_over_turns() -> None:
     given = {"policy": "window", "wrap": ("pyramid",), "k": 3, "turns": "each", "schedule": "prompt"}
     kept = run_turns(make("llama"), [(text(4), text(1)), (text(4), [])], **given).kept
     assert [[len(layer[0]) for layer in moment] for moment in kept] == [[4, 3, 2], [5, 4, 3], [9, 7, 5]]
-
-
-def test_errors_of_turns() -> None:
-    for talk, options in (
-        ([([0] * 2, [0]), ([], [0])], {}),
-        ([], {}),
-        ([([0], []), ([0], [])], {"schedule": "decode"}),
-        ([([0] * 4, []), ([0] * 2, [])], {"protect": [True] * 2 + [False] * 2 + [True] * 2, "k": 3}),
-        ([([0] * 4, []), ([0] * 2, [])], {"protect": [True] * 5}),
-    ):
-        with pytest.raises(ValueError):
-            run_turns(random_table(6), talk, **{"policy": "window", "k": 2, **options})
-    # The same protection fits where later turns are left alone, or have a budget of their own.
-    for turns in ("each", "first"):
-        given = {"protect": [True] * 2 + [False] * 2 + [True] * 2, "k": 3, "turns": turns, "schedule": "prompt"}
-        run_turns(random_table(6), [([0] * 4, []), ([0] * 2, [])], policy="window", **given)
 
 
 # Gradients

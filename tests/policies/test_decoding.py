@@ -10,7 +10,6 @@ from kvpatch.policies.needs import Held, LastQueries, PlainKeys, WindowAttention
 from kvpatch.policies.needs.last_queries import Recent
 from tests.helpers.comparing import DECODING, SMALL_STEPS, certain
 from tests.helpers.contexts import small_context
-from tests.helpers.joined import Loop
 from tests.helpers.running import go_on, kept, steps
 from tests.helpers.tiny import force, left_pad, make, prompt, sound
 
@@ -45,29 +44,6 @@ def test_rolling_back_restores_everything(model, policy):
 
 
 @pytest.mark.parametrize("policy", DECODING)
-def test_rows_come_and_go_and_are_saved(model, policy, tmp_path):
-    """Rows of different lengths, each beside its text alone: joined, dropped, reordered as beams are, saved and loaded."""
-    if policy in ("raas", "lazy"):  # a head's slots follow its own prompt
-        lengths = (11, 6), (7, 3)
-    else:
-        lengths = (19, 6), (14, 2)
-    with patched(model, policy) as patch:
-        loop = Loop(model, patch)
-        loop.add(*lengths)
-        loop.step(3)
-        patch.save_cache(loop.cache, tmp_path / "cache.safetensors")
-        loop.cache = patch.load_cache(tmp_path / "cache.safetensors")
-        loop.step(2)
-        loop.add((12, 5))
-        order = [2, 0, 1]
-        loop.cache.reorder_cache(torch.tensor(order))
-        loop.alone = [loop.alone[row].clone() for row in order]
-        loop.step(3)
-        loop.drop(1)
-        loop.step(2)
-
-
-@pytest.mark.parametrize("policy", DECODING)
 def test_beams(model, policy):
     """Beams of a row are rows: with one beam each, what is generated alone is generated in a batch."""
     ids = prompt(2, 18)
@@ -77,20 +53,6 @@ def test_beams(model, policy):
         for row, n in enumerate((18, 12)):
             alone = model.generate(ids[row : row + 1, 18 - n :], num_beams=3, max_new_tokens=14, do_sample=False)
             assert both[row, 18:].tolist() == alone[0, n:].tolist()
-
-
-@pytest.mark.parametrize("policy", DECODING)
-def test_a_prompt_in_pieces_is_the_prompt(model, policy):
-    ids, fed = prompt(1, 21), prompt(1, 12, seed=2)
-    with patched(model, policy) as patch:
-        want, plain = force(model, ids, fed)
-        cache = patch.new_cache()
-        cache.request.prompt_len = 21
-        for piece in ids.split(8, 1):
-            model(piece, past_key_values=cache)
-        got, _ = go_on(model, fed, cache)
-    torch.testing.assert_close(want[:, 1:], got, atol=1e-9, rtol=0)
-    assert kept(plain) == kept(cache)
 
 
 OTHERWISE = [

@@ -11,7 +11,6 @@ from tests.helpers.marks import slow_but
 from tools.bench import __main__ as bench
 from tools.bench import decode as bench_decode
 from tools.bench import gpu as bench_gpu
-from tools.bench import host as bench_host
 from tools.bench import lines as bench_lines
 from tools.bench import memory as bench_memory
 from tools.bench import models as bench_models
@@ -62,24 +61,6 @@ def test_decode_lines_are_whole():
     assert (h2o["holds"], full["holds"]) == (False, None)  # 33 of 64 tokens are 0.516
 
 
-@pytest.mark.slow
-def test_the_floor_is_measured_beside_policies_that_evict(monkeypatch):
-    costs = {"first": 4.0, "floor": 2.0, "last": 3.0}
-    monkeypatch.setattr(bench_decode, "forward", lambda model, ids, past: (past, costs[model]))
-    past = bench_models.forward(bench_models.build("llama", 8, tiny=True), torch.ones(1, 8, dtype=torch.long))[0]
-    runs = [(name, past) for name in costs]
-    figures = bench_decode.alternate(runs, torch.zeros(1, 6, dtype=torch.long), steps=4, repeats=3)
-    assert (figures["ratio"], figures["mean_ratio"], figures["over_floor"]) == (0.75, 0.75, 1.5)
-    assert (figures["ms_unpatched"], figures["ms_floor"], figures["ms"]) == (4.0, 2.0, 3.0)
-    assert "over_floor" not in bench_decode.alternate([runs[0], runs[2]], torch.zeros(1, 6), steps=4, repeats=1)
-
-
-@pytest.mark.parametrize(("policy", "floor"), [("window", True), ("full", False), (bench.FLOOR, False)])
-def test_only_policies_that_evict_have_a_floor(policy, floor):
-    (line,) = bench_decode.decode_lines([policy], n=32, repeats=1, tiny=True, steps=2)
-    assert ("over_floor" in line, "ms_floor" in line) == (floor, floor)
-
-
 PROMPTS = [("prompt", "llama"), ("arch", "mpt"), ("arch", "gptj")]
 
 
@@ -105,34 +86,6 @@ def test_peak_growth_sees_the_prompt():
     assert 60 << 20 <= bench_memory.peak() - before < 80 << 20
 
 
-@pytest.mark.slow
-def test_host_lines_are_whole():
-    lines = list(bench_host.host_lines(bench_lines.HOST_POLICIES, n=64, repeats=2, tiny=True, steps=2))
-    assert [line["policy"] for line in lines] == list(bench_lines.HOST_POLICIES)
-    for line in lines:
-        assert json.loads(json.dumps(line)) == line
-        assert set(line) >= COMMON - {"roof_ms", "roof_ratio", "ceilings"} | {"mean_ratio", "steps", "layers"}
-        assert (line["case"], line["arch"], line["n"], line["layers"]) == ("host", "llama-narrow", 64, 2)
-        assert len(line["ratios"]) == 2
-        assert (line["limits"], line["holds"]) == ({}, None)
-    assert bench.tables(lines).count("| host | llama-narrow |") == len(lines)
-
-
-def test_the_host_model_is_deep_and_narrow():
-    one = bench_models.build("llama-narrow", 8, tiny=False).config
-    assert (one.num_hidden_layers, one.hidden_size) == (32, 64)
-    assert one.num_attention_heads > one.num_key_value_heads > 1  # grouped queries, and heads that adakv can tell apart
-
-
-def test_the_plan_of_the_host_case():
-    assert list(bench.plan("host", "", [])) == [("host", "llama-narrow", list(bench_lines.HOST_POLICIES), 256)]
-    assert list(bench.plan("host", "h2o", [32, 64])) == [("host", "llama-narrow", ["h2o"], n) for n in (32, 64)]
-    assert {case for case, *_ in bench.plan("all", "", [])} == set(bench_lines.CASES)
-    archs = {n: arch for _, arch, _, n in bench.plan("prompt", "h2o", [8192, 16384])}
-    assert archs == {8192: "llama", 16384: "llama-cut"}
-    assert bench_models.config("llama-cut", 64, tiny=False).num_hidden_layers == 2
-
-
 def test_replay_lines_are_whole():
     (line,) = bench_replay.replay_lines(["h2o"], n=300, repeats=1, tiny=True, memory=False)
     assert json.loads(json.dumps(line)) == line
@@ -142,24 +95,6 @@ def test_replay_lines_are_whole():
     assert line["ratio"] == line["ms"] / line["ms_unpatched"] and line["limits"] == {}
     assert bench_lines.limits("replay", "h2o", 2048) == {"ratio": 1.6, "memory_ratio": 1.10}
     assert list(bench.plan("replay", "", [])) == [("replay", "llama", ["h2o"], 2048)]
-
-
-@pytest.mark.slow
-def test_memory_of_a_replay():
-    (line,) = bench_replay.replay_lines(["window"], n=300, repeats=1, tiny=True)
-    assert line["memory_ratio"] == line["bytes"] / line["bytes_unpatched"]
-    assert bench.tables([line]).count("| replay | llama | window | 300 |") == 1
-
-
-@pytest.mark.slow
-def test_batch_lines_are_whole():
-    lines = list(bench_decode.batch_lines(bench_lines.BATCH_POLICIES, n=64, repeats=2, tiny=True, steps=2))
-    assert [line["policy"] for line in lines] == list(bench_lines.BATCH_POLICIES)
-    for line in lines:
-        assert json.loads(json.dumps(line)) == line
-        assert (line["case"], line["arch"], line["n"], line["batch"]) == ("batch", "llama-even", 64, 8)
-        assert line["bytes_unpatched"] == 8 * 2 * 64 * TOKEN  # eight texts, two KV heads
-    assert bench.tables(lines).count("| batch | llama-even |") == len(lines)
 
 
 def test_limits_of_the_promise():
@@ -254,13 +189,6 @@ def test_the_paper_lines_are_whole(table):
         assert line["peak_bytes"] >= 0
 
 
-def test_the_paper_caches_hold_what_they_should(table):
-    """All beams; the unpatched model must keep a cache at all, which MPT's own config turns off."""
-    token = 2 * 2 * 128 * 4 * paper.BEAMS  # two layers, keys and values
-    held = {"full": 15, "h2o": 8, "keyformer": 5}  # 8 + 7; 90% of 8 is 7, and half 4, each with a slot to write to
-    assert [line["cache_bytes"] for line in table] == [b * held[name] * token for b in (1, 2) for name in paper.BUDGETS]
-
-
 def test_the_paper_table_stands_beside_ours(table):
     wide = [line | {"n": 4096, "case": "paper"} for line in table]
     rows = [row.split(" | ") for row in paper.markdown(wide).splitlines()[2:]]
@@ -268,13 +196,6 @@ def test_the_paper_table_stands_beside_ours(table):
     assert [row[-2:] for row in rows[3:]] == [["OOM", " |"], ["OOM", " |"], ["19.85", "2.39 |"]]
     lost = {name: value for name, value in wide[0].items() if "tokens_per_s" not in name} | {"out_of_memory": True}
     assert "| OOM |" in paper.markdown([lost])
-
-
-def test_speedups_are_found_over_several_calls(table):
-    apart = [{name: value for name, value in line.items() if "speedup" not in name} for line in table]
-    assert paper.compared(apart) == table
-    assert paper.markdown(apart) == paper.markdown(table)
-    assert "speedup" not in paper.compared(apart[1:])[0]
 
 
 def test_the_paper_bound_counts_steps_and_prompt(monkeypatch):
@@ -324,20 +245,6 @@ def test_gpu_lines_are_whole_and_become_tables(case):
     assert "keyformer" in bench.tables([line])
 
 
-@pytest.mark.slow
-def test_a_larger_batch_is_compared_with_a_full_cache_at_the_first():
-    lines = list(bench_gpu.lines("gpu_generate", "cpu", tiny=True, lengths=[8], batches=[1, 2]))
-    assert [(line["policy"], line["batch"]) for line in lines] == [("full", 1), ("keyformer", 1), ("keyformer", 2)]
-    assert all(line["speedup"] == line["tokens_per_s"] / lines[0]["tokens_per_s"] for line in lines)
-
-
-def test_speeds_of_a_step():
-    model = bench_models.build("llama", 8, tiny=True)
-    found = bench_gpu.speeds(model, held=3_000_000, own=5.0, bound=4.0, base=2.0, best=CEILINGS)
-    assert (found["kv_GBps"], found["policy_share"]) == (1.0, 0.2)
-    assert found["roof_ms"] == roofline.decode_ms(model, 3_000_000, CEILINGS)
-
-
 # ---- tables ----
 
 
@@ -351,11 +258,6 @@ def test_markdown_keeps_the_last_line_of_a_case(line):
     table = bench.tables([line, line | {"ratio": 0.5}]).splitlines()
     assert len(table) == 3
     assert "| 0.500 |" in table[2]
-
-
-def test_old_lines_without_bounds_still_make_a_table(line):
-    old = {name: value for name, value in line.items() if not name.startswith(("roof", "ceilings"))}
-    assert bench.tables([old]).count("|") == 3 * (len(bench_lines.COLUMNS) + 1)
 
 
 def test_the_command_makes_tables_and_refuses(tmp_path, line, table):
@@ -373,17 +275,6 @@ def test_the_command_measures_and_writes(tmp_path):
     assert (line["case"], line["policy"], line["n"], line["base"]) == ("ragged", "adakv", 96, "snapkv")
 
 
-def test_the_command_measures_host_time(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    told = invoke("--tiny", "--case", "host", "--policies", "full,h2o", "--lengths", "32", "--repeats", "1", "--json", path)
-    assert told.exit_code == 0, told.output
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["case"], line["policy"], line["n"], line["k"]) for line in lines] == [
-        ("host", "full", 32, 0.5),
-        ("host", "h2o", 32, 0.5),
-    ]
-
-
 @pytest.mark.parametrize("wrong", [("--lengths", "4k"), ("--batches", "0"), ("--paper", "h2o"), ("--case", "gpu_x")])
 def test_what_the_command_cannot_do_is_refused(wrong):
     assert "Invalid value" in refusal("--tiny", *wrong)
@@ -396,11 +287,6 @@ def test_agreement_counts_entries_of_both():
     one, other = [torch.tensor([[[0, 1, 2, 3], [0, 1, 2, 3]]])], [torch.tensor([[[2, 3, 4, 5], [0, 1, 2, 3]]])]
     assert bench_sampled.jaccard(one, other) == (2 / 6 + 1) / 2
     assert bench_sampled.jaccard(one, one) == 1.0
-
-
-def test_short_prompts_agree_whatever_is_sampled():
-    model = bench_models.build("llama", 64, tiny=True)
-    assert bench_sampled.agreement(model, bench_models.tokens(model, 64), "keyformer", 0.5, seeds=2) == 1.0
 
 
 def test_threads_are_measured_each_by_its_own_clock(monkeypatch, tmp_path):

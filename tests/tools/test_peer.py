@@ -2,13 +2,11 @@
 
 import importlib
 import json
-import statistics
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-import typer
 from safetensors.torch import save_file
 
 from tests.helpers.marks import slow_but
@@ -66,61 +64,7 @@ def test_every_policy_keeps_half_of_the_prompt_and_then_everything(worker, case)
     assert [at.item() for _, q, at in seen if q == 1] == [160, 160, 161, 161]
 
 
-def test_the_peer_receives_the_position_of_each_token():
-    """A compressed cache of the peer's knows only how many tokens it holds."""
-    given = {}
-
-    def model(ids, **kwargs):
-        given.update(kwargs)
-        return SimpleNamespace(past_key_values=None)
-
-    peer_worker.forward(model, torch.ones(1, 1), at=torch.tensor([[160]]))
-    assert given["position_ids"].tolist() == [[160]]
-
-
-def test_a_case_that_needs_eager_attention_gets_it(worker):
-    worker.side = peer_worker.Side({}, ("h2o",), peer_kvpatch.compress, True, peer_kvpatch.kept, eager=("h2o",))
-    assert worker.twin("h2o").config._attn_implementation == "eager"
-    assert worker.twin("tova").config._attn_implementation == worker.model.config._attn_implementation == "sdpa"
-    assert worker.unit("h2o", n=100, steps=1)["eager"] > 0
-
-
-def test_extra_memory_of_a_prompt_is_seen(worker):
-    large = worker.growth(None, 1600)["growth"]
-    assert large > 1600 * 128 * 4  # one layer's hidden states at the least
-    assert worker.growth("tova", 1600)["growth"] > 0
-
-
 # ---- both sides ----
-
-
-@pytest.mark.slow
-def test_two_processes_take_turns(monkeypatch):
-    """Ours against itself: everything is alike."""
-    grown = iter([100, 200, 110, 190])
-    monkeypatch.setattr(peer, "growth", lambda side, weights, case, n: next(grown))
-    (line,) = peer.compare([OURS, OURS], ["tova"], [160], repeats=2, tiny=True, steps=2)
-    assert json.loads(json.dumps(line)) == line
-    assert (line["case"], line["policy"], line["n"]) == ("peer", "tova", 160)
-    assert (line["alike"], line["logits_difference"]) == (1.0, 0.0)
-    for side, memory in (("ours", 1.1), ("theirs", 0.95)):
-        one = line[side]
-        assert one["versions"]["kvpatch"] and one["attention"] == "sdpa"
-        assert one["memory_ratio"] == pytest.approx(memory)
-        assert one["bytes_unpatched"] == 160 * TOKEN and 0.5 <= one["bytes_ratio"] < 0.6
-        for what in ("prompt", "decode"):
-            assert len(one[f"{what}_ratios"]) == 2
-            assert one[f"{what}_ratio"] == statistics.median(one[f"{what}_ratios"])
-            assert one[f"{what}_roof_ratio"] == pytest.approx(one[f"{what}_ms"] / one[f"{what}_roof_ms"])
-    assert "| tova | 160 |" in peer.markdown([line | {"peer": "kvpress"}])
-
-
-def test_a_side_that_dies_says_why():
-    with (
-        pytest.raises(RuntimeError, match="(?s)asked for 'hello'.*No module named tools.nothing"),
-        peer.Side(sys.executable, "tools.nothing", ""),
-    ):
-        pass
 
 
 class Stub:
@@ -134,14 +78,6 @@ class Stub:
         if do == "logits":
             save_file({"logits": torch.tensor(self.values)}, order["path"])
         return {"order": len(self.log)}
-
-
-def test_units_alternate_and_the_first_tells_what_was_kept():
-    log = []
-    units = peer.measure([Stub("a", log), Stub("b", log)], "tova", 10, 4, repeats=2)
-    assert [name for name, _, _ in log] == ["a", "b"] * 3
-    assert [order["kept"] for _, _, order in log] == [True, True, False, False, False, False]
-    assert [[unit["order"] for unit in own] for own in units] == [[1, 3, 5], [2, 4, 6]]
 
 
 @pytest.mark.parametrize("other", [[1.0, 2.1], [1.0, float("nan")], [1.0, 2.0, 3.0]])
@@ -181,14 +117,6 @@ def test_the_table_has_both_sides_the_roof_and_the_notes():
     assert len(peer.COLUMNS) == len(cells)
     assert table[4:] == ["- `h2o`: so", "- `h2o`: theirs to unpatched eager 1.500"]
     assert bench.tables([line]) == peer.markdown([line])
-
-
-def test_unknown_peers_and_cases_are_refused(monkeypatch, tmp_path):
-    with pytest.raises(typer.BadParameter, match="no peer 'other'"):
-        peer.python_of("other")
-    monkeypatch.setitem(peer.PEERS, "kvpress", (KVPRESS[0], tmp_path / ".venv-kvpress" / "bin" / "python"))
-    with pytest.raises(typer.BadParameter, match="make peer-env"):
-        peer.python_of("kvpress")
 
 
 # ---- kvpress ----
