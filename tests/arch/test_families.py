@@ -83,19 +83,6 @@ def test_renumbered_in_blocks_and_schedules(name):
     certain(name, "window", 9, positions="renumbered", bits=8)
 
 
-@pytest.mark.parametrize("kind", ["yarn", *BY_LENGTH])
-def test_renumbered_with_scaled_rotations(kind):
-    """The prompt is longer than the 16 positions of training, what is held later is not."""
-    rope = BY_LENGTH.get(kind, {"factor": 2.0, "original_max_position_embeddings": 16})
-    found = []
-    for weights in range(6):
-        model = scaled("qwen3", kind, rope, weights)
-        found.append(agrees("qwen3", "h2o", 10, n=30, pads=(0, 0), weights=weights, model=model, positions="renumbered"))
-    assert any(found), "every draw was too close to call"
-    tables = [one.model.rotary_emb(torch.zeros(1), torch.arange(30)[None])[0] for one in (model, make("qwen3"))]
-    assert not torch.allclose(*tables), "the scaling changes nothing"
-
-
 @pytest.mark.parametrize("kind", BY_LENGTH)
 def test_rotations_that_follow_the_length_are_not_undone(kind):
     model = scaled("qwen3", kind, BY_LENGTH[kind], 0)

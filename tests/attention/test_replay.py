@@ -77,17 +77,6 @@ def _right(ids, lengths):
     return (torch.arange(ids.shape[1])[None] < torch.tensor(lengths)[:, None]).long()
 
 
-@pytest.mark.parametrize(("policy", "options"), [("h2o", {}), ("adakv", {}), ("h2o", {"block": 7}), ("snapkv", {"block": 5})])
-def test_several_turns(policy, options):
-    model = make("mistral_sliding", dtype=torch.float64)
-    turns = [(prompt(2, 20), prompt(2, 6, seed=5)), (prompt(2, 9, seed=6), prompt(2, 8, seed=7))]
-    (first, second), record, text = recorded(model, turns, policy, 8, **options)
-    with torch.no_grad(), kvpatch.replay(model, record):
-        logits = logits_of(model, text)
-    close(logits[:, 19:26], first)
-    close(logits[:, 34:], second)
-
-
 def test_float32_and_autocast():
     model, ids, fed = make("llama_gqa"), prompt(2, 24), prompt(2, 12, seed=5)
     (rollout,), record, text = recorded(model, [(ids, fed)])

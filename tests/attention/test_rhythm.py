@@ -135,14 +135,6 @@ def test_rolling_back_over_evictions(model, policy, k, pads, right):
     assert kept(plain) == kept(cache)
 
 
-@pytest.mark.usefixtures("no_gradients")
-def test_a_later_prompt_evicts_to_the_budget(model):
-    with kvpatch.patched(model, "h2o", 9, every=4) as patch:
-        cache = feed(model, patch, prompt(2, 20), *prompt(2, 3, seed=2).split(1, 1), prompt(2, 7, seed=3))
-        assert cache.held(0).unique().tolist() == [9]
-        cache.check_invariants()
-
-
 def test_gradients_pass_through_steps(model):
     ids, fed = prompt(1, 20), prompt(1, 6, seed=2)
     with kvpatch.patched(model, "h2o", 7, every=3) as patch:

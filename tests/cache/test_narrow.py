@@ -211,16 +211,6 @@ def test_a_saved_cache_with_a_scale_that_is_no_number_is_refused(bits, tmp_path)
 
 
 @NARROW
-def test_beams_and_drafts(bits):
-    model, small, ids = make("llama_gqa"), make("llama_gqa", seed=3), prompt(1, 24)
-    asked = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    with kvpatch.patched(model, "h2o", 0.5, bits=bits):
-        greedy, beams = model.generate(ids, **asked), model.generate(ids, num_beams=3, **asked)
-        assisted = model.generate(ids, assistant_model=small, **asked)
-    assert torch.equal(assisted, greedy) and beams.shape[1] > 24
-
-
-@NARROW
 def test_a_dynamic_cache_is_taken_over(bits):
     model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(1, 20), prompt(1, 5, seed=2)
     with kvpatch.patched(model, "streaming_llm", 9, bits=bits):

@@ -8,7 +8,7 @@ import torch
 import kvpatch
 from tests.helpers.comparing import SMALL, UNPLACED, combined, draw, sorted_positions
 from tests.helpers.marks import slow_but
-from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
+from tests.helpers.tiny import force, left_pad, make, prompt
 from tests.oracle import reference
 
 TURNS = [(30, 5), (17, 4), (9, 3)]
@@ -63,30 +63,6 @@ def test_a_later_turn_is_compressed_too(policy):
     for name in ("llama_gqa", "mistral_sliding"):
         compare(name, policy, 0.4, **SMALL.get(policy, {}))
         compare(name, policy, 13, **SMALL.get(policy, {}))
-
-
-@pytest.mark.parametrize("turns", ["all", "each", "first"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_schedule_prompt_counts_all_each_or_the_first(policy, turns):
-    compare("llama_gqa", policy, 0.4, turns=turns, schedule="prompt", **SMALL.get(policy, {}))
-
-
-@pytest.mark.parametrize("turns", ["all", "each", "first"])
-@pytest.mark.parametrize("wrap", [("adaptive",), ("critical",), ("adaptive", "critical"), ("pyramid",)], ids="+".join)
-def test_turns_of_combinations(wrap, turns):
-    for policy in ("h2o", "snapkv"):
-        compare("llama_gqa", policy, 0.4, wrap=wrap, turns=turns, schedule="prompt", **SMALL.get(policy, {}))
-    if turns == "all":
-        compare("llama_gqa", "h2o", 0.4, wrap=wrap)
-
-
-@pytest.mark.parametrize("name", slow_but(("mpt",), FIVE))
-def test_turns_with_blocks_on_every_architecture(name):
-    compare(name, "h2o", 0.4, block=7)
-    compare(name, "h2o", 0.4, block=7, wrap=("adaptive",))
-    if name != "gpt2":
-        compare(name, "roco", 11, block=5, positions="renumbered")
-        compare(name, "h2o", 11, wrap=("adaptive",), positions="renumbered")
 
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "critical_adakv"])

@@ -519,26 +519,18 @@ MISTAKES = [
     (["--policies", "critical(window)"], "no weight"),
     (["--policies", " ,"], "--policies names none"),
     (["-o", "widow=3"], "--option widow: none of window, streaming_llm, h2o"),
-    (["-o", "window=3", "--policies", "h2o,roco"], "none of h2o, roco has it"),
-    (["-o", "window=-3"], "window=-3 must be a number of rows"),
-    (["-o", "window"], "must look like name=value"),
-    (["-k", "0.5,7x"], "-k 7x is no budget"),
-    (["-k", "1.5"], "k=1.5 is not a share in (0, 1]"),
     (["-k", ","], "-k names no budget"),
-    (["--schedule", "never"], "schedule='never' must be one of"),
     (["--prompt-file", "/no/such/file"], "--prompt-file /no/such/file cannot be read"),
     (["--continuation-file", "/no/such/file"], "--continuation-file /no/such/file cannot be read"),
     (["--out", "prompt.txt"], "--out prompt.txt cannot be made"),
     (["no/such/second/file"], "FILE no/such/second/file cannot be read"),
     (["prompt.txt", "--continuation-file", "prompt.txt"], "goes with one prompt, not with 2"),
-    (["--dtype", "float23"], "Did you mean 'float32'?"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "words"), MISTAKES)
 def test_mistakes_cost_one_line_and_no_loading(prompt, monkeypatch, wrong, words):
-    if "--dtype" not in wrong:
-        monkeypatch.setattr("kvpatch.cli.loading.load_model", None)
+    monkeypatch.setattr("kvpatch.cli.loading.load_model", None)
     result = run("compare", "--model", MODEL, "--prompt-file", prompt, *wrong)
     assert result.exit_code == 2, result.exception
     assert result.stdout == ""

@@ -68,9 +68,6 @@ def scenario(loop):
     loop.step()
 
 
-DEEDS = ("step", "step", "add", "add", "drop", "turn", "clone", "reorder", "repeat", "save", "crop")
-
-
 def do(loop, deed, number, path):
     rows = len(loop.alone)
     if deed == "step":

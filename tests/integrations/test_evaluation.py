@@ -143,19 +143,6 @@ def test_every_setting_is_a_model_argument(recall):
         assert re.search(rf"\b(kv_)?{name}\b", KVPatchLM.__doc__), f"{name} is not documented"
 
 
-def test_settings_are_taken_in_place_of_policy_and_k(recall):
-    settings = kvpatch.Settings("streaming_llm", 0.25, {"sinks": 3, "bits": 8, "backend": "torch", "schedule": "prompt"})
-    lm = KVPatchLM(**recall, batch_size=2, policy=settings, block=8)
-    lm.patch.remove()
-    got = lm.patch.settings
-    assert (got.policy.schedule, got.policy.options()["sinks"]) == ("prompt", 3)
-    assert (got.bits, got.backend, got.block) == (8, "torch", 8)
-    assert got.budget.described() == [0.25] * got.n_layers
-    for twice, name in (({"k": 0.5}, "k=0.5"), ({"sinks": 4}, "sinks=4"), ({"kv_backend": "auto"}, "backend='auto'")):
-        with pytest.raises(kvpatch.KVPatchError, match=f"{name} is given beside Settings with"):
-            KVPatchLM(**recall, policy=settings, **twice)
-
-
 def test_a_file_of_settings_is_a_model_argument(recall, tmp_path):
     path = tmp_path / "settings.json"
     kvpatch.Settings("streaming_llm", 0.25, {"sinks": 3, "block": 8}).save(path)

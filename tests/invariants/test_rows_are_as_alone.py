@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvpatch
-from tests.helpers import joined, sequences
+from tests.helpers import sequences
 from tests.helpers.comparing import (
     CALIBRATED,
     CONTENT,
@@ -18,7 +18,7 @@ from tests.helpers.comparing import (
     calibrated,
     distinct,
 )
-from tests.helpers.joined import Loop, do, scenario
+from tests.helpers.joined import Loop, scenario
 from tests.helpers.marks import slow_but
 from tests.helpers.running import RAGGED, kept, run, uneven
 from tests.helpers.sequences import settings_of_a_patch
@@ -120,21 +120,3 @@ def test_joined_rows_of_every_policy_and_architecture(policy):
         k = 0.4 if policy == "duo" else (0.4, 6)[index % 2]
         with torch.no_grad(), kvpatch.patched(model, policy, k, **options, **own) as patch:
             scenario(Loop(model, patch))
-
-
-@settings(max_examples=16, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(
-    chosen=settings_of_a_patch(),
-    texts=st.lists(st.tuples(st.integers(2, 24), st.integers(0, 5)), min_size=1, max_size=3),
-    deeds=st.lists(st.tuples(st.sampled_from(joined.DEEDS), st.integers(1, 5)), max_size=7),
-)
-def test_any_sequence_of_joined_rows(tmp_path_factory, chosen, texts, deeds):
-    name, policy, k, options = chosen
-    path = tmp_path_factory.mktemp("batches") / "cache.safetensors"
-    model = make(name, dtype=torch.float64)
-    with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
-        loop = Loop(model, patch)
-        loop.add(*texts)
-        for deed, number in deeds:
-            do(loop, deed, number, path)
-        loop.step()

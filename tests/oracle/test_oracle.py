@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import kvpatch
 from tests.helpers.comparing import (
-    ANY_SCHEDULE,
     EVICTING,
     ONCE,
     SMALL,
@@ -44,12 +43,6 @@ def test_rows_of_one_length(name, policy):
 @pytest.mark.parametrize("policy", EVICTING)
 def test_float32(policy):
     certain("llama_gqa", policy, 0.4, dtype=torch.float32, **SMALL.get(policy, {}))
-
-
-@pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
-@pytest.mark.parametrize("policy", ANY_SCHEDULE)
-def test_schedules(policy, schedule):
-    certain("llama_gqa", policy, 0.25, schedule=schedule, steps=14, sinks=1)
 
 
 OPTIONS = [
@@ -194,10 +187,3 @@ def test_half_precision(name, dtype):
             logits, cache = force(half, ids, fed, mask)
         assert torch.isfinite(logits).all()
         assert policy in ONCE or cache.held(1).tolist() == [[12] * cache.held(1).shape[1], [8] * cache.held(1).shape[1]]
-
-
-@pytest.mark.parametrize("policy", ANY_SCHEDULE)
-def test_a_budget_above_the_prompt(policy):
-    """The cache fills up first, then evicts."""
-    for pads in ((0, 0), (0, 9)):
-        certain("llama_gqa", policy, 34, pads=pads, steps=12)

@@ -47,15 +47,6 @@ def test_combinations_on_every_architecture(name, wrap):
     certain(name, "roco", 0.45, wrap=wrap, pads=(0, 0), recent=3)
 
 
-@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
-@pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
-def test_schedules(schedule, wrap):
-    if schedule == "decode" and {"adaptive", "global_topk"} & set(wrap):
-        return
-    for policy in ("h2o", "keyformer", "tova"):
-        certain("llama_gqa", policy, 0.3, wrap=wrap, schedule=schedule, steps=14, sinks=1)
-
-
 OPTIONS = [
     (("pyramid",), {"beta": 1}),
     (("pyramid",), {"beta": 2.5}),
@@ -118,11 +109,6 @@ def test_merged(policy, wrap, options):
         certain(name, policy, 0.4, pads=pads, wrap=wrap, **options)
 
 
-@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
-def test_float32(wrap):
-    certain("llama_gqa", "h2o", 0.4, wrap=wrap, dtype=torch.float32)
-
-
 @pytest.mark.parametrize("wrap", WHOLE, ids="+".join)
 @pytest.mark.parametrize("k", [0.05, 0.97, [0.3, 0.6], [0.5, 1.0]], ids=str)
 def test_one_budget_for_all_layers(k, wrap):
@@ -137,13 +123,6 @@ def test_one_budget_for_all_layers(k, wrap):
 def test_one_budget_for_all_layers_rounded(wrap, positions):
     for bits in (8, 4):
         certain("llama_gqa", "h2o", 0.4, wrap=wrap, bits=bits, positions=positions)
-
-
-@pytest.mark.parametrize("wrap", WRAPS, ids="+".join)
-def test_a_budget_above_the_prompt(wrap):
-    """The cache fills up first, then evicts; heads that share a budget then have equal parts of it."""
-    for pads in ((0, 0), (0, 9)):
-        certain("llama_gqa", "h2o", 33, wrap=wrap, pads=pads, steps=12)
 
 
 @st.composite

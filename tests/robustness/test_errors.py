@@ -33,44 +33,24 @@ NAN = float("nan")
 # of keyformer, where no policy is named
 ARGUMENTS = [
     ({"k": 0}, r"k=0 tokens keeps nothing: it must be at least 1.*share of the prompt such as k=0\.5"),
-    ({"k": -3}, r"k=-3 tokens keeps nothing"),
     ({"k": 0.0}, r"k=0\.0 is not a share in \(0, 1\]"),
-    ({"k": -0.5}, r"k=-0\.5 is not a share"),
     ({"k": 1.5}, r"k=1\.5 is not a share in \(0, 1\].*number of tokens such as k=1024"),
-    ({"k": NAN}, r"k=nan is not a share"),
-    ({"k": float("inf")}, r"k=inf is not a share"),
     ({"k": True}, r"k=True is not a budget"),
-    ({"k": None}, r"k=None is not a budget"),
     ({"k": "lots"}, r"k='lots' is not a size \(a number and one of B, KB"),
-    ({"k": "2 apples"}, r"k='2 apples' is not a size"),
     ({"k": "0GiB"}, r"k='0GiB' is not a size"),
     ({"k": "3B"}, r"k='3B' holds no token: one token of this model takes 256 bytes"),
     ({"k": [0.5]}, r"k has 1 entries, but the model has 2 layers: give one for each"),
-    ({"k": [0.5] * 3}, r"k has 3 entries, but the model has 2 layers: give one for each"),
     ({"k": [0.5, -1]}, r"k\[1\]=-1 tokens keeps nothing"),
-    ({"k": [0.5, "x"]}, r"k\[1\]='x' is not a size"),
-    ({"k": {}}, r"k=\{\} is not a budget"),
     ({"bits": 2}, r"bits=2 must be 16 \(keys and values in the model's own precision\), 8 or 4 \(rounded"),
-    ({"bits": 8.0}, r"bits=8\.0 must be 16"),
     ({"bits": "8"}, r"bits='8' must be 16"),
-    ({"bits": True}, r"bits=True must be 16"),
-    ({"bits": None}, r"bits=None must be 16"),
     ({"bits": "auto"}, r"bits='auto' must be 16.*kvpatch compare MODEL FILE -k SIZE --bits auto"),
     ({"k": "100B", "bits": 8}, r"k='100B' holds no token: one token of this model takes 128 bytes"),
     ({"policy": "h20"}, r"Unknown policy 'h20'\. Did you mean 'h2o'\? Known: full, random"),
-    ({"policy": "keyformr"}, r"Did you mean 'keyformer'"),
     ({"policy": "Snap-KW"}, r"Unknown policy 'Snap-KW'\. Did you mean 'snapkv'\?"),
-    ({"policy": "H20"}, r"Did you mean 'h2o'\?"),
-    ({"policy": 3}, r"Unknown policy 3"),
-    ({"policy": "adakw"}, r"Unknown policy 'adakw'\. Did you mean 'adakv'\?"),
     ({"policy": "adakv", "floor": 1.5}, r"floor=1\.5 must be a share of the uniform budget, in \[0, 1\]"),
-    ({"policy": "adakv", "floor": -0.1}, r"floor=-0\.1 must be a share"),
-    ({"policy": "adakv", "floor": NAN}, r"floor=nan must be a share"),
     ({"policy": "pyramidkv", "beta": 0.5}, r"beta=0\.5 must be a number of at least 1: the last layer gets budget / beta"),
-    ({"policy": "pyramidkv", "beta": "steep"}, r"beta='steep' must be a number"),
     ({"policy": "pyramidkv", "k": [0.5, 0.2]}, r"k is a list, but policy 'pyramidkv' divides one budget over the layers"),
     ({"policy": "critical_snapkv", "alpha": 2}, r"alpha=2 must be a number in \[0, 1\]"),
-    ({"policy": "critical_snapkv", "eps": -1}, r"eps=-1 must be a number in \[0, 1\]"),
     ({"policy": "compactor", "blend": -1}, r"blend=-1 must be a number, 0 or more"),
     ({"policy": "compactor", "chunk": 0}, r"chunk=0 must be"),
     ({"policy": "merged(h2o)", "threshold": 2}, r"threshold=2 must be a cosine in \[0, 1\]"),
@@ -83,7 +63,6 @@ ARGUMENTS = [
     ({"policy": "keyformer", "nois": "none"}, r"no option 'nois'\. Did you mean 'noise'\?"),
     ({"policy": "keyformer", "noise": "loud"}, r"noise='loud' must be 'gumbel', 'gaussian', 'constant' or 'none'"),
     ({"policy": "keyformer", "tau": 2.0}, r"tau=2\.0 must be two positive temperatures"),
-    ({"policy": "keyformer", "tau": (0, 1)}, r"tau=\(0, 1\) must be two positive"),
     ({"policy": "keyformer", "damping": 2}, r"damping=2 must be in \[0, 1\]"),
     ({"policy": "keyformer", "generation_length": 0}, r"generation_length=0 must be a number of tokens"),
     ({"policy": "tova", "heads": "some"}, r"heads='some' must be 'layer'.*or 'each'"),
@@ -93,15 +72,11 @@ ARGUMENTS = [
     ({"policy": "snapkv", "schedule": "both"}, r"schedule='both': policy 'snapkv' scores tokens by the prompt's last rows"),
     ({"policy": "dilated_window", "dilation": -1}, r"dilation=-1 must be a whole number"),
     ({"policy": "roco", "protected": 1.5}, r"protected=1\.5 is more than the whole budget"),
-    ({"policy": "h2o", "recent": -1}, r"recent=-1 must be a number of tokens \(int\) or a share"),
     ({"policy": "h2o", "recent": "half"}, r"recent='half' must be"),
     ({"policy": "h2o", "sinks": 0.5}, r"sinks=0\.5 must be a number of tokens"),
-    ({"policy": "h2o", "protect": "abc"}, r"protect='abc' must be a boolean mask"),
     ({"policy": "h2o", "protect": [0.5]}, r"protect= has dtype torch\.float32"),
     ({"schedule": "always"}, r"schedule='always' must be one of 'prompt', 'decode', 'both'"),
     ({"block": 0}, r"block=0 must be a number of tokens, at least 1"),
-    ({"block": 2.5}, r"block=2\.5 must be a number of tokens"),
-    ({"block": True}, r"block=True must be a number of tokens"),
     ({"block": 8, "schedule": "decode"}, r"block=8 evicts while the prompt is read, but schedule='decode' keeps the prompt"),
     ({"k": [1.0, 4], "shared": True}, r"k=\[1\.0, 4\]: with shared=True each layer adds to one score, but layer 0 keeps every"),
     ({"block": 8, "shared": True}, r"block=8: with shared=True a layer's choice needs the scores that later layers"),
@@ -136,13 +111,6 @@ def test_a_misspelt_argument_gets_a_suggestion(name):
             kvpatch.patch(make("llama_gqa"), **{slip: None})
 
 
-@pytest.mark.parametrize("name", ["budget", "ratio", "compression_ratio", "cache_size"])
-def test_the_budget_by_another_name(name):
-    words = rf"patched\(\) has no option '{name}': the budget is k, .* such as k=0\.5 or k=1024"
-    with pytest.raises(KVPatchError, match=words):
-        kvpatch.patch(make("llama_gqa"), **{name: 0.5})
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -168,11 +136,6 @@ def test_a_score_without_its_methods_is_refused_where_the_policy_is_made(declare
     score = type("Mine", (kvpatch.Score,), declared)()
     with pytest.raises(KVPatchError, match=words):
         kvpatch.Policy("mine", score)
-
-
-def test_a_model_and_a_policy_in_the_wrong_order():
-    with pytest.raises(KVPatchError, match=r"takes the model first: patched\(model, 'h2o', k=0\.5\)"):
-        kvpatch.patch("h2o", make("llama_gqa"))
 
 
 def test_combinations_that_make_no_sense():

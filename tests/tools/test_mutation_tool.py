@@ -1,14 +1,9 @@
 """The tool that looks for holes in the tests: what it leaves out, which tests it picks, and what its page says."""
 
-import json
-from types import SimpleNamespace
-
-import pytest
-
 from tools.reliability.mutants import Module, Mutant
 from tools.reliability.mutation import in_scope
-from tools.reliability.mutation_page import interval, read_reasons, reason, write_page
-from tools.reliability.mutation_tests import ALWAYS, UNSEEN, Tests, files
+from tools.reliability.mutation_page import read_reasons, write_page
+from tools.reliability.mutation_tests import ALWAYS, UNSEEN, Tests
 from tools.reliability.page import ROOT
 
 SOURCE = '''
@@ -52,17 +47,6 @@ def test_what_is_left_out():
         assert module.leaves_out(_at(text, part)), (text, part)
     for text, part in [("SIZE", "3"), ("def f", "2 + 2"), ("if a > b", ">"), ("        + b", "+")]:
         assert not module.leaves_out(_at(text, part)), (text, part)
-
-
-def test_a_line_s_statement_and_function():
-    module = Module(SOURCE)
-    last = _at("        + b")[0]
-    assert module.statement(last) == (last - 2, last + 1)
-    assert module.statement(_at("if a > b")[0]) == (_at("if a > b")[0],) * 2
-    assert module.scope(last)[0] == "f"
-    assert not module.scope(last)[2]
-    assert module.scope(_at("def f")[0])[2]
-    assert module.scope(_at("SIZE")[0]) == ("", (1, len(SOURCE.splitlines())), True)
 
 
 def _mutant(line=5, key="k", **kwargs):
@@ -118,39 +102,8 @@ def test_the_page(tmp_path):
     assert "| not looked into |" in text
 
 
-def test_reasons_fit_a_function_where_they_name_one():
-    entry = {"file": "a.py", "line": "if a", "why": "w", "where": "g"}
-    assert reason([entry], _mutant()) == ("not looked into", False)
-    assert reason([entry | {"where": "f", "equivalent": False}], _mutant()) == ("w", False)
-
-
 def test_reasons_are_of_lines_that_are_there():
     named = [entry["file"] for entry in read_reasons(ROOT) if entry["file"] != "*"]  # --files takes any
     sources = {file: (ROOT / "kvpatch" / file).read_text() for file in (*in_scope(), *named)}
     for entry in read_reasons(ROOT):
         assert any(entry["line"] in text for file, text in sources.items() if entry["file"] in (file, "*")), entry
-
-
-def test_what_is_tried_again_meets_more_files():
-    assert set(files(ROOT)) < set(files(ROOT, again=True))
-    assert all((ROOT / name).is_file() for name in UNSEEN)
-
-
-@pytest.mark.parametrize(("k", "n", "want"), [(0, 0, (0.0, 1.0)), (90, 100, (0.826, 0.945)), (10, 10, (0.722, 1.0))])
-def test_wilson(k, n, want):
-    assert interval(k, n) == pytest.approx(want, abs=1e-3)
-
-
-def test_coverage_notes_lines_and_seconds(tmp_path):
-    from tools.reliability.mutation_worker import Cover
-
-    (tmp_path / "kvpatch").mkdir()
-    (tmp_path / "kvpatch" / "one.py").write_text("def f(x):\n    if x:\n        return 1\n    return 2\n")
-    names = {}
-    exec(compile((tmp_path / "kvpatch" / "one.py").read_text(), str(tmp_path / "kvpatch" / "one.py"), "exec"), names)
-    cover = Cover(tmp_path)
-    cover.pytest_runtest_logstart("t", None)
-    names["f"](0)
-    cover.pytest_runtest_logreport(SimpleNamespace(when="call", passed=True, nodeid="t"))
-    cover.pytest_runtest_logfinish("t", None)
-    assert json.loads(json.dumps(cover.found))["t"]["lines"] == {"one.py": [1, 2, 4]}

@@ -10,7 +10,6 @@ import torch
 from tests.helpers.marks import slow_but
 from tools.training import cards as train_cards
 from tools.training import tasks, train
-from tools.training import text as source
 
 NAMES = sorted(tasks.shipped())
 WALKERS = [name for name in NAMES if train.RECIPES[train.SHIPPED[name][0]].walks]
@@ -191,24 +190,3 @@ def test_a_committed_model_answers(name):
     model, _ = tasks.load(name)
     assert tasks.exact_match(model, tasks.needle(random.Random(0), 16)).float().mean() >= 0.9
     assert tasks.exact_match(model, tasks.recall(random.Random(0), 4)).float().mean() >= 0.9
-
-
-def test_teacher_forcing_agrees_with_generate():
-    model, _ = tasks.load("llama-0")
-    batch = tasks.needle(random.Random(1), 4)
-    made = model.generate(batch.prompt_BT, max_new_tokens=3, do_sample=False)[:, batch.prompt_length :]
-    assert torch.equal(batch.correct(made), tasks.exact_match(model, batch))
-    assert batch.correct(made).float().mean() >= 0.75
-
-
-def test_the_cost_of_distant_context_is_that_of_the_last_tokens(monkeypatch):
-    sources = ["".join(f"name_{i} = {i}\n" for i in range(n, n + 700)) for n in (0, 50)]
-    monkeypatch.setattr(source, "python_sources", lambda held_out: sources)
-    model, tokenizer = tasks.load("llama-python-1")
-    found = source.held_out_loss(model, tokenizer, 2)
-    assert list(found["nats_by_position"])[-1] == "192-255"
-    stream = source.text_stream(tokenizer, sources)
-    rows_BT = source.text_rows(stream, [0, len(stream) - 256], tokenizer.bos_token_id)
-    cut_BT = torch.cat([rows_BT[:, :1], rows_BT[:, -128:]], 1)
-    cost = (source.nats(model, cut_BT)[:, -64:] - source.nats(model, rows_BT)[:, -64:]).mean().item()
-    assert found["cost_of_recent_64"] == pytest.approx(cost, abs=1e-5)
