@@ -24,6 +24,22 @@ def test_one_layer_for_all_where_rows_are_alike():
         loop.step(2)
 
 
+@pytest.mark.parametrize("turns", ["all", "each", "first"])
+def test_later_turns_of_joined_rows(turns):
+    """Each row's budget counts its own text, from where its own turn began."""
+    for policy in ("snapkv", "roco"):
+        options = {**SMALL.get(policy, {}), "turns": turns, "schedule": "prompt", "protect": [3, 5, 8]}
+        model = make("llama_gqa", dtype=torch.float64)
+        with torch.no_grad(), kvpatch.patched(model, policy, 0.6, **options) as patch:
+            loop = Loop(model, patch)
+            loop.add((40, 2), (21, 0))
+            loop.step(Q=13)
+            loop.step()
+            loop.add((30, 2))
+            loop.step(Q=14)
+            loop.step(2)
+
+
 @pytest.mark.parametrize("policy", ["adakv", "full", "h2o"])
 def test_the_longest_row_goes_and_the_others_outgrow_their_slack(policy):
     model = make("llama_gqa", dtype=torch.float64)

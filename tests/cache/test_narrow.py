@@ -35,6 +35,18 @@ def test_rows_of_one_length(policy, bits):
     certain("llama_gqa", policy, 0.4, n=20, pads=(0, 0), steps=6, bits=bits, **SMALL.get(policy, {}))
 
 
+OTHERWISE = [{"k": 8, "block": 6}, {"positions": "renumbered"}, {"schedule": "prompt"}, {"schedule": "decode", "k": 6}]
+
+
+@NARROW
+@pytest.mark.parametrize("options", OTHERWISE, ids=str)
+@pytest.mark.parametrize("policy", ["h2o", "streaming_llm"])
+def test_what_else_a_patch_is_told(policy, options, bits):
+    """A block attends to what earlier blocks left, rounded."""
+    for name in ("llama_gqa", "mpt"):
+        certain(name, policy, **{"k": 0.4, "n": 20, "steps": 6, "bits": bits, **options})
+
+
 @NARROW
 def test_ragged_layers_of_long_prompts(bits):
     certain("llama_gqa", "adakv", 0.4, n=30, steps=6, bits=bits, window=5, kernel=3)

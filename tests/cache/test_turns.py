@@ -65,6 +65,21 @@ def test_a_later_turn_is_compressed_too(policy):
         compare(name, policy, 13, **SMALL.get(policy, {}))
 
 
+@pytest.mark.parametrize("turns", ["all", "each", "first"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_schedule_prompt_counts_all_each_or_the_first(policy, turns):
+    compare("llama_gqa", policy, 0.4, turns=turns, schedule="prompt", **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("turns", ["all", "each", "first"])
+@pytest.mark.parametrize("wrap", [("adaptive",), ("critical",), ("adaptive", "critical"), ("pyramid",)], ids="+".join)
+def test_turns_of_combinations(wrap, turns):
+    for policy in ("h2o", "snapkv"):
+        compare("llama_gqa", policy, 0.4, wrap=wrap, turns=turns, schedule="prompt", **SMALL.get(policy, {}))
+    if turns == "all":
+        compare("llama_gqa", "h2o", 0.4, wrap=wrap)
+
+
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "critical_adakv"])
 def test_each_question_starts_from_the_same_context(policy):
     """Prefill once, clone per question: what one question does is never seen by another, nor by the context."""

@@ -10,6 +10,7 @@
 8. test_backends_agree                  every backend computes what the torch backend computes
 9. test_training_outside_is_inside      a training step inside the block is the one outside
 10. test_bytes                          what is allocated is what is held, and a stated slack
+11. test_whatever_is_done_to_a_cache    rows that move, copies, files, steps taken back: each text goes on as alone
 
 Each is seen to fail on a sabotaged copy of the library: tests/robustness/test_mutants.py.
 """

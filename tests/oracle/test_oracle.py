@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import kvpatch
 from tests.helpers.comparing import (
+    ANY_SCHEDULE,
     EVICTING,
     ONCE,
     SMALL,
@@ -106,6 +107,19 @@ OPTIONS = [
 def test_options(policy, options):
     for name, pads in (("llama_gqa", (0, 9)), ("mistral_sliding", (0,)), ("mpt", (0, 0))):
         certain(name, policy, 0.4, pads=pads, **options)
+
+
+@pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
+@pytest.mark.parametrize("policy", ANY_SCHEDULE)
+def test_schedules(policy, schedule):
+    certain("llama_gqa", policy, 0.25, schedule=schedule, steps=14, sinks=1)
+
+
+@pytest.mark.parametrize("policy", ANY_SCHEDULE)
+def test_a_budget_above_the_prompt(policy):
+    """The cache fills up first, then evicts."""
+    for pads in ((0, 0), (0, 9)):
+        certain("llama_gqa", policy, 34, pads=pads, steps=12)
 
 
 def test_protect():

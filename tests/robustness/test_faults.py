@@ -50,6 +50,41 @@ def test_an_interrupted_operation(scenes, scene, name):
         whole_or_refused(s, cache, (contents(before), before), (contents(done), done), f"{name} at {where}")
 
 
+def made(name, s, cache, other, path):
+    """A cache that an operation makes of others."""
+    if name == "clone":
+        return cache.clone()
+    if name == "save and load":
+        s.handle.save_cache(cache, path)
+        return s.handle.load_cache(path)
+    if name == "absorb":
+        new = s.handle.new_cache()
+        from_dynamic.absorb(new, cache)
+        return new
+    return EvictingCache.concatenate([cache, other], consume=name == "consume")
+
+
+@pytest.mark.parametrize("scene", ["h2o", "adakv"])
+@pytest.mark.parametrize("name", ["clone", "save and load", "concatenate", "consume"])
+def test_an_interrupt_while_a_cache_is_made_of_others(scenes, scene, name, tmp_path):
+    s, path = scenes(scene), tmp_path / "cache"
+    start, beside = s.read(2), s.other()
+    first, second = start.clone(), beside.clone()
+    count = lines(lambda: made(name, s, first, second, path))
+    for n in spread(count, MOST):
+        path.unlink(missing_ok=True)
+        cache, other = (s.read(2), s.other()) if n % 2 else (start.clone(), beside.clone())
+        where, _ = interrupt(functools.partial(made, name, s, cache, other, path), n, KeyboardInterrupt)
+        for one, like in ((cache, start), (other, beside)):
+            before, empty = like.clone(), like.clone()
+            empty.reset()
+            whole_or_refused(s, one, (contents(before), before), (contents(empty), empty), f"{name} at {where}")
+        assert [file for file in tmp_path.iterdir() if file != path] == [], where
+        if path.exists():
+            loaded, want = contents(s.handle.load_cache(path)), contents(start.clone())
+            assert not [one for one in differences(loaded, want) if not one.startswith(".counters.device")], where
+
+
 def test_a_wrong_argument_leaves_a_cache_as_it_was(scenes):
     s = scenes("h2o")
     cache = s.read(2)
