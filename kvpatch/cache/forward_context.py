@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,13 @@ class Edit:
     stop: int
 
 
+class Copies(Protocol):
+    """What takes copies of the entries that layers make in a pass."""
+
+    def write(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> None:
+        """Take the entries of a layer."""
+
+
 @dataclass
 class Forward:
     """A pass, or one block of its prompt.
@@ -74,7 +81,8 @@ class Forward:
     ended: layers that wait for the last one, since all share one budget, or for a second reading (attention/compress.py).
     shown: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
     reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. repeat: the
-    pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end.
+    pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end. copies: takes the
+    entries of a prompt, too (cache/lossless.py), or None.
     """
 
     positions_BQ: Tensor
@@ -105,6 +113,7 @@ class Forward:
     reread_BN: Tensor | None = None
     repeat: Repeat | None = None
     edit: Edit | None = None
+    copies: Copies | None = None
     _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
     _shared: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 

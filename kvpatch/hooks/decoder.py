@@ -15,12 +15,13 @@ from ..arch.adapter import keys_dtype
 from ..arch.upstream import CACHE, cache_of, set_cache
 from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
+from ..cache.lossless import LosslessCache
 from ..cache.prefix import Prefix
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.needs import SecondReading
 from ..serving.pool import RequestPool
-from . import inputs, ownership
+from . import inputs, lossless, ownership
 from .attention import Courier, PassMask
 from .replay import begin_replay
 from .second_reading import enter_prepared
@@ -62,6 +63,12 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
         return begin_replay(decoder, call, state, state.replayed)
     if isinstance(past, EvictingCache) and past.now is not None and past.now.prepared:
         return enter_prepared(call, past, call["input_ids"].device, state)
+    if isinstance(past, LosslessCache) or (state.lossless and past is None and not _is_scratch(decoder, call)):
+        whole = lossless.own_lossless(past, state)
+        if lossless.begin_pass(decoder, call, whole, state) is None:
+            return (), call
+    else:
+        whole = None
     made_here = past is None
     changed = _begin_pass(decoder, call, state)
     put_aside(decoder, state.aside, ours=changed is not None)
@@ -71,6 +78,8 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
         mask, cache = call["attention_mask"], cache_of(call)
         carried = mask["full_attention"] if isinstance(mask, dict) else mask
         state.log.begin(carried.cache if cache is None else cache, decoder.training, made_here)
+        if whole is not None:
+            whole.drafts.running.copies = whole
     return changed
 
 

@@ -42,6 +42,7 @@ FOUND = {
     "renumbered": {"renumbered": True},
     "record": {"record": True},
     "strict": {"strict": True},
+    "lossless": {"lossless": True},
     "budgets by head": {"varied": "Mass(0.9)"},
     "budget below every": {"policy": EVERY, "least": 3},
     "k as a table": {"table": True},
