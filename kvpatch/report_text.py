@@ -156,7 +156,9 @@ def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
 
 def list_verified(verified: Verified) -> list[tuple[str, str]]:
     """Return rows on drafts and the passes over all tokens that verified them."""
-    drafts = f"{verified.accepted:,} of {verified.drafted:,} tokens accepted; {verified.per_pass:.1f} tokens a pass over all tokens"
+    drafts = (
+        f"{verified.accepted:,} of {verified.drafted:,} tokens accepted; {verified.per_pass:.1f} tokens a pass over all tokens"
+    )
     moved = f"{format_size(round(verified.nbytes_per_token))} a token"
     return [("drafts", drafts), ("moved", moved)]
 

@@ -52,11 +52,11 @@ class Edit:
     stop: int
 
 
-class Copies(Protocol):
-    """What takes copies of the entries that layers make in a pass."""
+class Lender(Protocol):
+    """What keeps the entries of all tokens elsewhere."""
 
-    def write(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> None:
-        """Take the entries of a layer."""
+    def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Take a layer's new entries; return keys, values [1,H,T,D] and positions [1,T] of earlier tokens, if there are any."""
 
 
 @dataclass
@@ -81,8 +81,8 @@ class Forward:
     ended: layers that wait for the last one, since all share one budget, or for a second reading (attention/compress.py).
     shown: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
     reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. repeat: the
-    pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end. copies: takes the
-    entries of a prompt, too (cache/lossless.py), or None.
+    pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end. lender: lends each
+    layer the earlier tokens, of which the cache itself holds none (cache/lossless.py), or None.
     """
 
     positions_BQ: Tensor
@@ -113,7 +113,7 @@ class Forward:
     reread_BN: Tensor | None = None
     repeat: Repeat | None = None
     edit: Edit | None = None
-    copies: Copies | None = None
+    lender: Lender | None = None
     _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
     _shared: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 

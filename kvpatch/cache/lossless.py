@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..errors import KVPatchError
+from . import editing
 from .cache import EvictingCache
 from .host import HostLayer
 
@@ -38,17 +39,17 @@ class Verified:
 class LosslessCache(Cache):
     """The entries of all tokens of one text on the host, as the unpatched model computes them, beside a budget that drafts.
 
-    A pass over it is the unpatched model's: layer by layer, keys and values come to where the layer computes, the next
-    layer's while this one's is used, and go when it has. On a CPU they are read from a mapped file.
+    A pass over it reads new tokens as the end of a prompt: layer by layer the entries of all earlier tokens come to where the
+    layer computes, the next layer's while this one's are used, attention is full, and the policy then chooses by the attention
+    of the new tokens which of them the budget holds. On a CPU the entries are read from a mapped file.
 
     Attributes:
-        drafts: the budgeted cache. It may be some tokens behind, which the next draft reads.
+        drafts: the budgeted cache that the newest pass has filled.
         verified: what drafting came to.
     """
 
     def __init__(self, drafts: EvictingCache, layers: int, folder: Path | None = None) -> None:
         super().__init__(layers=[HostLayer(folder) for _ in range(layers)])
-        drafts.activate_past_recording()
         self.drafts, self.verified = drafts, Verified()
         self.ids: list[int] = []  # of the tokens read
         self.again = 0  # tokens read before, which generate()'s first pass brings once more
@@ -58,12 +59,18 @@ class LosslessCache(Cache):
 
     # ---- passes ----
 
-    def begin(self, ids: list[int]) -> None:
-        """Begin a pass over new tokens; what an interrupted one left behind is dropped."""
+    def begin(self, ids: list[int]) -> EvictingCache:
+        """Begin a pass over new tokens; return the budgeted cache that it fills. What an interrupted pass left is dropped."""
+        new, tokens = EvictingCache(self.drafts.settings), torch.tensor([self.ids])
         self.coming = ids
         self._staged.clear()
-        for layer in self.layers:
-            layer.length = len(self.ids)
+        for layer, budgeted in zip(self.layers, new.layers, strict=True):
+            layer.length = budgeted.seen = len(self.ids)
+        if self.ids:
+            new.seen_B = torch.tensor([len(self.ids)])
+            new.ids.write(tokens, 1, len(self.ids), tokens.device)
+        self.drafts = new
+        return new
 
     def end(self) -> None:
         """Count the tokens of a pass that has run."""
@@ -71,51 +78,44 @@ class LosslessCache(Cache):
         for layer in self.layers:
             layer.store.release()
         self.ids += self.coming
-        self.coming = []
+        self.coming, self.drafts.running.lender = [], None
 
-    def write(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> None:
-        """Take a layer's entries of a prompt that the budgeted cache reads: before any eviction they are the full cache's."""
-        own = self.layers[layer]
+    def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Write a layer's new entries; return those of the earlier tokens, where the layer computes, and their positions."""
+        own, device = self.layers[layer], k_1HQD.device
+        rows_TE = None
+        if own.length:
+            rows_TE = self._bring(layer, device)
         own.append(k_1HQD, v_1HQD)
-        own.store.release()
+        if layer:
+            self.layers[layer - 1].store.release()
+        if rows_TE is None:
+            return None
+        return *own.view(rows_TE), torch.arange(len(rows_TE), device=device)[None]
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Append a layer's new entries; return those of all tokens, on the device that computes."""
-        if key_states.device.type != "cpu":
-            return self._update_staged(key_states, value_states, layer_idx)
-        if layer_idx:
-            self.layers[layer_idx - 1].store.release()
-        self.verified.moved_nbytes += self.layers[layer_idx].nbytes
-        return self.layers[layer_idx].update(key_states, value_states)
+    def _bring(self, layer: int, device: torch.device) -> Tensor:
+        """Return a layer's rows on a device; the next layer's are on their way then."""
+        self.verified.moved_nbytes += self.layers[layer].nbytes
+        return self.layers[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
 
-    def _update_staged(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Run `update` where a device computes, which gets a copy of the rows."""
-        layer, device = self.layers[layer_idx], key_states.device
-        self.verified.moved_nbytes += layer.nbytes
-        for i in (layer_idx, layer_idx + 1):
+    def _bring_staged(self, layer: int, device: torch.device) -> Tensor:
+        for i in (layer, layer + 1):
             if i < len(self.layers) and i not in self._staged:
-                self._staged[i] = self._stage(self.layers[i], key_states.shape[2], device)
-        rows_TE, done = self._staged.pop(layer_idx)
+                self._staged[i] = self._stage(self.layers[i], device)
+        rows_TE, done = self._staged.pop(layer)
         if done is not None:
             torch.cuda.current_stream(device).wait_event(done)
-        start = layer.length
-        layer.append(key_states, value_states)
-        k_1HTD, v_1HTD = layer.view(rows_TE)
-        k_1HTD[:, :, start:].copy_(key_states)
-        v_1HTD[:, :, start:].copy_(value_states)
-        return k_1HTD, v_1HTD
+        return rows_TE
 
-    def _stage(self, layer: HostLayer, Q: int, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Copy a layer's rows to the device beside its work, with room for Q more."""
-        T = layer.length
-        rows_TE = layer.store.rows_NE.new_empty(T + Q, layer.store.rows_NE.shape[1], device=device)
+    def _stage(self, layer: HostLayer, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Copy a layer's rows to a device beside its work."""
         if device.type != "cuda":
-            rows_TE[:T].copy_(layer.used_TE)
-            return rows_TE, None
+            return layer.used_TE.to(device), None
+        rows_TE = torch.empty_like(layer.used_TE, device=device)
         self._stream = self._stream or torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # which made the memory, and wrote the newest rows
         with torch.cuda.stream(self._stream):
-            rows_TE[:T].copy_(layer.used_TE, non_blocking=True)
+            rows_TE.copy_(layer.used_TE, non_blocking=True)
             rows_TE.record_stream(self._stream)
             return rows_TE, self._stream.record_event()
 
@@ -136,7 +136,10 @@ class LosslessCache(Cache):
         left = tokens_to_remove if tokens_to_remove > 0 else len(self.ids) + tokens_to_remove
         if not 0 <= left <= len(self.ids):
             raise KVPatchError(f"crop({tokens_to_remove}): the cache has read {len(self.ids)} tokens.")
+        count = len(self.ids) - left
         del self.ids[left:]
+        if self.drafts.seen > left:
+            editing.drop_last(self.drafts, count)
 
     def clone(self) -> LosslessCache:
         """Return an independent copy, for several questions after one context."""

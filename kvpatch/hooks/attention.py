@@ -57,8 +57,6 @@ def attention_forward(
                     return step(cache, q, k, v)
             if now is not None and now.repeat is not None:
                 now.repeat.hidden = hidden
-            elif now is not None and now.copies is not None:
-                now.copies.write(layer, k, v)
             run = attend_untraced if compiling and not (now is not None and now.traced) else attend
             out = run(cache, layer, q, k, v, BoundAdapter(adapter, self, k.shape[1]), reads)
             return out if out.dtype == v.dtype else out.to(v.dtype)

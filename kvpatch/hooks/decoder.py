@@ -63,14 +63,14 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
         return begin_replay(decoder, call, state, state.replayed)
     if isinstance(past, EvictingCache) and past.now is not None and past.now.prepared:
         return enter_prepared(call, past, call["input_ids"].device, state)
+    whole = None
     if isinstance(past, LosslessCache) or (state.lossless and past is None and not _is_scratch(decoder, call)):
         whole = lossless.own_lossless(past, state)
-        if lossless.begin_pass(decoder, call, whole, state) is None:
-            return (), call
-    else:
-        whole = None
+        past = lossless.begin_pass(call, whole, state)
     made_here = past is None
     changed = _begin_pass(decoder, call, state)
+    if whole is not None:
+        whole.drafts.running.lender = whole
     put_aside(decoder, state.aside, ours=changed is not None)
     if changed is None:
         state.log.own_code(call, decoder.training)
@@ -78,8 +78,6 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
         mask, cache = call["attention_mask"], cache_of(call)
         carried = mask["full_attention"] if isinstance(mask, dict) else mask
         state.log.begin(carried.cache if cache is None else cache, decoder.training, made_here)
-        if whole is not None:
-            whole.drafts.running.copies = whole
     return changed
 
 

@@ -1,8 +1,8 @@
 """generate() of `patched(..., lossless=True)`: a budgeted cache drafts, and passes over the full cache on the host verify.
 
-transformers' assisted decoding does both; here are its candidates, and the passes that they ask for. A prompt is read once, under
-the patch: its attention is full until its end, so that its entries are those of the unpatched model, and go to the host as
-they come. All other passes over the full cache are the model's own code.
+transformers' assisted decoding does both; here are its candidates, and the passes that they ask for. Such a pass reads a prompt's
+end under the patch: attention is full until there, so that entries and logits are the unpatched model's, and the budget chosen
+anew is what the next draft is made from.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..cache.cache import EvictingCache
 from ..cache.lossless import LosslessCache
 from ..errors import KVPatchError
 from . import inputs
-from .state import PatchState, put_aside
+from .state import PatchState
 
 FIRST, MOST = 8, 16  # tokens of a draft: of the first one, and of the longest
 TRIES = 8  # drafts in a row of which nothing is accepted, after which no more are made
@@ -70,8 +70,8 @@ def own_lossless(past: object, state: PatchState) -> LosslessCache:
 # ---- passes ----
 
 
-def begin_pass(decoder: nn.Module, call: dict[str, Any], cache: LosslessCache, state: PatchState) -> EvictingCache | None:
-    """Begin a pass over a lossless cache: of the model's own code, or through the budgeted cache that is returned.
+def begin_pass(call: dict[str, Any], cache: LosslessCache, state: PatchState) -> EvictingCache:
+    """Begin a pass over a lossless cache, which fills the budgeted cache that is returned.
 
     call: the decoder's arguments, which are updated.
     """
@@ -84,19 +84,12 @@ def begin_pass(decoder: nn.Module, call: dict[str, Any], cache: LosslessCache, s
     mask = call.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
         raise KVPatchError("lossless=True reads one text without padding: leave the padding out.")
-    first = not cache.ids and tokens.shape[1] > 1
-    if first:
-        cache.drafts.reset()  # of a prompt that was interrupted
-    cache.begin(tokens[0].tolist())
-    if first:
-        set_cache(call, cache.drafts, state.cache_name)
-        return cache.drafts
-    put_aside(decoder, state.aside, ours=False)
-    set_cache(call, cache, state.cache_name)
-    call["use_cache"] = True
-    cache.verified.passes += 1
-    state.log.verify(cache.verified)
-    return None
+    drafts = cache.begin(tokens[0].tolist())
+    set_cache(call, drafts, state.cache_name)
+    if drafts.seen:
+        cache.verified.passes += 1
+    state.log.verified = cache.verified
+    return drafts
 
 
 def end_pass(output: Any, cache: LosslessCache) -> Any:
@@ -121,54 +114,34 @@ class Drafter(CandidateGenerator):
         self.samples, self.longest = bool(config.do_sample), config.max_length
         stops = getattr(config, "_eos_token_tensor", None)
         self.stops = set() if stops is None else set(stops.flatten().tolist())
-        self.length, self.failed, self.drafted, self.before = FIRST, 0, 0, 0
+        self.length, self.failed, self.drafted = FIRST, 0, 0
 
     @torch.no_grad()
     def get_candidates(self, input_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
         """Draft tokens behind input_ids [1,N]; return [1,N+g], and the logits [1,g,V] that they were drawn from."""
-        self.before, self.drafted = input_ids.shape[1], 0
-        wanted = min(self.length, self.longest - self.before - 1)
-        if not self.cache.ids or wanted <= 0:  # the first pass reads the prompt
+        before, self.drafted, drafts = input_ids.shape[1], 0, self.cache.drafts
+        wanted = min(self.length, self.longest - before - 1)
+        # the first pass reads the prompt; one that was interrupted has left no cache to draft from
+        if not self.cache.ids or wanted <= 0 or drafts.unfinished or drafts.seen != before - 1:
             return input_ids, None
-        text, logits, drafts = input_ids, [], self.cache.drafts
-        try:
-            for _ in range(wanted):
-                logits.append(self._next_logits(text, drafts))
-                token = logits[-1].softmax(-1).multinomial(1) if self.samples else logits[-1].argmax(-1, keepdim=True)
-                text = torch.cat([text, token.to(text.device)], 1)
-                if self.stops and int(token) in self.stops:
-                    break
-        except BaseException:
-            drafts.reset()  # it reads the text anew for the next draft
-            raise
-        self.drafted = text.shape[1] - self.before
+        text, logits = input_ids, []
+        for _ in range(wanted):
+            logits_1QV = self.model(text[:, -1:], **{CACHE: drafts}, use_cache=True).logits
+            logits_1V = logits_1QV[:, -1].to(torch.float32)
+            logits.append(self.processors(text, logits_1V) if self.processors else logits_1V)
+            token = logits[-1].softmax(-1).multinomial(1) if self.samples else logits[-1].argmax(-1, keepdim=True)
+            text = torch.cat([text, token.to(text.device)], 1)
+            if self.stops and int(token) in self.stops:
+                break
+        self.drafted = text.shape[1] - before
         return text, torch.stack(logits, 1) if self.samples else None
 
-    def _next_logits(self, text: Tensor, drafts: EvictingCache) -> Tensor:
-        """Read what the budgeted cache has not read; return the processed logits [1,V] of the token that follows."""
-        seen, tokens = drafts.get_seq_length(), text.shape[1]
-        if tokens - seen > MOST + 1:
-            drafts.request.prompt_len = tokens - 1  # a later turn, up to its last token
-            self._read(text[:, seen:-1], drafts)
-        elif drafts.request.prompt_len is None:
-            drafts.request.prompt_len = seen
-        for at in range(drafts.get_seq_length(), tokens):
-            logits_1QV = self._read(text[:, at : at + 1], drafts)
-        logits_1V = logits_1QV[:, -1].to(torch.float32)
-        return self.processors(text, logits_1V) if self.processors else logits_1V
-
-    def _read(self, ids_1Q: Tensor, drafts: EvictingCache) -> Tensor:
-        return self.model(ids_1Q, **{CACHE: drafts}, use_cache=True, logits_to_keep=1).logits
-
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Take rejected tokens back, and adapt the length of drafts."""
-        accepted, drafts, verified = int(num_matches), self.cache.drafts, self.cache.verified
+        """Adapt the length of drafts."""
+        accepted, verified = int(num_matches), self.cache.verified
         if not self.drafted:
             return
         verified.drafted, verified.accepted = verified.drafted + self.drafted, verified.accepted + accepted
-        over = drafts.get_seq_length() - (self.before + accepted)
-        if over > 0:
-            drafts.crop(-over)
         self.length = min(self.length + 2, MOST) if accepted == self.drafted else max(self.length - 1, accepted + 1)
         self.failed = 0 if accepted else self.failed + 1
         if self.failed >= TRIES:
@@ -218,6 +191,8 @@ def generate(
     def decode(model: Any, input_ids: Tensor, generation_config: GenerationConfig, **others: Any) -> Any:
         if generation_config.get_generation_mode(None) not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise KVPatchError("lossless=True generates greedily or by sampling: leave beams and other searches out.")
+        if len(input_ids) != 1:
+            raise KVPatchError("lossless=True drafts for one text at a time: leave num_return_sequences out.")
         new = input_ids[:, read:-1]
         if read and new.shape[1]:
             with torch.no_grad():

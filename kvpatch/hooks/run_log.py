@@ -65,11 +65,6 @@ class RunLog:
         if _would_evict(self.settings, tokens.shape[1]):
             self._warn_once(kind, tokens.shape[1])
 
-    def verify(self, verified: Verified) -> None:
-        """Count a pass over a full cache. verified: what its drafts came to."""
-        self.verified = verified
-        self._count_pass("full", 1, False)
-
     def begin(self, cache: EvictingCache, training: bool, made_here: bool) -> None:
         """Count a pass through `cache`, which passes.begin() has read."""
         record, now = self.record(cache, made_here), cache.running
@@ -81,6 +76,8 @@ class RunLog:
             self.time_step(cache)
         else:
             kind, acted = "prompt", record.prompt(cache, now, Q)
+            if now.lender is not None and cache.seen:
+                kind, acted = "full", False
         if cache.scratch:
             kind = "training" if training else "no_cache"
         record.columns, record.acted = cache.seen + Q, record.acted or acted

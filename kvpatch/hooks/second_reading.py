@@ -25,8 +25,6 @@ from .state import PatchState, by_kind, pass_mask
 def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, state: PatchState) -> Any:
     """End a pass that outlasts its last layer; a prompt may be repeated before. A forward hook of the decoder."""
     cache = cache_of(kwargs)
-    if isinstance(cache, LosslessCache):
-        return lossless.end_pass(output, cache)
     if torch.compiler.is_compiling() or not isinstance(cache, EvictingCache):
         return None
     now = cache.now
@@ -34,7 +32,7 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return None
     if cache.unfinished:
         _end_late(decoder, cache, state)
-    return None if now.copies is None else lossless.end_pass(output, now.copies)
+    return lossless.end_pass(output, now.lender) if isinstance(now.lender, LosslessCache) else None
 
 
 def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> None:

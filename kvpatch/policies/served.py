@@ -119,6 +119,7 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "scores measured anew by steps": lambda it: it.policy.schedule != "prompt" and not _adds_up(it.policy),
     "scores that are no weights": lambda it: it.policy.evicts and not it.policy.score.is_weight,
     "selection": lambda it: it.policy.selection is not None,
+    "second reading": lambda it: it.policy.needs.find(SecondReading) is not None,
     "second reading of unknown tokens": lambda it: it.acts and it.unknown and it.policy.needs.find(SecondReading) is not None,
     "shared sums": lambda it: it.acts and it.policy.needs.across_layers,
     "turns": lambda it: it.policy.scope.turns != "all",
@@ -132,6 +133,7 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "budgets by head": lambda it: it.varied is not None,
     "budget below every": lambda it: it.least is not None and it.least < it.policy.every,
     "k as a list": lambda it: it.listed,
+    "budget that evicts nothing": lambda it: not it.acts,
     "k=1.0": lambda it: isinstance(it.k, float) and it.k == 1.0,
     "pyramid of a share": lambda it: it.policy.over_layers is not None and it.of_the_prompt,
     "k as a table": lambda it: it.table,
@@ -224,13 +226,16 @@ REFUSED: dict[str, dict[str, str]] = {
         "merged(...).",
     },
     "lossless": {
-        "no eviction": "lossless=True: policy {name} evicts nothing, so that there is nothing to draft from: leave lossless out.",
-        "k=1.0": "lossless=True: k=1.0 evicts nothing, so that there is nothing to draft from: leave lossless out.",
+        "budget that evicts nothing": "lossless=True: policy {name} at k={it.k} evicts nothing, so that drafts are of the full cache: "
+        "give a smaller k, or leave lossless out.",
         "block": "lossless=True: block={it.block} evicts while the prompt is read, whose entries are then not the unpatched "
         "model's: leave block out.",
         "renumbered": "lossless=True verifies at the original positions: use positions='original'.",
         "record": "record=True follows what evictions leave, and lossless=True writes the unpatched model's text: leave one out.",
         "attention in chunks": "lossless=True keeps all tokens, and layers of this model attend in chunks: use the unpatched model.",
+        "second reading": "lossless=True chooses its budget anew with each pass, and policy {name} reads the prompt a second time "
+        "for that: use 'snapkv'.",
+        "protect=": "lossless=True loses no token: leave protect= out.",
         "latent attention": "lossless=True is not served for latent attention, whose entries the model's own code expands: leave "
         "lossless out.",
         "layers without a budget": "lossless=True takes rejected drafts back, and some layers of this model keep a state, or use "
@@ -260,8 +265,10 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     # what a patch offers
     "prefix": {"lossless": "lossless=True keeps each text's own cache: leave lossless out, or give generate() the whole text."},
-    "chat": {"lossless": "patch.chat() is not served with lossless=True: give generate() the whole conversation and the cache that it "
-    "returned, or leave lossless out."},
+    "chat": {
+        "lossless": "patch.chat() is not served with lossless=True: give generate() the whole conversation and the cache that it "
+        "returned, or leave lossless out."
+    },
     "cache files": {"lossless": "lossless=True keeps all tokens, which no file of a cache holds: leave lossless out."},
     # of a model's attention module
     "rotations undone": {

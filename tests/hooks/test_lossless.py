@@ -15,19 +15,31 @@ from tests.helpers.tiny import VOCAB, make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 MODELS = ("llama_gqa", "mistral", "mpt", "gptj", "gpt2")
-OPTIONS = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True}
+OPTIONS = {
+    "max_new_tokens": 24,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
 
 
 def generate(model, ids, **options):
-    return model.generate(ids, attention_mask=torch.ones_like(ids), output_logits=True, **{**OPTIONS, **options})
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **{**OPTIONS, **options})
 
 
 def assert_same(found, want):
     assert torch.equal(found.sequences, want.sequences)
-    torch.testing.assert_close(torch.stack(found.logits), torch.stack(want.logits), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        torch.stack(found.logits), torch.stack(want.logits), rtol=1e-5, atol=1e-6
+    )  # ALiBi's slopes are float32
 
 
-@pytest.mark.parametrize("policy", ["h2o", "snapkv", "streaming_llm", "kvzip", "keyformer", "adakv"])
+@pytest.mark.parametrize(
+    "policy",
+    ["h2o", "snapkv", "streaming_llm", "critical_snapkv", "keyformer", "adakv", "expected_attention", "global_topk(snapkv)"],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_and_logits_are_the_unpatched_model_s(name, policy):
     model = make(name, dtype=torch.float64)
@@ -49,14 +61,10 @@ def test_forty_prompts_of_each_architecture(name):
     for seed in range(40):
         ids = prompt(1, 20 + seed, seed)
         want = generate(model, ids)
-        with kvpatch.patched(model, ("h2o", "snapkv", "kvzip", "roco")[seed % 4], 0.5, lossless=True) as patch:
+        with kvpatch.patched(model, ("h2o", "snapkv", "tova", "roco")[seed % 4], 0.5, lossless=True) as patch:
             assert_same(generate(model, ids), want)
             accepted += patch.report().verified.accepted
     assert accepted > 0
-
-
-def entries(cache):
-    return [[one.layers[i].keys, one.layers[i].values] for one in (cache,) for i in range(len(one.layers))]
 
 
 def test_the_full_cache_holds_what_the_unpatched_model_s_does():
@@ -195,16 +203,16 @@ def test_memory_holds_two_layers_of_the_full_cache_at_most(tmp_path):
     model, most = make("llama_gqa", layers=6, dtype=torch.float64), []
     with kvpatch.patched(model, "h2o", 0.1, lossless=str(tmp_path)):
         cache = cache_of(generate(model, prompt(1, 3000), max_new_tokens=1))
-        update = LosslessCache.update
+        exchange = LosslessCache.exchange
 
-        def watch(self, *args, **kwargs):
-            found = update(self, *args, **kwargs)
+        def watch(self, *args):
+            found = exchange(self, *args)
             found[0].sum(), found[1].sum()  # what attention reads
             most.append(_resident(str(tmp_path)))
             return found
 
         with pytest.MonkeyPatch.context() as patching:
-            patching.setattr(LosslessCache, "update", watch)
+            patching.setattr(LosslessCache, "exchange", watch)
             generate(model, torch.cat([torch.tensor([cache.ids]), prompt(1, 1)], 1), past_key_values=cache, max_new_tokens=4)
         layer = cache.layers[0]
         a_layer = layer.store.rows_NE.nbytes
@@ -216,7 +224,7 @@ def test_the_file_goes_with_the_cache(tmp_path):
     model = make("llama_gqa")
     with kvpatch.patched(model, "h2o", 0.3, lossless=str(tmp_path)):
         cache = cache_of(generate(model, prompt(1, 40)))
-        assert _open_files(tmp_path) == 2 and not list(tmp_path.iterdir())
+        assert _open_files(tmp_path) and not list(tmp_path.iterdir())
         del cache
         gc.collect()
     assert _open_files(tmp_path) == 0
@@ -247,8 +255,9 @@ def test_a_full_disk_is_said_before_it_is_written(monkeypatch):
 class Elsewhere(LosslessCache):
     """Takes the way of a device on the CPU."""
 
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        return self._update_staged(key_states, value_states, layer_idx)
+    def _bring(self, layer, device):
+        self.verified.moved_nbytes += self.layers[layer].nbytes
+        return self._bring_staged(layer, device)
 
 
 def test_the_way_of_a_device_gives_the_same(monkeypatch):
@@ -264,9 +273,14 @@ def test_the_way_of_a_device_gives_the_same(monkeypatch):
 def test_hopeless_drafts_are_given_up_and_said_once(caplog, monkeypatch):
     model = make("llama_gqa", dtype=torch.float64)
     want = generate(model, prompt(1, 40), max_new_tokens=40)
-    true = lossless.Drafter._next_logits
-    # never the likeliest token
-    monkeypatch.setattr(lossless.Drafter, "_next_logits", lambda self, *args: -true(self, *args))
+    true = lossless.Drafter.get_candidates
+
+    def miss(self, input_ids, **others):
+        text, logits = true(self, input_ids, **others)
+        n = input_ids.shape[1]
+        return torch.cat([input_ids, (want.sequences[:, n : text.shape[1]] + 1) % VOCAB], 1), logits
+
+    monkeypatch.setattr(lossless.Drafter, "get_candidates", miss)
     with kvpatch.patched(model, "h2o", 0.3, lossless=True) as patch:
         assert_same(generate(model, prompt(1, 40), max_new_tokens=40), want)
         generate(model, prompt(1, 40), max_new_tokens=40)
@@ -275,7 +289,7 @@ def test_hopeless_drafts_are_given_up_and_said_once(caplog, monkeypatch):
     assert [one.message for one in caplog.records if "lossless" in one.message] == [f"[kvpatch] {lossless.HOPELESS}"]
 
 
-@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_an_interrupted_pass_leaves_both_caches_as_before(at, monkeypatch):
     model = make("llama_gqa", dtype=torch.float64)
     text = prompt(1, 40)
@@ -364,7 +378,9 @@ def test_other_texts_rows_and_caches_are_refused():
     [
         ({"lossless": "no such folder"}, "a folder that exists"),
         ({"lossless": 3}, "must be True, False"),
-        ({"k": 1.0}, "k=1.0 evicts nothing"),
+        ({"k": 1.0}, "evicts nothing"),
+        ({"policy": "kvzip"}, "use 'snapkv'"),
+        ({"protect": [3]}, "leave protect= out"),
         ({"policy": "full", "k": 1.0}, "evicts nothing"),
         ({"block": 8}, "block=8 evicts while"),
         ({"positions": "renumbered"}, "original positions"),
@@ -383,4 +399,3 @@ def test_nothing_is_left_on_the_model():
     with kvpatch.patched(model, "h2o", 0.3, lossless=True):
         generate(model, prompt(1, 40))
     assert set(vars(model)) == before
-    assert VOCAB
