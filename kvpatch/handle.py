@@ -140,7 +140,7 @@ class Patch:
 
         Args:
             cache: at the end of a prompt, or after generated tokens.
-            span: (start, stop) in positions of the text, stop left out, of each row; it may be forgotten already.
+            span: (start, stop) in positions of the text, stop left out; it may be forgotten already.
             ids: int64 [N] or [B,N], at most as many as the span has tokens.
             reread: tokens behind the span that are read again, so that they have seen the new ones.
 
@@ -183,11 +183,11 @@ class Patch:
     def warmup(self, tokens: int | None = None, batch_size: int = 1) -> None:
         """Compile the kernels of this policy before the first request: read a made-up prompt, and decode after it.
 
-        What is compiled serves prompts of any length; it stays in Triton's cache on disk for the next process. The report
-        does not count these passes.
+        What is compiled serves prompts of any length, and stays on disk in Triton's cache. The report does not count this.
 
         Args:
-            tokens: of the prompt, above the budget; None: 512, or twice a larger budget. batch_size: rows; two or more: padded.
+            tokens: of the prompt, above the budget; None: 512, or twice a larger budget.
+            batch_size: rows; with two or more, a batch with padding is read as well.
 
         Raises:
             KVPatchError: the prompt is within the budget, or an argument is no number of tokens or rows.
@@ -203,7 +203,7 @@ class Patch:
 
         `step(ids, cache)` returns the logits [B,1,V] of one more token per row, which the next step overwrites. A step that
         cannot be captured is an ordinary call of the model; policies that append need `new_cache(room=...)`. generate() makes
-        such steps by itself (`patched(..., graphs=False)` turns that off). None has run on a GPU.
+        such steps by itself. None has run on a GPU.
 
         Args:
             model: the model that this patch is of, or one that wraps it; called with input_ids and past_key_values.
@@ -220,7 +220,7 @@ class Patch:
         return graph(model, self._state, self._target.devices()[0])
 
     def record(self, cache: EvictingCache | None = None) -> Record:
-        """Return what each query attended to in a cache, or in the one used last: when tokens were evicted, for `kvpatch.replay`.
+        """Return what queries attended to in a cache, or in the last one used: when each token was evicted, for a replay.
 
         Raises:
             KVPatchError: nothing was recorded, for want of record=True or of a pass, or a text's beginning is not known.

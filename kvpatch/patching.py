@@ -33,7 +33,6 @@ from .hooks.versions import check_versions, find_untested
 from .policies import Policy
 from .policies.budgets import ONE_TOKEN, Rule, says_one_token
 from .policies.served import refuse
-from .policies.windows import Chunk
 from .storage.settings import Settings
 
 if TYPE_CHECKING:
@@ -149,8 +148,7 @@ class patched:
             record=record,
         )  # fmt: skip
         if kept:
-            chunks = any(isinstance(shape.sliding, Chunk) for shape in target.shapes())
-            refuse("lossless", how.combine(chunks=chunks))
+            refuse("lossless", how.combine())
         if says_one_token(k):
             warnings.warn(ONE_TOKEN, stacklevel=3)  # the line that calls patched()
         self._unused, self._patch = True, Patch(target, how, graphs, kept)

@@ -81,8 +81,8 @@ class Forward:
     ended: layers that wait for the last one, since all share one budget, or for a second reading (attention/compress.py).
     shown: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
     reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. repeat: the
-    pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end. lender: lends each
-    layer the earlier tokens, of which the cache itself holds none (cache/lossless.py), or None.
+    pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end. lender: lends
+    each layer the earlier tokens, of which the cache itself holds none (cache/lossless.py), or None.
     """
 
     positions_BQ: Tensor

@@ -83,7 +83,8 @@ def _reserve(file: int, size: int) -> None:
 class HostLayer(CacheLayerMixin):
     """All tokens of a layer; a row is a token's keys of all heads, then its values.
 
-    folder: of the mapped file; None: pinned memory beside a device, the folder for temporary files on a CPU. length: rows in use. sizes: KV heads, head size of keys, and of values.
+    folder: of the mapped file; None: the one for temporary files on a CPU, and no file but pinned memory beside a device.
+    length: rows in use. sizes: KV heads, head size of keys, and of values.
     """
 
     is_sliding = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -44,12 +44,14 @@ class LosslessCache(Cache):
     of the new tokens which of them the budget holds. On a CPU the entries are read from a mapped file.
 
     Attributes:
+        tiers: the entries of all tokens, layer by layer.
         drafts: the budgeted cache that the newest pass has filled.
         verified: what drafting came to.
     """
 
     def __init__(self, drafts: EvictingCache, layers: int, folder: Path | None = None) -> None:
-        super().__init__(layers=[HostLayer(folder) for _ in range(layers)])
+        self.tiers = [HostLayer(folder) for _ in range(layers)]
+        super().__init__(layers=list(self.tiers))
         self.drafts, self.verified = drafts, Verified()
         self.ids: list[int] = []  # of the tokens read
         self.again = 0  # tokens read before, which generate()'s first pass brings once more
@@ -64,7 +66,7 @@ class LosslessCache(Cache):
         new, tokens = EvictingCache(self.drafts.settings), torch.tensor([self.ids])
         self.coming = ids
         self._staged.clear()
-        for layer, budgeted in zip(self.layers, new.layers, strict=True):
+        for layer, budgeted in zip(self.tiers, new.layers, strict=True):
             layer.length = budgeted.seen = len(self.ids)
         if self.ids:
             new.seen_B = torch.tensor([len(self.ids)])
@@ -75,33 +77,33 @@ class LosslessCache(Cache):
     def end(self) -> None:
         """Count the tokens of a pass that has run."""
         self._staged.clear()
-        for layer in self.layers:
+        for layer in self.tiers:
             layer.store.release()
         self.ids += self.coming
         self.coming, self.drafts.running.lender = [], None
 
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Write a layer's new entries; return those of the earlier tokens, where the layer computes, and their positions."""
-        own, device = self.layers[layer], k_1HQD.device
+        own, device = self.tiers[layer], k_1HQD.device
         rows_TE = None
         if own.length:
             rows_TE = self._bring(layer, device)
         own.append(k_1HQD, v_1HQD)
         if layer:
-            self.layers[layer - 1].store.release()
+            self.tiers[layer - 1].store.release()
         if rows_TE is None:
             return None
         return *own.view(rows_TE), torch.arange(len(rows_TE), device=device)[None]
 
     def _bring(self, layer: int, device: torch.device) -> Tensor:
         """Return a layer's rows on a device; the next layer's are on their way then."""
-        self.verified.moved_nbytes += self.layers[layer].nbytes
-        return self.layers[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
+        self.verified.moved_nbytes += self.tiers[layer].nbytes
+        return self.tiers[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
 
     def _bring_staged(self, layer: int, device: torch.device) -> Tensor:
         for i in (layer, layer + 1):
-            if i < len(self.layers) and i not in self._staged:
-                self._staged[i] = self._stage(self.layers[i], device)
+            if i < len(self.tiers) and i not in self._staged:
+                self._staged[i] = self._stage(self.tiers[i], device)
         rows_TE, done = self._staged.pop(layer)
         if done is not None:
             torch.cuda.current_stream(device).wait_event(done)
@@ -144,7 +146,8 @@ class LosslessCache(Cache):
     def clone(self) -> LosslessCache:
         """Return an independent copy, for several questions after one context."""
         new = LosslessCache(self.drafts.clone(), 0)
-        new.layers, new.ids = [layer.copy() for layer in self.layers], list(self.ids)
+        new.tiers, new.ids = [layer.copy() for layer in self.tiers], list(self.ids)
+        new.layers = list(new.tiers)
         return new
 
     @property
@@ -158,7 +161,7 @@ class LosslessCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values of all tokens, on the host; the budget's: `drafts.nbytes`."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.tiers)
 
     def reset(self) -> None:
         """Empty both caches."""

@@ -8,8 +8,8 @@ import torch
 
 from ..arch.bound import BoundAdapter
 from ..cache.cache import EvictingCache
-from ..storage.save_load import load, save
 from ..policies.served import refuse
+from ..storage.save_load import load, save
 from . import ownership
 from .identity import stamp_model
 from .inputs import file_path

@@ -1,8 +1,8 @@
 """generate() of `patched(..., lossless=True)`: a budgeted cache drafts, and passes over the full cache on the host verify.
 
-transformers' assisted decoding does both; here are its candidates, and the passes that they ask for. Such a pass reads a prompt's
-end under the patch: attention is full until there, so that entries and logits are the unpatched model's, and the budget chosen
-anew is what the next draft is made from.
+transformers' assisted decoding does both; here are its candidates, and the passes that they ask for. Such a pass reads the end
+of a prompt under the patch: attention is full until there, so that entries and logits are the unpatched model's, and the budget
+chosen anew is what the next draft is made from.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
@@ -111,13 +111,15 @@ class Drafter(CandidateGenerator):
 
     def __init__(self, model: Any, cache: LosslessCache, processors: Any, config: GenerationConfig, state: PatchState) -> None:
         self.model, self.cache, self.processors, self.state = model, cache, processors, state
-        self.samples, self.longest = bool(config.do_sample), config.max_length
+        self.samples = bool(config.do_sample)
+        self.longest: int = config.max_length
         stops = getattr(config, "_eos_token_tensor", None)
         self.stops = set() if stops is None else set(stops.flatten().tolist())
-        self.length, self.failed, self.drafted = FIRST, 0, 0
+        self.length: int = FIRST
+        self.failed = self.drafted = 0
 
     @torch.no_grad()
-    def get_candidates(self, input_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor | None]:
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """Draft tokens behind input_ids [1,N]; return [1,N+g], and the logits [1,g,V] that they were drawn from."""
         before, self.drafted, drafts = input_ids.shape[1], 0, self.cache.drafts
         wanted = min(self.length, self.longest - before - 1)

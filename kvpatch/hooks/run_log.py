@@ -37,8 +37,8 @@ class Passes:
 class RunLog:
     """Log of one patch: `passes` by kind, `last` for the report when its cache is gone, and one warning of each kind.
 
-    Kinds: "training" and "no_cache", whose caches (if block= gives them any) end with the pass; "prompt"; "decode"; "full", over all tokens
-    of a lossless cache.
+    Kinds: "training" and "no_cache", whose caches (if block= gives them any) end with the pass; "prompt"; "decode";
+    "full", over all tokens of a lossless cache.
     """
 
     def __init__(self, settings: CacheSettings) -> None:

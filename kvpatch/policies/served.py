@@ -226,20 +226,18 @@ REFUSED: dict[str, dict[str, str]] = {
         "merged(...).",
     },
     "lossless": {
-        "budget that evicts nothing": "lossless=True: policy {name} at k={it.k} evicts nothing, so that drafts are of the full cache: "
-        "give a smaller k, or leave lossless out.",
+        "budget that evicts nothing": "lossless=True: policy {name} at k={it.k} evicts nothing, so that drafts are of the full "
+        "cache: give a smaller k, or leave lossless out.",
         "block": "lossless=True: block={it.block} evicts while the prompt is read, whose entries are then not the unpatched "
         "model's: leave block out.",
         "renumbered": "lossless=True verifies at the original positions: use positions='original'.",
-        "record": "record=True follows what evictions leave, and lossless=True writes the unpatched model's text: leave one out.",
-        "attention in chunks": "lossless=True keeps all tokens, and layers of this model attend in chunks: use the unpatched model.",
-        "second reading": "lossless=True chooses its budget anew with each pass, and policy {name} reads the prompt a second time "
-        "for that: use 'snapkv'.",
+        "record": "record=True follows what evictions leave, and lossless=True writes the unpatched model's text: leave "
+        "one out.",
+        "second reading": "lossless=True chooses its budget anew with each pass, and policy {name} reads the prompt a second "
+        "time for that: use 'snapkv'.",
         "protect=": "lossless=True loses no token: leave protect= out.",
-        "latent attention": "lossless=True is not served for latent attention, whose entries the model's own code expands: leave "
-        "lossless out.",
-        "layers without a budget": "lossless=True takes rejected drafts back, and some layers of this model keep a state, or use "
-        "the keys of others: leave lossless out.",
+        "layers without a budget": "lossless=True takes rejected drafts back, and some layers of this model keep a state, or "
+        "use the keys of others: leave lossless out.",
         "tensor parallel": "lossless=True streams one process's cache: load the model on one device.",
     },
     # budgets that follow the text
@@ -266,8 +264,8 @@ REFUSED: dict[str, dict[str, str]] = {
     # what a patch offers
     "prefix": {"lossless": "lossless=True keeps each text's own cache: leave lossless out, or give generate() the whole text."},
     "chat": {
-        "lossless": "patch.chat() is not served with lossless=True: give generate() the whole conversation and the cache that it "
-        "returned, or leave lossless out."
+        "lossless": "patch.chat() is not served with lossless=True: give generate() the whole conversation and the cache that "
+        "it returned, or leave lossless out."
     },
     "cache files": {"lossless": "lossless=True keeps all tokens, which no file of a cache holds: leave lossless out."},
     # of a model's attention module

@@ -256,7 +256,7 @@ class Elsewhere(LosslessCache):
     """Takes the way of a device on the CPU."""
 
     def _bring(self, layer, device):
-        self.verified.moved_nbytes += self.layers[layer].nbytes
+        self.verified.moved_nbytes += self.tiers[layer].nbytes
         return self._bring_staged(layer, device)
 
 

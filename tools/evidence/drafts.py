@@ -1,9 +1,6 @@
-"""How many tokens a pass over the full cache verifies, if a budgeted cache drafts them: what `lossless=True` is decided on.
+"""How many tokens a pass over the full cache verifies under `lossless=True`, and how many bytes move for a token.
 
-The full cache writes TOKENS tokens, greedily. Each policy then reads the same tokens one by one from its own cache, and a line
-takes down where its likeliest next token was the full cache's. A run of agreements is a draft that is accepted, so one
-reading gives the tokens of a pass for drafts of any length. Entries of accepted tokens are the draft's own here, where the
-library puts the full cache's in their place: what it reaches is not lower.
+The unpatched model writes TOKENS tokens, greedily; each policy and budget writes them again, which must be the same ones.
 """
 
 from __future__ import annotations
@@ -16,72 +13,39 @@ from typing import Any
 import torch
 
 import kvpatch
+from kvpatch.arch.upstream import cache_of
 
 from .chat import Frame
-from .measure import Shared, read_ids
 from .page import markdown
 from .runs import cut_unfinished_line, read_lines
-from .settings import ROWS
+from .settings import ROWS, Row
 from .tasks import code
 from .texts import group_parts, sentences
 
 TOKENS = 64
-BUDGETS = (0.05, 0.1, 0.2, 0.3)
-LENGTHS = (2, 4, 8, 16)  # of drafts
-POLICIES = ("random, ends kept", "streaming_llm", "h2o", "roco", "keyformer", "snapkv", "critical_adakv", "kvzip")
+SHORT = "snapkv, window=8"
+DRAFTING = {SHORT: Row(SHORT, "snapkv", {"window": 8}), "adakv, window=8": Row("adakv, window=8", "adakv", {"window": 8})}
+LABELS = (SHORT, "adakv, window=8", "snapkv", "h2o", "tova", "roco", "streaming_llm", "random, ends kept")
+BUDGETS = {0.1: LABELS, 0.05: (SHORT, "h2o"), 0.2: (SHORT, "h2o")}
 HEAD, ASK = "Read this text.\n\n", "\n\nExplain to a beginner what this text says."
-FLOOR = 3.0
-"""Tokens of a pass at a tenth of the prompt below which drafting is not worth two caches."""
 
-Text = tuple[str, str, tuple[int, ...], tuple[int, ...]]
+Text = tuple[str, str, torch.Tensor]
 
 
 def make_texts(tokenizer: Any, count: int) -> list[Text]:
-    """Return (name, kind, prompt, what is read after compression) for `count` texts of each kind."""
+    """Return (name, kind, prompt [1,N]) for `count` texts of each kind."""
     frame, found = Frame(tokenizer), list[Text]()
-    ask = frame.encode(ASK) + frame.after
-
-    def add(kind: str, tokens: int, later: bool) -> None:
-        for i, parts in enumerate(group_parts(tokenizer, sentences(), tokens, " ")[:count]):
-            text = frame.before + frame.encode(HEAD + " ".join(parts))
-            found.append((f"{kind} {i}", kind, text, ask) if later else (f"{kind} {i}", kind, text + ask, ()))
-
-    add("question in the prompt", 800, False)
-    add("question later", 900, True)
-    add("long prompt", 3000, False)
-    for sample in code.make_samples(tokenizer, count):
-        found.append((sample.name, "code", sample.turns[0], ()))
+    for kind, tokens in (("chat", 800), ("long chat", 3000)):
+        for i, parts in enumerate(group_parts(tokenizer, sentences(), tokens, " ")[::-1][:count]):
+            ids = frame.before + frame.encode(HEAD + " ".join(parts) + ASK) + frame.after
+            found.append((f"{kind} {i}", kind, torch.tensor([ids])))
+    found += [(one.name, "code", torch.tensor([one.turns[0]])) for one in code.make_samples(tokenizer, count)]
     return found
 
 
-@torch.no_grad()
-def _write(model: Any, prompt: tuple[int, ...], later: tuple[int, ...]) -> tuple[Shared, list[int]]:
-    """Read a prompt with the unpatched model and write TOKENS tokens."""
-    with Shared.record(model.base_model) as shared:
-        logits_1V, cache = read_ids(model, prompt, None)
-    if later:
-        logits_1V, cache = read_ids(model, later, cache)
-    written: list[int] = []
-    for _ in range(TOKENS):
-        written.append(int(logits_1V[-1].argmax()))
-        logits_1V, cache = read_ids(model, (written[-1],), cache)
-    return shared, written
-
-
-@torch.no_grad()
-def _agree(model: Any, text: Text, shared: Shared, written: list[int], label: str, k: float) -> str:
-    """Return a digit for each token after the first: 1 where a budgeted cache's likeliest is what was written."""
-    row, (_, _, prompt, later) = ROWS[label], text
-    with kvpatch.patched(model, row.policy, k, seed=0, **row.options):
-        with shared.replayed(model.base_model):
-            _, cache = read_ids(model, prompt, None)
-        if later:
-            _, cache = read_ids(model, later, cache)
-        digits = []
-        for token, following in zip(written, written[1:], strict=False):
-            logits_1V, cache = read_ids(model, (token,), cache)
-            digits.append(int(logits_1V[-1].argmax()) == following)
-    return "".join(map(str, map(int, digits)))
+def _generate(model: Any, ids_1N: torch.Tensor) -> Any:
+    options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "return_dict_in_generate": True}
+    return model.generate(ids_1N, attention_mask=torch.ones_like(ids_1N), **options)
 
 
 def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str, Any]]:
@@ -90,43 +54,43 @@ def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str
     known = {(line["text"], line["label"], line["k"]) for line in read_lines(path)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for text in make_texts(tokenizer, count):
-            wanted = [(label, k) for k in BUDGETS for label in POLICIES if (text[0], label, k) not in known]
-            if not wanted:
-                continue
-            shared, written = _write(model, *text[2:])
+        for name, kind, ids_1N in make_texts(tokenizer, count):
+            wanted = [(label, k) for k, labels in BUDGETS.items() for label in labels if (name, label, k) not in known]
+            written = _generate(model, ids_1N).sequences if wanted else None
             for label, k in wanted:
-                agreed = _agree(model, text, shared, written, label, k)
-                line = {"text": text[0], "kind": text[1], "tokens": len(text[2]), "label": label, "k": k, "agreed": agreed}
+                row = DRAFTING.get(label) or ROWS[label]
+                with kvpatch.patched(model, row.policy, k, lossless=True, **row.options):
+                    out = _generate(model, ids_1N)
+                cache = cache_of(out)
+                own = cache.verified
+                line = {
+                    "text": name, "kind": kind, "tokens": ids_1N.shape[1], "label": label, "k": k,
+                    "passes": own.passes, "drafted": own.drafted, "accepted": own.accepted,
+                    "moved": round(own.nbytes_per_token / cache.nbytes, 4),
+                    "held": round(cache.drafts.nbytes / cache.nbytes, 4),
+                    "same": torch.equal(out.sequences, written),
+                }  # fmt: skip
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 yield line
 
 
-def tokens_a_pass(agreed: str, length: int) -> float:
-    """Return the tokens of a verifying pass with drafts of `length`: those accepted, and the one that the pass itself gives."""
-    at = passes = 0
-    while at + length <= len(agreed):
-        accepted = len(agreed[at : at + length].split("0")[0])
-        at, passes = at + accepted + 1, passes + 1
-    return at / max(passes, 1)
-
-
-def write_table(path: Path, length: int = 8) -> str:
-    """Rows of policies, columns of budgets and kinds of text: mean tokens a pass."""
+def write_table(path: Path) -> str:
+    """A row for each policy and budget: tokens a pass by kind of text, tokens accepted, bytes moved and held."""
     lines = read_lines(path)
-    kinds = list(dict.fromkeys(line["kind"] for line in lines))
+    kinds, rows = list(dict.fromkeys(line["kind"] for line in lines)), []
+    for k, labels in BUDGETS.items():
+        for label in labels:
+            own = [line for line in lines if (line["label"], line["k"]) == (label, k)]
+            by_kind = [[line for line in own if line["kind"] == kind] for kind in kinds]
+            taken = sum(line["accepted"] for line in own) / max(sum(line["drafted"] for line in own), 1)
+            moved = sum(line["moved"] for line in own) / max(len(own), 1)
+            rows.append([f"`{label}`", f"{k}", *map(_tokens_a_pass, (*by_kind, own)), f"{taken:.0%}", f"{moved:.2f}"])
+    same, header = sum(line["same"] for line in lines), ["policy", "k", *kinds, "all", "of drafts", "bytes a token"]
+    texts = len({line["text"] for line in lines})
+    said = f"{texts} texts; {same} of {len(lines)} answers are the unpatched model's, token by token."
+    return f"{said}\n\n{markdown(header, rows)}"
 
-    def mean(label: str, k: float, kind: str | None, g: int) -> str:
-        own = [line for line in lines if line["label"] == label and line["k"] == k and kind in (None, line["kind"])]
-        found = [tokens_a_pass(line["agreed"], g) for line in own]
-        return f"{sum(found) / len(found):.1f}" if found else ""
 
-    header = ["policy", *(f"k = {k}" for k in BUDGETS), *(f"{kind}, k = 0.1" for kind in kinds)]
-    header += [f"drafts of {g}, k = 0.1" for g in LENGTHS if g != length]
-    rows = [
-        [label, *(mean(label, k, None, length) for k in BUDGETS), *(mean(label, 0.1, kind, length) for kind in kinds)]
-        + [mean(label, 0.1, None, g) for g in LENGTHS if g != length]
-        for label in POLICIES
-    ]
-    return markdown(header, rows)
+def _tokens_a_pass(lines: list[dict[str, Any]]) -> str:
+    return f"{sum(1 + line['accepted'] / line['passes'] for line in lines) / len(lines):.1f}" if lines else ""
