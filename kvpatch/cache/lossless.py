@@ -45,14 +45,14 @@ class LosslessCache(Cache):
 
     Attributes:
         tiers: the entries of all tokens, layer by layer.
-        drafts: the budgeted cache that the newest pass has filled.
+        drafts: the budgeted cache that the newest pass has filled. settings: of the patch.
         verified: what drafting came to.
     """
 
     def __init__(self, drafts: EvictingCache, layers: int, folder: Path | None = None) -> None:
         self.tiers = [HostLayer(folder) for _ in range(layers)]
         super().__init__(layers=list(self.tiers))
-        self.drafts, self.verified = drafts, Verified()
+        self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()
         self.ids: list[int] = []  # of the tokens read
         self.again = 0  # tokens read before, which generate()'s first pass brings once more
         self.coming: list[int] = []  # ids of the pass in progress
@@ -63,7 +63,7 @@ class LosslessCache(Cache):
 
     def begin(self, ids: list[int]) -> EvictingCache:
         """Begin a pass over new tokens; return the budgeted cache that it fills. What an interrupted pass left is dropped."""
-        new, tokens = EvictingCache(self.drafts.settings), torch.tensor([self.ids])
+        new, tokens = EvictingCache(self.settings), torch.tensor([self.ids])
         self.coming = ids
         self._staged.clear()
         for layer, budgeted in zip(self.tiers, new.layers, strict=True):

@@ -59,7 +59,7 @@ def own_lossless(past: object, state: PatchState) -> LosslessCache:
     """
     if past is None:
         return new_cache(state)
-    if isinstance(past, LosslessCache) and past.drafts.settings is state.settings:
+    if isinstance(past, LosslessCache) and past.settings is state.settings:
         return past
     raise KVPatchError(
         f"{CACHE} is a {type(past).__name__} that this patch did not make: with lossless=True go on from the cache that "

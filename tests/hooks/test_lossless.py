@@ -410,3 +410,15 @@ def test_nothing_is_left_on_the_model():
     with kvpatch.patched(model, "h2o", 0.3, lossless=True):
         generate(model, prompt(1, 40))
     assert set(vars(model)) == before
+
+
+def test_a_cache_without_its_patch_is_refused():
+    model, ids = make("llama_gqa"), prompt(1, 40)
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True):
+        cache = cache_of(generate(model, ids))
+    with pytest.raises(kvpatch.KVPatchError, match="no longer in force"):
+        model(ids[:, :2], past_key_values=cache)
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True), pytest.raises(kvpatch.KVPatchError, match="did not make"):
+        generate(model, torch.cat([torch.tensor([cache.ids]), ids], 1), past_key_values=cache)
+    with kvpatch.patched(model, "h2o", 0.3), pytest.raises(kvpatch.KVPatchError, match="LosslessCache"):
+        model(ids[:, :2], past_key_values=cache)

@@ -16,6 +16,7 @@ import kvpatch
 from kvpatch.arch.upstream import cache_of
 
 from .chat import Frame
+from .link import write_estimate
 from .page import markdown
 from .runs import cut_unfinished_line, read_lines
 from .settings import ROWS, Row
@@ -88,8 +89,15 @@ def write_table(path: Path) -> str:
             rows.append([f"`{label}`", f"{k}", *map(_tokens_a_pass, (*by_kind, own)), f"{taken:.0%}", f"{moved:.2f}"])
     same, header = sum(line["same"] for line in lines), ["policy", "k", *kinds, "all", "of drafts", "bytes a token"]
     texts = len({line["text"] for line in lines})
+    best = [line for line in lines if (line["label"], line["k"]) == (SHORT, 0.1)]
+    estimate = ""
+    if best:
+        passes = sum(line["passes"] for line in best)
+        drafted = sum(line["drafted"] for line in best) / passes
+        per_pass = 1 + sum(line["accepted"] for line in best) / passes
+        estimate = f"\n\n{write_estimate(0.1, drafted, per_pass)}"
     said = f"{texts} texts; {same} of {len(lines)} answers are the unpatched model's, token by token."
-    return f"{said}\n\n{markdown(header, rows)}"
+    return f"{said}\n\n{markdown(header, rows)}{estimate}"
 
 
 def _tokens_a_pass(lines: list[dict[str, Any]]) -> str:
