@@ -53,7 +53,7 @@ class Edit:
 
 
 class Lender(Protocol):
-    """What keeps the entries of all tokens elsewhere."""
+    """Store of the entries of all tokens, outside the cache."""
 
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Take a layer's new entries; return keys, values [1,H,T,D] and positions [1,T] of earlier tokens, if there are any."""

@@ -38,12 +38,13 @@ class PinnedRows:
         self.rows_NE = torch.empty(0, width, dtype=dtype)
 
     def resize(self, count: int) -> None:
+        """Make room for `count` rows."""
         old_NE = self.rows_NE
         self.rows_NE = torch.empty(count, old_NE.shape[1], dtype=old_NE.dtype, pin_memory=self.pinned)
         self.rows_NE[: len(old_NE)] = old_NE
 
     def release(self) -> None:
-        pass
+        """Keep all: this memory is the rows' only place."""
 
 
 class MappedRows:
@@ -56,6 +57,7 @@ class MappedRows:
         self.rows_NE = torch.empty(0, width, dtype=dtype)
 
     def resize(self, count: int) -> None:
+        """Make room for `count` rows. Raises KVPatchError if the folder has none."""
         size = count * self.width * self.dtype.itemsize
         try:
             _reserve(self._file.fileno(), size)
@@ -68,6 +70,7 @@ class MappedRows:
         self.rows_NE = torch.frombuffer(self._map, dtype=self.dtype).view(count, self.width)
 
     def release(self) -> None:
+        """Let the system take the memory of the file's pages."""
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -122,8 +125,8 @@ class HostLayer(CacheLayerMixin):
     def view(self, rows_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values [1,H,T,D] that rows hold."""
         H, K, V = self.sizes
-        k_TX, v_TX = rows_TE.split([H * K, H * V], 1)
-        return k_TX.unflatten(1, (H, K)).transpose(0, 1)[None], v_TX.unflatten(1, (H, V)).transpose(0, 1)[None]
+        k_TE, v_TE = rows_TE.split([H * K, H * V], 1)
+        return k_TE.unflatten(1, (H, K)).transpose(0, 1)[None], v_TE.unflatten(1, (H, V)).transpose(0, 1)[None]
 
     @property
     def used_TE(self) -> Tensor:

@@ -18,7 +18,7 @@ from .host import HostLayer
 
 @dataclass
 class Verified:
-    """What drafting came to. passes: over the full cache, after the prompt; moved_nbytes: that they read of it."""
+    """Outcome of drafting. passes: over the full cache, after the prompt; moved_nbytes: that they read of it."""
 
     passes: int = 0
     drafted: int = 0
@@ -44,14 +44,14 @@ class LosslessCache(Cache):
     of the new tokens which of them the budget holds. On a CPU the entries are read from a mapped file.
 
     Attributes:
-        tiers: the entries of all tokens, layer by layer.
+        whole: the entries of all tokens, layer by layer.
         drafts: the budgeted cache that the newest pass has filled. settings: of the patch.
         verified: what drafting came to.
     """
 
     def __init__(self, drafts: EvictingCache, layers: int, folder: Path | None = None) -> None:
-        self.tiers = [HostLayer(folder) for _ in range(layers)]
-        super().__init__(layers=list(self.tiers))
+        self.whole = [HostLayer(folder) for _ in range(layers)]
+        super().__init__(layers=list(self.whole))
         self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()
         self.ids: list[int] = []  # of the tokens read
         self.again = 0  # tokens read before, which generate()'s first pass brings once more
@@ -66,7 +66,7 @@ class LosslessCache(Cache):
         new, tokens = EvictingCache(self.settings), torch.tensor([self.ids])
         self.coming = ids
         self._staged.clear()
-        for layer, budgeted in zip(self.tiers, new.layers, strict=True):
+        for layer, budgeted in zip(self.whole, new.layers, strict=True):
             layer.length = budgeted.seen = len(self.ids)
         if self.ids:
             new.seen_B = torch.tensor([len(self.ids)])
@@ -74,36 +74,43 @@ class LosslessCache(Cache):
         self.drafts = new
         return new
 
+    def lend(self) -> None:
+        """Lend the budgeted cache's pass, which has begun, the earlier tokens."""
+        now = self.drafts.running
+        now.lender = self
+        if self.ids:  # of the new tokens the first is certain: a share of the text must hold after the others are taken back
+            now.budget_n_B = [len(self.ids) + 1]
+
     def end(self) -> None:
         """Count the tokens of a pass that has run."""
         self._staged.clear()
-        for layer in self.tiers:
+        for layer in self.whole:
             layer.store.release()
         self.ids += self.coming
         self.coming, self.drafts.running.lender = [], None
 
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Write a layer's new entries; return those of the earlier tokens, where the layer computes, and their positions."""
-        own, device = self.tiers[layer], k_1HQD.device
+        own, device = self.whole[layer], k_1HQD.device
         rows_TE = None
         if own.length:
             rows_TE = self._bring(layer, device)
         own.append(k_1HQD, v_1HQD)
         if layer:
-            self.tiers[layer - 1].store.release()
+            self.whole[layer - 1].store.release()
         if rows_TE is None:
             return None
         return *own.view(rows_TE), torch.arange(len(rows_TE), device=device)[None]
 
     def _bring(self, layer: int, device: torch.device) -> Tensor:
         """Return a layer's rows on a device; the next layer's are on their way then."""
-        self.verified.moved_nbytes += self.tiers[layer].nbytes
-        return self.tiers[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
+        self.verified.moved_nbytes += self.whole[layer].nbytes
+        return self.whole[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
 
     def _bring_staged(self, layer: int, device: torch.device) -> Tensor:
         for i in (layer, layer + 1):
-            if i < len(self.tiers) and i not in self._staged:
-                self._staged[i] = self._stage(self.tiers[i], device)
+            if i < len(self.whole) and i not in self._staged:
+                self._staged[i] = self._stage(self.whole[i], device)
         rows_TE, done = self._staged.pop(layer)
         if done is not None:
             torch.cuda.current_stream(device).wait_event(done)
@@ -146,8 +153,8 @@ class LosslessCache(Cache):
     def clone(self) -> LosslessCache:
         """Return an independent copy, for several questions after one context."""
         new = LosslessCache(self.drafts.clone(), 0)
-        new.tiers, new.ids = [layer.copy() for layer in self.tiers], list(self.ids)
-        new.layers = list(new.tiers)
+        new.whole, new.ids = [layer.copy() for layer in self.whole], list(self.ids)
+        new.layers = list(new.whole)
         return new
 
     @property
@@ -161,7 +168,7 @@ class LosslessCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values of all tokens, on the host; the budget's: `drafts.nbytes`."""
-        return sum(layer.nbytes for layer in self.tiers)
+        return sum(layer.nbytes for layer in self.whole)
 
     def reset(self) -> None:
         """Empty both caches."""

@@ -70,7 +70,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
     made_here = past is None
     changed = _begin_pass(decoder, call, state)
     if whole is not None:
-        whole.drafts.running.lender = whole
+        whole.lend()
     put_aside(decoder, state.aside, ours=changed is not None)
     if changed is None:
         state.log.own_code(call, decoder.training)

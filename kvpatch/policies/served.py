@@ -230,6 +230,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "cache: give a smaller k, or leave lossless out.",
         "block": "lossless=True: block={it.block} evicts while the prompt is read, whose entries are then not the unpatched "
         "model's: leave block out.",
+        "schedule='decode'": "lossless=True: schedule='decode' keeps the prompt whole, which is then twice there: use "
+        "schedule='prompt' or 'both'.",
         "renumbered": "lossless=True verifies at the original positions: use positions='original'.",
         "record": "record=True follows what evictions leave, and lossless=True writes the unpatched model's text: leave "
         "one out.",

@@ -231,6 +231,30 @@ def test_memory_holds_two_layers_of_the_full_cache_at_most(tmp_path):
         assert _resident(str(tmp_path)) <= 65536
 
 
+@pytest.mark.parametrize(
+    ("policy", "k", "options"),
+    [
+        ("h2o", kvpatch.Share(0.5), {}),
+        ("h2o", 12, {"every": 4}),
+        ("h2o", "8KiB", {}),
+        ("snapkv", [0.3, 0.6], {}),
+        ("h2o", 0.4, {"bits": 4}),
+        ("global_topk(h2o)", 0.4, {}),
+        ("pyramid(h2o)", 0.4, {}),
+        ("keyformer", 0.4, {"shared": True}),
+        ("merged(snapkv)", 0.4, {}),
+        ("snapkv", 0.4, {"turns": "each"}),
+    ],
+)
+def test_budgets_and_wrappers_keep_their_invariants(policy, k, options):
+    model, ids = make("llama_gqa", dtype=torch.float64), prompt(1, 40)
+    want = generate(model, ids)
+    with kvpatch.patched(model, policy, k, lossless=True, strict=True, **options):
+        found = generate(model, ids)
+        cache_of(found).drafts.check_invariants()
+    assert_same(found, want)
+
+
 def test_the_file_goes_with_the_cache(tmp_path):
     model = make("llama_gqa")
     with kvpatch.patched(model, "h2o", 0.3, lossless=str(tmp_path)):
@@ -267,7 +291,7 @@ class Elsewhere(LosslessCache):
     """Takes the way of a device on the CPU."""
 
     def _bring(self, layer, device):
-        self.verified.moved_nbytes += self.tiers[layer].nbytes
+        self.verified.moved_nbytes += self.whole[layer].nbytes
         return self._bring_staged(layer, device)
 
 
@@ -394,6 +418,7 @@ def test_other_texts_rows_and_caches_are_refused():
         ({"protect": [3]}, "leave protect= out"),
         ({"policy": "full", "k": 1.0}, "evicts nothing"),
         ({"block": 8}, "block=8 evicts while"),
+        ({"schedule": "decode"}, "keeps the prompt whole"),
         ({"positions": "renumbered"}, "original positions"),
         ({"record": True}, "leave one out"),
     ],

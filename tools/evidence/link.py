@@ -1,7 +1,8 @@
 """What a token takes when the full cache lies behind a link: an estimate from bytes alone.
 
-A step reads the weights and its cache from the device's memory; a cache on the host crosses the link beside that. Nothing else is
-counted: no launch, no product, no imperfect overlap. So it is a bound for all ways alike, and says which of them a link decides.
+A step reads the weights and its cache from the device's memory; a cache on the host crosses the link beside that. Nothing else
+is counted: no launch, no product, no imperfect overlap. So it is a bound for all ways alike, and says which of them a link
+decides.
 """
 
 from __future__ import annotations
