@@ -195,10 +195,10 @@ def generate(
             raise KVPatchError("lossless=True generates greedily or by sampling: leave beams and other searches out.")
         if len(input_ids) != 1:
             raise KVPatchError("lossless=True drafts for one text at a time: leave num_return_sequences out.")
-        new = input_ids[:, read:-1]
-        if read and new.shape[1]:
-            with torch.no_grad():
-                model(new, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        piece = generation_config.prefill_chunk_size
+        if (read or piece) and input_ids.shape[1] > read + 1:  # else the loop's first pass reads the text
+            for ids_1Q in input_ids[:, read:-1].split(piece or input_ids.shape[1], 1):
+                model(ids_1Q, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         cache.again = len(cache.ids)
         others.pop("streamer", None)
         return model._assisted_decoding(input_ids, generation_config=generation_config, streamer=streamer, **others)

@@ -101,6 +101,18 @@ def test_a_later_turn_goes_on_from_the_cache_and_a_clone_stays():
     assert cache.ids == found[0].sequences[0, :-1].tolist()
 
 
+@pytest.mark.parametrize("piece", [1, 7, 39, 64])
+def test_a_prompt_is_read_in_pieces_against_the_host(piece):
+    """No more than a piece is read at once, so that a device need not hold a layer's activations of the whole prompt."""
+    model, ids, most = make("llama_gqa", dtype=torch.float64), prompt(1, 40), []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda _, args: most.append(args[0].shape[1]))
+    with kvpatch.patched(model, "h2o", 0.4, lossless=True):
+        found = generate(model, ids, prefill_chunk_size=piece)
+    hook.remove()
+    assert max(most) <= max(piece, lossless.MOST + 1) and most[0] == min(piece, 39)
+    assert_same(found, generate(model, ids))
+
+
 def test_a_loop_of_one_s_own_reads_all_tokens():
     model = make("llama_gqa", dtype=torch.float64)
     ids = prompt(1, 40)
