@@ -52,6 +52,10 @@ def test_tokens_and_logits_are_the_unpatched_model_s(name, policy):
     cache = cache_of(found)
     assert isinstance(cache, LosslessCache) and cache.ids == found.sequences[0, :-1].tolist()
     assert cache.verified.drafted > 0
+    assert cache.drafts.ids.ids_BT.tolist() == [cache.ids]  # rejected tokens were taken back there, too
+    for layer in range(2):
+        assert int(cache.drafts.positions(layer).max()) < len(cache.ids) == cache.drafts.get_seq_length()
+    cache.drafts.check_invariants()
 
 
 @pytest.mark.slow
