@@ -236,7 +236,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "record": "record=True follows what evictions leave, and lossless=True writes the unpatched model's text: leave "
         "one out.",
         "second reading": "lossless=True chooses its budget anew with each pass, and policy {name} reads the prompt a second "
-        "time for that: use 'snapkv'.",
+        "time for that: use 'h2o'.",
         "protect=": "lossless=True loses no token: leave protect= out.",
         "layers without a budget": "lossless=True takes rejected drafts back, and some layers of this model keep a state, or "
         "use the keys of others: leave lossless out.",

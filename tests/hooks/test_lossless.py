@@ -430,7 +430,7 @@ def test_other_texts_rows_and_caches_are_refused():
         ({"lossless": "no such folder"}, "a folder that exists"),
         ({"lossless": 3}, "must be True, False"),
         ({"k": 1.0}, "evicts nothing"),
-        ({"policy": "kvzip"}, "use 'snapkv'"),
+        ({"policy": "kvzip"}, "use 'h2o'"),
         ({"protect": [3]}, "leave protect= out"),
         ({"policy": "full", "k": 1.0}, "evicts nothing"),
         ({"block": 8}, "block=8 evicts while"),

@@ -100,6 +100,7 @@ def drafts(
     for line in drafts_runs.run(loaded, tokenizer, samples, out / "drafts.jsonl"):
         print(line, flush=True)
     print(drafts_runs.write_table(out / "drafts.jsonl"))
+    drafts_runs.draw(out / "drafts.jsonl", Path("docs/results/lossless.png"))
 
 
 @app.command()

@@ -14,6 +14,7 @@ import torch
 
 import kvpatch
 from kvpatch.arch.upstream import cache_of
+from kvpatch.plotting import new_figure, save, style
 
 from .chat import Frame
 from .link import write_estimate
@@ -28,6 +29,7 @@ SHORT = "snapkv, window=8"
 DRAFTING = {SHORT: Row(SHORT, "snapkv", {"window": 8}), "adakv, window=8": Row("adakv, window=8", "adakv", {"window": 8})}
 LABELS = (SHORT, "adakv, window=8", "snapkv", "h2o", "tova", "roco", "streaming_llm", "random, ends kept")
 BUDGETS = {0.1: LABELS, 0.05: (SHORT, "h2o"), 0.2: (SHORT, "h2o")}
+LAYERS_HELD = 2 / 30  # of the model, by an offloaded cache
 HEAD, ASK = "Read this text.\n\n", "\n\nExplain to a beginner what this text says."
 
 Text = tuple[str, str, torch.Tensor]
@@ -102,3 +104,34 @@ def write_table(path: Path) -> str:
 
 def _tokens_a_pass(lines: list[dict[str, Any]]) -> str:
     return f"{sum(1 + line['accepted'] / line['passes'] for line in lines) / len(lines):.1f}" if lines else ""
+
+
+def draw(lines: Path, path: Path) -> None:
+    """Write a PNG: bytes held on the device, and bytes that cross the link for a token, both in full caches."""
+    found = read_lines(lines)
+    figure = new_figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for label in LABELS:
+        points = []
+        for k, labels in sorted(BUDGETS.items()):
+            own = [line for line in found if (line["label"], line["k"]) == (label, k)] if label in labels else []
+            if own:
+                points.append([sum(line[name] for line in own) / len(own) for name in ("held", "moved")])
+        if not points:
+            continue
+        row = DRAFTING.get(label) or ROWS[label]
+        colour, marker = style(row.policy)
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, color=colour, marker=marker, ms=6, lw=1.2, label=label, ls="-" if "window" in label else ":")
+    for x, y, name in ((1.0, 0.0, "full on the device"), (LAYERS_HELD, 1.0, "transformers' offloaded cache")):
+        axes.plot([x], [y], "k*", ms=9)
+        axes.annotate(
+            name, (x, y), textcoords="offset points", xytext=(-8, 6) if x == 1 else (8, -4), ha="right" if x == 1 else "left"
+        )
+    axes.set_xlabel("bytes held on the device, share of the full cache")
+    axes.set_ylabel("full caches moved for a token")
+    axes.set_xlim(0, 1.05)
+    axes.set_ylim(-0.03, 1.08)
+    axes.grid(alpha=0.2)
+    axes.legend(fontsize=8)
+    save(figure, path)
