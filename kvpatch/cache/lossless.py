@@ -55,7 +55,7 @@ class LosslessCache(Cache):
         self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()
         self.ids: list[int] = []  # of the tokens read
         self.again = 0  # tokens read before, which generate()'s first pass brings once more
-        self.coming: list[int] = []  # ids of the pass in progress
+        self.pending_ids: list[int] = []  # ids of the pass in progress
         self._staged: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -64,7 +64,7 @@ class LosslessCache(Cache):
     def begin(self, ids: list[int]) -> EvictingCache:
         """Begin a pass over new tokens; return the budgeted cache that it fills. What an interrupted pass left is dropped."""
         new, tokens = EvictingCache(self.settings), torch.tensor([self.ids])
-        self.coming = ids
+        self.pending_ids = ids
         self._staged.clear()
         for layer, budgeted in zip(self.whole, new.layers, strict=True):
             layer.length = budgeted.seen = len(self.ids)
@@ -82,12 +82,12 @@ class LosslessCache(Cache):
             now.budget_n_B = [len(self.ids) + 1]
 
     def end(self) -> None:
-        """Count the tokens of a pass that has run."""
+        """End a pass: its tokens are read, and what was staged or mapped for it goes."""
         self._staged.clear()
         for layer in self.whole:
             layer.store.release()
-        self.ids += self.coming
-        self.coming, self.drafts.running.lender = [], None
+        self.ids += self.pending_ids
+        self.pending_ids, self.drafts.running.lender = [], None
 
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Write a layer's new entries; return those of the earlier tokens, where the layer computes, and their positions."""
