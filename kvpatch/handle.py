@@ -18,7 +18,7 @@ from .cache.lifetimes import Record
 from .cache.prefix import Prefix, Prefixes
 from .cache.settings import CacheSettings
 from .errors import KVPatchError
-from .hooks import ownership
+from .hooks import lossless, ownership
 from .hooks.attention import parameters
 from .hooks.chat import Chat, begin_chat
 from .hooks.compression import compressed
@@ -34,6 +34,7 @@ from .hooks.target import Target
 from .hooks.warmup import warm_up
 from .policies.budgets import check_count
 from .policies.needs import Calibrated
+from .policies.served import refuse
 from .report import Report
 from .report_text import format_budget
 
@@ -41,10 +42,10 @@ from .report_text import format_budget
 class Patch:
     """A patch in force, made by `patched` or `patch`."""
 
-    def __init__(self, target: Target, settings: CacheSettings, graphs: bool = True) -> None:
+    def __init__(self, target: Target, settings: CacheSettings, graphs: bool = True, whole: bool | str = False) -> None:
         self.settings, self._target = settings, target
         self._state = self._hook_state(target)
-        self._state.graphs = graphs
+        self._state.graphs, self._state.lossless = graphs, whole
         self._installation = Installation(target, self._state)
 
     def install(self) -> None:
@@ -70,8 +71,8 @@ class Patch:
         size = format_budget(policy.name, policy.schedule, ks)
         return f"<Patch of {type(self._target.decoder).__name__}: {policy.name}, {size}{block}>"
 
-    def new_cache(self, past: Cache | None = None, *, room: int | None = None) -> EvictingCache:
-        """Make an empty cache under this budget: prefill it once, `clone()` it per question.
+    def new_cache(self, past: Cache | None = None, *, room: int | None = None) -> Any:
+        """Make an empty EvictingCache (a LosslessCache with lossless=True): prefill it once, `clone()` it per question.
 
         Args:
             past: a DynamicCache that the unpatched model filled from a prompt without padding, to continue if that is exact.
@@ -83,6 +84,8 @@ class Patch:
         """
         if room is not None:
             check_count("room", room, "tokens")
+        if self._state.lossless:
+            return lossless.own_lossless(past, self._state)
         cache = self._state.new_cache()
         cache.request.room = room
         if past is not None and isinstance(past, Cache):
@@ -125,6 +128,7 @@ class Patch:
         Example:
             print(patch.chat(tokenizer, max_new_tokens=200).send("What is a KV cache?"))
         """
+        refuse("chat", self._state.combine())
         own = self._target, self.settings, self.new_cache, self.replace
         return begin_chat(*own, tokenizer, system, keep_system, options)
 
@@ -136,7 +140,7 @@ class Patch:
 
         Args:
             cache: at the end of a prompt, or after generated tokens.
-            span: (start, stop) in positions of the text, stop left out, of each row; it may be forgotten already.
+            span: (start, stop) in positions of the text, stop left out; it may be forgotten already.
             ids: int64 [N] or [B,N], at most as many as the span has tokens.
             reread: tokens behind the span that are read again, so that they have seen the new ones.
 
@@ -179,11 +183,10 @@ class Patch:
     def warmup(self, tokens: int | None = None, batch_size: int = 1) -> None:
         """Compile the kernels of this policy before the first request: read a made-up prompt, and decode after it.
 
-        What is compiled serves prompts of any length; it stays in Triton's cache on disk for the next process. The report
-        does not count these passes.
+        What is compiled serves prompts of any length, and stays on disk in Triton's cache. The report does not count this.
 
         Args:
-            tokens: length of the prompt, above the budget; None: 512, or twice a larger budget.
+            tokens: of the prompt, above the budget; None: 512, or twice a larger budget.
             batch_size: rows; with two or more, a batch with padding is read as well.
 
         Raises:
@@ -200,7 +203,7 @@ class Patch:
 
         `step(ids, cache)` returns the logits [B,1,V] of one more token per row, which the next step overwrites. A step that
         cannot be captured is an ordinary call of the model; policies that append need `new_cache(room=...)`. generate() makes
-        such steps by itself (`patched(..., graphs=False)` turns that off). None has run on a GPU.
+        such steps by itself. None has run on a GPU.
 
         Args:
             model: the model that this patch is of, or one that wraps it; called with input_ids and past_key_values.
@@ -217,10 +220,7 @@ class Patch:
         return graph(model, self._state, self._target.devices()[0])
 
     def record(self, cache: EvictingCache | None = None) -> Record:
-        """Return what each query attended to: when each token was evicted, for `kvpatch.replay`.
-
-        Args:
-            cache: of the texts; None: the one used last, such as that of the last generate().
+        """Return what queries attended to in a cache, or in the last one used: when each token was evicted, for a replay.
 
         Raises:
             KVPatchError: nothing was recorded, for want of record=True or of a pass, or a text's beginning is not known.
@@ -266,7 +266,7 @@ class Patch:
         Raises:
             KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.
         """
-        return load_cache(self._target, self.new_cache(), path)
+        return load_cache(self._target, self._state, path)
 
     @property
     def passes(self) -> dict[str, tuple[int, int]]:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
@@ -26,10 +27,12 @@ from .errors import KVPatchError
 from .handle import Patch
 from .hooks import settings
 from .hooks.install import unmark_module
+from .hooks.lossless import check_folder
 from .hooks.target import Target
 from .hooks.versions import check_versions, find_untested
 from .policies import Policy
 from .policies.budgets import ONE_TOKEN, Rule, says_one_token
+from .policies.served import refuse
 from .storage.settings import Settings
 
 if TYPE_CHECKING:
@@ -90,6 +93,9 @@ class patched:
             captured, as `Patch.graph()` does for a loop of your own; False calls the model for each step.
         auto: take a model without an adapter whose attention goes through transformers' attention interface, after checks
             on its first use; False refuses it.
+        lossless: generate() writes what the unpatched model would: the entries of all tokens stay in host memory (on a CPU in a
+            mapped file, of a folder that may be given), the budget drafts some tokens, and one pass that streams the whole
+            cache layer by layer verifies them. One text at a time, greedily or sampled.
         **policy_options: the policy's own fields, such as `window=`, `noise=`, `sinks=`, `recent=`, `protect=`: those of
             PolicyOptions.
 
@@ -125,6 +131,7 @@ class patched:
         record: bool = False,
         graphs: bool = True,
         auto: bool = True,
+        lossless: bool | str | PathLike[str] = False,
         **policy_options: Unpack[PolicyOptions],
     ) -> None:
         check_versions(transformers.__version__, torch.__version__)
@@ -134,14 +141,17 @@ class patched:
         bits = settings.bits_of(bits)
         settings.check_options(seed, block, strict=strict, record=record, graphs=graphs, auto=auto)
         chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
+        kept = check_folder(lossless)
         target = _find_target(model, auto)
         how = settings.settings_of(
             target, chosen, k, bits=bits, block=block, positions=positions, backend=backend, seed=seed, strict=strict,
             record=record,
         )  # fmt: skip
+        if kept:
+            refuse("lossless", how.combine())
         if says_one_token(k):
             warnings.warn(ONE_TOKEN, stacklevel=3)  # the line that calls patched()
-        self._unused, self._patch = True, Patch(target, how, graphs)
+        self._unused, self._patch = True, Patch(target, how, graphs, kept)
 
     def __enter__(self) -> Patch:
         if self._patch is None or not self._unused:
@@ -195,7 +205,7 @@ def _find_target(model: nn.Module, auto: bool) -> Target:
 _PARAMETERS = inspect.signature(patched).parameters.values()
 ARGUMENTS = tuple(one.name for one in _PARAMETERS if one.kind is not one.VAR_KEYWORD)
 """Names of patched()'s own arguments, offered as corrections of misspelt ones."""
-_OTHERS = ("record", "graphs", "auto")
+_OTHERS = ("record", "graphs", "auto", "lossless")
 SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY and one.name not in _OTHERS)
 """Keyword-only arguments of patched() that decide what is kept, all of which the command line and the harness accept too."""
 

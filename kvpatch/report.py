@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass, field
+import copy
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from os import PathLike
 from typing import Any
@@ -16,6 +17,7 @@ from . import plotting
 from . import report_text as text
 from .cache.cache import EvictingCache
 from .cache.holding import keeps_new
+from .cache.lossless import Verified
 from .cache.recurrent import Stack
 from .cache.settings import CacheSettings
 from .cache.snapshot import Snapshot
@@ -61,6 +63,7 @@ class Report:
         size: the budget in bytes, as it was given; "" for others.
         answers_nbytes: bytes of the newest answer's tokens, where a policy that evicts after the prompt keeps them all.
         readers: numbers of layers that hold nothing and use the keys of another, each with that layer's number.
+        verified: with lossless=True, of its last cache: passes over all tokens, tokens drafted and accepted, and bytes moved.
         seconds: of the last generate(): "first_token", "per_token" (of the further ones) and "total"; empty after other calls.
 
     Example:
@@ -96,6 +99,7 @@ class Report:
     readers: tuple[tuple[int, int], ...] = ()
     size: str = ""
     answers_nbytes: int = 0
+    verified: Verified | None = None
 
     @classmethod
     def of(cls, cache: EvictingCache) -> Report:
@@ -112,6 +116,7 @@ class Report:
         report.backends = report.backends | log.replayed
         report.passes = log.counts()
         report.dropped = log.dropped
+        report.verified = copy.copy(log.verified)
         return report
 
     @classmethod
@@ -200,6 +205,7 @@ class Report:
             "acted": self.acted,
             "passes": {kind: {"total": total, "acted": acted} for kind, (total, acted) in self.passes.items()},
             "dropped": self.dropped,
+            "verified": None if self.verified is None else asdict(self.verified),
             "seconds": dict(self.seconds),
         }
 
@@ -237,6 +243,8 @@ class Report:
             mean, least = torch.stack(masses).mean(), min(float(mass.min()) for mass in masses)
             kept = f"{mean:.1%} of the mass that the prompt's rows gave; least in one head {least:.1%}"
             rows.append(("attention kept", kept))
+        if self.verified is not None and self.verified.passes:
+            rows += text.list_verified(self.verified)
         if self.seconds:
             rows.append(("time", text.format_times(self.seconds)))
         return rows + [("" if i else "attention by", line) for i, line in enumerate(text.list_backends(self.backends))]

@@ -6,6 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .cache.lossless import Verified
 from .policies.budgets import Budget, Rule
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -116,12 +117,15 @@ def list_passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool
         for name, count in known
     ]
     (prompts, acted), steps = counts.get("prompt", (0, 0)), counts.get("decode", (0, 0))
+    full = counts.get("full", (0, 0))[0]
     if prompts:
         unused = "" if not dropped else ", none continued" if dropped == prompts else f", {dropped:,} not continued"
         said = f"; the budget acted in {_name_part(acted, prompts)}" if acted > 0 else ""
         lines.append(f"{_format_count(prompts, 'prompt')}{unused}{said}")
     if steps[0]:
         lines.append(_format_acted(_format_count(steps[0], "decode step"), steps))
+    if full:
+        lines.append(f"{_format_count(full, 'pass')} over all tokens, as unpatched")
     return lines
 
 
@@ -148,6 +152,15 @@ def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
         groups.setdefault(chosen, []).append(task)
     tasks = {chosen: f" for {', '.join(own)}" if len(groups) > 1 else "" for chosen, own in groups.items()}
     return [f"{name}{tasks[name, why]}" + (f" ({why})" if why else "") for name, why in groups]
+
+
+def list_verified(verified: Verified) -> list[tuple[str, str]]:
+    """Return rows on drafts and the passes over all tokens that verified them."""
+    drafts = (
+        f"{verified.accepted:,} of {verified.drafted:,} tokens accepted; {verified.per_pass:.1f} tokens a pass over all tokens"
+    )
+    moved = f"{format_size(round(verified.nbytes_per_token))} a token"
+    return [("drafts", drafts), ("moved", moved)]
 
 
 def format_times(seconds: Mapping[str, float]) -> str:

@@ -23,6 +23,8 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 PREPARE_CACHE = "_prepare_cache_for_generation"
 """The method in which generate() makes a cache."""
+CANDIDATES = "_get_candidate_generator"
+"""The method that makes the candidates of assisted decoding."""
 MAKE_MASKS = "create_masks_for_generate"
 """The method that makes masks before a step that may be compiled."""
 START_BATCHING = "init_continuous_batching"

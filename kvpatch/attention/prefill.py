@@ -26,6 +26,8 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     slots, now = call.slots, call.now
     positions_BQ, rows_BQ = call.positions_BQ[:, : now.prompt], call.rows_BQ[:, : now.prompt]
     slots.begin_prompt()
+    if now.lender is not None:
+        _borrow(call, k_BHQD, v_BHQD)
     past, before = slots.used, slots.kv.nbytes  # a new prompt is appended; compression makes slots again
     with torch.no_grad():
         entry = call.entry(k_BHQD, v_BHQD, positions_BQ, now.protect_BQ)
@@ -69,6 +71,15 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         elif now.ends_prompt:
             end_prompt(call, past, nominal_B, q_BHGQD)
     return found.out
+
+
+def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
+    """Give the new entries to where those of all tokens are kept, and hold the earlier ones until the prompt's end."""
+    assert call.now.lender is not None
+    earlier = call.now.lender.exchange(call.layer, k_BHQD, v_BHQD)
+    if earlier is not None:
+        with torch.no_grad():
+            call.slots.append(*earlier, call.entry(*earlier, None))
 
 
 def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:

@@ -227,6 +227,21 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
         fit_slots(cache)
 
 
+def drop_last(cache: TextState, count: int) -> None:
+    """Drop the newest tokens of a prompt that has just ended; what they have evicted stays away."""
+    left = cache.seen - count
+    with cache.changing("crop()"):
+        gone_BT = torch.arange(cache.seen)[None] >= left
+        for layer in cache.layers:
+            before = layer.kv.nbytes
+            _take_out(layer, gone_BT.to(layer.device))
+            layer.seen = left
+            cache.meter.now += layer.kv.nbytes - before
+        cache.seen_B = cache.lengths_B - count
+        cache.counters.device = None  # the next pass makes it anew
+        cache.ids.crop(left)
+
+
 def fit_slots(cache: TextState) -> None:
     """Give back slots left empty by dropped rows or tokens, unless room was asked for."""
     for layer in cache.layers:

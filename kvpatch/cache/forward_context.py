@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,13 @@ class Edit:
     stop: int
 
 
+class Lender(Protocol):
+    """Store of the entries of all tokens, outside the cache."""
+
+    def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Take a layer's new entries; return keys, values [1,H,T,D] and positions [1,T] of earlier tokens, if there are any."""
+
+
 @dataclass
 class Forward:
     """A pass, or one block of its prompt.
@@ -74,7 +81,8 @@ class Forward:
     ended: layers that wait for the last one, since all share one budget, or for a second reading (attention/compress.py).
     shown: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
     reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. repeat: the
-    pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end.
+    pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end. lender: lends
+    each layer the earlier tokens, of which the cache itself holds none (cache/lossless.py), or None.
     """
 
     positions_BQ: Tensor
@@ -105,6 +113,7 @@ class Forward:
     reread_BN: Tensor | None = None
     repeat: Repeat | None = None
     edit: Edit | None = None
+    lender: Lender | None = None
     _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
     _shared: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 

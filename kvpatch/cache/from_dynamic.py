@@ -14,25 +14,26 @@ from .state import TextState, writable
 
 
 @writable
-def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, rereads: bool = False) -> None:
-    """Fill an empty `cache` from `past`; the next end of a prompt compresses it.
+def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_known: bool = False) -> None:
+    """Copy the keys and values of `past` into an empty `cache`. Nothing is evicted until more of the prompt has been read.
 
-    mask_BT: padding mask. rereads: a policy that reads prompts a second time knows the tokens of this one.
+    mask_BT: padding mask. ids_known: the tokens of `past` are known, to policies that read a prompt a second time.
 
     Raises:
         KVPatchError: the policy needs more than keys and values, or `past` has dropped tokens.
     """
     cache.check_finished()
-    _check_past(cache, past, rereads)
+    _check_past(cache, past, ids_known)
     seen, taken = past.get_seq_length(), []
     for index, (_, other) in enumerate(zip(cache.layers, past.layers, strict=True)):
         keys, values = getattr(other, "keys", None), getattr(other, "values", None)
         bound, latent = cache.settings.bounds[index], cache.settings.latent[index]
         if keys is None or values is None or (keys.shape[2] < seen and (bound is None or keys.shape[2] < bound - 1)):
             raise KVPatchError(f"Layer {index} of the {type(past).__name__} no longer holds every token it has seen.")
-        taken.append((torch.cat([keys, values], -1), keys) if latent else (keys, values))  # a latent and a rotary key
+        # transformers has the latent as keys and the rotary part as values: here a key is both, and the latent its value
+        taken.append((torch.cat([keys, values], -1), keys) if latent else (keys, values))
     with cache.changing("absorb()"):
-        cache.lifetimes = None  # the text's beginning is not known
+        cache.lifetimes = None  # it has not read the text's beginning, whose deaths none has noted
         _fill_layers(cache, taken, seen, mask_BT)
 
 
@@ -58,13 +59,13 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
                 cache.rows.gaps_B, cache.rows.by_columns = gaps_B, True
 
 
-def _check_past(cache: TextState, past: Cache, rereads: bool) -> None:
+def _check_past(cache: TextState, past: Cache, ids_known: bool) -> None:
     kind, settings = type(past).__name__, cache.settings
     if not isinstance(past, Cache):
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")
     if isinstance(past, TextState):
         raise KVPatchError(f"past is a {kind}, which is on a budget already: use its clone().")
-    refuse("a filled cache", settings.combine(past=kind, unknown=not rereads))
+    refuse("a filled cache", settings.combine(past=kind, unknown=not ids_known))
     if len(past.layers) != len(cache.layers):
         raise KVPatchError(
             f"past has {len(past.layers)} layers, but this model has {len(cache.layers)}: give a cache that this model filled."

@@ -17,12 +17,12 @@ from .catalogue import DEFAULT_POLICY, SCHEDULES, check_calibration, check_choic
 from .loading import Source, check_budget, read_prompt
 from .options import (
     TextFile,
+    check_arguments,
     choose_policy,
     model_and_files,
     one_model,
     parse_bits,
     parse_options,
-    policy_options,
 )
 from .output import make_folder, print_json, print_rows, short_errors
 
@@ -70,7 +70,7 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
     A model with a chat template gets the prompt as a user's message.
     """
     with short_errors():
-        options = policy_options(option, k, positions, backend, bits)
+        options = check_arguments(option, k, positions, backend, bits)
         name, asked = _find_prompt(model, file, model_option, prompt_file, prompt)
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
         source.check()

@@ -112,11 +112,11 @@ def parse_options(given: list[str] | None) -> dict[str, Any]:
     return options
 
 
-def policy_options(given: list[str] | None, k: str, positions: str, backend: str, bits: int) -> dict[str, Any]:
-    """Parse --option, and check the settings that a command shares with patched() as far as they need no torch.
+def check_arguments(given: list[str] | None, k: str, positions: str, backend: str, bits: int) -> dict[str, Any]:
+    """Check what a command hands to patched(), before torch is imported; return the options of the policy.
 
     Raises:
-        KVPatchError: one of them has no such value.
+        KVPatchError: an option cannot be parsed, or a value is not one of those that its setting has.
     """
     options = parse_options(given)
     check_budget(k)

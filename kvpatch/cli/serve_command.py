@@ -10,7 +10,7 @@ from ..errors import KVPatchError
 from . import options as given
 from .catalogue import SERVER_POLICY
 from .loading import Source
-from .options import choose_policy, one_model, policy_options
+from .options import check_arguments, choose_policy, one_model
 from .output import short_errors
 
 
@@ -59,7 +59,7 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
     Each request has the budget of its own. Needs the extra `serve` (fastapi, uvicorn, pydantic, openai).
     """
     with short_errors():
-        options = policy_options(option, k, positions, backend, bits)
+        options = check_arguments(option, k, positions, backend, bits)
         source = Source(one_model(model, model_option), dtype, device, None, revision, trust_remote_code)
         source.check()
         how: dict[str, Any] = {"bits": bits, "positions": positions, "backend": backend, "seed": seed}

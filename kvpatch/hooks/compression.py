@@ -29,7 +29,7 @@ def compressed(target: Target, state: PatchState, past: Any, ids: Any, mask: Any
     _check_past(target.decoder, state, past, ids, mask)
     cache, devices = state.new_cache(), target.devices()
     with torch.inference_mode(False), torch.no_grad():
-        from_dynamic.absorb(cache, past, mask, rereads=ids is not None)
+        from_dynamic.absorb(cache, past, mask, ids_known=ids is not None)
         cache.read_by = stamp_model(target.decoder)
         known = ids if ids is None or mask is None else ids.masked_fill(mask.to(ids.device) == 0, -1)
         now = passes.begin_compression(cache, known, decoder.table_maker(target.decoder, state, devices[0]))

@@ -15,12 +15,13 @@ from ..arch.adapter import keys_dtype
 from ..arch.upstream import CACHE, cache_of, set_cache
 from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
+from ..cache.lossless import LosslessCache
 from ..cache.prefix import Prefix
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.needs import SecondReading
 from ..serving.pool import RequestPool
-from . import inputs, ownership
+from . import inputs, lossless, ownership
 from .attention import Courier, PassMask
 from .replay import begin_replay
 from .second_reading import enter_prepared
@@ -62,8 +63,14 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
         return begin_replay(decoder, call, state, state.replayed)
     if isinstance(past, EvictingCache) and past.now is not None and past.now.prepared:
         return enter_prepared(call, past, call["input_ids"].device, state)
+    whole = None
+    if isinstance(past, LosslessCache) or (state.lossless and past is None and not _is_scratch(decoder, call)):
+        whole = lossless.own_lossless(past, state)
+        past = lossless.begin_pass(call, whole, state)
     made_here = past is None
     changed = _begin_pass(decoder, call, state)
+    if whole is not None:
+        whole.lend()
     put_aside(decoder, state.aside, ours=changed is not None)
     if changed is None:
         state.log.own_code(call, decoder.training)

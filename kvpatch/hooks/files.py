@@ -8,6 +8,7 @@ import torch
 
 from ..arch.bound import BoundAdapter
 from ..cache.cache import EvictingCache
+from ..policies.served import refuse
 from ..storage.save_load import load, save
 from . import ownership
 from .identity import stamp_model
@@ -23,9 +24,10 @@ def save_cache(target: Target, state: PatchState, cache: EvictingCache, path: st
     save(cache, file_path(path), target.identity())
 
 
-def load_cache(target: Target, cache: EvictingCache, path: str | PathLike[str]) -> EvictingCache:
+def load_cache(target: Target, state: PatchState, path: str | PathLike[str]) -> EvictingCache:
     """Fill an empty cache from a file, and return it: see Patch.load_cache."""
-    cache = load(cache, file_path(path), target.identity(), target.shapes(), target.devices())
+    refuse("cache files", state.combine())
+    cache = load(state.new_cache(), file_path(path), target.identity(), target.shapes(), target.devices())
     cache.lifetimes = None  # the file has none
     cache.read_by = stamp_model(target.decoder)
     cache.states.place(target.state_devices())

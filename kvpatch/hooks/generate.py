@@ -26,12 +26,13 @@ from ..arch.upstream import CACHE, CACHE_NAMES, PREPARE_CACHE, cache_of, mask_co
 from ..arch.upstream import create_masks_for_generate as make_masks
 from ..cache import from_dynamic
 from ..cache.cache import EvictingCache
+from ..cache.lossless import LosslessCache
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.served import refuse
 from ..policies.windows import Chunk
 from ..serving.pool import RequestPool
-from . import ownership, texts
+from . import lossless, ownership, texts
 from .attention import Courier
 from .decoder import own_cache
 from .generate_steps import GenerateSteps
@@ -76,6 +77,9 @@ def _run_with_cache(
         return run(*args, **kwargs)
     _refuse_checkpointing(self)
     past = cache_of(kwargs)
+    if state.lossless:
+        given = texts.Given.of(args, kwargs, 0)
+        return lossless.generate(run, args, kwargs, state, given.ids, taken_as)
     past = ownership.begun(past, state) if isinstance(past, Prefix) else past
     cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
     cache.check_finished()
@@ -121,6 +125,8 @@ def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -
         run = functools.partial(getattr(type(self), PREPARE_CACHE), self) if previous is None else previous
         past = cache_of(model_kwargs)
         past = ownership.begun(past, state) if isinstance(past, Prefix) else past
+        if isinstance(past, LosslessCache):
+            return run(generation_config, model_kwargs, *args, **kwargs)
         ours = isinstance(past, EvictingCache)
         foreign = state.settings.transparent and not ours and _asks_for_others(model_kwargs, generation_config)
         if not foreign and (ours or generation_config.use_cache is not False):
@@ -320,8 +326,7 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
         check_engine(transformers.__version__)
         chunks = any(isinstance(shape.sliding, Chunk) for shape in state.shapes)
         sharded = getattr(self, "_device_mesh", None) is not None
-        asked = state.settings.combine(untold=state.places_itself, chunks=chunks, sharded=sharded)
-        refuse("continuous batching", asked)
+        refuse("continuous batching", state.combine(chunks=chunks, sharded=sharded))
         from ..serving import engine
 
         kv_bytes = sum(one.heads * (one.key + one.value) for one in state.shapes) * self.dtype.itemsize

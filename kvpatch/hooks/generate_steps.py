@@ -70,7 +70,7 @@ class GenerateSteps:
         make = RECORDERS.get(device.type)
         if not state.graphs or make is None or STEP_CALL in vars(model):
             return None
-        if state.settings.untraced or why_not("graph()", state.settings.combine(untold=state.places_itself)):
+        if state.settings.untraced or why_not("graph()", state.combine()):
             return None
         described = describe_model(model, device, state.aside)
         if described is None or described != self._described:

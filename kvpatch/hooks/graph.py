@@ -248,7 +248,7 @@ def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGrap
     Raises:
         KVPatchError: there is none, the model is on several, it is a hybrid, or it takes no position_ids.
     """
-    refuse("graph()", state.settings.combine(untold=state.places_itself))
+    refuse("graph()", state.combine())
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         raise KVPatchError(NO_DEVICE.format(f"a graph is of one device, but this model is on {', '.join(sorted(devices))}"))

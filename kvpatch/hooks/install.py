@@ -12,7 +12,7 @@ from types import MethodType
 
 from torch import nn
 
-from ..arch.upstream import COMPILED, KEPT_MANAGER, MAKE_MASKS, PREPARE_CACHE, START_BATCHING
+from ..arch.upstream import CANDIDATES, COMPILED, KEPT_MANAGER, MAKE_MASKS, PREPARE_CACHE, START_BATCHING
 from . import shell
 from .accelerate import put_hook, replace_forward
 from .attention import attention_forward, parameters
@@ -24,6 +24,7 @@ from .generate import (
     wrap_generate,
     wrap_prepare_cache,
 )
+from .lossless import wrap_candidates
 from .second_reading import after_decoder
 from .state import MISSING, Mark, PatchState
 from .target import Target, already_patched
@@ -80,7 +81,7 @@ class Installation:
         for name, ours in state.adapter.aside(target.decoder).items():
             state.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
             self._set_attribute(target.decoder, mark, name, state.aside[name][0])
-        if state.settings.rereads or state.settings.stack is not None:
+        if state.settings.rereads or state.settings.stack is not None or state.lossless:
             put_hook(target.decoder, functools.partial(after_decoder, state=state), mark.undo.append, after=True)
         if target.outer is not None and state.settings.policy.scope.protect is not None:
             names = parameters(type(target.outer))  # type: ignore[arg-type]
@@ -96,6 +97,8 @@ class Installation:
         changes["generate"] = MethodType(wrap_generate(vars(generator).get("generate"), state), generator)
         changes[MAKE_MASKS] = masks_for_generate(getattr(generator, MAKE_MASKS, None))
         changes[PREPARE_CACHE] = MethodType(wrap_prepare_cache(vars(generator).get(PREPARE_CACHE), state), generator)
+        if state.lossless and hasattr(generator, CANDIDATES):
+            changes[CANDIDATES] = MethodType(wrap_candidates(getattr(generator, CANDIDATES), state), generator)
         if not state.settings.transparent and hasattr(generator, START_BATCHING):
             changes[START_BATCHING] = MethodType(continuous_batching(state), generator)
             changes["generate_batch"] = MethodType(batches(), generator)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
+from ..policies.served import refuse
 from .identity import stamp_model
 from .state import PatchState
 from .target import Target
@@ -21,6 +22,7 @@ def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) 
     Raises:
         KVPatchError: these are no tokens of one text, or the patch is not in force.
     """
+    refuse("prefix", state.combine())
     tokens = _read_ids(ids)
     known = state.prefixes.get(tokens)
     return state.prefixes.add(_read_prefix(target, state, tokens)) if known is None else known

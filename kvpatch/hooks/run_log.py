@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..arch.upstream import CACHE
 from ..cache.cache import EvictingCache
+from ..cache.lossless import Verified
 from ..cache.settings import CacheSettings
 from ..cache.snapshot import Snapshot
 from ..cache.state import PassRecord
@@ -36,15 +37,17 @@ class Passes:
 class RunLog:
     """Log of one patch: `passes` by kind, `last` for the report when its cache is gone, and one warning of each kind.
 
-    Kinds: "training" and "no_cache", whose caches (if block= gives them any) end with the pass; "prompt"; "decode".
+    Kinds: "training" and "no_cache", whose caches (if block= gives them any) end with the pass; "prompt"; "decode";
+    "full", over all tokens of a lossless cache.
     """
 
     def __init__(self, settings: CacheSettings) -> None:
         self.settings = settings
-        self.passes = {kind: Passes() for kind in ("training", "no_cache", "prompt", "decode")}
+        self.passes = {kind: Passes() for kind in ("training", "no_cache", "prompt", "decode", "full")}
         self.dropped = 0  # prompts whose cache was freed without being used again
         self.last: Snapshot | None = None
         self.replayed: dict[str, tuple[str, str]] = {}  # who served the last replay, as in Snapshot.ran
+        self.verified: Verified | None = None  # of the last lossless cache
         self.number = self.newest = 0  # uses of caches, counted, and the last one
         self._cache: weakref.ref[EvictingCache] | None = None  # a record would close a circle
         self._warned: set[str] = set()
@@ -73,6 +76,8 @@ class RunLog:
             self.time_step(cache)
         else:
             kind, acted = "prompt", record.prompt(cache, now, Q)
+            if now.lender is not None and cache.seen:
+                kind, acted = "full", False
         if cache.scratch:
             kind = "training" if training else "no_cache"
         record.columns, record.acted = cache.seen + Q, record.acted or acted

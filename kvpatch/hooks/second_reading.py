@@ -15,19 +15,29 @@ from ..arch.upstream import cache_of, set_cache
 from ..attention import anomaly, compress
 from ..cache import passes
 from ..cache.cache import EvictingCache
+from ..cache.lossless import LosslessCache
 from ..policies.needs import SecondReading
+from . import lossless
 from .attention import PassMask
 from .state import PatchState, by_kind, pass_mask
 
 
-def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, state: PatchState) -> None:
+def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, state: PatchState) -> Any:
     """End a pass that outlasts its last layer; a prompt may be repeated before. A forward hook of the decoder."""
     cache = cache_of(kwargs)
     if torch.compiler.is_compiling() or not isinstance(cache, EvictingCache):
-        return
+        return None
     now = cache.now
-    if now is None or now.repeat is not None or cache.scratch or not cache.unfinished:
-        return
+    if now is None or now.repeat is not None or cache.scratch:
+        return None
+    if cache.unfinished:
+        _end_late(decoder, cache, state)
+    return lossless.end_pass(output, now.lender) if isinstance(now.lender, LosslessCache) else None
+
+
+def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> None:
+    """End a pass that its last layer on the budget has not ended."""
+    now = cache.running
     if now.reread_BN is not None:
         read_again(decoder, cache, state, now.reread_BN)
     else:

@@ -21,6 +21,7 @@ from ..cache.prefix import Prefixes
 from ..cache.recurrent import Stack
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
+from ..policies.served import Combination
 from ..storage.schema import LayerShape
 from .run_log import RunLog
 
@@ -84,7 +85,8 @@ class PatchState:
     max_positions: the number of positions that the model has. shapes: of the cache's layers. decoder_parameters: names of
     the parameters of the decoder's forward; cache_name: the cache's among them. aside: for each attribute of the decoder
     that changes during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the cache
-    whose step is traced for a graph. graphs: generate() may run its steps by graphs (generate_steps.py). replayed: the record
+    whose step is traced for a graph. graphs: generate() may run its steps by graphs (generate_steps.py).
+    lossless: it drafts and verifies (lossless.py), True or the folder of the full cache. replayed: the record
     that passes without a cache follow, or None. prefixes: compressed texts that others begin with. measured: the model that a
     calibration is of, or None. merged: what a pass was given in front of the decoder, in each thread. places_itself: the
     reason that the decoder counts positions by columns and can be told no others, or None.
@@ -106,6 +108,7 @@ class PatchState:
         self.aside: dict[str, tuple[Any, Any]] = {}
         self.capturing = Capturing()
         self.graphs = True
+        self.lossless: bool | str = False
         self.replayed: Record | None = None
         self.prefixes, self.measured = Prefixes(), measured
         self.merged, self.places_itself = Merged(), places_itself
@@ -114,6 +117,10 @@ class PatchState:
         return self  # a copied model evicts by the same settings
 
     __reduce_ex__ = _refuse_pickle
+
+    def combine(self, **facts: Any) -> Combination:
+        """Return what the patch asks for together; facts: what a gate knows beside it."""
+        return self.settings.combine(lossless=bool(self.lossless), untold=self.places_itself, **facts)
 
     def new_cache(self, layers: int | None = None) -> EvictingCache:
         """Make an empty cache. layers: number of first layers, for a model that exits early."""

@@ -24,12 +24,13 @@ class Combination:
 
     policy: Any  # a Policy, which may be in the making
     acts: bool = True  # it evicts from some layer
-    # of a call; block, bits, renumbered, record and strict as in patched()
+    # of a call; block, bits, renumbered, record, strict and lossless as in patched()
     block: int | None = None
     bits: int = 16
     renumbered: bool = False
     record: bool = False
     strict: bool = False
+    lossless: bool = False
     k: Any = None  # as messages show it
     listed: bool = False  # k is a list
     table: bool = False  # k has a number for each head
@@ -118,6 +119,7 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "scores measured anew by steps": lambda it: it.policy.schedule != "prompt" and not _adds_up(it.policy),
     "scores that are no weights": lambda it: it.policy.evicts and not it.policy.score.is_weight,
     "selection": lambda it: it.policy.selection is not None,
+    "second reading": lambda it: it.policy.needs.find(SecondReading) is not None,
     "second reading of unknown tokens": lambda it: it.acts and it.unknown and it.policy.needs.find(SecondReading) is not None,
     "shared sums": lambda it: it.acts and it.policy.needs.across_layers,
     "turns": lambda it: it.policy.scope.turns != "all",
@@ -127,9 +129,11 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "renumbered": lambda it: it.renumbered,
     "record": lambda it: it.record,
     "strict": lambda it: it.strict,
+    "lossless": lambda it: it.lossless,
     "budgets by head": lambda it: it.varied is not None,
     "budget below every": lambda it: it.least is not None and it.least < it.policy.every,
     "k as a list": lambda it: it.listed,
+    "budget that evicts nothing": lambda it: not it.acts,
     "k=1.0": lambda it: isinstance(it.k, float) and it.k == 1.0,
     "pyramid of a share": lambda it: it.policy.over_layers is not None and it.of_the_prompt,
     "k as a table": lambda it: it.table,
@@ -221,6 +225,23 @@ REFUSED: dict[str, dict[str, str]] = {
         "merging": "record=True does not go with policy {name}, which changes the values of kept tokens: use the policy inside "
         "merged(...).",
     },
+    "lossless": {
+        "budget that evicts nothing": "lossless=True: policy {name} at k={it.k} evicts nothing, so that drafts are of the full "
+        "cache: give a smaller k, or leave lossless out.",
+        "block": "lossless=True: block={it.block} evicts while the prompt is read, whose entries are then not the unpatched "
+        "model's: leave block out.",
+        "schedule='decode'": "lossless=True: schedule='decode' keeps the prompt whole, which is then twice there: use "
+        "schedule='prompt' or 'both'.",
+        "renumbered": "lossless=True verifies at the original positions: use positions='original'.",
+        "record": "record=True follows what evictions leave, and lossless=True writes the unpatched model's text: leave "
+        "one out.",
+        "second reading": "lossless=True chooses its budget anew with each pass, and policy {name} reads the prompt a second "
+        "time for that: use 'h2o'.",
+        "protect=": "lossless=True loses no token: leave protect= out.",
+        "layers without a budget": "lossless=True takes rejected drafts back, and some layers of this model keep a state, or "
+        "use the keys of others: leave lossless out.",
+        "tensor parallel": "lossless=True streams one process's cache: load the model on one device.",
+    },
     # budgets that follow the text
     "moving budget": {
         "divided budget": "k={it.k}: policy {name} divides one number of tokens over layers or heads, which this budget does "
@@ -242,6 +263,13 @@ REFUSED: dict[str, dict[str, str]] = {
         "schedule='decode'": "k={it.k} counts the prompt too, but schedule='decode' keeps the prompt whole: give "
         "schedule='both', or k as tokens, which are then of the generated text.",
     },
+    # what a patch offers
+    "prefix": {"lossless": "lossless=True keeps each text's own cache: leave lossless out, or give generate() the whole text."},
+    "chat": {
+        "lossless": "patch.chat() is not served with lossless=True: give generate() the whole conversation and the cache that "
+        "it returned, or leave lossless out."
+    },
+    "cache files": {"lossless": "lossless=True keeps all tokens, which no file of a cache holds: leave lossless out."},
     # of a model's attention module
     "rotations undone": {
         "obstacle": "policy {name} reads queries or keys without their rotation, but in {it.adapter} {it.obstacle}: use "
@@ -332,6 +360,7 @@ REFUSED: dict[str, dict[str, str]] = {
         NEED: "{why}",
     },
     "graph()": {
+        "lossless": "lossless=True drafts and verifies in generate(): leave lossless out to capture steps of your own.",
         "layers without a budget": "Steps of a hybrid, or of layers that use others' keys, are not captured, for not all of it "
         "is the cache's own: call the model itself.",
         "positions by columns": "Steps of this model are not captured, for its decoder counts positions on the host "
@@ -346,6 +375,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "kernels": {NEED: "{why}"},
     # engines
     "continuous batching": {
+        "lossless": "lossless=True drafts for one text at a time: use generate(), or leave lossless out.",
         "record": "record=True does not follow requests of continuous batching: use generate(), or leave it out.",
         "layers without a budget": "Continuous batching packs the tokens of all requests into one row, which the recurrent "
         "states of a hybrid, or layers that use others' keys, cannot be read from: use generate().",

@@ -647,3 +647,25 @@ def test_a_captured_step_is_the_same():
         assert torch.equal(out, expected) and torch.equal(graphed.slot, plain.slot)
         for name in ALL:
             same(graphed.state[name], plain.state[name], name)
+
+
+class Elsewhere(torch.Tensor):
+    """A number on another device, which kernels cannot read."""
+
+    @classmethod
+    def of(cls, value):
+        far = torch.empty(1, device="meta").as_subclass(cls)
+        far.value = value
+        return far
+
+    def to(self, device):
+        return torch.tensor([self.value], device=device)
+
+
+def test_a_temperature_of_another_device_is_brought():
+    new, found = token(1, 2, 2, 64, F32, torch.Generator().manual_seed(1)), []
+    for tau in (1.7, Elsewhere.of(1.7)):
+        slots = filled(1, 2, 2, 64, 20, F32, torch.Generator().manual_seed(0))
+        found.append((launch(new, slots, rule("gumbel", ("gumbel",)), scale=0.1, tau=tau), slots.state["gumbel"]))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

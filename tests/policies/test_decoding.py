@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpatch
 from kvpatch import KVPatchError
-from kvpatch.policies import Policy, Scope, scores
+from kvpatch.policies import Policy, Scope, decoding, scores
 from kvpatch.policies.needs import Held, LastQueries, PlainKeys, WindowAttention
 from kvpatch.policies.needs.last_queries import Recent
 from tests.helpers.comparing import DECODING, SMALL_STEPS, certain
@@ -189,3 +190,28 @@ def test_a_compiled_step_computes_the_same(policy):
     got, same = steps(model, one, ids, fed, backend="torch", compiled=True)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert torch.equal(held[0], same[0])
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "bmm" in str(func)
+        return func(*args, **kwargs or {})
+
+
+def test_cosines_are_held_in_blocks(monkeypatch):
+    """Blocks change no number; a device's are larger, so that 32,768 tokens take 128 of them in a layer, not 512."""
+    rng = torch.Generator().manual_seed(0)
+    unit = torch.nn.functional.normalize(torch.randn(2, 3, 50, 8, generator=rng), dim=-1)
+    positions = torch.arange(50).expand(2, 3, -1)
+    whole = decoding._last_times(unit, positions, 0.3)
+    monkeypatch.setattr(decoding, "_ON_CPU", 2 * 3 * 50 * 7)
+    with Products() as blocks:
+        torch.testing.assert_close(decoding._last_times(unit, positions, 0.3), whole)
+    assert blocks.count == 8
+    with Products() as blocks:
+        decoding._last_times(torch.empty(1, 8, 32768, 4, device="meta"), torch.empty(1, 8, 32768, device="meta"), 0.3)
+    assert blocks.count == 128

@@ -19,6 +19,7 @@ import typer
 
 from ..real_model import VARIABLE
 from . import agents as agents_runs
+from . import drafts as drafts_runs
 from .page import write_section
 from .report import write_page
 from .runs import run_task
@@ -89,6 +90,20 @@ def agents(
     for line in agents_runs.run(loaded, tokenizer, samples, out / "agents.jsonl"):
         print(line["sample"], line["ways"]["forgotten"], flush=True)
     print(agents_runs.write_table(out / "agents.jsonl"))
+
+
+@app.command()
+def drafts(
+    model: Annotated[str, typer.Option(help="folder or hub name", envvar=VARIABLE)] = ".models/smollm2",
+    samples: Annotated[int, typer.Option(min=1, help="texts of each kind")] = 4,
+    out: Annotated[Path, typer.Option(help="folder of the lines")] = LINES,
+) -> None:
+    """Measure what drafts of budgeted caches come to, and print the table of docs/guides/lossless.md."""
+    tokenizer, loaded = _load(model, 1)
+    for line in drafts_runs.run(loaded, tokenizer, samples, out / "drafts.jsonl"):
+        print(line, flush=True)
+    print(drafts_runs.write_table(out / "drafts.jsonl"))
+    drafts_runs.draw(out / "drafts.jsonl", Path("docs/results/lossless.png"))
 
 
 @app.command()

@@ -1,0 +1,164 @@
+"""Keys and values of whole texts outside the model's device: a row a token, in pinned memory or in a mapped file."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..arch.upstream import CacheLayerMixin
+from ..errors import KVPatchError
+
+FEWEST = 256  # rows of a store
+GROWTH = 1.25  # of a store that is full
+
+
+class Rows(Protocol):
+    """A store of rows [N,E] of one dtype, which keeps what it has when it grows."""
+
+    rows_NE: Tensor
+
+    def resize(self, count: int) -> None:
+        """Make room for `count` rows."""
+
+    def release(self) -> None:
+        """Let go of the memory of rows that can be read again."""
+
+
+class PinnedRows:
+    """Rows in host memory, page-locked where a device copies them."""
+
+    def __init__(self, width: int, dtype: torch.dtype, pinned: bool) -> None:
+        self.pinned = pinned
+        self.rows_NE = torch.empty(0, width, dtype=dtype)
+
+    def resize(self, count: int) -> None:
+        """Make room for `count` rows."""
+        old_NE = self.rows_NE
+        self.rows_NE = torch.empty(count, old_NE.shape[1], dtype=old_NE.dtype, pin_memory=self.pinned)
+        self.rows_NE[: len(old_NE)] = old_NE
+
+    def release(self) -> None:
+        """Keep all: this memory is the rows' only place."""
+
+
+class MappedRows:
+    """Rows in a file without a name, of which memory holds what was used last; it goes with this object."""
+
+    def __init__(self, width: int, dtype: torch.dtype, folder: Path | None) -> None:
+        self.width, self.dtype = width, dtype
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the rows are used
+        self._map: mmap.mmap | None = None
+        self.rows_NE = torch.empty(0, width, dtype=dtype)
+
+    def resize(self, count: int) -> None:
+        """Make room for `count` rows. Raises KVPatchError if the folder has none."""
+        size = count * self.width * self.dtype.itemsize
+        try:
+            _reserve(self._file.fileno(), size)
+        except OSError as error:
+            raise KVPatchError(
+                f"lossless=: the full cache needs {size:,} bytes for a layer in {tempfile.gettempdir()} or the folder that was "
+                f"given, which has no room ({error}): give lossless='/a/folder' on a larger disk, or shorten the text."
+            ) from error
+        self._map = mmap.mmap(self._file.fileno(), size)
+        self.rows_NE = torch.frombuffer(self._map, dtype=self.dtype).view(count, self.width)
+
+    def release(self) -> None:
+        """Let the system take the memory of the file's pages."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _reserve(file: int, size: int) -> None:
+    """Give a file its size and the room for it: a mapped write to a full disk would end the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.ftruncate(file, size)
+
+
+class HostLayer(CacheLayerMixin):
+    """All tokens of a layer; a row is a token's keys of all heads, then its values.
+
+    folder: of the mapped file; None: the one for temporary files on a CPU, and no file but pinned memory beside a device.
+    length: rows in use. sizes: KV heads, head size of keys, and of values.
+    """
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, folder: Path | None) -> None:
+        super().__init__()
+        self.folder, self.length = folder, 0
+        self.sizes: tuple[int, int, int] = (0, 0, 0)
+        self.store: Rows
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make the store for keys and values [1,H,Q,D] such as these."""
+        _, H, _, K = key_states.shape
+        self.sizes = H, K, value_states.shape[3]
+        width, dtype = H * (K + self.sizes[2]), key_states.dtype
+        if self.folder is not None or key_states.device.type == "cpu":
+            self.store = MappedRows(width, dtype, self.folder)
+        else:
+            self.store = PinnedRows(width, dtype, key_states.is_cuda)
+        self.is_initialized = True
+
+    def append(self, k_1HQD: Tensor, v_1HQD: Tensor) -> None:
+        """Write the entries of Q more tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(k_1HQD, v_1HQD)
+        start, stop = self.length, self.length + k_1HQD.shape[2]
+        if stop > len(self.store.rows_NE):
+            self.store.resize(max(stop, int(start * GROWTH), FEWEST))
+        k_1HTD, v_1HTD = self.view(self.store.rows_NE[start:stop])
+        k_1HTD.copy_(k_1HQD.detach(), non_blocking=True)
+        v_1HTD.copy_(v_1HQD.detach(), non_blocking=True)
+        self.length = stop
+
+    def view(self, rows_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [1,H,T,D] that rows hold."""
+        H, K, V = self.sizes
+        k_TE, v_TE = rows_TE.split([H * K, H * V], 1)
+        return k_TE.unflatten(1, (H, K)).transpose(0, 1)[None], v_TE.unflatten(1, (H, V)).transpose(0, 1)[None]
+
+    @property
+    def used_TE(self) -> Tensor:
+        """The rows in use."""
+        return self.store.rows_NE[: self.length]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows in use."""
+        return self.used_TE.nbytes if self.is_initialized else 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Refuse a pass of the model's own code."""
+        raise KVPatchError("This cache goes on under the patch that made it alone, which is no longer in force.")
+
+    def copy(self) -> HostLayer:
+        """Return an independent copy."""
+        new = HostLayer(self.folder)
+        if self.is_initialized:
+            new.append(*self.view(self.used_TE))
+        return new
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.15
+
+    def reset(self) -> None:
+        self.length = 0

@@ -1,0 +1,184 @@
+"""The cache of `patched(..., lossless=True)`: every token on the host, and a budgeted cache on the device that drafts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from ..errors import KVPatchError
+from . import editing
+from .cache import EvictingCache
+from .host import HostLayer
+
+
+@dataclass
+class Verified:
+    """Outcome of drafting. passes: over the full cache, after the prompt; moved_nbytes: that they read of it."""
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    moved_nbytes: int = 0
+
+    @property
+    def per_pass(self) -> float:
+        """Tokens of a pass: the accepted ones, and its own."""
+        return self.accepted / self.passes + 1 if self.passes else 0.0
+
+    @property
+    def nbytes_per_token(self) -> float:
+        """Bytes of the full cache that were read for a token."""
+        return self.moved_nbytes / (self.accepted + self.passes) if self.passes else 0.0
+
+
+class LosslessCache(Cache):
+    """The entries of all tokens of one text on the host, as the unpatched model computes them, beside a budget that drafts.
+
+    A pass over it reads new tokens as the end of a prompt: layer by layer the entries of all earlier tokens come to where the
+    layer computes, the next layer's while this one's are used, attention is full, and the policy then chooses by the attention
+    of the new tokens which of them the budget holds. On a CPU the entries are read from a mapped file.
+
+    Attributes:
+        whole: the entries of all tokens, layer by layer.
+        drafts: the budgeted cache that the newest pass has filled. settings: of the patch.
+        verified: what drafting came to.
+    """
+
+    def __init__(self, drafts: EvictingCache, layers: int, folder: Path | None = None) -> None:
+        self.whole = [HostLayer(folder) for _ in range(layers)]
+        super().__init__(layers=list(self.whole))
+        self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()
+        self.ids: list[int] = []  # of the tokens read
+        self.again = 0  # tokens read before, which generate()'s first pass brings once more
+        self.pending_ids: list[int] = []  # ids of the pass in progress
+        self._staged: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    # ---- passes ----
+
+    def begin(self, ids: list[int]) -> EvictingCache:
+        """Begin a pass over new tokens; return the budgeted cache that it fills. What an interrupted pass left is dropped."""
+        new, tokens = EvictingCache(self.settings), torch.tensor([self.ids])
+        self.pending_ids = ids
+        self._staged.clear()
+        for layer, budgeted in zip(self.whole, new.layers, strict=True):
+            layer.length = budgeted.seen = len(self.ids)
+        if self.ids:
+            new.seen_B = torch.tensor([len(self.ids)])
+            new.ids.write(tokens, 1, len(self.ids), tokens.device)
+        self.drafts = new
+        return new
+
+    def lend(self) -> None:
+        """Lend the budgeted cache's pass, which has begun, the earlier tokens."""
+        now = self.drafts.running
+        now.lender = self
+        if self.ids:  # of the new tokens the first is certain: a share of the text must hold after the others are taken back
+            now.budget_n_B = [len(self.ids) + 1]
+
+    def end(self) -> None:
+        """End a pass: its tokens are read, and what was staged or mapped for it goes."""
+        self._staged.clear()
+        for layer in self.whole:
+            layer.store.release()
+        self.ids += self.pending_ids
+        self.pending_ids, self.drafts.running.lender = [], None
+
+    def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Write a layer's new entries; return those of the earlier tokens, where the layer computes, and their positions."""
+        own, device = self.whole[layer], k_1HQD.device
+        rows_TE = None
+        if own.length:
+            rows_TE = self._bring(layer, device)
+        own.append(k_1HQD, v_1HQD)
+        if layer:
+            self.whole[layer - 1].store.release()
+        if rows_TE is None:
+            return None
+        return *own.view(rows_TE), torch.arange(len(rows_TE), device=device)[None]
+
+    def _bring(self, layer: int, device: torch.device) -> Tensor:
+        """Return a layer's rows on a device; the next layer's are on their way then."""
+        self.verified.moved_nbytes += self.whole[layer].nbytes
+        return self.whole[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
+
+    def _bring_staged(self, layer: int, device: torch.device) -> Tensor:
+        for i in (layer, layer + 1):
+            if i < len(self.whole) and i not in self._staged:
+                self._staged[i] = self._stage(self.whole[i], device)
+        rows_TE, done = self._staged.pop(layer)
+        if done is not None:
+            torch.cuda.current_stream(device).wait_event(done)
+        return rows_TE
+
+    def _stage(self, layer: HostLayer, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Copy a layer's rows to a device beside its work."""
+        if device.type != "cuda":
+            return layer.used_TE.to(device), None
+        rows_TE = torch.empty_like(layer.used_TE, device=device)
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which made the memory, and wrote the newest rows
+        with torch.cuda.stream(self._stream):
+            rows_TE.copy_(layer.used_TE, non_blocking=True)
+            rows_TE.record_stream(self._stream)
+            return rows_TE, self._stream.record_event()
+
+    # ---- what transformers asks of a cache ----
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the tokens read."""
+        return len(self.ids)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return len(self.ids) + query_length, 0
+
+    def activate_past_recording(self) -> None:
+        """Nothing is overwritten: any token can be taken back."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, as `EvictingCache.crop` does."""
+        left = tokens_to_remove if tokens_to_remove > 0 else len(self.ids) + tokens_to_remove
+        if not 0 <= left <= len(self.ids):
+            raise KVPatchError(f"crop({tokens_to_remove}): the cache has read {len(self.ids)} tokens.")
+        count = len(self.ids) - left
+        del self.ids[left:]
+        if self.drafts.seen > left:
+            editing.drop_last(self.drafts, count)
+
+    def clone(self) -> LosslessCache:
+        """Return an independent copy, for several questions after one context."""
+        new = LosslessCache(self.drafts.clone(), 0)
+        new.whole, new.ids = [layer.copy() for layer in self.whole], list(self.ids)
+        new.layers = list(new.whole)
+        return new
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values of all tokens, on the host; the budget's: `drafts.nbytes`."""
+        return sum(layer.nbytes for layer in self.whole)
+
+    def reset(self) -> None:
+        """Empty both caches."""
+        self.ids.clear()
+        self.drafts.reset()
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise KVPatchError(
+            "lossless=True drafts for one text at a time: beams, several rows and edits of its cache are not served. Leave "
+            "lossless out, or use the unpatched model."
+        )
+
+    reorder_cache = batch_repeat_interleave = batch_select_indices = forget = _refuse

@@ -1,0 +1,210 @@
+"""generate() of `patched(..., lossless=True)`: a budgeted cache drafts, and passes over the full cache on the host verify.
+
+transformers' assisted decoding does both; here are its candidates, and the passes that they ask for. Such a pass reads the end
+of a prompt under the patch: attention is full until there, so that entries and logits are the unpatched model's, and the budget
+chosen anew is what the next draft is made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.configuration_utils import GenerationMode
+
+from ..arch.upstream import CACHE, cache_of, set_cache
+from ..cache.cache import EvictingCache
+from ..cache.lossless import LosslessCache
+from ..errors import KVPatchError
+from . import inputs
+from .state import PatchState
+
+FIRST, MOST = 8, 16  # tokens of a draft: of the first one, and of the longest
+TRIES = 8  # drafts in a row of which nothing is accepted, after which no more are made
+HOPELESS = (
+    f"lossless=True: nothing of the last {TRIES} drafts was accepted, so that tokens are generated one by one, each by "
+    "a pass over the full cache. A larger k or another policy may draft better."
+)
+
+
+def new_cache(state: PatchState) -> LosslessCache:
+    """Make an empty cache."""
+    folder = Path(state.lossless) if isinstance(state.lossless, str) else None
+    return LosslessCache(state.new_cache(), len(state.shapes), folder)
+
+
+def check_folder(lossless: object) -> bool | str:
+    """Return `lossless` as True, False or the name of a folder.
+
+    Raises:
+        KVPatchError: it is neither.
+    """
+    if isinstance(lossless, bool):
+        return lossless
+    if isinstance(lossless, str | Path) and Path(lossless).is_dir():
+        return str(lossless)
+    raise KVPatchError(f"lossless={lossless!r} must be True, False, or a folder that exists, for the file of the full cache.")
+
+
+def own_lossless(past: object, state: PatchState) -> LosslessCache:
+    """Return a cache to go on from, a new one for None.
+
+    Raises:
+        KVPatchError: it is another kind of cache, or of another patch.
+    """
+    if past is None:
+        return new_cache(state)
+    if isinstance(past, LosslessCache) and past.settings is state.settings:
+        return past
+    raise KVPatchError(
+        f"{CACHE} is a {type(past).__name__} that this patch did not make: with lossless=True go on from the cache that "
+        "generate() returned, or from patch.new_cache()."
+    )
+
+
+# ---- passes ----
+
+
+def begin_pass(call: dict[str, Any], cache: LosslessCache, state: PatchState) -> EvictingCache:
+    """Begin a pass over a lossless cache, which fills the budgeted cache that is returned.
+
+    call: the decoder's arguments, which are updated.
+    """
+    tokens = call.get("input_ids")
+    if tokens is None or tokens.shape[0] != 1:
+        raise KVPatchError("lossless=True drafts for one text at a time, given as input_ids [1,N].")
+    again, cache.again = cache.again, 0
+    if again:
+        tokens = inputs.drop_read(call, again, tokens.shape[1])
+    mask = call.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
+        raise KVPatchError("lossless=True reads one text without padding: leave the padding out.")
+    drafts = cache.begin(tokens[0].tolist())
+    set_cache(call, drafts, state.cache_name)
+    if drafts.seen:
+        cache.verified.passes += 1
+    state.log.verified = cache.verified
+    return drafts
+
+
+def end_pass(output: Any, cache: LosslessCache) -> Any:
+    """End a pass, and put the lossless cache in the place of the one that has read the prompt for it."""
+    cache.end()
+    if isinstance(output, tuple):
+        return tuple(cache if one is cache.drafts else one for one in output)
+    for name, value in output.items():
+        if value is cache.drafts:
+            output[name] = cache
+    return output
+
+
+# ---- generate() ----
+
+
+class Drafter(CandidateGenerator):
+    """Candidates of assisted decoding, from a budgeted cache: up to `length` tokens, which follows what is accepted."""
+
+    def __init__(self, model: Any, cache: LosslessCache, processors: Any, config: GenerationConfig, state: PatchState) -> None:
+        self.model, self.cache, self.processors, self.state = model, cache, processors, state
+        self.samples = bool(config.do_sample)
+        self.longest: int = config.max_length
+        stops = getattr(config, "_eos_token_tensor", None)
+        self.stops = set() if stops is None else set(stops.flatten().tolist())
+        self.length: int = FIRST
+        self.failed = self.drafted = 0
+
+    @torch.no_grad()
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        """Draft tokens behind input_ids [1,N]; return [1,N+g], and the logits [1,g,V] that they were drawn from."""
+        before, self.drafted, drafts = input_ids.shape[1], 0, self.cache.drafts
+        wanted = min(self.length, self.longest - before - 1)
+        # the first pass reads the prompt; one that was interrupted has left no cache to draft from
+        if not self.cache.ids or wanted <= 0 or drafts.unfinished or drafts.seen != before - 1:
+            return input_ids, None
+        text, logits = input_ids, []
+        for _ in range(wanted):
+            logits_1QV = self.model(text[:, -1:], **{CACHE: drafts}, use_cache=True).logits
+            logits_1V = logits_1QV[:, -1].to(torch.float32)
+            logits.append(self.processors(text, logits_1V) if self.processors else logits_1V)
+            token = logits[-1].softmax(-1).multinomial(1) if self.samples else logits[-1].argmax(-1, keepdim=True)
+            text = torch.cat([text, token.to(text.device)], 1)
+            if self.stops and int(token) in self.stops:
+                break
+        self.drafted = text.shape[1] - before
+        return text, torch.stack(logits, 1) if self.samples else None
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """Adapt the length of drafts."""
+        accepted, verified = int(num_matches), self.cache.verified
+        if not self.drafted:
+            return
+        verified.drafted, verified.accepted = verified.drafted + self.drafted, verified.accepted + accepted
+        self.length = min(self.length + 2, MOST) if accepted == self.drafted else max(self.length - 1, accepted + 1)
+        self.failed = 0 if accepted else self.failed + 1
+        if self.failed >= TRIES:
+            self.length = 0
+            self.state.settings.notices.say("drafts", HOPELESS)
+
+
+def wrap_candidates(previous: Callable[..., Any], state: PatchState) -> Callable[..., Any]:
+    """Wrap the method that makes the candidates of assisted decoding."""
+
+    def _get_candidate_generator(self: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
+        cache = cache_of(kwargs["model_kwargs"])
+        if not isinstance(cache, LosslessCache):
+            return previous(generation_config=generation_config, **kwargs)
+        return Drafter(self, cache, kwargs.get("logits_processor"), generation_config, state)
+
+    return _get_candidate_generator
+
+
+def generate(
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    state: PatchState,
+    given: Tensor | None,
+    taken_as: str,
+) -> Any:
+    """Run generate() with a lossless cache, and the loop that drafts and verifies.
+
+    run: the function that is wrapped; args, kwargs: its arguments. given: the ids among them. taken_as: its name of the cache.
+    """
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "compile_config"):
+        if kwargs.get(name) is not None:
+            raise KVPatchError(f"lossless=True drafts by itself: leave {name} out of generate(), or lossless out of patched().")
+    if given is None or given.shape[0] != 1:
+        raise KVPatchError("lossless=True generates from one text at a time: give input_ids [1,N], and one text a call.")
+    cache = own_lossless(cache_of(kwargs), state)
+    read = len(cache.ids)
+    if given[0, :read].tolist() != cache.ids or given.shape[1] <= read:
+        raise KVPatchError(
+            f"input_ids do not go on from the {read} tokens that the cache has read: give the whole text and something new, or "
+            "leave the cache out."
+        )
+    set_cache(kwargs, cache, taken_as)
+    streamer = kwargs.get("streamer")
+
+    def decode(model: Any, input_ids: Tensor, generation_config: GenerationConfig, **others: Any) -> Any:
+        if generation_config.get_generation_mode(None) not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise KVPatchError("lossless=True generates greedily or by sampling: leave beams and other searches out.")
+        if len(input_ids) != 1:
+            raise KVPatchError("lossless=True drafts for one text at a time: leave num_return_sequences out.")
+        piece = generation_config.prefill_chunk_size
+        if (read or piece) and input_ids.shape[1] > read + 1:  # else the loop's first pass reads the text
+            for ids_1Q in input_ids[:, read:-1].split(piece or input_ids.shape[1], 1):
+                model(ids_1Q, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        cache.again = len(cache.ids)
+        others.pop("streamer", None)
+        return model._assisted_decoding(input_ids, generation_config=generation_config, streamer=streamer, **others)
+
+    state.log.start(cache.drafts, made_here=False)
+    try:
+        return run(*args, **kwargs, custom_generate=decode)
+    finally:
+        state.log.finish(cache.drafts)

@@ -1,0 +1,465 @@
+"""lossless=True: the unpatched model's own tokens, drafted from a budget and verified over all entries on the host."""
+
+import gc
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+import kvpatch
+from kvpatch.arch.upstream import cache_of
+from kvpatch.cache.host import HostLayer
+from kvpatch.cache.lossless import LosslessCache
+from kvpatch.hooks import lossless
+from tests.helpers import tiny_families
+from tests.helpers.tiny import VOCAB, make, prompt
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+MODELS = ("llama_gqa", "mistral", "mpt", "gptj", "gpt2")
+OPTIONS = {
+    "max_new_tokens": 24,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
+
+def generate(model, ids, **options):
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **{**OPTIONS, **options})
+
+
+def assert_same(found, want):
+    assert torch.equal(found.sequences, want.sequences)
+    torch.testing.assert_close(
+        torch.stack(found.logits), torch.stack(want.logits), rtol=1e-5, atol=1e-5
+    )  # some models compute some of it in float32
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["h2o", "snapkv", "streaming_llm", "critical_snapkv", "keyformer", "adakv", "expected_attention", "global_topk(snapkv)"],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_logits_are_the_unpatched_model_s(name, policy):
+    model = make(name, dtype=torch.float64)
+    want = generate(model, prompt(1, 40))
+    with kvpatch.patched(model, policy, 0.5, lossless=True) as patch:
+        found = generate(model, prompt(1, 40))
+        assert_same(found, want)
+        assert patch.passes["full"][0] == patch.report().verified.passes
+    cache = cache_of(found)
+    assert isinstance(cache, LosslessCache) and cache.ids == found.sequences[0, :-1].tolist()
+    assert cache.verified.drafted > 0
+    assert cache.drafts.ids.ids_BT.tolist() == [cache.ids]  # rejected tokens were taken back there, too
+    for layer in range(2):
+        assert int(cache.drafts.positions(layer).max()) < len(cache.ids) == cache.drafts.get_seq_length()
+    cache.drafts.check_invariants()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", tiny_families.FAMILIES)
+def test_every_family(name):
+    """Latent attention, windows, chunks, sinks, capped logits: whatever bounds a layer bounds its full cache."""
+    model, ids = tiny_families.make(name, dtype=torch.float64), prompt(1, 30)
+    want = generate(model, ids, max_new_tokens=10)
+    with kvpatch.patched(model, "snapkv", 0.4, lossless=True):
+        assert_same(generate(model, ids, max_new_tokens=10), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_forty_prompts_of_each_architecture(name):
+    accepted = 0
+    model = make(name, dtype=torch.float64)
+    for seed in range(40):
+        ids = prompt(1, 20 + seed, seed)
+        want = generate(model, ids)
+        with kvpatch.patched(model, ("h2o", "snapkv", "tova", "roco")[seed % 4], 0.5, lossless=True) as patch:
+            assert_same(generate(model, ids), want)
+            accepted += patch.report().verified.accepted
+    assert accepted > 0
+
+
+def test_the_full_cache_holds_what_the_unpatched_model_s_does():
+    model = make("llama_gqa", dtype=torch.float64)
+    want = cache_of(generate(model, prompt(1, 40)))
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True):
+        cache = cache_of(generate(model, prompt(1, 40)))
+    for own, its in zip(cache.layers, want.layers, strict=True):
+        for found, wanted in zip(own.view(own.used_TE), (its.keys, its.values), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_later_turn_goes_on_from_the_cache_and_a_clone_stays():
+    model = make("llama_gqa", dtype=torch.float64)
+    first, more = prompt(1, 40), prompt(1, 25, 2)
+    with kvpatch.patched(model, "h2o", 0.4, lossless=True):
+        cache = cache_of(generate(model, first))
+        said = torch.tensor([cache.ids])
+        copy, texts = cache.clone(), [torch.cat([said, more], 1), torch.cat([said, more[:, :3]], 1)]
+        found = [generate(model, texts[0], past_key_values=cache), generate(model, texts[1], past_key_values=copy)]
+    for text, one in zip(texts, found, strict=True):
+        assert_same(one, generate(model, text))
+    assert cache.ids == found[0].sequences[0, :-1].tolist()
+
+
+@pytest.mark.parametrize("piece", [1, 7, 39, 64])
+def test_a_prompt_is_read_in_pieces_against_the_host(piece):
+    """No more than a piece is read at once, so that a device need not hold a layer's activations of the whole prompt."""
+    model, ids, most = make("llama_gqa", dtype=torch.float64), prompt(1, 40), []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda _, args: most.append(args[0].shape[1]))
+    with kvpatch.patched(model, "h2o", 0.4, lossless=True):
+        found = generate(model, ids, prefill_chunk_size=piece)
+    hook.remove()
+    assert max(most) <= max(piece, lossless.MOST + 1) and most[0] == min(piece, 39)
+    assert_same(found, generate(model, ids))
+
+
+def test_a_loop_of_one_s_own_reads_all_tokens():
+    model = make("llama_gqa", dtype=torch.float64)
+    ids = prompt(1, 40)
+    with kvpatch.patched(model, "h2o", 4, lossless=True):
+        out = model(ids[:, :20])
+        cache, logits = cache_of(out), [out.logits]
+        for at in range(20, 40):
+            logits.append(model(ids[:, at : at + 1], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(logits, 1), model(ids).logits, rtol=1e-8, atol=1e-8)
+    assert isinstance(cache, LosslessCache) and cache.get_seq_length() == 40
+
+
+def test_stop_tokens_streamers_processors_and_criteria_are_transformers_own():
+    model = make("llama_gqa", dtype=torch.float64)
+    ids = prompt(1, 40)
+    whole = generate(model, ids).sequences[0, 40:].tolist()
+
+    class Streamer:
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.tokens.append("end")
+
+    def ban(input_ids, scores):
+        scores = scores.clone()
+        scores[:, whole[0]] = -torch.inf
+        return scores
+
+    def longer(input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 50, dtype=torch.bool)
+
+    for options in (
+        {"eos_token_id": whole[6]},
+        {"logits_processor": LogitsProcessorList([ban])},
+        {"repetition_penalty": 1.3},
+        {"stopping_criteria": StoppingCriteriaList([longer])},
+    ):
+        want = generate(model, ids, **options).sequences
+        streamer = Streamer()
+        with kvpatch.patched(model, "h2o", 0.4, lossless=True):
+            found = generate(model, ids, streamer=streamer, **options).sequences
+        assert torch.equal(found[:, : want.shape[1]], want)
+        assert "stopping_criteria" in options or found.shape == want.shape
+        assert streamer.tokens == [*found[0].tolist(), "end"]
+
+
+@pytest.mark.slow
+def test_sampled_tokens_have_the_unpatched_model_s_distribution():
+    """Chi-square of the second and third token over a vocabulary cut to 6, against the exact probabilities."""
+    model = make("llama_gqa", dtype=torch.float64)
+    ids, few, runs = prompt(1, 24), 6, 600
+
+    def keep_few(input_ids, scores):
+        scores = scores.clone()
+        scores[:, few:] = -torch.inf
+        return scores
+
+    options = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, "logits_processor": LogitsProcessorList([keep_few])}
+    counts = torch.zeros(few, few)
+    torch.manual_seed(0)
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True) as patch:
+        base = cache_of(generate(model, ids, **{**options, "max_new_tokens": 1}))
+        assert base.ids == ids[0].tolist()
+        for _ in range(runs):
+            found = generate(model, ids, **{**options, "max_new_tokens": 3, "output_logits": False}).sequences[0, 24:]
+            counts[found[1], found[2]] += 1
+        assert 0 < patch.report().verified.drafted
+    wanted = torch.zeros(few, few, dtype=torch.float64)
+    start = model(ids).logits[0, -1, :few].softmax(-1)
+    for a in range(few):
+        one = torch.cat([ids, torch.tensor([[a]])], 1)
+        second = model(one).logits[0, -1, :few].softmax(-1)
+        for b in range(few):
+            third = model(torch.cat([one, torch.tensor([[b]])], 1)).logits[0, -1, :few].softmax(-1)
+            wanted[b] += start[a] * second[b] * third
+    expected = wanted * runs
+    chi = ((counts - expected) ** 2 / expected)[expected > 5].sum()
+    assert chi < 2 * (expected > 5).sum(), "twice the degrees of freedom: p below 0.001"
+
+
+def test_bytes_are_counted_and_pages_are_released():
+    model = make("llama_gqa", layers=4, dtype=torch.float64)
+    with kvpatch.patched(model, "h2o", 0.2, lossless=True) as patch:
+        cache = cache_of(generate(model, prompt(1, 300)))
+        verified, report = cache.verified, patch.report()
+        assert cache.nbytes == 323 * 4 * 2 * 2 * 8 * model.config.head_dim
+        assert cache.drafts.nbytes < cache.nbytes / 3
+        # each pass reads the entries of all tokens before it
+        assert 300 / 323 * cache.nbytes * verified.passes <= verified.moved_nbytes <= cache.nbytes * verified.passes
+        assert "over all tokens" in str(report) and report.to_dict()["verified"]["passes"] == verified.passes
+
+
+def _resident(name):
+    """Return the bytes of a process's memory that map deleted temporary files."""
+    found, ours = 0, False
+    with open("/proc/self/smaps", encoding="utf-8") as file:
+        for line in file:
+            if "-" in line.split(" ", 1)[0] and ":" not in line.split(" ", 1)[0]:
+                ours = name in line
+            elif ours and line.startswith("Rss:"):
+                found += int(line.split()[1]) * 1024
+    return found
+
+
+@pytest.mark.skipif(not __import__("os").path.exists("/proc/self/smaps"), reason="needs Linux's /proc")
+def test_memory_holds_two_layers_of_the_full_cache_at_most(tmp_path):
+    model, most = make("llama_gqa", layers=6, dtype=torch.float64), []
+    with kvpatch.patched(model, "h2o", 0.1, lossless=str(tmp_path)):
+        cache = cache_of(generate(model, prompt(1, 3000), max_new_tokens=1))
+        exchange = LosslessCache.exchange
+
+        def watch(self, *args):
+            found = exchange(self, *args)
+            found[0].sum(), found[1].sum()  # what attention reads
+            most.append(_resident(str(tmp_path)))
+            return found
+
+        with pytest.MonkeyPatch.context() as patching:
+            patching.setattr(LosslessCache, "exchange", watch)
+            generate(model, torch.cat([torch.tensor([cache.ids]), prompt(1, 1)], 1), past_key_values=cache, max_new_tokens=4)
+        layer = cache.layers[0]
+        a_layer = layer.store.rows_NE.nbytes
+        assert 0.5 * layer.nbytes <= max(most) <= 2 * a_layer + 65536
+        assert _resident(str(tmp_path)) <= 65536
+
+
+@pytest.mark.parametrize(
+    ("policy", "k", "options"),
+    [
+        ("h2o", kvpatch.Share(0.5), {}),
+        ("h2o", 12, {"every": 4}),
+        ("h2o", "8KiB", {}),
+        ("snapkv", [0.3, 0.6], {}),
+        ("h2o", 0.4, {"bits": 4}),
+        ("global_topk(h2o)", 0.4, {}),
+        ("pyramid(h2o)", 0.4, {}),
+        ("keyformer", 0.4, {"shared": True}),
+        ("merged(snapkv)", 0.4, {}),
+        ("snapkv", 0.4, {"turns": "each"}),
+    ],
+)
+def test_budgets_and_wrappers_keep_their_invariants(policy, k, options):
+    model, ids = make("llama_gqa", dtype=torch.float64), prompt(1, 40)
+    want = generate(model, ids)
+    with kvpatch.patched(model, policy, k, lossless=True, strict=True, **options):
+        found = generate(model, ids)
+        cache_of(found).drafts.check_invariants()
+    assert_same(found, want)
+
+
+def test_the_file_goes_with_the_cache(tmp_path):
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 0.3, lossless=str(tmp_path)):
+        cache = cache_of(generate(model, prompt(1, 40)))
+        assert _open_files(tmp_path) and not list(tmp_path.iterdir())
+        del cache
+        gc.collect()
+    assert _open_files(tmp_path) == 0
+
+
+def _open_files(folder):
+    import os
+
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found += str(folder) in os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+    return found
+
+
+def test_a_full_disk_is_said_before_it_is_written(monkeypatch):
+    def full(file, size):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvpatch.cache.host._reserve", full)
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True), pytest.raises(kvpatch.KVPatchError, match="which has no room"):
+        generate(model, prompt(1, 40))
+
+
+class Elsewhere(LosslessCache):
+    """Takes the way of a device on the CPU."""
+
+    def _bring(self, layer, device):
+        self.verified.moved_nbytes += self.whole[layer].nbytes
+        return self._bring_staged(layer, device)
+
+
+def test_the_way_of_a_device_gives_the_same(monkeypatch):
+    monkeypatch.setattr(lossless, "LosslessCache", Elsewhere)
+    model = make("llama_gqa", layers=3, dtype=torch.float64)
+    want = generate(model, prompt(1, 40))
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True):
+        found = generate(model, prompt(1, 40))
+    assert_same(found, want)
+    assert type(cache_of(found)) is Elsewhere and cache_of(found)._staged == {}
+
+
+def test_hopeless_drafts_are_given_up_and_said_once(caplog, monkeypatch):
+    model = make("llama_gqa", dtype=torch.float64)
+    want = generate(model, prompt(1, 40), max_new_tokens=40)
+    true = lossless.Drafter.get_candidates
+
+    def miss(self, input_ids, **others):
+        text, logits = true(self, input_ids, **others)
+        n = input_ids.shape[1]
+        return torch.cat([input_ids, (want.sequences[:, n : text.shape[1]] + 1) % VOCAB], 1), logits
+
+    monkeypatch.setattr(lossless.Drafter, "get_candidates", miss)
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True) as patch:
+        assert_same(generate(model, prompt(1, 40), max_new_tokens=40), want)
+        generate(model, prompt(1, 40), max_new_tokens=40)
+        verified = patch.report().verified
+    assert verified.accepted == 0 and verified.passes == 39
+    assert [one.message for one in caplog.records if "lossless" in one.message] == [f"[kvpatch] {lossless.HOPELESS}"]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_an_interrupted_pass_leaves_both_caches_as_before(at, monkeypatch):
+    model = make("llama_gqa", dtype=torch.float64)
+    text = prompt(1, 40)
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True):
+        cache = cache_of(generate(model, text, max_new_tokens=4))
+        more, calls, append = torch.cat([torch.tensor([cache.ids]), prompt(1, 6, 3)], 1), [], HostLayer.append
+
+        def interrupt(self, *args):
+            calls.append(self)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            return append(self, *args)
+
+        with monkeypatch.context() as patching:
+            patching.setattr(HostLayer, "append", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, more, past_key_values=cache)
+        found = generate(model, more, past_key_values=cache)
+    assert_same(found, generate(model, more))
+
+
+def test_an_interrupted_prompt_is_read_anew(monkeypatch):
+    model = make("llama_gqa", dtype=torch.float64)
+    append, calls = HostLayer.append, []
+
+    def interrupt(self, *args):
+        calls.append(self)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return append(self, *args)
+
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True) as patch:
+        cache = patch.new_cache()
+        with monkeypatch.context() as patching:
+            patching.setattr(HostLayer, "append", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, prompt(1, 40), past_key_values=cache)
+        found = generate(model, prompt(1, 40), past_key_values=cache)
+    assert_same(found, generate(model, prompt(1, 40)))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_beams": 2}, "beams"),
+        ({"prompt_lookup_num_tokens": 3}, "leave prompt_lookup_num_tokens out"),
+        ({"num_return_sequences": 2, "do_sample": True}, "one text at a time"),
+    ],
+)
+def test_other_searches_are_refused(options, said):
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True), pytest.raises(kvpatch.KVPatchError, match=said):
+        generate(model, prompt(1, 40), **options)
+
+
+def test_other_texts_rows_and_caches_are_refused():
+    model, ids = make("llama_gqa"), prompt(1, 40)
+    foreign = cache_of(model(ids))
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True) as patch:
+        cache = cache_of(generate(model, ids))
+        for text, past, said in (
+            (prompt(2, 40), None, "one text at a time"),
+            (prompt(1, 80, 5), cache, "do not go on from the 63 tokens"),
+            (torch.tensor([cache.ids]), cache, "do not go on from the 63 tokens"),
+            (ids, foreign, "a DynamicCache that this patch did not make"),
+        ):
+            with pytest.raises(kvpatch.KVPatchError, match=said):
+                generate(model, text, past_key_values=past)
+        mask = torch.ones_like(ids)
+        mask[:, :3] = 0
+        with pytest.raises(kvpatch.KVPatchError, match="without padding"):
+            model.generate(ids, attention_mask=mask, **OPTIONS)
+        for call in (lambda: cache.reorder_cache(torch.zeros(1)), lambda: cache.forget([(0, 3)])):
+            with pytest.raises(kvpatch.KVPatchError, match="not served"):
+                call()
+        with pytest.raises(kvpatch.KVPatchError, match="leave lossless out"):
+            patch.prefix(ids)
+        with pytest.raises(kvpatch.KVPatchError, match="leave lossless out"):
+            patch.load_cache("none.safetensors")
+        with pytest.raises(kvpatch.KVPatchError, match="has read 63 tokens"):
+            cache.crop(-64)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lossless": "no such folder"}, "a folder that exists"),
+        ({"lossless": 3}, "must be True, False"),
+        ({"k": 1.0}, "evicts nothing"),
+        ({"policy": "kvzip"}, "use 'h2o'"),
+        ({"protect": [3]}, "leave protect= out"),
+        ({"policy": "full", "k": 1.0}, "evicts nothing"),
+        ({"block": 8}, "block=8 evicts while"),
+        ({"schedule": "decode"}, "keeps the prompt whole"),
+        ({"positions": "renumbered"}, "original positions"),
+        ({"record": True}, "leave one out"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_before_anything_runs(options, said):
+    model = make("llama_gqa")
+    with pytest.raises(kvpatch.KVPatchError, match=said):
+        kvpatch.patched(model, **{"policy": "h2o", "k": 0.5, "lossless": True, **options})
+
+
+def test_nothing_is_left_on_the_model():
+    model = make("llama_gqa")
+    before = set(vars(model))
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True):
+        generate(model, prompt(1, 40))
+    assert set(vars(model)) == before
+
+
+def test_a_cache_without_its_patch_is_refused():
+    model, ids = make("llama_gqa"), prompt(1, 40)
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True):
+        cache = cache_of(generate(model, ids))
+    with pytest.raises(kvpatch.KVPatchError, match="no longer in force"):
+        model(ids[:, :2], past_key_values=cache)
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True), pytest.raises(kvpatch.KVPatchError, match="did not make"):
+        generate(model, torch.cat([torch.tensor([cache.ids]), ids], 1), past_key_values=cache)
+    with kvpatch.patched(model, "h2o", 0.3), pytest.raises(kvpatch.KVPatchError, match="LosslessCache"):
+        model(ids[:, :2], past_key_values=cache)

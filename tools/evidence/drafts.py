@@ -1,0 +1,137 @@
+"""How many tokens a pass over the full cache verifies under `lossless=True`, and how many bytes move for a token.
+
+The unpatched model writes TOKENS tokens, greedily; each policy and budget writes them again, which must be the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvpatch
+from kvpatch.arch.upstream import cache_of
+from kvpatch.plotting import new_figure, save, style
+
+from .chat import Frame
+from .link import write_estimate
+from .page import markdown
+from .runs import cut_unfinished_line, read_lines
+from .settings import ROWS, Row
+from .tasks import code
+from .texts import group_parts, sentences
+
+TOKENS = 64
+SHORT = "snapkv, window=8"
+DRAFTING = {SHORT: Row(SHORT, "snapkv", {"window": 8}), "adakv, window=8": Row("adakv, window=8", "adakv", {"window": 8})}
+LABELS = (SHORT, "adakv, window=8", "snapkv", "h2o", "tova", "roco", "streaming_llm", "random, ends kept")
+BUDGETS = {0.1: LABELS, 0.05: (SHORT, "h2o"), 0.2: (SHORT, "h2o")}
+LAYERS_HELD = 2 / 30  # of the model, by an offloaded cache
+HEAD, ASK = "Read this text.\n\n", "\n\nExplain to a beginner what this text says."
+
+Text = tuple[str, str, torch.Tensor]
+
+
+def make_texts(tokenizer: Any, count: int) -> list[Text]:
+    """Return (name, kind, prompt [1,N]) for `count` texts of each kind."""
+    frame, found = Frame(tokenizer), list[Text]()
+    for kind, tokens in (("chat", 800), ("long chat", 3000)):
+        for i, parts in enumerate(group_parts(tokenizer, sentences(), tokens, " ")[::-1][:count]):
+            ids = frame.before + frame.encode(HEAD + " ".join(parts) + ASK) + frame.after
+            found.append((f"{kind} {i}", kind, torch.tensor([ids])))
+    found += [(one.name, "code", torch.tensor([one.turns[0]])) for one in code.make_samples(tokenizer, count)]
+    return found
+
+
+def _generate(model: Any, ids_1N: torch.Tensor) -> Any:
+    options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "return_dict_in_generate": True}
+    return model.generate(ids_1N, attention_mask=torch.ones_like(ids_1N), **options)
+
+
+def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str, Any]]:
+    """Measure what the file lacks, text by text, and append a line for each policy and budget."""
+    cut_unfinished_line(path)
+    known = {(line["text"], line["label"], line["k"]) for line in read_lines(path)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for name, kind, ids_1N in make_texts(tokenizer, count):
+            wanted = [(label, k) for k, labels in BUDGETS.items() for label in labels if (name, label, k) not in known]
+            written = _generate(model, ids_1N).sequences if wanted else None
+            for label, k in wanted:
+                row = DRAFTING.get(label) or ROWS[label]
+                with kvpatch.patched(model, row.policy, k, lossless=True, **row.options):
+                    out = _generate(model, ids_1N)
+                cache = cache_of(out)
+                own = cache.verified
+                line = {
+                    "text": name, "kind": kind, "tokens": ids_1N.shape[1], "label": label, "k": k,
+                    "passes": own.passes, "drafted": own.drafted, "accepted": own.accepted,
+                    "moved": round(own.nbytes_per_token / cache.nbytes, 4),
+                    "held": round(cache.drafts.nbytes / cache.nbytes, 4),
+                    "same": torch.equal(out.sequences, written),
+                }  # fmt: skip
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                yield line
+
+
+def write_table(path: Path) -> str:
+    """A row for each policy and budget: tokens a pass by kind of text, tokens accepted, bytes moved and held."""
+    lines = read_lines(path)
+    kinds, rows = list(dict.fromkeys(line["kind"] for line in lines)), []
+    for k, labels in BUDGETS.items():
+        for label in labels:
+            own = [line for line in lines if (line["label"], line["k"]) == (label, k)]
+            by_kind = [[line for line in own if line["kind"] == kind] for kind in kinds]
+            taken = sum(line["accepted"] for line in own) / max(sum(line["drafted"] for line in own), 1)
+            moved = sum(line["moved"] for line in own) / max(len(own), 1)
+            rows.append([f"`{label}`", f"{k}", *map(_tokens_a_pass, (*by_kind, own)), f"{taken:.0%}", f"{moved:.2f}"])
+    same, header = sum(line["same"] for line in lines), ["policy", "k", *kinds, "all", "of drafts", "bytes a token"]
+    texts = len({line["text"] for line in lines})
+    best = [line for line in lines if (line["label"], line["k"]) == (SHORT, 0.1)]
+    estimate = ""
+    if best:
+        passes = sum(line["passes"] for line in best)
+        drafted = sum(line["drafted"] for line in best) / passes
+        per_pass = 1 + sum(line["accepted"] for line in best) / passes
+        estimate = f"\n\n{write_estimate(0.1, drafted, per_pass)}"
+    said = f"{texts} texts; {same} of {len(lines)} answers are the unpatched model's, token by token."
+    return f"{said}\n\n{markdown(header, rows)}{estimate}"
+
+
+def _tokens_a_pass(lines: list[dict[str, Any]]) -> str:
+    return f"{sum(1 + line['accepted'] / line['passes'] for line in lines) / len(lines):.1f}" if lines else ""
+
+
+def draw(lines: Path, path: Path) -> None:
+    """Write a PNG: bytes held on the device, and bytes that cross the link for a token, both in full caches."""
+    found = read_lines(lines)
+    figure = new_figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for label in LABELS:
+        points = []
+        for k, labels in sorted(BUDGETS.items()):
+            own = [line for line in found if (line["label"], line["k"]) == (label, k)] if label in labels else []
+            if own:
+                points.append([sum(line[name] for line in own) / len(own) for name in ("held", "moved")])
+        if not points:
+            continue
+        row = DRAFTING.get(label) or ROWS[label]
+        colour, marker = style(row.policy)
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, color=colour, marker=marker, ms=6, lw=1.2, label=label, ls="-" if "window" in label else ":")
+    for x, y, name in ((1.0, 0.0, "full on the device"), (LAYERS_HELD, 1.0, "transformers' offloaded cache")):
+        axes.plot([x], [y], "k*", ms=9)
+        axes.annotate(
+            name, (x, y), textcoords="offset points", xytext=(-8, 6) if x == 1 else (8, -4), ha="right" if x == 1 else "left"
+        )
+    axes.set_xlabel("bytes held on the device, share of the full cache")
+    axes.set_ylabel("full caches moved for a token")
+    axes.set_xlim(0, 1.05)
+    axes.set_ylim(-0.03, 1.08)
+    axes.grid(alpha=0.2)
+    axes.legend(fontsize=8)
+    save(figure, path)
