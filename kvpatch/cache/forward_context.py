@@ -58,7 +58,7 @@ class Forward:
 
     positions_BQ: -1 for padding. padding: of the prompt's columns; None if there is none. rows_BQ: positions of the queries, if
     padding after a row's tokens attends to them as it does in the unpatched model; else None. protect_BQ: columns that the
-    user's `protect=` marks, or None. prompt: number of columns that belong to the prompt. ends_prompt: the prompt (or block) is
+    user's `protect=` marks, or None. span_BQ: the columns' spans of `quota=` (policies/quotas.py), or None. prompt: number of columns that belong to the prompt. ends_prompt: the prompt (or block) is
     complete with them. n_B: tokens of each row so far, known where a prompt ends. recording: the undo log records the decode
     steps of this pass. first_step: decode steps between the prompt and this pass.
 
@@ -105,6 +105,7 @@ class Forward:
     reread_BN: Tensor | None = None
     repeat: Repeat | None = None
     edit: Edit | None = None
+    span_BQ: Tensor | None = None
     _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
     _shared: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
@@ -167,11 +168,12 @@ def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[in
 
     before_B, after_B: tokens of each row before and after these columns. final: the prompt ends with them.
     """
-    P, positions_BQ, protect_BQ = now.prompt, now.positions_BQ[:, : now.prompt], now.protect_BQ
+    P, positions_BQ, protect_BQ, span_BQ = now.prompt, now.positions_BQ[:, : now.prompt], now.protect_BQ, now.span_BQ
     if now.padding is not None:
         now.packing_BQ = (positions_BQ < 0).long().argsort(dim=1, stable=True)
         positions_BQ = positions_BQ.gather(1, now.packing_BQ)
         protect_BQ = None if protect_BQ is None else protect_BQ[:, :P].gather(1, now.packing_BQ)
+        span_BQ = None if span_BQ is None else span_BQ[:, :P].gather(1, now.packing_BQ)
     counts_B = [after - before for before, after in zip(before_B, after_B, strict=True)]
     blocks = []
     for start in range(0, P, block):
@@ -194,6 +196,7 @@ def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[in
                 reserve=min(block, P - stop) or block,
                 repeatable=now.repeatable,
                 table=now.table,
+                span_BQ=None if span_BQ is None else span_BQ[:, start:stop],
             )
         )
     return blocks

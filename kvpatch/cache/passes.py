@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from ..policies.context import at_hand
+from ..policies.quotas import encode_spans, number_columns
 from ..policies.scopes import AllBut, protect_tensor
 from ..policies.served import refuse
 from . import compiled
@@ -129,6 +130,7 @@ def begin_edit(
     now = Forward(places_Q.expand(B, -1).contiguous(), Q, True, lengths_B.tolist(), None, None, False, 0, edit=edit)
     now.budget_n_B, now.rows_B, now.keeps_all = now.n_B, [Q] * B, cache.settings.policy.schedule == "prompt"
     now.protect_BQ = _mark_protected(cache, now.positions_BQ, ids_BQ, cache.seen)
+    now.span_BQ = _mark_spans(cache, now.positions_BQ, cache.seen)
     if cache.keeps_ids:
         cache.ids.skip_columns(B, cache.seen, lengths_B.device)
         cache.ids.replace(ids_BQ, places_Q)
@@ -259,9 +261,10 @@ def _read_pass(
     if ends and read.padding is not None:
         _check_rows(cache, n_B, read.last_B)
     protect = _mark_protected(cache, positions, merged_ids if input_ids is None else input_ids, seen) if prompt else None
+    spans = _mark_spans(cache, positions, seen) if prompt else None
     first = 0 if ends else cache.counters.steps
     recording = Q - prompt > 1 or recorded
-    now = Forward(positions, prompt, ends, n_B, read.padding, protect, recording, first, repeatable=repeatable)
+    now = Forward(positions, prompt, ends, n_B, read.padding, protect, recording, first, repeatable=repeatable, span_BQ=spans)
     now.rows_BQ = rows if settings.transparent else None
     return now, read.before_B, after
 
@@ -382,6 +385,28 @@ def _mark_protected(cache: TextState, positions_BQ: Tensor, input_ids: Tensor | 
     chunk = wanted[:, seen : seen + Q]
     pad = chunk.new_zeros(B, Q - chunk.shape[1])
     return torch.cat([chunk, pad], 1) & (positions_BQ >= 0)
+
+
+def _mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | None:
+    """Return the spans of the user's `quota=` (policies/quotas.py), int64 [B,Q]."""
+    quota = cache.settings.policy.scope.quota
+    if quota is None or not cache.settings.acts:
+        return None
+    B, Q = positions_BQ.shape
+    if cache.turns.count or (seen and not cache.turns.open):
+        return positions_BQ.new_zeros(B, Q)
+    real = positions_BQ >= 0
+    columns = cache.request.prompt_len or Q
+    before = torch.arange(seen, device=real.device) >= seen - cache.lengths_B.to(real.device)[:, None] if seen else None
+    # a prompt in pieces is padded on the left
+    whole = real.new_ones(B, columns)
+    if before is not None:
+        whole[:, :seen] = before
+    width = min(Q, columns - seen)
+    whole[:, seen : seen + width] = real[:, :width]
+    numbers = number_columns(quota, B, columns, real.device)
+    span = encode_spans(numbers, whole)[:, seen : seen + Q]
+    return torch.cat([span, span.new_zeros(B, Q - span.shape[1])], 1)
 
 
 def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:

@@ -13,6 +13,7 @@ from ..errors import KVPatchError
 from .budgets import share
 from .context import EvictionContext
 from .needs import AnyNeed, Held, LastQueries, Sums, WindowAttention
+from .quotas import read_quota
 from .scores import Score
 from .selection import LAST, in_top, score_keys
 
@@ -64,12 +65,21 @@ class Scope:
         turns: the tokens that the budget of a later turn of a chat covers under schedule "prompt": "all" the whole text so
             far; "each" this turn's prompt alone, keeping what earlier turns hold; "first" evicts nothing after the first
             turn.
+        quota: spans of the prompt, as (start, stop) over its columns, stop excluded, or as the number of its span for each
+            column, int [n] or [B,n], -1 for none. Of n tokens that the budget b covers, a span of |s| tokens keeps at least
+            floor(b |s| / n): as many of its highest scores as it has too few among the otherwise protected. Padding is no
+            token of a span. Where the spans lack more in all than these leave of the budget, each lack is cut in proportion,
+            rounded down. The rest of the budget goes to the highest scores, as ever.
+
+    Source of quota: fair eviction [The Pitfalls of KV Cache Compression, arXiv 2510.00231]. Differs from the paper: any number
+    of spans, any score, and what is protected otherwise counts.
     """
 
     sinks: int = 0
     recent: int | float = 0
     protect: Any = None
     turns: str = "all"
+    quota: Any = None
     needs: ClassVar[tuple[AnyNeed, ...]] = ()  # what `mask` reads
     ranked: ClassVar[str] = "protected"  # the option that `deviation` is
 
@@ -82,6 +92,8 @@ class Scope:
             raise KVPatchError(f"turns={self.turns!r} must be one of {', '.join(map(repr, TURNS))}.")
         if self.protect is not None and not (isinstance(self.protect, str) and self.protect in KINDS):
             protect_tensor(self.protect)
+        if self.quota is not None:
+            read_quota(self.quota)
 
     @property
     def deviation(self) -> int | float:
