@@ -58,7 +58,7 @@ class Forward:
 
     positions_BQ: -1 for padding. padding: of the prompt's columns; None if there is none. rows_BQ: positions of the queries, if
     padding after a row's tokens attends to them as it does in the unpatched model; else None. protect_BQ: columns that the
-    user's `protect=` marks, or None. span_BQ: the columns' spans of `quota=` (policies/quotas.py), or None. prompt: number of columns that belong to the prompt. ends_prompt: the prompt (or block) is
+    user's `protect=` marks, or None. prompt: number of columns that belong to the prompt. ends_prompt: the prompt (or block) is
     complete with them. n_B: tokens of each row so far, known where a prompt ends. recording: the undo log records the decode
     steps of this pass. first_step: decode steps between the prompt and this pass.
 
@@ -72,6 +72,7 @@ class Forward:
     columns, computed once for all layers. traced: a decode step inside a graph of torch.compile. bound: what a decode step
     does in each layer (attention/bound_step.py), None in layers that take the whole way; empty until the first has run.
     ended: layers that wait for the last one, since all share one budget, or for a second reading (attention/compress.py).
+    span_BQ: the columns' spans of `quota=` (policies/quotas.py), or None.
     shown: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
     reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. repeat: the
     pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end.

@@ -7,6 +7,7 @@ Its `quota` is the tokens that a head keeps of that span, set where a prompt or 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ _NUMBER = 32  # bit at which the span's number begins
 _TOKENS = (1 << _NUMBER) - 1
 
 Span = tuple[int, int]
+MESSAGES = "messages"  # the word of `quota=` for the messages of a chat
 
 
 def read_quota(quota: Any) -> list[Span] | Tensor:
@@ -69,10 +71,9 @@ def _read_spans(quota: Any) -> list[Span] | None:
         if not all(type(end) is int for end in pair) or not 0 <= pair[0] < pair[1]:
             raise KVPatchError(f"quota= has the span {tuple(pair)!r}: give columns (start, stop) with 0 <= start < stop.")
     spans = [(start, stop) for start, stop in quota]
-    ordered = sorted(spans)
-    for one, other in zip(ordered, ordered[1:], strict=False):
+    for one, other in pairwise(sorted(spans)):
         if other[0] < one[1]:
-            raise KVPatchError(f"quota= has spans {one} and {other}, which overlap: a token is of one span.")
+            raise KVPatchError(f"quota= has spans {one} and {other}, which overlap: give each token one span.")
     return spans
 
 

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import KVPatchError, suggest
 from .needs import SecondReading, Sums
-from .scopes import protect_tensor
+from .scopes import SYSTEM, protect_tensor
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "one budget for all layers": lambda it: it.policy.over_model,
     "output projection": lambda it: it.policy.projects,
     "protect=": lambda it: it.policy.scope.protect is not None,
+    "protect='system'": lambda it: isinstance(it.policy.scope.protect, str) and it.policy.scope.protect == SYSTEM,
     "protect= as a mask": lambda it: _has_protect(it, masked=True),
     "protect= by unknown token ids": lambda it: it.unknown and _has_protect(it, masked=False),
     "pyramid": lambda it: it.policy.over_layers is not None,
@@ -196,8 +197,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "tensor parallel": {
         "budgets by head": "k={it.varied} gives heads budgets of their own, which processes that share a model's heads do not "
         "agree on: give one k for all heads, or load the model on one device.",
-        "quota=": "quota= protects different tokens in each head, and processes that share a model's heads would count different "
-        "sums: use protect=, or load the model on one device.",
+        "quota=": "quota= protects other tokens in each head, and processes that share a model's heads would count other sums: "
+        "use protect=, or load the model on one device.",
         "ALiBi": "{it.alibi} has an ALiBi slope for each head, which kvpatch does not share out over processes: load the "
         "model without a tp_plan.",
     },
@@ -366,6 +367,8 @@ REFUSED: dict[str, dict[str, str]] = {
         NEED: "Continuous batching packs prompts, and policy {name} {why}: use generate(), or another policy.",
         "protect= as a mask": "protect= is a mask, which fits one prompt; continuous batching reads many. Give token ids, or "
         "use generate().",
+        "protect='system'": "protect='system' needs to see messages, and continuous batching reads token ids: give the "
+        "template's own, or use patch.chat().",
         "quota=": "quota= has spans of one prompt; continuous batching reads many. Use generate().",
         "budgets by head": "k={it.varied}: continuous batching claims a request's blocks when it is admitted, so all heads of "
         "a layer need one size: give k as tokens, a share of the prompt or bytes, or use generate().",
