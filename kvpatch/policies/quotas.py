@@ -44,7 +44,7 @@ def read_quota(quota: Any) -> list[Span] | Tensor:
         raise KVPatchError(_say_forms(f"quota={quota!r}")) from error
     if numbers.dtype not in (torch.int64, torch.int32) or numbers.ndim not in (1, 2):
         raise KVPatchError(_say_forms(f"quota= has dtype {numbers.dtype} and {numbers.ndim} dimensions"))
-    low, high = (int(one) for one in numbers.aminmax())
+    low, high = (int(one) for one in numbers.aminmax()) if numbers.numel() else (-1, -1)
     if low < -1 or high >= _TOKENS >> 1:
         raise KVPatchError(f"quota= has span number {low if low < -1 else high}: give 0, 1, 2, ... and -1 for no span.")
     if high < 0:
@@ -95,7 +95,7 @@ def number_columns(quota: Any, B: int, columns: int, device: torch.device) -> Te
         return numbers
     last = max(stop for _, stop in read)
     if last > columns:
-        raise KVPatchError(f"quota= has a span up to column {last}, but the prompt has {columns}: end it there.")
+        raise KVPatchError(f"quota= has a span up to column {last}, but the prompt has {columns}: give spans of it.")
     numbers = torch.full((columns,), -1, device=device)
     for number, (start, stop) in enumerate(read):
         numbers[start:stop] = number
