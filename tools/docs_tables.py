@@ -19,7 +19,7 @@ from kvpatch.policies.uses import USES
 from tools import peer_presses
 from tools.bench.__main__ import read, tables
 from tools.evaluation import grpo_table
-from tools.evidence import agents, chooser
+from tools.evidence import agents, chooser, quotas
 from tools.reliability.peer_scores import CASES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -222,6 +222,11 @@ def agents_table(_: str) -> str:
     return agents.write_table(chooser.LINES / "agents.jsonl")
 
 
+def quotas_table(_: str) -> str:
+    """What quotas do for the worst instruction, as `python -m tools.evidence quotas` has measured it."""
+    return quotas.write_table(chooser.LINES / "quotas.jsonl")
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "policies": policies,
     "options": options,
@@ -236,6 +241,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "papers": papers,
     "combinations": combinations,
     "agents": agents_table,
+    "quotas": quotas_table,
 }
 
 
