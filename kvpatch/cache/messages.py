@@ -11,9 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Messages:
-    """Where a chat's messages lie in the text, up to the prompt that is about to be read.
+    """Messages of a chat, up to the prompt that is about to be read.
 
-    roles: of each message, the coming answer's last. starts: the position at which each begins.
+    roles: of each message, the coming answer's last. starts: position of each in the text.
     """
 
     roles: Sequence[str]
