@@ -95,6 +95,31 @@ def test_messages_have_quotas(model, tokenizer):
     assert torch.equal(first, cache.positions(1))
 
 
+def test_an_answer_is_no_span(model, tokenizer):
+    """Neither is its last token, which the next prompt brings."""
+    with kvpatch.patched(model, "h2o", 200, quota="messages") as patch:
+        chat = patch.chat(tokenizer, system="be kind", **GREEDY)
+        for turn in TURNS:
+            chat.send(turn)
+    slots = chat.cache.layers[1]
+    numbers = dict(zip(slots.positions[0, 0].tolist(), (slots.state["span"][0, 0] >> 32).tolist(), strict=True))
+    for index, (message, (start, stop)) in enumerate(zip(chat.messages, chat.spans, strict=True)):
+        number = 0 if message["role"] == "assistant" else index + 1
+        assert {numbers[at] for at in range(start, min(stop, slots.seen))} == {number}
+
+
+def test_each_turn_shares_out_its_own_budget(model, tokenizer):
+    """With turns="each" what is held of earlier turns takes no room from the spans of this one."""
+    with kvpatch.patched(model, "window", 12, quota="messages", schedule="prompt", turns="each") as patch:
+        chat = patch.chat(tokenizer, **GREEDY)
+        for turn in TURNS:
+            before = 0 if not chat.messages else chat.spans[-1][1] - 1
+            chat.send(turn + " " + "x" * 20)
+            start, stop = chat.spans[-2]
+            n = chat.spans[-1][1] - GREEDY["max_new_tokens"] - before
+            assert stop - start - missing(chat, (start, stop)) >= 12 * (stop - start) // n > 4
+
+
 def test_without_messages_they_are_refused(model, tokenizer):
     for given, words in (
         (

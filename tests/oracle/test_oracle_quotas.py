@@ -46,6 +46,12 @@ def test_budgets(policy, k):
     certain("llama_gqa", policy, k, quota=THREE, steps=14)
 
 
+def test_spans_of_one_length():
+    """Only their numbers tell them apart."""
+    for policy in ("h2o", "tova", "key_norm"):
+        certain("llama_gqa", policy, 0.4, quota=[0] * 15 + [1] * 15, recent=2)
+
+
 def test_the_cache_fills_up_first():
     for policy in ("h2o", "roco", "window"):
         certain("llama_gqa", policy, 34, quota=THREE, steps=12)
