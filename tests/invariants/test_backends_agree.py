@@ -91,7 +91,6 @@ OPTIONS = [
     ("roco", {"schedule": "decode", "k": 5}),
     ("h2o", {"sinks": 3, "recent": 4}),
     ("h2o", {"protect": [5, 7]}),
-    ("h2o", {"recent": 2, "quota": [(3, 17), (20, 29)]}),
     ("scissorhands", {"block": 16}),
     ("snapkv", {"block": 16, "window": 4}),
     ("tova", {"heads": "each"}),
