@@ -18,7 +18,7 @@ from kvpatch.policies.served import NEED, QUIET, REFUSED
 from kvpatch.policies.uses import USES
 from tools import peer_presses
 from tools.bench.__main__ import read, tables
-from tools.evidence import agents, chooser, grpo_table
+from tools.evidence import agents, chooser, grpo_table, quotas
 from tools.reliability.peer_scores import CASES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -226,6 +226,11 @@ def agents_table(_: str) -> str:
     return agents.write_table(chooser.LINES / "agents.jsonl")
 
 
+def quotas_table(_: str) -> str:
+    """What quotas do for the worst instruction, as `python -m tools.evidence quotas` has measured it."""
+    return quotas.write_table(chooser.LINES / "quotas.jsonl")
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "policies": policies,
     "options": options,
@@ -241,6 +246,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "papers": papers,
     "combinations": combinations,
     "agents": agents_table,
+    "quotas": quotas_table,
 }
 
 

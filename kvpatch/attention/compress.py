@@ -19,6 +19,7 @@ from ..policies.allocation import Adaptive
 from ..policies.context import EvictionContext
 from ..policies.numbers import on_device
 from ..policies.parallel import WHOLE, Parallel
+from ..policies.quotas import count_quotas, share_out
 from ..policies.selection import FIRST, top
 from . import anomaly
 from .decode import foresee
@@ -377,9 +378,22 @@ def limit(call: Call) -> list[int]:
     )
     if call.rule.weighs:
         sizes = tuple((*size[:-1], call.rule.least(n)) for size, n in zip(sizes, now.budget_n_B, strict=True))
+    if "span" in slots.state:
+        sizes = tuple(
+            (*size[:-1], min(b, size[-1] + more))
+            for size, b, more in zip(sizes, _budgets(call), _set_quotas(call), strict=True)
+        )
     slots.limits = cache.limits(sizes, device)
     _say_cuts(call)
     return [size[-1] for size in sizes]
+
+
+def _set_quotas(call: Call) -> list[int]:
+    """Set the quotas of the held tokens' spans; return the sum of the spans' quotas, by row."""
+    slots, given = call.slots, (_budgets(call), call.now.budget_n_B)
+    span, held = slots.state["span"][:, :, : slots.used], slots.positions[:, :, : slots.used] >= 0
+    slots.statistic("quota", slots.state["span"])[:, :, : slots.used] = share_out(span, *given)
+    return count_quotas(span, held, *given)
 
 
 def _say_cuts(call: Call) -> None:

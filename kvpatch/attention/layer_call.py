@@ -60,10 +60,10 @@ class Call(LayerRead):
 
     def begin(self, now: Forward) -> None:
         """Start another pass; what does not change from pass to pass stays bound."""
-        asked = now.keeps_all or now.fixed_B is not None or now.protect_BQ is not None
+        asked = now.keeps_all or any(one is not None for one in (now.fixed_B, now.protect_BQ, now.span_BQ))
         if asked and self.settings.bounds[self.layer] is not None:
             # the user's policy options do not apply to a window of the layer's own
-            now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None)
+            now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None, span_BQ=None)
         self.now = now
         self.positions_BQ = now.positions_on(self.device)
         self.rows_BQ = self.positions_BQ if now.rows_BQ is None else now.rows_BQ.to(self.device)
@@ -94,14 +94,15 @@ class Call(LayerRead):
             return False
         return (self.slots.mode.evicts and self.policy.needs.rows != "none") or self.policy.remembers
 
-    def entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, protect_BQ: Tensor | None) -> dict[str, Tensor]:
-        """Compute what the score, the selection and `protect=` keep about tokens when they are written."""
+    def entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> dict[str, Tensor]:
+        """Compute what the score, the selection, `protect=` and `quota=` keep about a prompt's tokens when they are written."""
         if not self.evicts:
             return {}
         entry = {**self.score_entry(k_BHQD, v_BHQD, positions_BQ), **self.selection_entry(v_BHQD)}
-        if protect_BQ is not None:
-            own = protect_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
-            entry["protect"] = own.expand(k_BHQD.shape[:3]).contiguous()
+        for name, given_BQ in (("protect", self.now.protect_BQ), ("span", self.now.span_BQ)):
+            if given_BQ is not None:
+                own = given_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
+                entry[name] = own.expand(k_BHQD.shape[:3]).contiguous()
         return entry
 
     def score_entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> dict[str, Tensor]:
@@ -158,9 +159,12 @@ class Call(LayerRead):
 
     def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
         """Compute `entry` of one decoded token; what depends on positions alone comes from `entry_ahead`."""
-        if not self.evicts or not self.policy.entry_by_position or self.now.traced:
-            return self.entry(k_BH1D, v_BH1D, positions_B1, None)
-        return {**self.entry_ahead(k_BH1D, positions_B1), **self.selection_entry(v_BH1D)}
+        if not self.evicts:
+            return {}
+        entry = {**self.selection_entry(v_BH1D), **self.slots.blank_spans()}
+        if not self.policy.entry_by_position or self.now.traced:
+            return {**self.score_entry(k_BH1D, v_BH1D, positions_B1), **entry}
+        return {**self.entry_ahead(k_BH1D, positions_B1), **entry}
 
     def entry_ahead(self, like_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
         """Return the part of an entry that depends on a token's position alone, computed for AHEAD tokens at once."""

@@ -30,7 +30,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         _borrow(call, k_BHQD, v_BHQD)
     past, before = slots.used, slots.kv.nbytes  # a new prompt is appended; compression makes slots again
     with torch.no_grad():
-        entry = call.entry(k_BHQD, v_BHQD, positions_BQ, now.protect_BQ)
+        entry = call.entry(k_BHQD, v_BHQD, positions_BQ)
         whole = past == 0 and now.ends_prompt and now.final
         (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, positions_BQ, entry)
     if now.padding is not None:

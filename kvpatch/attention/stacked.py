@@ -118,6 +118,8 @@ class LayerStack:
         self.slots.seen += 1
         if self.backend != "triton":
             self.slots.write_position(self.call.positions_BQ)
+        if blank := self.slots.blank_spans():
+            self.slots.write_entry(blank)
         if self.call.policy.entry_by_position:
             like = torch.empty(1, device=self.slots.device).expand(len(self.slots.positions), self.H, 1, 1)
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))

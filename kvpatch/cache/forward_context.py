@@ -79,6 +79,7 @@ class Forward:
     columns, computed once for all layers. traced: a decode step inside a graph of torch.compile. bound: what a decode step
     does in each layer (attention/bound_step.py), None in layers that take the whole way; empty until the first has run.
     ended: layers that wait for the last one, since all share one budget, or for a second reading (attention/compress.py).
+    span_BQ: the columns' spans of `quota=` (policies/quotas.py), or None.
     shown: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
     reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. repeat: the
     pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end. lender: lends
@@ -114,6 +115,7 @@ class Forward:
     repeat: Repeat | None = None
     edit: Edit | None = None
     lender: Lender | None = None
+    span_BQ: Tensor | None = None
     _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
     _shared: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
@@ -176,11 +178,12 @@ def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[in
 
     before_B, after_B: tokens of each row before and after these columns. final: the prompt ends with them.
     """
-    P, positions_BQ, protect_BQ = now.prompt, now.positions_BQ[:, : now.prompt], now.protect_BQ
+    P, positions_BQ, protect_BQ, span_BQ = now.prompt, now.positions_BQ[:, : now.prompt], now.protect_BQ, now.span_BQ
     if now.padding is not None:
         now.packing_BQ = (positions_BQ < 0).long().argsort(dim=1, stable=True)
         positions_BQ = positions_BQ.gather(1, now.packing_BQ)
         protect_BQ = None if protect_BQ is None else protect_BQ[:, :P].gather(1, now.packing_BQ)
+        span_BQ = None if span_BQ is None else span_BQ[:, :P].gather(1, now.packing_BQ)
     counts_B = [after - before for before, after in zip(before_B, after_B, strict=True)]
     blocks = []
     for start in range(0, P, block):
@@ -203,6 +206,7 @@ def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[in
                 reserve=min(block, P - stop) or block,
                 repeatable=now.repeatable,
                 table=now.table,
+                span_BQ=None if span_BQ is None else span_BQ[:, start:stop],
             )
         )
     return blocks

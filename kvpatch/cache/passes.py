@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from ..policies.context import at_hand
-from ..policies.scopes import AllBut, protect_tensor
 from ..policies.served import refuse
 from . import compiled
 from .counters import DeviceCounters
 from .forward_context import Edit, Forward, Padding, Repeat, find_places, split_blocks
+from .marks import mark_protected, mark_spans
 from .modes import Evicting, Growing
 from .snapshot import LayerPart
 from .state import TextState
@@ -128,7 +128,8 @@ def begin_edit(
     (B, Q), lengths_B = ids_BQ.shape, cache.lengths_B
     now = Forward(places_Q.expand(B, -1).contiguous(), Q, True, lengths_B.tolist(), None, None, False, 0, edit=edit)
     now.budget_n_B, now.rows_B, now.keeps_all = now.n_B, [Q] * B, cache.settings.policy.schedule == "prompt"
-    now.protect_BQ = _mark_protected(cache, now.positions_BQ, ids_BQ, cache.seen)
+    now.protect_BQ = mark_protected(cache, now.positions_BQ, ids_BQ, cache.seen)
+    now.span_BQ = mark_spans(cache, now.positions_BQ, cache.seen)
     if cache.keeps_ids:
         cache.ids.skip_columns(B, cache.seen, lengths_B.device)
         cache.ids.replace(ids_BQ, places_Q)
@@ -258,10 +259,11 @@ def _read_pass(
     n_B = read.whole_B if ends or settings.block else []
     if ends and read.padding is not None:
         _check_rows(cache, n_B, read.last_B)
-    protect = _mark_protected(cache, positions, merged_ids if input_ids is None else input_ids, seen) if prompt else None
+    protect = mark_protected(cache, positions, merged_ids if input_ids is None else input_ids, seen) if prompt else None
+    spans = mark_spans(cache, positions, seen) if prompt else None
     first = 0 if ends else cache.counters.steps
     recording = Q - prompt > 1 or recorded
-    now = Forward(positions, prompt, ends, n_B, read.padding, protect, recording, first, repeatable=repeatable)
+    now = Forward(positions, prompt, ends, n_B, read.padding, protect, recording, first, repeatable=repeatable, span_BQ=spans)
     now.rows_BQ = rows if settings.transparent else None
     return now, read.before_B, after
 
@@ -360,28 +362,6 @@ def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
             f"Row {last_B.index(0)} is padded on the right: generate() continues behind the last column, "
             "so pad on the left (tokenizer.padding_side = 'left')."
         )
-
-
-def _mark_protected(cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, seen: int) -> Tensor | None:
-    """Mark the columns of the user's `protect=`, bool [B,Q]."""
-    protect = cache.settings.policy.scope.protect
-    if protect is None or not cache.settings.acts:
-        return None
-    wanted = protect_tensor(protect).to(positions_BQ.device)
-    B, Q = positions_BQ.shape
-    if wanted.dtype != torch.bool:
-        assert input_ids is not None, "refused in _read_pass"
-        return torch.isin(input_ids.to(wanted.device), wanted, invert=isinstance(protect, AllBut)) & (positions_BQ >= 0)
-    wanted = wanted.expand(B, -1) if wanted.ndim == 1 else wanted.repeat_interleave(max(B // len(wanted), 1), 0)
-    total = cache.request.prompt_len or Q
-    if seen == 0 and wanted.shape != (B, total):
-        raise KVPatchError(
-            f"protect= is a mask of shape {list(wanted.shape)}, but the prompt is [{B}, {total}]: give one of its shape, "
-            "or token ids."
-        )
-    chunk = wanted[:, seen : seen + Q]
-    pad = chunk.new_zeros(B, Q - chunk.shape[1])
-    return torch.cat([chunk, pad], 1) & (positions_BQ >= 0)
 
 
 def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:

@@ -18,6 +18,7 @@ from .forward_context import Forward
 from .guard import MutationGuard
 from .layer import SlotLayer
 from .lifetimes import Lifetimes
+from .messages import Messages
 from .model_stamp import ModelStamp
 from .pickling import Unpicklable
 from .recurrent import RecurrentStates, WithStates
@@ -119,7 +120,8 @@ class TextState(Unpicklable, MutationGuard, WithStates):
     keeps_ids. read_by: the model that has read them. make_table, rotary: makes a table for renumbered keys; the last one
     made, as (positions, table). limits_of: protected sizes that layers of one budget share. choice: the backends in use.
     meter: bytes allocated. record: of the patch's passes over the cache. parts: what a report needs of a scratch cache's
-    layers, which are emptied. lifetimes: of the tokens, if they are recorded and known from the text's beginning.
+    layers, which are emptied. lifetimes: of the tokens, if they are recorded and known from the text's beginning. messages: of
+    a chat, set before each of its prompts is read (marks.py).
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
@@ -154,6 +156,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         self.record: PassRecord | None = None
         self.parts: dict[int, Any] = {}
         self.lifetimes = Lifetimes(len(self.layers)) if self.settings.record else None
+        self.messages: Messages | None = None
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: globals go at exit
         record = vars(self).get("record")  # missing if __init__ raised

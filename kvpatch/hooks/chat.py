@@ -12,8 +12,10 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStr
 
 from ..arch.upstream import CACHE, CACHE_NAMES
 from ..cache.cache import EvictingCache
+from ..cache.messages import Messages
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
+from ..policies.scopes import SYSTEM
 from .streams import Outcome, Stop
 from .target import Target
 from .transcript import Template, Transcript, find_dropped
@@ -223,6 +225,7 @@ class Chat:
 
     def _generate(self, asked: Tensor, *criteria: StoppingCriteria, **options: Any) -> Tensor:
         """Return the ids [1,N] of the text with the answer."""
+        self.cache.messages = Messages([*(one["role"] for one in self.messages), "assistant"], list(self._read.starts))
         given = self._options | options
         stops = StoppingCriteriaList([*(given.pop("stopping_criteria", None) or ()), *criteria])
         given |= {"stopping_criteria": stops} if stops else {}
@@ -254,7 +257,12 @@ def begin_chat(
     if not target.generators:
         raise KVPatchError("This model has no generate(): patch a model with a language head, such as AutoModelForCausalLM.")
     chat = Chat(target.generators[0], tokenizer, new_cache, replace, system, **options)
-    if keep_system:
+    keeps_system = isinstance(settings.policy.scope.protect, str) and settings.policy.scope.protect == SYSTEM
+    if keeps_system and not chat.system_tokens:
+        raise KVPatchError(
+            "protect='system' keeps a system prompt, and there is none: write patch.chat(tokenizer, system='...')."
+        )
+    if keep_system and not keeps_system:
         _check_kept(settings, chat.system_tokens)
     return chat
 
@@ -270,7 +278,7 @@ def _check_kept(settings: CacheSettings, tokens: int) -> None:
     if ks and (sinks < tokens or not all(isinstance(k, int) and k > tokens for k in ks)):
         raise KVPatchError(
             f"keep_system=True: the system prompt has {tokens} tokens. Write patched(model, ..., k=..., sinks={tokens}) with "
-            f"more than {tokens} tokens as k, a whole number; this patch has sinks={sinks}, k={ks[0]!r}."
+            f"more than {tokens} tokens as k, a whole number, or protect='system'; this patch has sinks={sinks}, k={ks[0]!r}."
         )
 
 

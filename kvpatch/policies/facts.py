@@ -12,7 +12,7 @@ from typing import Any
 
 from .uses import list_uses
 
-COMMON: dict[str, Any] = {"sinks": 0, "recent": 0, "protect": None, "turns": "all", "every": 1}
+COMMON: dict[str, Any] = {"sinks": 0, "recent": 0, "protect": None, "turns": "all", "quota": None, "every": 1}
 """Options that every policy has, with the default of most."""
 
 COMBINATIONS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,8 @@ class PolicyOptions(TypedDict, total=False):
 
     sinks: int  # first tokens that stay
     recent: int | float  # newest tokens that stay, a number or a share of the budget
-    protect: Tensor | Sequence[int] | Sequence[bool] | str | None  # tokens that stay: a mask, ids, "image" or "text"
+    protect: Tensor | Sequence[int] | Sequence[bool] | str | None  # tokens that stay: a mask, ids, "image", "text" or "system"
+    quota: Tensor | Sequence[Sequence[int]] | Sequence[int] | str | None  # spans that keep their share, or "messages"
     every: int  # tokens that decode steps evict at once
     turns: Literal["all", "each", "first"]  # what a later prompt's budget covers under schedule "prompt"
     protected: int | float  # tokens protected by deviation, a number or a share of the budget

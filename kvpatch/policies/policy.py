@@ -16,6 +16,7 @@ from .budgets import check_count
 from .context import EvictionContext, NewTokens
 from .merging import Merge
 from .needs import AnyNeed, Need, Needs
+from .quotas import protect_shares
 from .scopes import Scope
 from .scores import Score
 from .selection import FIRST, Selection, eviction_keys, score_keys
@@ -199,7 +200,10 @@ class Policy:
         if context.watch is not None:
             context.watch(value)
         dead = context.dead_BHT
-        keys = eviction_keys(score_keys(value, position, self.score.signed), protected=protected, dead=dead, empty=empty)
+        keys = score_keys(value, position, self.score.signed)
+        if scope.quota is not None:
+            protected = protect_shares(context, keys, protected, dead)
+        keys = eviction_keys(keys, protected=protected, dead=dead, empty=empty)
         if self.selection is None:
             return keys
         keys = self.selection.eviction_keys(context, value, keys, protected, dead)

@@ -13,6 +13,7 @@ from ..errors import KVPatchError
 from .budgets import share
 from .context import EvictionContext
 from .needs import AnyNeed, Held, LastQueries, Sums, WindowAttention
+from .quotas import MESSAGES, read_quota
 from .scores import Score
 from .selection import LAST, in_top, score_keys
 
@@ -28,6 +29,7 @@ def check_size(name: str, value: object) -> None:
 
 
 KINDS = ("image", "text")  # of tokens that `protect=` may name; the model's configuration says which ids they have
+SYSTEM = "system"  # the word of `protect=` for the system message of a chat
 
 
 def fit_window(score: Score, room: int) -> int:
@@ -60,16 +62,26 @@ class Scope:
         sinks: number of first tokens.
         recent: number of newest tokens (int), or their share of the budget (float).
         protect: boolean mask over the prompt's columns, [n] or [B,n], or token ids (int) that are protected wherever they
-            occur in the prompt, or "image" or "text": the tokens of images, or all others.
+            occur in the prompt, or "image" or "text": the tokens of images, or all others; or "system": the system message of
+            a chat, with its header.
         turns: the tokens that the budget of a later turn of a chat covers under schedule "prompt": "all" the whole text so
             far; "each" this turn's prompt alone, keeping what earlier turns hold; "first" evicts nothing after the first
             turn.
+        quota: spans of the prompt, as (start, stop) over its columns, stop excluded, or as the number of its span for each
+            column, int [n] or [B,n], -1 for none; or "messages": each message of a chat that is no answer. Of n tokens that
+            the budget b covers, a span of |s| tokens keeps at least floor(b |s| / n): as many of its highest scores as it has
+            too few among the otherwise protected. Padding is no token of a span. Where the spans lack more in all than these
+            leave of the budget, each lack is cut in proportion, rounded down. The rest goes to the highest scores, as ever.
+
+    Source of quota: fair eviction [The Pitfalls of KV Cache Compression, arXiv 2510.00231]. Differs from the paper: any number
+    of spans, any score, and what is protected otherwise counts.
     """
 
     sinks: int = 0
     recent: int | float = 0
     protect: Any = None
     turns: str = "all"
+    quota: Any = None
     needs: ClassVar[tuple[AnyNeed, ...]] = ()  # what `mask` reads
     ranked: ClassVar[str] = "protected"  # the option that `deviation` is
 
@@ -80,8 +92,10 @@ class Scope:
         check_size("recent", self.recent)
         if self.turns not in TURNS:
             raise KVPatchError(f"turns={self.turns!r} must be one of {', '.join(map(repr, TURNS))}.")
-        if self.protect is not None and not (isinstance(self.protect, str) and self.protect in KINDS):
+        if self.protect is not None and not (isinstance(self.protect, str) and self.protect in (*KINDS, SYSTEM)):
             protect_tensor(self.protect)
+        if self.quota is not None and not (isinstance(self.quota, str) and self.quota == MESSAGES):
+            read_quota(self.quota)
 
     @property
     def deviation(self) -> int | float:
@@ -248,7 +262,8 @@ def protect_tensor(protect: Any) -> Tensor:
         tensor = torch.as_tensor(protect)
     except (TypeError, ValueError, RuntimeError) as error:
         raise KVPatchError(
-            f"protect={protect!r} must be a boolean mask over the prompt ([n] or [B, n]), token ids, 'image' or 'text'."
+            f"protect={protect!r} must be a boolean mask over the prompt ([n] or [B, n]), token ids, 'image', 'text' or "
+            "'system'."
         ) from error
     if tensor.dtype == torch.bool and tensor.ndim in (1, 2):
         return tensor

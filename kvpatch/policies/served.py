@@ -15,7 +15,7 @@ import torch
 
 from ..errors import KVPatchError, suggest
 from .needs import SecondReading, Sums
-from .scopes import protect_tensor
+from .scopes import SYSTEM, protect_tensor
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,11 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "one budget for all layers": lambda it: it.policy.over_model,
     "output projection": lambda it: it.policy.projects,
     "protect=": lambda it: it.policy.scope.protect is not None,
+    "protect='system'": lambda it: isinstance(it.policy.scope.protect, str) and it.policy.scope.protect == SYSTEM,
     "protect= as a mask": lambda it: _has_protect(it, masked=True),
     "protect= by unknown token ids": lambda it: it.unknown and _has_protect(it, masked=False),
     "pyramid": lambda it: it.policy.over_layers is not None,
+    "quota=": lambda it: it.policy.scope.quota is not None,
     "rotations undone": lambda it: it.policy.needs.lookahead is not None,
     "schedule='decode'": lambda it: it.policy.schedule == "decode",
     "schedule='prompt'": lambda it: it.policy.schedule == "prompt",
@@ -199,8 +201,14 @@ REFUSED: dict[str, dict[str, str]] = {
     "tensor parallel": {
         "budgets by head": "k={it.varied} gives heads budgets of their own, which processes that share a model's heads do not "
         "agree on: give one k for all heads, or load the model on one device.",
+        "quota=": "quota= protects other tokens in each head, and processes that share a model's heads would count other sums: "
+        "use protect=, or load the model on one device.",
         "ALiBi": "{it.alibi} has an ALiBi slope for each head, which kvpatch does not share out over processes: load the "
         "model without a tp_plan.",
+    },
+    "quota=": {
+        "schedule='decode'": "quota= divides a budget over spans of the prompt, but schedule='decode' keeps the prompt whole: "
+        "leave quota out, or use schedule='prompt' or 'both'.",
     },
     "every": {
         "no eviction": "every={it.policy.every}: policy {name} never evicts. Leave every out, or use another policy.",
@@ -251,6 +259,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "every": "k={it.k} evicts what it can at every step: leave every={it.policy.every} out.",
     },
     "weighed budget": {
+        "quota=": "k={it.k} keeps as many tokens as the scores say, so that spans have no budget to share: leave quota out, or "
+        "give k as a share or tokens.",
         "scores that are no weights": "k={it.k} takes scores for weights, but the score of policy {name} is none: it may be "
         "negative or only ranks tokens. Use a score made of attention, such as those of h2o, roco or snapkv, or give k as a "
         "share or tokens.",
@@ -321,6 +331,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "renumbered": "A {it.past} holds keys at their original positions; with positions='renumbered' run the "
         "prompt inside the block.",
         "protect=": "protect= marks prompt tokens as they are read: run the prompt inside the block.",
+        "quota=": "quota= marks spans of a prompt as it is read: run the prompt inside the block.",
         "states": "A {it.past} of a hybrid, whose layers {it.states} keep a state of their own, is not taken over: run the "
         "prompt inside the block.",
     },
@@ -386,6 +397,9 @@ REFUSED: dict[str, dict[str, str]] = {
         NEED: "Continuous batching packs prompts, and policy {name} {why}: use generate(), or another policy.",
         "protect= as a mask": "protect= is a mask, which fits one prompt; continuous batching reads many. Give token ids, or "
         "use generate().",
+        "protect='system'": "protect='system' needs to see messages, and continuous batching reads token ids: give the "
+        "template's own, or use patch.chat().",
+        "quota=": "quota= has spans of one prompt; continuous batching reads many. Use generate().",
         "budgets by head": "k={it.varied}: continuous batching claims a request's blocks when it is admitted, so all heads of "
         "a layer need one size: give k as tokens, a share of the prompt or bytes, or use generate().",
         "every": "every={it.policy.every}: in continuous batching requests come and go between the steps that would evict. "
@@ -397,6 +411,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "schedule='decode'": "schedule='decode' keeps the prompt whole",
         NEED: "{why}",
         "one budget for all layers": "layers share a budget",
+        "quota=": "spans of one prompt have quotas",
     },
     "vllm": {
         "renumbered": "positions='renumbered' is not served in vLLM, which rotates keys itself: use 'original'.",

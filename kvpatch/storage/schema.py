@@ -199,6 +199,8 @@ class _Layer:
                 self._take_tensor(left, f"{need.name}.{name}", kinds, own)
         if self.policy.scope.protect is not None and f"{self.index}.state.protect" in left:
             self._take_tensor(left, "state.protect", (torch.bool,), shape)
+        for name in ("span", "quota") if self.policy.scope.quota is not None else ():
+            self._take_tensor(left, f"state.{name}", (torch.int64,), shape)
 
 
 def _take_entry(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Entry:

@@ -89,6 +89,16 @@ def test_kernels_step_stacked_layers_with_tokens_of_the_users(model):
     assert one.stack is not None and kept(one) == kept(other)
 
 
+@pytest.mark.parametrize("policy", ["window", "roco"])
+def test_kernels_step_stacked_layers_with_quotas(model, policy):
+    pytest.importorskip("triton")
+    ids, fed, quota = prompt(2, 16), prompt(2, 7, seed=2), [(0, 6), (6, 16)]
+    stacked, one = run(model, ids, fed, policy, 0.5, backend="triton", quota=quota, recent=1)
+    alone, other = run(model, ids, fed, policy, 0.5, backend="torch", quota=quota, recent=1)
+    torch.testing.assert_close(stacked, alone, atol=1e-5, rtol=0)
+    assert one.stack is not None and kept(one) == kept(other)
+
+
 def test_a_step_with_gradients_is_not_the_kernels(model):
     pytest.importorskip("triton")
     with kvpatch.patched(model, "roco", 0.5, backend="triton") as patch:

@@ -82,6 +82,8 @@ CASES = [
     ("llama_gqa", "layer_defensive", {"k": 0.4, "window": 5, "room": STEPS}),
     ("llama_gqa", "global_topk(snapkv)", {"k": 0.4, "window": 5, "room": STEPS}),
     ("llama_gqa", "kvzip", {"k": 0.4, "room": STEPS}),
+    ("llama_gqa", "h2o", {"k": 0.5, "recent": 2, "quota": [(3, 20), (25, 40)]}),
+    ("mistral_sliding", "roco", {"k": 45, "protected": 4, "quota": [(3, 20), (25, 40)], "room": STEPS}),
 ]
 FAST = [CASES[i] for i in (0, 2, 6, 15, 21)]  # rotary, ALiBi, temperatures, slots that fill up, ragged
 

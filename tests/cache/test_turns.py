@@ -80,6 +80,18 @@ def test_turns_of_combinations(wrap, turns):
         compare("llama_gqa", "h2o", 0.4, wrap=wrap)
 
 
+@pytest.mark.parametrize("turns", ["all", "each", "first"])
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "adakv", "layer_defensive"])
+def test_turns_with_quotas(policy, turns):
+    """Spans of the first prompt have shares of each later budget."""
+    quota = [*[0] * 8, -1, *[1] * 15, *[2] * 6]
+    compare("llama_gqa", policy, 0.4, turns=turns, schedule="prompt", quota=quota, **SMALL.get(policy, {}))
+    compare("llama_gqa", policy, 14, turns=turns, schedule="prompt", quota=quota, **SMALL.get(policy, {}))
+    if policy == "h2o" and turns == "all":
+        compare("llama_gqa", policy, 14, quota=quota)
+        compare("llama_gqa", policy, 14, quota=quota, block=7, wrap=("adaptive",))
+
+
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "critical_adakv"])
 def test_each_question_starts_from_the_same_context(policy):
     """Prefill once, clone per question: what one question does is never seen by another, nor by the context."""

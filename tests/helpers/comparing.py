@@ -161,6 +161,8 @@ def agrees(
         held = [cache.positions(layer).tolist() for layer in range(len(cache.layers))]
     for row, pad in enumerate(pads):
         given_options = {key: value for key, value in options.items() if key != "generation_length"}
+        if "quota" in options:
+            given_options["quota"] = options["quota"][pad:]
         want = reference.run(
             pristine, ids[row, pad:].tolist(), fed[row].tolist(), policy=policy, k=plain(k),
             generation_length=length, draw=functools.partial(draw, seed), wrap=wrap, **given_options,

@@ -149,6 +149,7 @@ EVERY_POLICY: dict[str, Any] = {
     "sinks": 0,
     "recent": 0,
     "protect": None,
+    "quota": None,
     "schedule": "both",
     "every": 1,
     "block": None,
@@ -382,6 +383,8 @@ class Oracle:
             self.k = whole_heads(k, areas, options["sinks"] + options["recent"])
         self.marked = {i for i, chosen in enumerate(options["protect"] or []) if chosen}
         self.protect: set[int] = set()  # those of the prompts so far
+        numbers = options["quota"] or []
+        self.spans = [{i for i, own in enumerate(numbers) if own == number} for number in sorted({*numbers} - {-1})]
         self.margin = math.inf
         self.keys: list[list[dict[int, Tensor]]] = [[{} for _ in range(K)] for _ in range(L)]
         self.values: list[list[dict[int, Tensor]]] = [[{} for _ in range(K)] for _ in range(L)]
@@ -738,7 +741,33 @@ class Oracle:
             rest, margin = worst(std, len(std) - r)
             self.margin = min(self.margin, margin)
             top = set(ranked) - rest
-        return [i for i in held if i not in fixed | self.outside(l, g) | newest | top]
+        free = [i for i in held if i not in fixed | self.outside(l, g) | newest | top]
+        own = self.shares_of_spans(l, g, b, free) if self.spans else set()
+        return [i for i in free if i not in own]
+
+    def quota(self, b: int, span: set[int]) -> int:
+        """The tokens that a head keeps of a span: its share of the budget, floor(b |s| / n)."""
+        n = self.n - self.start if self.turns == "each" else self.n
+        return min(len(span), b * len(span) // n)
+
+    def shares_of_spans(self, l: int, g: int, b: int, free: list[int]) -> set[int]:
+        """What a head keeps for the spans' sake: in each the top by score of what is free, beside its protected tokens, so that
+        they reach its quota. Where that is more than the budget has room for, what each lacks is cut in proportion."""
+        counted = [i for i in self.keys[l][g] if i not in self.outside(l, g)]
+        room = b - (len(counted) - len(free))
+        could = [[i for i in free if i in span and not self.dead(l, i)] for span in self.spans]
+        lacks = []
+        for span, own in zip(self.spans, could, strict=True):
+            stay = sum(1 for i in counted if i in span and i not in free)
+            lacks.append(max(0, min(self.quota(b, span) - stay, len(own))))
+        if (total := sum(lacks)) > room:
+            lacks = [lack * room // total for lack in lacks]
+        s, kept = self.scores(l, g, b, free), set[int]()
+        for lack, own in zip(lacks, could, strict=True):
+            rest, margin = worst({i: s[i] for i in own}, len(own) - lack)
+            self.margin = min(self.margin, margin)
+            kept |= set(own) - rest
+        return kept
 
     def scores(self, l: int, g: int, b: int, candidates: list[int]) -> dict[int, float]:  # noqa: C901
         """s[i] of every candidate."""
@@ -989,7 +1018,7 @@ class Oracle:
             must_stay = [number - len(own) for number, own in zip(counted, s, strict=True)]
             dead = self.dead  # at a prompt's end no layer of these differs in what it can see
             counts, margin = adaptive(
-                must_stay, s, [self.guaranteed(b_of[l]) for l, _ in heads], total, lambda i: dead(layers[0], i)
+                must_stay, s, [self.guaranteed(l, b_of[l]) for l, _ in heads], total, lambda i: dead(layers[0], i)
             )
             self.margin = min(self.margin, margin)
             for (l, g), own, count in zip(heads, s, counts, strict=True):
@@ -999,10 +1028,12 @@ class Oracle:
         for place, (l, g) in enumerate(heads):
             self.shares[l][g] = held[place] + extra // len(heads) + (1 if place < extra % len(heads) else 0)
 
-    def guaranteed(self, b: int) -> int:
+    def guaranteed(self, l: int, b: int) -> int:
         """The tokens that a head keeps in any case where heads share a budget."""
         fixed, recent, r, w = self.sizes(b)
-        return max(tokens(float(self.options["floor"]), b), min(len(fixed) + max(recent, w) + r, b))
+        held = {i for head in self.keys[l] for i in head}
+        spans = sum(self.quota(b, span) for span in self.spans if span & held)
+        return max(tokens(float(self.options["floor"]), b), min(len(fixed) + max(recent, w) + r + spans, b))
 
     def head_budgets(self, l: int, b: int) -> list[int]:
         """How many tokens each KV head of the layer may keep now, not counting those outside the budget."""
@@ -1023,7 +1054,7 @@ class Oracle:
         free = [self.evictable(l, g, b) for g in range(K)]
         s = self.scores_of_heads(l, b, free)
         must_stay = [counted[g] - len(free[g]) for g in range(K)]
-        counts, margin = adaptive(must_stay, s, [self.guaranteed(b)] * K, K * b, partial(self.dead, l))
+        counts, margin = adaptive(must_stay, s, [self.guaranteed(l, b)] * K, K * b, partial(self.dead, l))
         self.margin = min(self.margin, margin)
         return counts
 
@@ -1119,6 +1150,8 @@ def check(o: dict[str, Any]) -> None:
         raise ValueError("schedule='decode' keeps the prompt whole: block has nothing to evict")
     if o["schedule"] == "decode" and {"adaptive", "global_topk"} & set(o["wrap"]):
         raise ValueError("schedule='decode': budgets of heads are found when a prompt ends")
+    if o["schedule"] == "decode" and o["quota"] is not None:
+        raise ValueError("schedule='decode' keeps the prompt whole, spans and all")
     if "global_topk" in o["wrap"] and o["block"] is not None:
         raise ValueError("block: a layer reads all blocks before the next one runs")
     if "chunked" in o["wrap"] and (o["schedule"] != "prompt" or "critical" in o["wrap"]):
@@ -1164,6 +1197,7 @@ def run_turns(
     turns: what later prompts do. "all": the budget is of all tokens so far; "each": of the turn's own prompt, what was
     held before is kept beside it; "first": they evict nothing.
     protect: a mask over the first prompt, or over the whole text, of which only the tokens of prompts count.
+    quota: the number of its span for each token of the first prompt, -1 for none.
     generation_length is T, the number of new tokens that tau is spread over: generate()'s own or the policy's option.
     draw(kind, layer, head, t, i) gives the numbers: "uniform" in (0, 1) for KV head `head` and held token i, the newest
     being t; "gumbel" or "gaussian", as zeta itself, for query head `head`, with t = -1 where one draw serves all t.

@@ -313,6 +313,11 @@ def test_decode_step_by_hand() -> None:
         ("window", {"protect": [False, True, False, False]}, [[1, 3], [1, 4]]),
         ("window", {"sinks": 7, "protect": [False, True, False, False]}, [[0, 1], [0, 1]]),
         ("window", {"sinks": 1, "protect": [False, True, True, False]}, [[1, 2], [1, 2]]),
+        ("window", {"quota": [0, 0, -1, -1]}, [[1, 3], [1, 4]]),  # 2 * 2 / 4 is one token of 0 and 1
+        ("window", {"quota": [0, -1, -1, -1]}, [[2, 3], [3, 4]]),  # 2 * 1 / 4 is none
+        ("window", {"quota": [0, 0, 1, 1]}, [[1, 3], [1, 3]]),
+        ("window", {"sinks": 1, "quota": [0, 0, -1, -1]}, [[0, 3], [0, 4]]),  # 0 counts
+        ("window", {"recent": 2, "quota": [0, 0, -1, -1]}, [[2, 3], [3, 4]]),  # no room
         ("dilated_window", {}, [[0, 2], [2, 4]]),
         ("dilated_window", {"dilation": 0}, [[2, 3], [3, 4]]),
         ("dilated_window", {"dilation": 2}, [[0, 3], [0, 3]]),

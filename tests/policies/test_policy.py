@@ -37,6 +37,8 @@ OPTIONS = [  # part, option, what is refused, what is just allowed
     (Scope, "turns", ["every", None, 1], ["all", "each", "first"]),
     (Scope, "protect", ["x", 1.5, [[1], [1, 2]], torch.zeros(2), torch.zeros(1, 1, 1).bool(), torch.zeros(2, 2).long()],
      [[True, False], [[True], [False]], [3, 4], 5, torch.tensor([1], dtype=torch.int32)]),
+    (Scope, "quota", ["x", 1.5, 3, [], [[1], [1, 2]], torch.zeros(2), torch.zeros(1, 1, 1).long(), [(0, 2)] * 2, [(True, 2)]],
+     [[(0, 1)], [[3, 5], [0, 3]], ((0, 1),), [0, -1, 1], torch.tensor([[0], [1]]), "messages"]),
     (DeviationScope, "protected", [*NOT_NUMBERS, -1, -0.1, 1.01], [0, 1, 0.0, 1.0]),
 ]  # fmt: skip
 

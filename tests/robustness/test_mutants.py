@@ -16,6 +16,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 OUTSIDE = {"the column kernel reads a key too many", "the forward kernel reads the place of a row too many"}
 ALIKE = "tests/oracle/test_oracle.py::test_rows_of_one_length"
+QUOTAS = "tests/oracle/test_oracle_quotas.py"
 SHELLS = "tests/arch/test_shells.py::test_tokens_of_images_are_protected_by_name_and_by_id"
 PARTS = "tests/oracle/test_oracle_parts.py"
 KERNELS = "tests/backends/test_triton_replay.py::test"
@@ -240,7 +241,23 @@ MUTANTS = {
         "policies/allocation.py", "max(share(float(self.floor), budget), nominal)", "nominal",
         f"{PARTS}::test_options[adaptive-{{'floor': 1.0}}]"),
     "tokens of images protected as text": (
-        "cache/passes.py", "invert=isinstance(protect, AllBut)", "invert=False", f"{SHELLS}[text-mistral3]"),
+        "cache/marks.py", "invert=isinstance(protect, AllBut)", "invert=False", f"{SHELLS}[text-mistral3]"),
+    "what stays anyway does not count for a quota": (
+        "policies/quotas.py", "kept = _count_in(segment, (stays & member).gather(-1, order))",
+        "kept = torch.zeros_like(segment)", f"{QUOTAS}::test_every_policy[cur]"),
+    "spans get more than there is room for": (
+        "policies/quotas.py", "torch.where(lacks > room, lack * room // lacks.clamp(min=1), lack)", "lack",
+        f"{QUOTAS}::test_other_models[mpt-critical_adakv]"),
+    "padding counts as a span's": (
+        "policies/quotas.py", "torch.where(real_BN, numbers_BN + 1, 0)", "numbers_BN + 1", f"{QUOTAS}::test_every_policy[h2o]"),
+    "heads that share a budget may get less than their quotas": (
+        "attention/compress.py", "min(b, size[-1] + more)", "size[-1]", f"{QUOTAS}::test_combinations[snapkv-adaptive]"),
+    "a generated token is of the span whose slot it gets": (
+        "attention/stacked.py", "self.slots.write_entry(blank)", "pass",
+        "tests/cache/test_quotas.py::test_a_generated_token_has_no_span"),
+    "every message of a chat is the system's": (
+        "cache/messages.py", 'role == "system"', "True",
+        "tests/hooks/test_chat_protection.py::test_the_system_message_alone_is_protected"),
     "the mean of a second reading's rows for their maximum": (
         "backends/torch_backend.py", "x_NTR.amax(-1)", "x_NTR.mean(-1)", f"{ORACLE}[llama_gqa-kvzip]"),
     "evicted before the second reading": (

@@ -75,6 +75,7 @@ def test_where_they_are_given():
         ({"policy": "h2o", "k": 3, "block": 64}, "max_num_batched_tokens is their size"),
         ({"policy": "h2o", "k": 3, "bits": 4}, "bits=4 is not served"),
         ({"policy": "h2o", "k": 3, "protect": [1]}, "sees no token ids"),
+        ({"policy": "h2o", "k": 3, "quota": [[0, 9]]}, "does not see where spans of a prompt lie"),
         ({"policy": "h2o", "k": 3, "positions": "renumbered"}, "use 'original'"),
         ({"policy": "h2o", "k": 3, "schedule": "decode"}, 'Give "schedule": "both"'),
         ({"policy": "h2o", "k": 3, "schedule": "bth"}, "Did you mean 'both'?"),

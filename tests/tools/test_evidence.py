@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvpatch.policies.uses import find_use
-from tools.evidence import agents, chooser, claims, page, report, runs
+from tools.evidence import agents, chooser, claims, page, quotas, report, runs
 from tools.evidence.measure import Bench
 from tools.evidence.samples import Probe, Sample
 from tools.evidence.settings import FULL, NULL, ROWS, UNREAD, Setting
@@ -194,6 +194,40 @@ def test_a_page_is_dropped_before_the_last_turn(tokenizer, model, monkeypatch, t
     ways = agents.measure_conversation(make_model(found), found)
     assert set(ways) == set(agents.WAYS) and ways["read anew"]["kl"] == 0 < ways["kept"]["kl"]
     assert ways["forgotten"]["nats"] != ways["kept"]["nats"]
+
+
+def test_quotas_are_of_the_instructions(tokenizer, monkeypatch, tmp_path):
+    """Spans hold the instructions' words, the system message ends before the user's, and every way is measured once."""
+    (sample,) = instructions.make_samples(tokenizer, 1)
+    system, spans = quotas.find_spans(tokenizer, 0)
+    rules, said = instructions.write_system(0)
+    text = sample.turns[0]
+    assert said in tokenizer.decode(text[:system]) and "Here is a text" not in tokenizer.decode(text[:system])
+    assert tokenizer.decode(text[system : system + 20]).find("Here is a text") > 0
+    for (start, stop), (topic, words) in zip(spans, rules, strict=True):
+        assert tokenizer.decode(text[start:stop]).strip() == instructions.RULE.format(topic=topic, words=words)
+    monkeypatch.setattr(instructions, "make_samples", lambda tokenizer, count: [sample])
+    monkeypatch.setattr(quotas, "K", 0.4)  # this tokenizer cuts words into more pieces
+    model, path = make_model([sample]), tmp_path / "quotas.jsonl"
+    lines = list(quotas.run(model, tokenizer, 1, path))
+    assert [(line["policy"], line["way"]) for line in lines[1:]] == [(p, w) for p in quotas.POLICIES for w in quotas.WAYS]
+    assert len({line["worst"] for line in lines}) == len(lines)
+    assert all(line["worst"] >= line["mean"] for line in lines)
+    assert list(quotas.run(model, tokenizer, 1, path)) == []
+
+
+def test_a_table_of_quotas_compares_with_the_policy_alone(tmp_path):
+    lines = [
+        {"policy": policy, "way": way, "sample": str(i), "digest": str(i), "worst": 9.0 + i - gain}
+        for i in range(8)
+        for policy, ways in (("full", ["full"]), ("snapkv", quotas.WAYS), ("h2o", quotas.WAYS))
+        for gain, way in enumerate(ways)
+    ]
+    path = tmp_path / "quotas.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = quotas.write_table(path)
+    assert "| `snapkv`, alone | 12.50 [" in table and table.endswith("8 samples, k=0.2")
+    assert "| `h2o`, protected | 9.50 [" in table and "| -3.00 [-3.00, -3.00] | 0.0" in table
 
 
 def test_claims_are_corrected_over_the_whole_table(tmp_path):

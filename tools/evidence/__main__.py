@@ -20,6 +20,7 @@ import typer
 from ..real_model import VARIABLE
 from . import agents as agents_runs
 from . import drafts as drafts_runs
+from . import quotas as quotas_runs
 from .page import write_section
 from .report import write_page
 from .runs import run_task
@@ -104,6 +105,19 @@ def drafts(
         print(line, flush=True)
     print(drafts_runs.write_table(out / "drafts.jsonl"))
     drafts_runs.draw(out / "drafts.jsonl", Path("docs/results/lossless.png"))
+
+
+@app.command()
+def quotas(
+    model: Annotated[str, typer.Option(help="folder or hub name", envvar=VARIABLE)] = ".models/smollm2",
+    samples: Annotated[int, typer.Option(min=2)] = 12,
+    out: Annotated[Path, typer.Option(help="folder of the lines")] = LINES,
+) -> None:
+    """Measure what quotas and a protected system message do for the worst instruction, and print the table."""
+    tokenizer, loaded = _load(model, 1)
+    for line in quotas_runs.run(loaded, tokenizer, samples, out / "quotas.jsonl"):
+        print(line["sample"], line["policy"], line["way"], line["worst"], flush=True)
+    print(quotas_runs.write_table(out / "quotas.jsonl"))
 
 
 @app.command()

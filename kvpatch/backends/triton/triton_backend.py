@@ -254,7 +254,7 @@ def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
         return "several tokens are evicted at once"
     if type(policy).eviction_keys is not Policy.eviction_keys or policy.selection is not None:
         return "the policy has an order of its own"
-    if type(policy.scope) is not Scope or "protect" in slots.state:
+    if type(policy.scope) is not Scope or "protect" in slots.state or "span" in slots.state:
         return "more is protected than sinks and recent tokens"
     if policy.score.stored is None:
         return "no kernel knows the score's value()"

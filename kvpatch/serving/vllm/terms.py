@@ -27,6 +27,7 @@ _INSTEAD = {  # arguments of patched() that have no place here
     "strict": "it is a debugging aid of patched()",
     "auto": "the model is one of vLLM's own",
     "protect": "the attention of a layer sees no token ids",
+    "quota": "the attention of a layer does not see where spans of a prompt lie",
 }
 
 

@@ -23,13 +23,20 @@ ASK = "\n\nThank you. Now a question about {topic}: what do you say?"
 LEAD = "About {topic} I answer with the words:"  # small models do not find these words by themselves
 
 
+def write_system(i: int) -> tuple[list[tuple[str, str]], str]:
+    """Return the topic and the words of each instruction of a sample, and its system message."""
+    rng = random.Random(f"instructions {i}")
+    rules = list(zip(rng.sample(TOPICS, COUNT), rng.sample(WORDS, COUNT), strict=True))
+    return rules, "You are the assistant of a shop. " + " ".join(
+        RULE.format(topic=topic, words=words) for topic, words in rules
+    )
+
+
 def make_samples(tokenizer: Any, count: int) -> list[Sample]:
     """Make samples with a probe per instruction; kind "first instruction" and so on."""
     samples = []
     for i, parts in enumerate(group_parts(tokenizer, sentences(), TOKENS, " ")[:count]):
-        rng = random.Random(f"instructions {i}")
-        rules = list(zip(rng.sample(TOPICS, COUNT), rng.sample(WORDS, COUNT), strict=True))
-        system = "You are the assistant of a shop. " + " ".join(RULE.format(topic=topic, words=words) for topic, words in rules)
+        rules, system = write_system(i)
         frame = Frame(tokenizer, system)
         probes = [
             Probe(

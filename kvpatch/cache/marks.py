@@ -1,0 +1,83 @@
+"""Marks of a prompt's columns: what the user's `protect=` and `quota=` say of each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPatchError
+from ..policies.quotas import MESSAGES, encode_spans, number_columns
+from ..policies.scopes import SYSTEM, AllBut, protect_tensor
+from .messages import Messages
+from .state import TextState
+
+
+def mark_protected(cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, seen: int) -> Tensor | None:
+    """Mark the columns of the user's `protect=`, bool [B,Q].
+
+    seen: columns before these.
+
+    Raises:
+        KVPatchError: a mask of another shape than the prompt's, or a system message of a prompt without messages.
+    """
+    protect = cache.settings.policy.scope.protect
+    if protect is None or not cache.settings.acts:
+        return None
+    B, Q = positions_BQ.shape
+    if isinstance(protect, str) and protect == SYSTEM:
+        known = _find_messages(cache, "protect='system' keeps the system message", "give a boolean mask, or token ids")
+        marks = torch.zeros(seen + Q, dtype=torch.bool) if known is None else known.mark_system(seen + Q)
+        return marks[seen:].to(positions_BQ.device) & (positions_BQ >= 0)
+    wanted = protect_tensor(protect).to(positions_BQ.device)
+    if wanted.dtype != torch.bool:
+        assert input_ids is not None, "refused in _read_pass"
+        return torch.isin(input_ids.to(wanted.device), wanted, invert=isinstance(protect, AllBut)) & (positions_BQ >= 0)
+    wanted = wanted.expand(B, -1) if wanted.ndim == 1 else wanted.repeat_interleave(max(B // len(wanted), 1), 0)
+    total = cache.request.prompt_len or Q
+    if seen == 0 and wanted.shape != (B, total):
+        raise KVPatchError(
+            f"protect= is a mask of shape {list(wanted.shape)}, but the prompt is [{B}, {total}]: give one of its shape, "
+            "or token ids."
+        )
+    chunk = wanted[:, seen : seen + Q]
+    pad = chunk.new_zeros(B, Q - chunk.shape[1])
+    return torch.cat([chunk, pad], 1) & (positions_BQ >= 0)
+
+
+def mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | None:
+    """Return the spans of the user's `quota=` (policies/quotas.py), int64 [B,Q].
+
+    seen: columns before these.
+
+    Raises:
+        KVPatchError: spans that end behind the prompt, numbers of another shape, or messages of a prompt without any.
+    """
+    quota = cache.settings.policy.scope.quota
+    if quota is None or not cache.settings.acts:
+        return None
+    (B, Q), device = positions_BQ.shape, positions_BQ.device
+    by_message = isinstance(quota, str) and quota == MESSAGES
+    known = _find_messages(cache, "quota='messages' has a span for each message", "give spans") if by_message else None
+    if known is None and (by_message or cache.turns.count or (seen and not cache.turns.open)):
+        return positions_BQ.new_zeros(B, Q)  # a later prompt, which has no spans
+    columns = seen + Q if known is not None else cache.request.prompt_len or Q
+    real = torch.ones(B, columns, dtype=torch.bool, device=device)
+    if seen and known is None:  # a prompt in pieces is padded on the left
+        real[:, :seen] = torch.arange(seen, device=device) >= seen - cache.lengths_B.to(device)[:, None]
+    width = min(Q, columns - seen)
+    real[:, seen : seen + width] = positions_BQ[:, :width] >= 0
+    if known is not None:
+        numbers = known.number_messages(columns).to(device).expand(B, -1)
+    else:
+        numbers = number_columns(quota, B, columns, device)
+    span = encode_spans(numbers, real)[:, seen : seen + Q]
+    return torch.cat([span, span.new_zeros(B, Q - span.shape[1])], 1)
+
+
+def _find_messages(cache: TextState, what: str, instead: str) -> Messages | None:
+    """Return the messages of the prompt; None where nothing is told of a later one's."""
+    if cache.messages is None and not cache.turns.count:
+        raise KVPatchError(
+            f"{what} of a chat, and these tokens came without messages: use patch.chat(tokenizer, system='...'), or {instead}."
+        )
+    return cache.messages

@@ -1,0 +1,34 @@
+"""The messages of a chat, as far as a cache has to know them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Messages of a chat, up to the prompt that is about to be read.
+
+    roles: of each message, the coming answer's last. starts: position of each in the text.
+    """
+
+    roles: Sequence[str]
+    starts: Sequence[int]
+
+    def mark_system(self, columns: int) -> Tensor:
+        """Mark the tokens of the system message, bool [columns]."""
+        marks = torch.zeros(columns, dtype=torch.bool)
+        for role, start, stop in zip(self.roles, self.starts, self.starts[1:], strict=False):
+            marks[start:stop] = role == "system"
+        return marks
+
+    def number_messages(self, columns: int) -> Tensor:
+        """Return the number of its message for each column, int64 [columns]; -1 for answers."""
+        numbers = torch.full((columns,), -1)
+        for number, (role, start, stop) in enumerate(zip(self.roles, self.starts, self.starts[1:], strict=False)):
+            numbers[start:stop] = -1 if role == "assistant" else number
+        return numbers
