@@ -51,7 +51,8 @@ class Asked:
     """A request that was accepted.
 
     body: what transformers' handler reads. sampling: fields of SAMPLING. stops: strings that end the text. most: new tokens,
-    or None. user: as the client calls it. prompt, new, ended: filled in as the request runs: its tokens, and why it ended.
+    or None. user: as the client calls it. prompt, cached, new, ended: filled in as the request runs: its tokens, those that were
+    not read again, and why it ended.
     """
 
     body: dict[str, Any]
@@ -60,6 +61,7 @@ class Asked:
     most: int | None = None
     user: str = ""
     prompt: int = 0
+    cached: int = 0
     new: int = 0
     ended: str = ""
 

@@ -41,11 +41,14 @@ def run(
     engine: dict[str, Any],
     positions: int | None = None,
     background: bool = False,
+    kept: int = 0,
+    edits: bool = False,
 ) -> Any:
     """Load the model, patch it, and serve it until interrupted; returns the server.
 
     settings: keyword arguments of `patch`. engine: options of ContinuousBatchingConfig. positions: the most tokens of a prompt
-    and its answer; else those of the model. background: serve in a thread, and return at once.
+    and its answer; else those of the model. background: serve in a thread, and return at once. kept: bytes of conversations.
+    edits: conversations whose texts are edited are edited in the cache.
 
     Raises:
         KVPatchError: a package is missing, or the model or a setting cannot work.
@@ -54,13 +57,14 @@ def run(
     _check_extra()
     from transformers.cli.serve import Serve
 
+    from ..serving.conversations import Conversations
     from .answering import Answers, start_engine
 
     positions = _limit(source, positions, settings)
     model, tokenizer = source.model(), source.tokenizer()
     patched = patch(model, policy, k, **settings)
     try:
-        manager = start_engine(model, engine)
+        manager = start_engine(model, engine, Conversations(kept, edits) if kept else None)
         most = "any number of" if positions is None else f"at most {positions}"
         note(f"{patched}; a request has {most} tokens, its answer included")
         note(f"serving {source.name} at http://{address.host}:{address.port}/v1 (the client's model name is {source.name})")

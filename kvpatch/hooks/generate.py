@@ -30,12 +30,14 @@ from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.served import refuse
 from ..policies.windows import Chunk
+from ..serving.conversations import Conversations
 from ..serving.pool import RequestPool
 from . import ownership, texts
 from .attention import Courier
 from .decoder import own_cache
+from .editing import replace_span
 from .generate_steps import GenerateSteps
-from .identity import end_adapter_names
+from .identity import end_adapter_names, stamp_model
 from .state import PatchState, pass_mask
 from .versions import check_engine, check_prompt_tuning
 
@@ -307,8 +309,12 @@ def batches() -> Callable[..., Any]:
     return functools.wraps(GenerationMixin.generate_batch)(generate_batch)
 
 
-def continuous_batching(state: PatchState) -> Callable[..., Any]:
-    """Make init_continuous_batching(), whose manager gives each request a budget; generate_batch() calls it."""
+def continuous_batching(state: PatchState, decoder: str, previous: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Make init_continuous_batching(), whose manager gives each request a budget; generate_batch() calls it.
+
+    Where nothing is evicted the engine is transformers' own, unless conversations are to be kept. decoder: its name in the model.
+    previous: the model's own method, if it is an attribute of its own.
+    """
 
     def init_continuous_batching(
         self: Any,
@@ -316,7 +322,11 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
         continuous_batching_config: Any = None,
         workload_hints: Any = None,
         tokenizer: Any = None,
+        conversations: Conversations | None = None,
     ) -> Any:
+        if state.settings.transparent and conversations is None:
+            own = functools.partial(type(self).init_continuous_batching, self) if previous is None else previous
+            return own(generation_config, continuous_batching_config, workload_hints)
         check_engine(transformers.__version__)
         chunks = any(isinstance(shape.sliding, Chunk) for shape in state.shapes)
         sharded = getattr(self, "_device_mesh", None) is not None
@@ -328,9 +338,22 @@ def continuous_batching(state: PatchState) -> Callable[..., Any]:
         positions = None if state.settings.renumbered else position_limit(self.config.get_text_config())
         terms = engine.Terms(state.settings, state.max_positions or positions, kv_bytes, _carried, state.prefixes)
         given = _TOKENIZER.get() if tokenizer is None else tokenizer
-        return engine.manager_of(self, terms, generation_config, continuous_batching_config, workload_hints, given)
+        if conversations is not None:
+            conversations.replace = functools.partial(_replace, self.get_submodule(decoder), state)
+            conversations.read_alike = functools.partial(_is_read_alike, self.get_submodule(decoder))
+        config = continuous_batching_config
+        return engine.manager_of(self, terms, generation_config, config, workload_hints, given, conversations)
 
     return functools.wraps(GenerationMixin.init_continuous_batching)(init_continuous_batching)
+
+
+def _replace(decoder: nn.Module, state: PatchState, cache: EvictingCache, span: tuple[int, int], ids: list[int]) -> None:
+    replace_span(decoder, state, cache, span, ids, 0)
+
+
+def _is_read_alike(decoder: nn.Module, cache: EvictingCache) -> bool:
+    """Tell if the model that has read a cache is the one of now."""
+    return cache.read_by is not None and cache.read_by.differs(stamp_model(decoder)) is None
 
 
 def _carried(pool: RequestPool) -> Tensor:

@@ -96,11 +96,14 @@ class Installation:
         changes["generate"] = MethodType(wrap_generate(vars(generator).get("generate"), state), generator)
         changes[MAKE_MASKS] = masks_for_generate(getattr(generator, MAKE_MASKS, None))
         changes[PREPARE_CACHE] = MethodType(wrap_prepare_cache(vars(generator).get(PREPARE_CACHE), state), generator)
+        if hasattr(generator, START_BATCHING):
+            own = vars(generator).get(START_BATCHING)
+            inner = next(name for name, module in generator.named_modules() if module is self.target.decoder)
+            changes[START_BATCHING] = MethodType(continuous_batching(state, inner, own), generator)
+            mark.undo.append(end_continuous_batching)
         if not state.settings.transparent and hasattr(generator, START_BATCHING):
-            changes[START_BATCHING] = MethodType(continuous_batching(state), generator)
             changes["generate_batch"] = MethodType(batches(), generator)
             changes[KEPT_MANAGER] = MISSING  # one without a budget; the patch's own goes with it
-            mark.undo.append(end_continuous_batching)
         for name in COMPILED:  # dropped with the patch
             changes[name] = MISSING
         for name, value in changes.items():
