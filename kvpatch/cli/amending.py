@@ -51,7 +51,7 @@ class Amended:
 
     def _amend(self, text: bytes) -> bytes:
         found = json.loads(text)
-        return json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode() if self._change(found) else text
+        return json.dumps(found, separators=(",", ":")).encode() if self._change(found) else text
 
 
 def add_reuse(answer: Any, tokens: int) -> bool:

@@ -51,8 +51,8 @@ class Asked:
     """A request that was accepted.
 
     body: what transformers' handler reads. sampling: fields of SAMPLING. stops: strings that end the text. most: new tokens,
-    or None. user: as the client calls it. prompt, cached, new, ended: filled in as the request runs: its tokens, those that were
-    not read again, and why it ended.
+    or None. user: as the client calls it. prompt, cached, new, ended: filled in as the request runs: its tokens, those
+    that were not read again, and why it ended.
     """
 
     body: dict[str, Any]

@@ -43,8 +43,8 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
     keep_conversations: Annotated[
         str | None,
         typer.Option(
-            help="Bytes, such as 1GiB, of conversations that are kept: a request that goes on from one reads its new turn alone; "
-            "else none are.",
+            help="Bytes, such as 1GiB, of conversations that are kept: a request that goes on from one reads its new turn "
+            "alone. Else none are.",
             show_default=False,
         ),
     ] = None,
@@ -79,21 +79,22 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
         source.check()
         how: dict[str, Any] = {"bits": bits, "positions": positions, "backend": backend, "seed": seed}
         chosen, size, how = choose_policy(context, options, how)
-        from .serving import Address, run
+        from .serving import Address, Keeping, run
 
         if api_key is not None and not api_key.strip():
             raise KVPatchError("--api-key is empty: give the key that clients send, or leave the option out.")
         asked = {"max_batch_tokens": max_batch_tokens, "max_memory_percent": memory}
         engine = {name: one for name, one in asked.items() if one is not None}
-        kept = _read_bytes(keep_conversations, edits)
-        run(source, chosen, size, how, Address(host, port, api_key), engine, max_model_len, kept=kept, edits=edits)
+        most = _read_bytes(keep_conversations, edits)
+        keeping = None if most is None else Keeping(most, edits)
+        run(source, chosen, size, how, Address(host, port, api_key), engine, max_model_len, keeping=keeping)
 
 
-def _read_bytes(kept: str | None, edits: bool) -> int:
+def _read_bytes(kept: str | None, edits: bool) -> int | None:
     """Return the bytes of conversations to be kept. Raises KVPatchError for what is no size, and for edits of none."""
     if kept is None and edits:
         raise KVPatchError("--edits edits conversations that are kept: add --keep-conversations 1GiB, or another size.")
-    found = 0 if kept is None else parse_bytes(kept)
+    found = None if kept is None else parse_bytes(kept)
     if kept is not None and not found:
         raise KVPatchError(f"--keep-conversations {kept} is no size: type a number and its unit, such as 1GiB or 500MB.")
-    return found or 0
+    return found

@@ -16,14 +16,8 @@ from ..arch.upstream import COMPILED, KEPT_MANAGER, MAKE_MASKS, PREPARE_CACHE, S
 from . import shell
 from .accelerate import put_hook, replace_forward
 from .attention import attention_forward, parameters
-from .generate import (
-    batches,
-    continuous_batching,
-    end_continuous_batching,
-    masks_for_generate,
-    wrap_generate,
-    wrap_prepare_cache,
-)
+from .batching import batches, continuous_batching, end_continuous_batching
+from .generate import masks_for_generate, wrap_generate, wrap_prepare_cache
 from .second_reading import after_decoder
 from .state import MISSING, Mark, PatchState
 from .target import Target, already_patched

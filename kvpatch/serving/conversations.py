@@ -24,8 +24,8 @@ class Conversation:
     """What one request has read.
 
     ids: the tokens of its text. places: the position that the cache has each of them at; others are forgotten. answer: tokens
-    before its last answer. cache: of one row, which nothing writes to. nbytes: of the cache. held: tokens of a KV head, by layer,
-    the mean of the heads.
+    before its last answer. cache: of one row, which nothing writes to. nbytes: of the cache. held: tokens of a KV head, the
+    mean of the heads, by layer.
     """
 
     ids: list[int]
