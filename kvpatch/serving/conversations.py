@@ -67,7 +67,7 @@ class Beginning:
 
 
 class Conversations:
-    """The conversations of one engine, up to so many bytes; the one that was used least recently goes first.
+    """The conversations of one engine, up to so many bytes; the one that was used least recently goes first, after those that have gone on.
 
     Args:
         most: bytes of all.
@@ -95,10 +95,13 @@ class Conversations:
         return sum(one.nbytes for one in list(self._kept))
 
     def keep(self, ids: list[int], places: list[int], answer: int, cache: EvictingCache) -> None:
-        """Keep what a request has read, in place of what it began with."""
-        self._kept = [one for one in self._kept if one.ids != ids[: len(one.ids)]]
-        self._kept.append(Conversation(ids, places, answer, cache))
-        self._drop_beyond()
+        """Keep what a request has read. What its text began as goes first from now on: a turn is rarely asked for again."""
+        before = [one for one in self._kept if one.ids == ids[: len(one.ids)] and len(one.ids) < len(ids)]
+        others = [one for one in self._kept if one.ids != ids[: len(one.ids)]]
+        kept = [*before, *others, Conversation(ids, places, answer, cache)]
+        while sum(one.nbytes for one in kept) > self.most:
+            kept = kept[1:]
+        self._kept = kept  # at once, for whoever counts them in another thread
 
     def clear(self) -> None:
         """Drop all."""
@@ -132,7 +135,7 @@ class Conversations:
         self, ids: list[int], common: list[tuple[int, Conversation]], most: int
     ) -> tuple[Conversation, Edited] | None:
         """Find the conversation of which, once edited, a text reuses more than so many tokens, and the edits."""
-        tried = sorted((pair for pair in common if pair[0]), key=lambda pair: -pair[0])[:TRIED]
+        tried = sorted((pair for pair in common if pair[0]), key=lambda pair: (pair[0], len(pair[1].ids)), reverse=True)[:TRIED]
         found = [(one, edited) for _, one in tried if (edited := find_edits(one.ids, ids, one.answer)) is not None]
         best = max(found, key=lambda pair: pair[1].reused, default=None)
         return best if best is not None and best[1].reused > most else None
@@ -158,10 +161,6 @@ class Conversations:
         changed = Conversation(ids, places, _count_before(one.answer, edited), cache)
         self._kept[_index(self._kept, one)] = changed
         return changed
-
-    def _drop_beyond(self) -> None:
-        while self.nbytes > self.most:
-            self._kept = self._kept[1:]
 
 
 def count_bytes(cache: EvictingCache) -> int:
