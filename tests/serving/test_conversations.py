@@ -84,18 +84,19 @@ def keeping(model, most=1 << 30, edits=False, **options):
 
 @pytest.mark.parametrize(("policy", "k", "options"), CASES, ids=str)
 def test_each_turn_is_that_of_one_cache(policy, k, options):
-    """Beside another request, whose row comes and goes; the budget is that of the whole conversation."""
+    """Of two conversations, whose rows are joined; the budget is that of the whole conversation."""
     model = make("llama_gqa")
     with kvpatch.patched(model, policy, k, **options) as patch, keeping(model) as kept:
-        cache, ids, read = patch.new_cache(), [], 0
-        for turn in (FIRST, SECOND, THIRD):
-            ids = ids + turn
-            wanted = go_on(model, cache, ids)
-            (found, _), (reused, _) = kept.ask(ids, OTHER + turn)
-            assert found == wanted and reused == read
-            ids, read = ids + found, len(ids) + NEW - 1
-        (own,) = [one.cache for one in kept.conversations._kept if one.ids == ids[:-1]]
-        assert all(torch.equal(own.held(layer), cache.held(layer)) for layer in range(2))
+        caches, texts, read = [patch.new_cache() for _ in range(2)], [[], []], [0, 0]
+        for turns in ((FIRST, OTHER), (SECOND, THIRD), (THIRD, SECOND)):
+            texts = [ids + turn for ids, turn in zip(texts, turns, strict=True)]
+            wanted = [go_on(model, cache, ids) for cache, ids in zip(caches, texts, strict=True)]
+            assert kept.ask(*texts) == (wanted, read)
+            texts = [ids + found for ids, found in zip(texts, wanted, strict=True)]
+            read = [len(ids) - 1 for ids in texts]
+        for ids, cache in zip(texts, caches, strict=True):
+            (own,) = [one.cache for one in kept.conversations._kept if one.ids == ids[:-1]]
+            assert all(torch.equal(own.held(layer), cache.held(layer)) for layer in range(2))
 
 
 def test_two_requests_that_go_on_from_one_conversation():
@@ -156,6 +157,15 @@ def test_bytes_of_conversations():
         kept.conversations.most = each - 1
         kept.ask(texts[2])
         assert len(kept.conversations) == kept.conversations.nbytes == 0, "one alone is too much"
+
+
+def test_a_conversation_that_others_begin_with_stays():
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "full", 1.0), keeping(model) as kept:
+        kept.ask(FIRST)
+        kept.ask(OTHER)
+        assert kept.ask(FIRST[:20] + THIRD)[1] == [20]
+        assert [one.ids[:21] for one in kept.conversations._kept] == [OTHER[:21], FIRST[:21], FIRST[:20] + THIRD[:1]]
 
 
 def test_a_request_that_is_cancelled():
@@ -227,6 +237,7 @@ def test_a_request_that_fails_is_not_kept():
         kept.pool.next_pass = fail
         name = kept.manager.add_request(OTHER)
         assert collect(kept.manager, [name])[name].error
+        until(lambda: not kept.pool.requests)
         assert [one.ids[:3] for one in kept.conversations._kept] == [FIRST[:3]]
 
 
