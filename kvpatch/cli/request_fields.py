@@ -194,7 +194,7 @@ REFUSED = {
     "store": Refused("cr", (False,), _STORE),
     "metadata": Refused("cr", ({},), _STORE),
     "service_tier": Refused("cr", ("auto", "default"), "all requests are alike here"),
-    "prompt_cache_key": Refused("cr", (), "no prompt is kept here"),
+    "prompt_cache_key": Refused("cr", (), "a conversation that is kept is found by its tokens"),
     "safety_identifier": Refused("cr", (), "give user, which the log names"),
 }
 

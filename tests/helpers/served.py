@@ -16,25 +16,18 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @contextmanager
-def started(folder, template=TEMPLATE, k=24, keeping=None):
-    """Serve the model in a folder: a client, the model's name, its server, what generate() gives alone, and the address."""
+def serving(source, k, policy="h2o", keeping=None, **engine):
+    """Serve a model: a client, the server, and its address."""
     openai = pytest.importorskip("openai")
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")
     from kvpatch.cli import serving
 
-    if not (folder / "config.json").exists():
-        shutil.copytree(MODELS / "llama-python", folder, dirs_exist_ok=True)
-    (folder / "chat_template.jinja").write_text(template)
-    for file in ("config.json", "generation_config.json"):  # no text ends before its limit
-        known = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
-        (folder / file).write_text(json.dumps({**known, "eos_token_id": None}))
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    source, policy = Source(str(folder), "float32", "cpu"), kvpatch.get_policy("h2o")
-    place, engine = serving.Address("localhost", port), {"num_blocks": 400}
-    server = serving.run(source, policy, k, {}, place, engine, background=True, keeping=keeping)
+    place, engine = serving.Address("localhost", port), {"num_blocks": 400, **engine}
+    server = serving.run(source, kvpatch.get_policy(policy), k, {}, place, engine, background=True, keeping=keeping)
     address = f"http://localhost:{port}"
     for _ in range(100):
         try:
@@ -42,19 +35,32 @@ def started(folder, template=TEMPLATE, k=24, keeping=None):
             break
         except OSError:
             time.sleep(0.1)
-    model, tokenizer = source.model(), source.tokenizer()
-
-    def alone(text, new):
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        with kvpatch.patched(model, "h2o", k):
-            out = model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
-        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600)
     try:
-        yield client, str(folder), server, alone, address
+        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600), server, address
     finally:
         server.kill_server()
+
+
+@contextmanager
+def started(folder, template=TEMPLATE, keeping=None):
+    """Serve the model in a folder: a client, the model's name, its server, what generate() gives alone, and the address."""
+    if not (folder / "config.json").exists():
+        shutil.copytree(MODELS / "llama-python", folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(template)
+    for file in ("config.json", "generation_config.json"):  # no text ends before its limit
+        known = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+        (folder / file).write_text(json.dumps({**known, "eos_token_id": None}))
+    source = Source(str(folder), "float32", "cpu")
+    with serving(source, 24, keeping=keeping) as (client, server, address):
+        model, tokenizer = source.model(), source.tokenizer()
+
+        def alone(text, new):
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            with kvpatch.patched(model, "h2o", 24):
+                out = model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
+            return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+        yield client, str(folder), server, alone, address
 
 
 def until_idle(server):

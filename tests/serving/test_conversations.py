@@ -182,6 +182,17 @@ def test_a_request_that_is_cancelled():
         assert not kept.pool.requests and not kept.pool.begins
 
 
+def test_an_answer_of_one_token():
+    """Nothing has read it: the row ends with its prompt."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 24) as patch, keeping(model) as kept:
+        cache = patch.new_cache()
+        first = go_on(model, cache, FIRST, new=1)
+        assert kept.ask(FIRST, new=1) == ([first], [0])
+        ids = FIRST + first + SECOND
+        assert kept.ask(ids) == ([go_on(model, cache, ids)], [50])
+
+
 def test_a_prompt_in_several_passes():
     """Each is compressed; a request that is cancelled between them leaves the conversation that it went on from."""
     model = make("llama_gqa")
@@ -264,27 +275,56 @@ def test_a_span_that_is_gone_is_forgotten(policy, k, options):
         assert kept.conversations._kept[-1].places[:20] == [*range(10), *range(25, 30), *range(40, 45)]
 
 
-def test_a_span_that_is_replaced():
+def test_an_edited_conversation_whose_last_answer_differs():
+    """The rest of that answer is forgotten, in a text that was edited before."""
     model = make("llama_gqa")
     with kvpatch.patched(model, "h2o", 24) as patch, keeping(model, edits=True) as kept:
         cache = patch.new_cache()
         first = go_on(model, cache, FIRST)
         kept.ask(FIRST)
-        patch.replace(cache, (10, 25), [3, 4, 5])
-        whole = [*FIRST[:10], 3, 4, 5, *FIRST[13:], *first, *SECOND]
-        ids = whole[:13] + whole[25:]
-        assert kept.ask(ids) == ([go_on(model, cache, whole)], [40])
+        ids = FIRST[:10] + FIRST[25:] + first
+        kept.ask(ids + SECOND)
+        cache.forget([(10, 25), (52, 55)])
+        assert first[2] != THIRD[0]
+        assert kept.ask(ids[:37] + THIRD) == ([go_on(model, cache, FIRST + first[:5] + THIRD)], [37])
 
 
-def test_an_edit_that_cannot_be_is_read_anew(monkeypatch):
-    """The conversation stays as it was, for those that go on from it."""
+def test_spans_that_are_replaced():
+    """Behind one that is gone, and with another one that goes behind them: places are those of the cache."""
     model = make("llama_gqa")
     with kvpatch.patched(model, "h2o", 24) as patch, keeping(model, edits=True) as kept:
-        (first,), _ = kept.ask(FIRST)
-        kept.conversations.replace = lambda cache, span, ids: (_ for _ in ()).throw(RuntimeError("no memory"))
-        ids = [*FIRST[:10], 3, 4, 5, *FIRST[25:], *first, *SECOND]
+        cache = patch.new_cache()
+        first = go_on(model, cache, FIRST)
+        kept.ask(FIRST)
+        cache.forget([(2, 6)])
+        patch.replace(cache, (20, 30), [3, 4, 5])
+        read = [*FIRST[:20], 3, 4, 5, *FIRST[23:], *first, *SECOND]  # that of the cache
+        ids = [*FIRST[:2], *FIRST[6:20], 3, 4, 5, *FIRST[30:], *first, *SECOND]
+        second = go_on(model, cache, read)
+        assert kept.ask(ids) == ([second], [41])
+        assert kept.conversations._kept[-1].places[:24] == [0, 1, *range(6, 23), *range(30, 35)]
+        cache.forget([(21, 40)])
+        read = read + second + THIRD
+        ids = [*FIRST[:2], *FIRST[6:20], 3, *FIRST[40:], *first, *SECOND, *second, *THIRD]
+        assert kept.ask(ids) == ([go_on(model, cache, read)], [50])
+
+
+def test_an_edit_that_cannot_be_is_read_anew():
+    """The conversation stays as it was, for those that go on from it."""
+
+    def fail(cache, span, ids):
+        raise RuntimeError("out of memory")
+
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 24) as patch, keeping(model, edits=True) as kept:
+        cache = patch.new_cache()
+        first = go_on(model, cache, FIRST)
+        kept.ask(FIRST)
+        kept.conversations.replace = fail
+        ids = [*FIRST[:2], *FIRST[12:20], 3, 4, 5, *FIRST[25:], *first, *SECOND]
         assert kept.ask(ids) == ([go_on(model, patch.new_cache(), ids)], [0])
-        assert kept.ask(FIRST + first + SECOND)[1] == [55]
+        ids = FIRST + first + SECOND
+        assert kept.ask(ids) == ([go_on(model, cache, ids)], [55])
 
 
 def test_positions_end():
