@@ -67,7 +67,7 @@ class Beginning:
 
 
 class Conversations:
-    """The conversations of one engine, up to so many bytes; the one that was used least recently goes first, after those that have gone on.
+    """The conversations of one engine, up to so many bytes: those that have gone on go first, then the least recently used.
 
     Args:
         most: bytes of all.

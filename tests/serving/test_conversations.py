@@ -141,6 +141,21 @@ def test_a_difference_in_an_earlier_turn(policy, k, reused):
         assert again == ([go_on(model, patch.new_cache(), FIRST)], [49 if reused else 0]), "its last token is read"
 
 
+@pytest.mark.parametrize("turns", ["all", "each", "first"])
+def test_blocks_of_a_request_that_goes_on(turns):
+    """As many as it holds when it has ended, in blocks of one token, and one for the last token, which nothing reads."""
+    model = make("llama_gqa")
+    options = {"window": 8, "turns": turns}
+    with kvpatch.patched(model, "snapkv", 24, **options), keeping(model) as kept:
+        (first,), _ = kept.ask(FIRST)
+        ids = FIRST + first + prompts((40,))[0]
+        kept.pool.page = 1
+        claimed = kept.pool.blocks_of(len(ids), NEW, kept.conversations.find(ids))
+        kept.pool.page = 16
+        kept.ask(ids)
+        assert kept.conversations._kept[-1].held == [claimed - 1] * 2
+
+
 def test_bytes_of_conversations():
     """The one that was used least recently goes."""
     model = make("llama_gqa")
@@ -290,23 +305,24 @@ def test_an_edited_conversation_whose_last_answer_differs():
 
 
 def test_spans_that_are_replaced():
-    """Behind one that is gone, and with another one that goes behind them: places are those of the cache."""
+    """Behind one that is gone since an earlier turn, and before one that goes later: places are those of the cache."""
     model = make("llama_gqa")
     with kvpatch.patched(model, "h2o", 24) as patch, keeping(model, edits=True) as kept:
         cache = patch.new_cache()
         first = go_on(model, cache, FIRST)
         kept.ask(FIRST)
         cache.forget([(2, 6)])
-        patch.replace(cache, (20, 30), [3, 4, 5])
-        read = [*FIRST[:20], 3, 4, 5, *FIRST[23:], *first, *SECOND]  # that of the cache
-        ids = [*FIRST[:2], *FIRST[6:20], 3, 4, 5, *FIRST[30:], *first, *SECOND]
+        read = FIRST + first + SECOND  # by the cache
         second = go_on(model, cache, read)
-        assert kept.ask(ids) == ([second], [41])
+        assert kept.ask(read[:2] + read[6:]) == ([second], [51])
+        patch.replace(cache, (20, 30), [3, 4, 5])
+        read = [*read[:20], 3, 4, 5, *read[23:], *second, *THIRD]
+        third = go_on(model, cache, read)
+        assert kept.ask(read[:2] + read[6:23] + read[30:]) == ([third], [59])
         assert kept.conversations._kept[-1].places[:24] == [0, 1, *range(6, 23), *range(30, 35)]
         cache.forget([(21, 40)])
-        read = read + second + THIRD
-        ids = [*FIRST[:2], *FIRST[6:20], 3, *FIRST[40:], *first, *SECOND, *second, *THIRD]
-        assert kept.ask(ids) == ([go_on(model, cache, read)], [50])
+        read = [*read, *third, 7, 8, 9]
+        assert kept.ask(read[:2] + read[6:21] + read[40:]) == ([go_on(model, cache, read)], [65])
 
 
 def test_an_edit_that_cannot_be_is_read_anew():

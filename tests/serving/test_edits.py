@@ -58,6 +58,14 @@ def test_the_rest_of_the_last_answer_may_be_gone():
     assert find_edits(TEXT, other, answer=113) is None
 
 
+def test_a_run_that_comes_twice():
+    """Behind a difference the text goes on, never back."""
+    run = TEXT[10:30]
+    kept = [*TEXT[:5], 0, 0, 0, *run, 0, 0, 0, 0, *run, *TEXT[60:80]]
+    other = [*TEXT[:5], *run, *run, *TEXT[60:80], *NEW]
+    assert find_edits(kept, other, answer=len(kept)) == ([(5, 8, []), (28, 32, [])], 65)
+
+
 def test_random_edits_make_the_text():
     rnd = random.Random(0)
     for _ in range(300):
