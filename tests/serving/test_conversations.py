@@ -310,11 +310,11 @@ def test_spans_that_are_replaced():
     with kvpatch.patched(model, "h2o", 24) as patch, keeping(model, edits=True) as kept:
         cache = patch.new_cache()
         first = go_on(model, cache, FIRST)
-        kept.ask(FIRST)
+        kept.ask(FIRST, OTHER)  # in one batch
         cache.forget([(2, 6)])
         read = FIRST + first + SECOND  # by the cache
         second = go_on(model, cache, read)
-        assert kept.ask(read[:2] + read[6:]) == ([second], [51])
+        assert [one[0] for one in kept.ask(read[:2] + read[6:], OTHER)] == [second, 51]
         patch.replace(cache, (20, 30), [3, 4, 5])
         read = [*read[:20], 3, 4, 5, *read[23:], *second, *THIRD]
         third = go_on(model, cache, read)
