@@ -123,6 +123,25 @@ def test_an_edited_history(served, own):
         assert said == wanted and usage.prompt_tokens_details.cached_tokens == counts[-1] - 1 - page
 
 
+def test_sampling_on_a_conversation(served):
+    """A seed gives one text, as often as a turn is asked for again."""
+    client, name = served[:2]
+    messages = [tell("system", "You write Python."), tell("user", "with open(path) as file:")]
+    said, usage = ask(served, messages)
+    messages += [tell("assistant", said), tell("user", "if not")]
+
+    def draw(**fields):
+        found = client.chat.completions.create(model=name, messages=messages, max_tokens=NEW, **fields)
+        assert found.usage.prompt_tokens_details.cached_tokens == usage.total_tokens - 1
+        return found.choices[0].message.content
+
+    hot = [{"temperature": 2.0, "seed": seed} for seed in (1, 2)]
+    first = [draw(**one) for one in hot]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda one: draw(**one), hot)) == first
+    assert first[0] != first[1] and draw(temperature=2.0, extra_body={"top_k": 1}) == draw(temperature=0.0)
+
+
 def test_what_is_shown(served):
     """Of conversations, their bytes and what was not read again."""
     address = served[-1]
