@@ -50,7 +50,8 @@ class Beginning:
 
     def __init__(self, conversation: Conversation, length: int, reused: int) -> None:
         self.places, self.held, self.reused = conversation.places[:length], conversation.held, reused
-        self._cache, seen = conversation.cache, conversation.cache.seen
+        self._cache: EvictingCache | None = conversation.cache
+        seen = conversation.cache.seen
         cut = length < len(conversation.ids)
         self.columns = self.places[-1] + 1 if cut else seen
         self._removed = seen - self.columns
@@ -59,8 +60,9 @@ class Beginning:
         return len(self.places)
 
     def copy(self) -> EvictingCache:
-        """Return a cache of its own for the request."""
-        new = self._cache.clone()
+        """Return a cache of its own for the request, once: the conversation may go while the request runs."""
+        assert self._cache is not None
+        new, self._cache = self._cache.clone(), None
         if self._removed:
             new.crop(-self._removed)
         return new

@@ -107,7 +107,7 @@ MUTANTS = {
         "serving/conversations.py", "if not one.cache.settings.transparent and length < one.answer:", "if False:",
         f"{TALKS}a_difference_in_an_earlier_turn"),
     "a request writes to the conversation that it goes on from": (
-        "serving/conversations.py", "new = self._cache.clone()", "new = self._cache",
+        "serving/conversations.py", "new, self._cache = self._cache.clone(), None", "new, self._cache = self._cache, None",
         f"{TALKS}two_requests_that_go_on_from_one_conversation"),
     "spans of an edited text are taken for those of the cache": (
         "serving/conversations.py", "return one.places[start], one.places[stop - 1] + 1", "return start, stop",

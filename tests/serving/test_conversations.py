@@ -1,5 +1,7 @@
 """Requests that go on from what others have read: the tokens of generate() on one cache, and only new turns are read."""
 
+import gc
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -181,6 +183,26 @@ def test_a_conversation_that_others_begin_with_stays():
         kept.ask(OTHER)
         assert kept.ask(FIRST[:20] + THIRD)[1] == [20]
         assert [one.ids[:21] for one in kept.conversations._kept] == [OTHER[:21], FIRST[:21], FIRST[:20] + THIRD[:1]]
+
+
+def test_a_conversation_that_goes_while_a_request_goes_on_from_it():
+    """Its memory is free at once, and the request has the right answer."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 24) as patch, keeping(model) as kept:
+        cache, alive = patch.new_cache(), []
+        first = go_on(model, cache, FIRST)
+        kept.ask(FIRST)
+        held = weakref.ref(kept.conversations._kept[0].cache)
+
+        def drop(state):
+            kept.conversations.clear()
+            gc.collect()
+            alive.append(held() is not None)
+
+        kept.pool.after_token = drop
+        ids = FIRST + first + SECOND
+        assert kept.ask(ids) == ([go_on(model, cache, ids)], [55])
+        assert alive == [False] * NEW
 
 
 def test_a_request_that_is_cancelled():
