@@ -153,7 +153,7 @@ class Patch:
         Example:
             patch.replace(cache, (120, 865), tokenizer("(a page on limits)").input_ids)
         """
-        replace_span(self._target, self._state, cache, span, ids, reread)
+        replace_span(self._target.decoder, self._state, cache, span, ids, reread)
 
     def prefix(self, ids: Tensor | Sequence[int]) -> Prefix:
         """Read and compress a text once that others begin with: a system prompt, or a document to be asked about.

@@ -79,7 +79,7 @@ def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
     earlier = call.now.lender.exchange(call.layer, k_BHQD, v_BHQD)
     if earlier is not None:
         with torch.no_grad():
-            call.slots.append(*earlier, call.entry(*earlier, None))
+            call.slots.append(*earlier, call.entry(*earlier))
 
 
 def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:

@@ -72,7 +72,11 @@ def _check_rows(cache: TextState) -> None:
     """Raise KVPatchError where positions of the text are not those that the model is told, or windows have moved on."""
     if not cache.turns.count:
         raise KVPatchError("replace() before a prompt has ended: read on first.")
-    if cache.rows.joined or cache.rows.gaps_B is not None or (cache.rows.padded and cache.rows.by_columns):
+    if (
+        (cache.rows.joined and len(cache.lengths_B) > 1)
+        or cache.rows.gaps_B is not None
+        or (cache.rows.padded and cache.rows.by_columns)
+    ):
         raise KVPatchError(
             "replace() in a batch whose rows are at different columns of their texts: take a row with cache.select_rows(0), "
             "replace, and join them with concatenate()."
@@ -202,9 +206,7 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
             f"{cache.seen - cache.rows.edited} at most, or go on from a clone() made before the edit."
         )
     settings = cache.settings
-    remembers = [on and policy.remembers for on, policy in zip(settings.evicts, settings.policies, strict=True)]
-    remembered = all(layer.can_crop(count, on) for layer, on in zip(cache.layers, remembers, strict=True))
-    if not remembered or not cache.states.can_crop(count, cache.seen):
+    if not can_crop(cache, count):
         if cache.request.drafts:
             cache.reset()
             return
@@ -240,6 +242,14 @@ def drop_last(cache: TextState, count: int) -> None:
         cache.seen_B = cache.lengths_B - count
         cache.counters.device = None  # the next pass makes it anew
         cache.ids.crop(left)
+
+
+def can_crop(cache: TextState, count: int) -> bool:
+    """Tell if the last tokens of a cache, so many, can be taken back exactly."""
+    settings = cache.settings
+    remembers = [on and policy.remembers for on, policy in zip(settings.evicts, settings.policies, strict=True)]
+    remembered = all(layer.can_crop(count, on) for layer, on in zip(cache.layers, remembers, strict=True))
+    return remembered and cache.seen - count >= cache.rows.edited and cache.states.can_crop(count, cache.seen)
 
 
 def fit_slots(cache: TextState) -> None:

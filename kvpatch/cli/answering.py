@@ -22,6 +22,7 @@ from transformers.cli.serving.utils import (
 
 from ..errors import KVPatchError
 from ..serving.admission import check_length
+from ..serving.conversations import Conversations
 from ..serving.sampling import Sampling, make_sampling, sample_by_request
 from .figures import Figures
 from .request_fields import Asked, RefusedError
@@ -30,12 +31,13 @@ from .request_stops import StopWatch
 USUAL = 1024  # new tokens of a request that does not say how many
 
 
-def start_engine(model: Any, options: dict[str, Any], patience: float = 600) -> Any:
+def start_engine(model: Any, options: dict[str, Any], conversations: Conversations | None = None, patience: float = 600) -> Any:
     """Start the continuous batching of a patched model, and return its manager when it can take requests.
 
     Args:
         model: the model.
         options: of ContinuousBatchingConfig.
+        conversations: that the engine keeps, up to their bytes.
         patience: seconds after which an engine that has not begun is given up.
 
     Raises:
@@ -44,7 +46,8 @@ def start_engine(model: Any, options: dict[str, Any], patience: float = 600) -> 
     config = ContinuousBatchingConfig(**options, use_cuda_graph=False, use_async_batching=False)
     chosen = copy.deepcopy(model.generation_config)
     chosen.do_sample, chosen.num_return_sequences = False, 1
-    manager = model.init_continuous_batching(generation_config=chosen, continuous_batching_config=config)
+    kept = {} if conversations is None else {"conversations": conversations}
+    manager = model.init_continuous_batching(generation_config=chosen, continuous_batching_config=config, **kept)
     sample_by_request(manager)
     manager.start()
     end = time.monotonic() + patience
@@ -76,6 +79,14 @@ class Answers(CBGenerateManager):
         self._cb = self.engine = engine
         self.model, self.positions, self.figures = model, positions, Figures(engine)
         self.asked: dict[str, Asked] = {}
+        self.conversations: Conversations | None = getattr(engine, "conversations", None)
+        if self.conversations is not None:
+            self.conversations.note_reuse = self._note_reuse
+
+    def _note_reuse(self, request_id: str, tokens: int) -> None:
+        asked = self.asked.get(request_id)
+        if asked is not None:
+            asked.cached = tokens
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Do nothing: the engine began with the server."""

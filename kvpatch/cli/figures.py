@@ -15,12 +15,15 @@ ROWS = (
     ("generated_tokens_total", "counter", "Tokens written by requests that have ended."),
     ("evicted_tokens_total", "counter", "Tokens that requests had seen and no longer held when they ended, of a KV head."),
     ("compressed_requests_total", "counter", "Requests that had evicted a token when they ended."),
+    ("reused_tokens_total", "counter", "Tokens of prompts that were not read again, of requests that have ended."),
     ("requests_running", "gauge", "Requests that the engine reads or writes for."),
     ("requests_waiting", "gauge", "Requests that wait for room."),
     ("tokens_seen", "gauge", "Tokens that running requests have read and written."),
     ("tokens_held", "gauge", "Tokens that running requests hold, of a KV head, the mean of the layers."),
     ("blocks_claimed", "gauge", "Blocks of the pool that running requests claim."),
     ("blocks", "gauge", "Blocks of the pool."),
+    ("conversations", "gauge", "Conversations that are kept."),
+    ("conversations_bytes", "gauge", "Bytes of the conversations that are kept."),
 )  # fmt: skip
 
 
@@ -45,9 +48,16 @@ class Figures:
         evicted = seen - self._held(asked.prompt, seen) if asked.new else 0
         self.counts["requests_ended_total", f'{{reason="{asked.ended}"}}'] += 1
         self.counts["prompt_tokens_total", ""] += asked.prompt
+        self.counts["reused_tokens_total", ""] += asked.cached
         self.counts["generated_tokens_total", ""] += asked.new
         self.counts["evicted_tokens_total", ""] += evicted
         self.counts["compressed_requests_total", ""] += evicted > 0
+
+    def describe_conversations(self) -> dict[str, int]:
+        """Describe what is kept: conversations, their bytes, and the tokens that requests have not read again."""
+        kept = getattr(self.engine, "conversations", None)
+        held = (0, 0) if kept is None else (len(kept), kept.nbytes)
+        return {"kept": held[0], "bytes": held[1], "tokens_reused": self.counts["reused_tokens_total", ""]}
 
     def render(self) -> str:
         """Return all figures as Prometheus reads them."""
@@ -66,6 +76,7 @@ class Figures:
         scheduler, pool = self.engine.batch_processor.scheduler, self.engine.batch_processor.cache
         running = list(scheduler.active_requests.values())
         seen = [(len(one.initial_tokens), one.current_len()) for one in running]
+        kept = self.describe_conversations()
         claimed = sum(one.blocks for one in list(pool.requests.values())) if hasattr(pool, "requests") else 0
         return {
             "requests_running": len(running),
@@ -74,6 +85,8 @@ class Figures:
             "tokens_held": sum(self._held(prompt, count) for prompt, count in seen),
             "blocks_claimed": claimed,
             "blocks": pool.num_blocks,
+            "conversations": kept["kept"],
+            "conversations_bytes": kept["bytes"],
         }
 
     def _held(self, prompt: int, seen: int) -> int:

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from .amending import Amended, add_reuse
 from .answering import Answers
 from .request_fields import PATHS, Asked, RefusedError, Served, read_request
 
@@ -74,14 +75,21 @@ class Gate:
         if self.key is not None and path not in _OPEN and not self._knows(scope["headers"]):
             raise RefusedError("Send the server's key: 'Authorization: Bearer KEY'.", status=401, code="invalid_api_key")
         if path not in PATHS:
-            await self.app(scope, receive, send)
+            kept = self.answers.conversations is not None and path == "/health"
+            await self.app(scope, receive, Amended(send, self._add_conversations) if kept else send)
             return
         asked = read_request(path, _parse(await _read_body(receive)), self.served)
         body = _encode(asked.body)
         self.answers.asked[name] = asked
         others = [(key, value) for key, value in scope["headers"] if key not in (ID, b"content-type", b"content-length")]
         own = [(ID, name.encode()), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        if self.answers.conversations is not None:
+            send = Amended(send, lambda found: add_reuse(found, asked.cached))
         await self.app({**scope, "headers": others + own}, _replay(body, receive), send)
+
+    def _add_conversations(self, health: dict[str, Any]) -> bool:
+        health["conversations"] = self.answers.figures.describe_conversations()
+        return True
 
     def _knows(self, headers: list[tuple[bytes, bytes]]) -> bool:
         given = dict(headers).get(b"authorization", b"")
@@ -148,7 +156,8 @@ def _describe(scope: Any, status: int, seconds: float, asked: Asked | None) -> s
     path = scope["path"] if scope["path"].isprintable() else repr(scope["path"])
     facts = [f"{scope['method']} {path}", str(status or GONE), f"{seconds:.2f} s"]
     if asked is not None:
-        facts.append(f"{asked.prompt} tokens read, {asked.new} written, {asked.ended or 'refused'}")
+        reused = f" and {asked.cached} kept" if asked.cached else ""
+        facts.append(f"{asked.prompt - asked.cached} tokens read{reused}, {asked.new} written, {asked.ended or 'refused'}")
     if asked is not None and asked.user:
         facts.append(f"user {asked.user!r}")
     return ", ".join(facts)

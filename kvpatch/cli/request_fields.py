@@ -51,7 +51,8 @@ class Asked:
     """A request that was accepted.
 
     body: what transformers' handler reads. sampling: fields of SAMPLING. stops: strings that end the text. most: new tokens,
-    or None. user: as the client calls it. prompt, new, ended: filled in as the request runs: its tokens, and why it ended.
+    or None. user: as the client calls it. prompt, cached, new, ended: filled in as the request runs: its tokens, those
+    that were not read again, and why it ended.
     """
 
     body: dict[str, Any]
@@ -60,6 +61,7 @@ class Asked:
     most: int | None = None
     user: str = ""
     prompt: int = 0
+    cached: int = 0
     new: int = 0
     ended: str = ""
 
@@ -192,7 +194,7 @@ REFUSED = {
     "store": Refused("cr", (False,), _STORE),
     "metadata": Refused("cr", ({},), _STORE),
     "service_tier": Refused("cr", ("auto", "default"), "all requests are alike here"),
-    "prompt_cache_key": Refused("cr", (), "no prompt is kept here"),
+    "prompt_cache_key": Refused("cr", (), "a conversation that is kept is found by its tokens"),
     "safety_identifier": Refused("cr", (), "give user, which the log names"),
 }
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import KVPatchError
+from ..policies.budgets import parse_bytes
 from . import options as given
 from .catalogue import SERVER_POLICY
 from .loading import Source
@@ -39,6 +40,20 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
         int | None,
         typer.Option(min=2, help="Most tokens of a prompt and its answer; else the model's positions.", show_default=False),
     ] = None,
+    keep_conversations: Annotated[
+        str | None,
+        typer.Option(
+            help="Bytes, such as 1GiB, of conversations that are kept: a request that goes on from one reads its new turn "
+            "alone. Else none are.",
+            show_default=False,
+        ),
+    ] = None,
+    edits: Annotated[
+        bool,
+        typer.Option(
+            "--edits", help="A kept conversation that comes with spans gone or replaced is edited in place of being read anew."
+        ),
+    ] = False,
     api_key: Annotated[
         str | None,
         typer.Option(envvar="KVPATCH_API_KEY", help="Key that clients must send; else none.", show_default=False),
@@ -64,10 +79,22 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
         source.check()
         how: dict[str, Any] = {"bits": bits, "positions": positions, "backend": backend, "seed": seed}
         chosen, size, how = choose_policy(context, options, how)
-        from .serving import Address, run
+        from .serving import Address, Keeping, run
 
         if api_key is not None and not api_key.strip():
             raise KVPatchError("--api-key is empty: give the key that clients send, or leave the option out.")
         asked = {"max_batch_tokens": max_batch_tokens, "max_memory_percent": memory}
         engine = {name: one for name, one in asked.items() if one is not None}
-        run(source, chosen, size, how, Address(host, port, api_key), engine, max_model_len)
+        most = _read_bytes(keep_conversations, edits)
+        keeping = None if most is None else Keeping(most, edits)
+        run(source, chosen, size, how, Address(host, port, api_key), engine, max_model_len, keeping=keeping)
+
+
+def _read_bytes(kept: str | None, edits: bool) -> int | None:
+    """Return the bytes of conversations to be kept. Raises KVPatchError for what is no size, and for edits of none."""
+    if kept is None and edits:
+        raise KVPatchError("--edits edits conversations that are kept: add --keep-conversations 1GiB, or another size.")
+    found = None if kept is None else parse_bytes(kept)
+    if kept is not None and not found:
+        raise KVPatchError(f"--keep-conversations {kept} is no size: type a number and its unit, such as 1GiB or 500MB.")
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 
@@ -32,6 +32,13 @@ class Address:
     key: str | None = None
 
 
+class Keeping(NamedTuple):
+    """Bytes of conversations that a server keeps, and whether those that come with an edited text are edited."""
+
+    most: int
+    edits: bool = False
+
+
 def run(
     source: Source,
     policy: Policy,
@@ -41,11 +48,13 @@ def run(
     engine: dict[str, Any],
     positions: int | None = None,
     background: bool = False,
+    keeping: Keeping | None = None,
 ) -> Any:
     """Load the model, patch it, and serve it until interrupted; returns the server.
 
     settings: keyword arguments of `patch`. engine: options of ContinuousBatchingConfig. positions: the most tokens of a prompt
-    and its answer; else those of the model. background: serve in a thread, and return at once.
+    and its answer; else those of the model. background: serve in a thread, and return at once. keeping: of
+    conversations; None if none are kept.
 
     Raises:
         KVPatchError: a package is missing, or the model or a setting cannot work.
@@ -54,13 +63,14 @@ def run(
     _check_extra()
     from transformers.cli.serve import Serve
 
+    from ..serving.conversations import Conversations
     from .answering import Answers, start_engine
 
     positions = _limit(source, positions, settings)
     model, tokenizer = source.model(), source.tokenizer()
     patched = patch(model, policy, k, **settings)
     try:
-        manager = start_engine(model, engine)
+        manager = start_engine(model, engine, keeping and Conversations(*keeping))
         most = "any number of" if positions is None else f"at most {positions}"
         note(f"{patched}; a request has {most} tokens, its answer included")
         note(f"serving {source.name} at http://{address.host}:{address.port}/v1 (the client's model name is {source.name})")

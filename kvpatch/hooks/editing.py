@@ -5,38 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..cache import editing, passes
 from ..cache.cache import EvictingCache
 from ..cache.forward_context import Edit
 from . import decoder, inputs, ownership
 from .state import PatchState, put_aside
-from .target import Target
 
 
-def replace_span(target: Target, state: PatchState, cache: Any, span: tuple[int, int], ids: Any, reread: int) -> None:
+def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[int, int], ids: Any, reread: int) -> None:
     """Read other tokens in place of a span: see Patch.replace. All checks come before the first change."""
     ownership.check_own(cache, state)
     tokens_BQ, places_Q = editing.check_replaced(cache, span, ids, reread, state.places_itself)
     call: dict[str, Any] = {"input_ids": tokens_BQ, "use_cache": True, state.cache_name: cache}
-    inputs.tokens(call, target.decoder)
-    ownership.check_reader(cache, target.decoder, state)
+    inputs.tokens(call, reader)
+    ownership.check_reader(cache, reader, state)
     cache.forget([(span[0], span[1] + reread)])
-    _read(target, state, cache, call, Edit(span[0], int(places_Q[-1]) + 1), places_Q)
+    _read(reader, state, cache, call, Edit(span[0], int(places_Q[-1]) + 1), places_Q)
 
 
-def _read(target: Target, state: PatchState, cache: EvictingCache, call: dict[str, Any], edit: Edit, places_Q: Any) -> None:
+def _read(reader: nn.Module, state: PatchState, cache: EvictingCache, call: dict[str, Any], edit: Edit, places_Q: Any) -> None:
     tokens_BQ, before = call["input_ids"], cache.now
     with torch.no_grad():
         with torch.inference_mode(False):
-            table = decoder.table_maker(target.decoder, state, tokens_BQ.device)
+            table = decoder.table_maker(reader, state, tokens_BQ.device)
             now = passes.begin_edit(cache, edit, tokens_BQ, places_Q, table)
         if "position_ids" in state.decoder_parameters:
             unplaced = state.settings.renumbered and state.max_positions is not None  # keys are rotated later
             call["position_ids"] = torch.zeros_like(now.positions_BQ) if unplaced else now.positions_BQ
-        put_aside(target.decoder, state.aside, ours=True)
+        put_aside(reader, state.aside, ours=True)
         try:
-            target.decoder(**call)
+            reader(**call)
         finally:
             cache.now = before
         with torch.inference_mode(False), cache.changing("replace()"):

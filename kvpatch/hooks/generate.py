@@ -9,19 +9,15 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, GenerationConfig, GenerationMixin
 
-from ..arch.kinds import position_limit
 from ..arch.upstream import CACHE, CACHE_NAMES, PREPARE_CACHE, cache_of, mask_columns, set_cache
 from ..arch.upstream import create_masks_for_generate as make_masks
 from ..cache import from_dynamic
@@ -30,17 +26,12 @@ from ..cache.lossless import LosslessCache
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.served import refuse
-from ..policies.windows import Chunk
-from ..serving.pool import RequestPool
 from . import lossless, ownership, texts
-from .attention import Courier
 from .decoder import own_cache
 from .generate_steps import GenerateSteps
 from .identity import end_adapter_names
-from .state import PatchState, pass_mask
-from .versions import check_engine, check_prompt_tuning
-
-ENGINE = "kvpatch.serving.engine"  # imported with the first manager
+from .state import PatchState
+from .versions import check_prompt_tuning
 
 
 def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
@@ -276,7 +267,7 @@ def _new_tokens(model: Any, kwargs: dict[str, Any], config: Any, prompt: int) ->
     return None
 
 
-# ---- masks, and continuous batching ----
+# ---- masks ----
 
 
 def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -295,56 +286,3 @@ def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any
         return mask[:, -1:].clone(memory_format=torch.contiguous_format)  # strides must stay constant too
 
     return create_masks_for_generate
-
-
-_TOKENIZER: ContextVar[Any] = ContextVar("tokenizer", default=None)  # given to generate_batch()
-
-
-def batches() -> Callable[..., Any]:
-    """Make generate_batch(), which takes a tokenizer for stop strings, as generate() does."""
-
-    def generate_batch(self: Any, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
-        given = _TOKENIZER.set(tokenizer)
-        try:
-            return type(self).generate_batch(self, *args, **kwargs)
-        finally:
-            _TOKENIZER.reset(given)
-
-    return functools.wraps(GenerationMixin.generate_batch)(generate_batch)
-
-
-def continuous_batching(state: PatchState) -> Callable[..., Any]:
-    """Make init_continuous_batching(), whose manager gives each request a budget; generate_batch() calls it."""
-
-    def init_continuous_batching(
-        self: Any,
-        generation_config: Any = None,
-        continuous_batching_config: Any = None,
-        workload_hints: Any = None,
-        tokenizer: Any = None,
-    ) -> Any:
-        check_engine(transformers.__version__)
-        chunks = any(isinstance(shape.sliding, Chunk) for shape in state.shapes)
-        sharded = getattr(self, "_device_mesh", None) is not None
-        refuse("continuous batching", state.combine(chunks=chunks, sharded=sharded))
-        from ..serving import engine
-
-        kv_bytes = sum(one.heads * (one.key + one.value) for one in state.shapes) * self.dtype.itemsize
-        positions = None if state.settings.renumbered else position_limit(self.config.get_text_config())
-        terms = engine.Terms(state.settings, state.max_positions or positions, kv_bytes, _carried, state.prefixes)
-        given = _TOKENIZER.get() if tokenizer is None else tokenizer
-        return engine.manager_of(self, terms, generation_config, continuous_batching_config, workload_hints, given)
-
-    return functools.wraps(GenerationMixin.init_continuous_batching)(init_continuous_batching)
-
-
-def _carried(pool: RequestPool) -> Tensor:
-    """Make the mask that leads a packed pass through the model to the decoder's hook."""
-    return Courier.carrying(pool, pass_mask(pool.device))
-
-
-def end_continuous_batching(model: nn.Module) -> None:
-    """Stop managers that were made under the patch, when it is removed."""
-    engine = sys.modules.get(ENGINE)
-    if engine is not None:
-        engine.stop_managers(model)

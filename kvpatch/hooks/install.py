@@ -16,14 +16,8 @@ from ..arch.upstream import CANDIDATES, COMPILED, KEPT_MANAGER, MAKE_MASKS, PREP
 from . import shell
 from .accelerate import put_hook, replace_forward
 from .attention import attention_forward, parameters
-from .generate import (
-    batches,
-    continuous_batching,
-    end_continuous_batching,
-    masks_for_generate,
-    wrap_generate,
-    wrap_prepare_cache,
-)
+from .batching import batches, continuous_batching, end_continuous_batching
+from .generate import masks_for_generate, wrap_generate, wrap_prepare_cache
 from .lossless import wrap_candidates
 from .second_reading import after_decoder
 from .state import MISSING, Mark, PatchState
@@ -99,11 +93,14 @@ class Installation:
         changes[PREPARE_CACHE] = MethodType(wrap_prepare_cache(vars(generator).get(PREPARE_CACHE), state), generator)
         if state.lossless and hasattr(generator, CANDIDATES):
             changes[CANDIDATES] = MethodType(wrap_candidates(getattr(generator, CANDIDATES), state), generator)
+        if hasattr(generator, START_BATCHING):
+            own = vars(generator).get(START_BATCHING)
+            inner = next(name for name, module in generator.named_modules() if module is self.target.decoder)
+            changes[START_BATCHING] = MethodType(continuous_batching(state, inner, own), generator)
+            mark.undo.append(end_continuous_batching)
         if not state.settings.transparent and hasattr(generator, START_BATCHING):
-            changes[START_BATCHING] = MethodType(continuous_batching(state), generator)
             changes["generate_batch"] = MethodType(batches(), generator)
             changes[KEPT_MANAGER] = MISSING  # one without a budget; the patch's own goes with it
-            mark.undo.append(end_continuous_batching)
         for name in COMPILED:  # dropped with the patch
             changes[name] = MISSING
         for name, value in changes.items():

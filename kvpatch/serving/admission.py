@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..errors import KVPatchError
+from .conversations import Beginning
 from .pool import RequestPool
 
 
@@ -17,7 +17,9 @@ class Admission:
     cache: RequestPool
     starved_requests: list[Any]
     block_new_requests: bool
-    finish_request: Callable[[str], None]
+    waiting_requests: dict[str, Any]
+    active_requests: dict[str, Any]
+    _requests_to_cancel: set[str]
     max_positions: int | None = None
 
     def add_waiting_request(self, state: Any) -> None:
@@ -35,6 +37,39 @@ class Admission:
             state.remaining_prefill_tokens = state.remaining_prefill_tokens[len(prefix) :]
             state.position_offset = len(prefix)
         super().add_waiting_request(state)  # type: ignore[misc]
+
+    def finish_request(self, request_id: str) -> None:
+        """End a request, and keep what it has read."""
+        self._keep(request_id)
+        super().finish_request(request_id)  # type: ignore[misc]
+
+    def clear_cancelled_requests(self) -> Any:
+        """End the requests that were cancelled, and keep what they have read: a stop string ends a text so, too."""
+        for request_id in list(self._requests_to_cancel):
+            self._keep(request_id)
+        return super().clear_cancelled_requests()  # type: ignore[misc]
+
+    def _keep(self, request_id: str) -> None:
+        state = self.active_requests.get(request_id)
+        if state is not None:
+            self.cache.keep(state)
+
+    def _infer_request_tokens(self, state: Any, *rest: Any) -> Any:
+        """Return the tokens of a request that wait; one that is new begins with the conversation that it goes on from."""
+        if self.cache.conversations is not None and state.request_id in self.waiting_requests:
+            self._begin(state)
+        return super()._infer_request_tokens(state, *rest)  # type: ignore[misc]
+
+    def _begin(self, state: Any) -> None:
+        """Choose what a waiting request begins with, anew each time: it holds no conversation while it waits."""
+        begins = self.cache.begins
+        if isinstance(begins.get(state.request_id), Beginning):
+            del begins[state.request_id]
+        found = self.cache.find_beginning(state, self.max_positions)
+        if found is not None:
+            begins[state.request_id] = found
+        read = len(begins.get(state.request_id, ()))
+        state.remaining_prefill_tokens, state.position_offset = state.initial_tokens[read:], read
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """Schedule a pass; a request that waits for room in a pass has its blocks, and none is offloaded for it."""

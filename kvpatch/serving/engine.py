@@ -24,6 +24,7 @@ from transformers.generation.continuous_batching.continuous_api import (
     FIFOScheduler,
 )
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.utils import stream_context
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..arch.upstream import KEPT_MANAGER
@@ -31,6 +32,7 @@ from ..cache.prefix import Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from .admission import Admission
+from .conversations import Conversations
 from .pool import RequestPool
 
 _LOG = logging.getLogger("kvpatch.serving")
@@ -77,8 +79,9 @@ class BudgetManager(ContinuousBatchingManager):
         config: ContinuousBatchingConfig,
         workload_hints: Any,
         tokenizer: Any,
+        conversations: Conversations | None = None,
     ) -> None:
-        self.terms = terms
+        self.terms, self.conversations = terms, conversations
         self.stops = _stops(getattr(generation_config, "stop_strings", None), tokenizer)
         super().__init__(model, generation_config, _without(config), workload_hints)
 
@@ -114,7 +117,7 @@ class BudgetManager(ContinuousBatchingManager):
         if self.stops is not None:
             pool.after_token = functools.partial(scheduler.end_at, self.stops)
         self._use_prefix_sharing = False
-        return ContinuousBatchProcessor(
+        processor = ContinuousBatchProcessor(
             cache=pool,
             config=text_config,
             generation_config=self.generation_config,
@@ -129,6 +132,8 @@ class BudgetManager(ContinuousBatchingManager):
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
         )
+        self.pool.compute = functools.partial(stream_context, processor.inputs_and_outputs.compute_stream)
+        return processor
 
     def _pool(self) -> RequestPool:
         """Size the pool as the engine sizes its paged cache."""
@@ -150,7 +155,7 @@ class BudgetManager(ContinuousBatchingManager):
             chunk = max(chunk // settings.block, 1) * settings.block
         rows = config.max_requests_per_batch or chunk
         pool = RequestPool(settings, blocks, config.page_size, chunk + rows, self.model.device)
-        pool.chunk, pool.prefixes = chunk, self.terms.prefixes
+        pool.chunk, pool.prefixes, pool.conversations = chunk, self.terms.prefixes, self.conversations
         return pool
 
 
@@ -180,13 +185,14 @@ def manager_of(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
     tokenizer: Any = None,
+    conversations: Conversations | None = None,
 ) -> BudgetManager:
     """Return the model's persistent manager under this patch, or a new one: what init_continuous_batching() does.
 
-    tokenizer: for stop strings.
+    tokenizer: for stop strings. conversations: to be kept, by a new manager.
     """
     kept = vars(model).get(KEPT_MANAGER)
-    if isinstance(kept, BudgetManager) and kept.terms.settings is terms.settings:
+    if conversations is None and isinstance(kept, BudgetManager) and kept.terms.settings is terms.settings:
         return kept
     generation_config = model.generation_config if generation_config is None else generation_config
     if generation_config.eos_token_id is None:  # the engine's name for none
@@ -194,7 +200,7 @@ def manager_of(
         generation_config.eos_token_id = -1
     config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
     config = config if isinstance(config, ContinuousBatchingConfig) else ContinuousBatchingConfig()
-    manager = BudgetManager(model, terms, generation_config, config, workload_hints, tokenizer)
+    manager = BudgetManager(model, terms, generation_config, config, workload_hints, tokenizer, conversations)
     _MANAGERS.setdefault(model, weakref.WeakSet()).add(manager)
     return manager
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -20,8 +21,9 @@ from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.numbers import on_device
 from ..policies.served import why_not
+from .conversations import Beginning, Conversations
 from .packed import PackedPass, Part
-from .request import Request, count_claimed
+from .request import Request, count_claimed, count_claimed_behind
 from .rows import RowPool
 
 
@@ -40,7 +42,8 @@ class RequestPool:
 
     settings: of the patch. chunk: tokens of a prompt that one pass reads; a longer prompt is compressed after every chunk.
     num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. prefixes: of the patch; begins: those
-    that requests begin with, which wait or were admitted. after_token: gets a request's state with its new token.
+    that requests begin with, which wait or were admitted. conversations: that are kept, if any are. compute: enters the stream
+    of passes. after_token: gets a request's state with its new token.
     """
 
     # the engine's interface: no index tensors and masks are made, since there is no allocator to ask for them
@@ -57,7 +60,9 @@ class RequestPool:
         self.pool = _Sectors()
         self.chunk = max_batch_tokens
         self.requests: dict[str, Request] = {}
-        self.prefixes, self.begins = Prefixes(), dict[str, Prefix]()
+        self.prefixes, self.begins = Prefixes(), dict[str, Prefix | Beginning]()
+        self.conversations: Conversations | None = None
+        self.compute: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.after_token: Callable[[Any], None] | None = None
         self.rows = RowPool()
         self._coming: list[tuple[str, int, int]] = []
@@ -75,7 +80,7 @@ class RequestPool:
 
     # ---- admission ----
 
-    def blocks_of(self, prompt: int, new: int | None, prefix: Prefix | None = None) -> int:
+    def blocks_of(self, prompt: int, new: int | None, prefix: Prefix | Beginning | None = None) -> int:
         """Return the blocks that a request claims.
 
         Raises:
@@ -83,9 +88,13 @@ class RequestPool:
         """
         read = 0 if prefix is None else len(prefix)
         whole = prompt - read > self.chunk and self._blockwise is None
+        if isinstance(prefix, Beginning) and new is not None:
+            rest = prompt - read
+            claimed = count_claimed_behind(self.settings, prefix.held, prefix.columns + rest, rest, new, whole)
+            return -(-claimed // self.page)
         return -(-count_claimed(self.settings, prompt, new, whole, read) // self.page)
 
-    def check(self, prompt: int, new: int | None, prefix: Prefix | None = None) -> None:
+    def check(self, prompt: int, new: int | None, prefix: Prefix | Beginning | None = None) -> None:
         """Raise KVPatchError for a request that could never be served."""
         if not prompt:
             raise KVPatchError("This request has no token: give each prompt at least one.")
@@ -116,7 +125,42 @@ class RequestPool:
         if self.claimed + blocks > self.num_blocks:
             return False
         self.requests[state.request_id] = Request(prompt, new, blocks, prefix=prefix)
+        if isinstance(prefix, Beginning) and self.conversations is not None:
+            self.conversations.note_reuse(state.request_id, prefix.reused)
         return True
+
+    def find_beginning(self, state: Any, positions: int | None) -> Beginning | None:
+        """Find the conversation that a request which waits goes on from, if it reuses more than its prefix and there is room.
+
+        positions: that the model has, or None.
+        """
+        prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.begins.get(state.request_id)
+        if self.conversations is None or new is None or state.num_children:
+            return None
+        if self.claimed + self.blocks_of(prompt, new, prefix) > self.num_blocks:  # it waits on
+            return None
+        with self.compute():
+            found = self.conversations.find(state.initial_tokens)
+        if found is None or (prefix is not None and len(prefix) >= found.reused):
+            return None
+        if positions is not None and found.columns + prompt - len(found) + new - 1 > positions:
+            return None
+        return found if self.claimed + self.blocks_of(prompt, new, found) <= self.num_blocks else None
+
+    def keep(self, state: Any) -> None:
+        """Keep what a request that ends has read as a conversation, unless it has failed, or its prompt was not read."""
+        request = self.requests.get(state.request_id)
+        if self.conversations is None or request is None or state.error is not None or state.request_id in self._forked:
+            return
+        with self.compute():
+            cache = self.rows.copy_row(state.request_id) if request.cache is None else request.cache
+            if cache is None or cache.unfinished or cache.turns.open or not cache.turns.count:
+                return
+            cache.settings = self.settings  # chunks are over
+            begun = request.prefix if isinstance(request.prefix, Beginning) else None
+            places = list(range(cache.seen)) if begun is None else [*begun.places, *range(begun.columns, cache.seen)]
+            tokens = state.initial_tokens + state.generated_tokens
+            self.conversations.keep(tokens[: len(places)], places, len(state.initial_tokens), cache)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Drop a request, its row and its claim."""
@@ -218,7 +262,8 @@ class RequestPool:
             settings = self._blockwise if long and self._blockwise is not None else self.settings
             request.cache = EvictingCache(settings) if request.prefix is None else request.prefix.copy()
             request.cache.settings = settings
-            request.cache.request.prompt_len, request.cache.request.new_tokens = request.prompt, request.new
+            request.cache.request.prompt_len = request.cache.seen + request.prompt - past
+            request.cache.request.new_tokens = request.new
         whole = end == request.prompt or len(columns) == self.chunk
         return Part(request.cache, columns, decodes=False, open=not whole)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..cache.cache import EvictingCache
@@ -9,6 +10,7 @@ from ..cache.holding import count_held, keeps_new
 from ..cache.prefix import Prefix
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
+from .conversations import Beginning
 
 
 @dataclass
@@ -24,7 +26,7 @@ class Request:
     new: int | None
     blocks: int
     cache: EvictingCache | None = None
-    prefix: Prefix | None = None
+    prefix: Prefix | Beginning | None = None
 
 
 def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: bool, read: int = 0) -> int:
@@ -45,3 +47,21 @@ def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: 
         )
     held = [max(*count_held(settings, layer, prompt, new, read=read).heads, prompt if whole else 0) for layer in layers]
     return -(-sum(held) // len(held))
+
+
+def count_claimed_behind(settings: CacheSettings, held: Sequence[int], prompt: int, rest: int, new: int, whole: bool) -> int:
+    """Count as `count_claimed` does what a request holds that goes on from a conversation.
+
+    held: by its layers. prompt: tokens that the request's cache reads in all; rest: those of them that are new.
+    """
+    most = list[int]()
+    for layer, before in enumerate(held):
+        turns = settings.policies[layer].scope.turns
+        if turns == "all":
+            count = max(count_held(settings, layer, prompt, new).heads)
+        elif turns == "each":
+            count = before + max(count_held(settings, layer, rest, new).heads)
+        else:
+            count = before + rest + new
+        most.append(max(count, before + rest if whole else 0))
+    return -(-sum(most) // len(most))

@@ -40,6 +40,13 @@ class RowPool:
         """Add a request whose prompt was read."""
         self.parts.append(Rows([name], cache))
 
+    def copy_row(self, name: str) -> EvictingCache | None:
+        """Return a cache of a request's row alone, if it has one."""
+        for part in self.parts:
+            if name in part.names:
+                return part.cache.select_rows(part.names.index(name))
+        return None
+
     def drop(self, name: str) -> None:
         """Drop a request's row, if it has one."""
         for part in self.parts:

@@ -396,6 +396,26 @@ def test_a_cache_that_cannot_be_edited_says_so():
             patch.replace(cache, (0, 4), [1])
 
 
+def test_a_row_that_leaves_a_joined_batch():
+    """It is edited as the text alone is, beside which it was read."""
+    model, more = make("llama_gqa"), torch.tensor([[7], [8]])
+    with kvpatch.patched(model, "h2o", k=20) as patch, torch.no_grad():
+        caches = [patch.new_cache() for _ in range(2)]
+        for cache, n in zip(caches, (40, 30), strict=True):
+            model(prompt(1, n), past_key_values=cache)
+        joined = kvpatch.EvictingCache.concatenate(caches)
+        model(more, past_key_values=joined)
+        for index, cache in enumerate(caches):
+            model(more[index : index + 1], past_key_values=cache)
+            row = joined.select_rows(index)
+            logits = []
+            for one in (cache, row):
+                patch.replace(one, (5, 12), [3, 4, 5])
+                logits.append(model(torch.tensor([[9, 10, 11]]), past_key_values=one).logits)
+                one.check_invariants()
+            torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("policy", ["pyramidkv", "critical(pyramidkv)"])
 def test_a_later_turn_pools_over_neighbours_in_the_text(policy):
     """Columns of rows that keep different tokens have gaps, and are put in text order; those of a row alone must be as well."""

@@ -2,27 +2,24 @@
 
 import json
 import shutil
-import socket
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-import kvpatch
 from kvpatch.cli.commands import app
-from kvpatch.cli.loading import MODELS, Source
+from kvpatch.cli.loading import MODELS
 from tests.helpers.marks import batches
+from tests.helpers.served import started, until_idle
 from tests.helpers.serving import until
 
 pytestmark = batches
 
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TEXT = """import os
 import sys
 
@@ -34,61 +31,9 @@ def main(argv):
 """
 
 
-@contextmanager
-def started(folder):
-    """Serve the model in a folder: a client, the model's name, its server, what generate() gives alone, and the address."""
-    openai = pytest.importorskip("openai")
-    pytest.importorskip("fastapi")
-    pytest.importorskip("uvicorn")
-    from kvpatch.cli import serving
-
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    for file in ("config.json", "generation_config.json"):  # no text ends before its limit
-        known = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
-        (folder / file).write_text(json.dumps({**known, "eos_token_id": None}))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    source, policy = Source(str(folder), "float32", "cpu"), kvpatch.get_policy("h2o")
-    server = serving.run(source, policy, 24, {}, serving.Address("localhost", port), {"num_blocks": 400}, background=True)
-    address = f"http://localhost:{port}"
-    for _ in range(100):
-        try:
-            urllib.request.urlopen(f"{address}/health", timeout=1)
-            break
-        except OSError:
-            time.sleep(0.1)
-    model, tokenizer = source.model(), source.tokenizer()
-
-    def alone(text, new):
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        with kvpatch.patched(model, "h2o", 24):
-            out = model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
-        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-
-    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600)
-    try:
-        yield client, str(folder), server, alone, address
-    finally:
-        server.kill_server()
-
-
-def until_idle(server):
-    """Wait until no request is left in the engine, nor anything of one."""
-    answers = server._generation_state._cb_manager
-    left = answers.engine.batch_processor.cache.requests, answers.asked, answers.engine.output_router.result_handlers
-    for _ in range(100):
-        if not any(left):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"a request that has ended still runs: {left}")
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    shutil.copytree(MODELS / "llama-python", folder, dirs_exist_ok=True)
-    with started(folder) as found:
+    with started(tmp_path_factory.mktemp("model")) as found:
         yield found
 
 

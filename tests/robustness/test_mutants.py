@@ -35,6 +35,7 @@ DECODES = "tests/policies/test_decoding.py::test"
 LATENT = "tests/arch/test_latent.py::test"
 CENTRE = "tests/cache/test_centre.py::test"
 REPLACE = "tests/cache/test_replace.py::test_"
+TALKS = "tests/serving/test_conversations.py::test_"
 NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
@@ -100,6 +101,21 @@ MUTANTS = {
     "request ended, its row kept": (
         "serving/pool.py", "        self.rows.drop(request_id)", "        pass",
         "tests/serving/test_generate_batch.py::test_arrivals_and_cancellations[h2o-fifo]"),
+    "a conversation is the first row, whichever request ends": (
+        "serving/rows.py", "return part.cache.select_rows(part.names.index(name))", "return part.cache.select_rows(0)",
+        TALKS + "each_turn_is_that_of_one_cache[h2o-24-{}]"),
+    "a conversation is taken back into an earlier prompt": (
+        "serving/conversations.py", "if not one.cache.settings.transparent and length < one.answer:", "if False:",
+        f"{TALKS}a_difference_in_an_earlier_turn"),
+    "a request writes to the conversation that it goes on from": (
+        "serving/conversations.py", "new, self._cache = self._cache.clone(), None", "new, self._cache = self._cache, None",
+        f"{TALKS}two_requests_that_go_on_from_one_conversation"),
+    "spans of an edited text are taken for those of the cache": (
+        "serving/conversations.py", "return one.places[start], one.places[stop - 1] + 1", "return start, stop",
+        f"{TALKS}spans_that_are_replaced"),
+    "what a conversation holds is not claimed": (
+        "serving/request.py", "count = before + rest + new", "count = rest + new",
+        f"{TALKS}blocks_of_a_request_that_goes_on"),
     "packed rows in the order of requests": (
         "serving/pool.py", "columns = on_device([first[name] for name in rows.alive]",
         "columns = on_device([first[name] for name in reversed(rows.alive)]",

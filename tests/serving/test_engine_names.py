@@ -56,12 +56,24 @@ def test_methods_take_what_they_took():
         (continuous_api.FIFOScheduler, "_schedule_request", ["self", "state", "request_tokens", "token_budget"]),
         (continuous_api.FIFOScheduler, "schedule_batch", ["self", "token_budget", "cache_budget"]),
         (continuous_api.FIFOScheduler, "add_waiting_request", ["self", "state"]),
+        (continuous_api.FIFOScheduler, "_infer_request_tokens", ["self", "state"]),
+        (continuous_api.FIFOScheduler, "finish_request", ["self", "request_id"]),
+        (continuous_api.FIFOScheduler, "clear_cancelled_requests", ["self"]),
         (engine.ContinuousBatchProcessor, "_generation_step", ["self", "model"]),
         (engine.ContinuousBatchingManager, "_generation_step", ["self"]),
         (engine.ContinuousBatchingManager, "_create_batch_processor", ["self"]),
         (engine.ContinuousBatchingManager, "switch_to_cb_friendly_attn", ["self", "model", "auto_switch_to_flash"]),
     ):
         assert list(inspect.signature(getattr(owner, name)).parameters)[: len(wanted)] == wanted, name
+
+
+def test_what_conversations_take_of_the_scheduler():
+    """kvpatch/serving/admission.py chooses what a request begins with where the engine looks for its own prefixes."""
+    scheduler = (FOLDER / "scheduler.py").read_text()
+    for name in ("self._requests_to_cancel", "self.active_requests", "self.waiting_requests"):
+        assert name in scheduler, name
+    assert "request_tokens = self._infer_request_tokens(" in scheduler
+    assert "self.inputs_and_outputs.compute_stream" in inspect.getsource(continuous_api)
 
 
 def test_options_that_are_switched_off_exist():
@@ -78,6 +90,10 @@ def test_a_request_has_what_is_read_of_it():
         "tokens_to_process",
         "max_new_tokens",
         "_new_tokens_limit",
+        "position_offset",
+        "generated_tokens",
+        "num_children",
+        "error",
     ):
         assert hasattr(state, name), name
 

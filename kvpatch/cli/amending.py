@@ -1,0 +1,64 @@
+"""Answers of transformers' handlers, changed on their way out: JSON, whole or as the data of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+_DATA = b"data: {"
+
+
+class Amended:
+    """An ASGI `send` that changes each JSON object of an answer.
+
+    Args:
+        send: what the messages go to.
+        change: returns whether it has changed an object that it is given.
+    """
+
+    def __init__(self, send: Any, change: Callable[[dict[str, Any]], bool]) -> None:
+        self._send, self._change, self._whole, self._start, self._body = send, change, False, None, b""
+
+    async def __call__(self, message: Any) -> None:
+        """Send a message; a whole JSON answer goes out once it is complete, for its length may change."""
+        if message["type"] == "http.response.start":
+            self._whole = dict(message["headers"]).get(b"content-type", b"").startswith(b"application/json")
+            self._start = message
+            if self._whole:
+                return
+        elif message["type"] == "http.response.body" and self._whole:
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._send_whole()
+            return
+        elif message["type"] == "http.response.body":
+            message = {**message, "body": self._amend_lines(message.get("body", b""))}
+        await self._send(message)
+
+    async def _send_whole(self) -> None:
+        body = self._amend(self._body)
+        headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]  # type: ignore[index]
+        await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})  # type: ignore[dict-item]
+        await self._send({"type": "http.response.body", "body": body})
+
+    def _amend_lines(self, body: bytes) -> bytes:
+        """Change the data of a stream's events; transformers' handlers never cut one in two."""
+        if b'"usage":' not in body:
+            return body
+        lines = body.split(b"\n")
+        return b"\n".join(line[:6] + self._amend(line[6:]) if line.startswith(_DATA) else line for line in lines)
+
+    def _amend(self, text: bytes) -> bytes:
+        found = json.loads(text)
+        return json.dumps(found, separators=(",", ":")).encode() if self._change(found) else text
+
+
+def add_reuse(answer: Any, tokens: int) -> bool:
+    """Say in an answer's usage how many tokens of the prompt were not read again; tell if it has a usage."""
+    usage = answer.get("usage") or (answer.get("response") or {}).get("usage")
+    if not usage:
+        return False
+    details = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
+    usage[details] = {**(usage.get(details) or {}), "cached_tokens": tokens}
+    return True

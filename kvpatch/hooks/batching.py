@@ -1,0 +1,100 @@
+"""Continuous batching under a patch: init_continuous_batching() and generate_batch() of a patched model."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationMixin
+
+from ..arch.kinds import position_limit
+from ..cache.cache import EvictingCache
+from ..policies.served import refuse
+from ..policies.windows import Chunk
+from ..serving.conversations import Conversations
+from ..serving.pool import RequestPool
+from .attention import Courier
+from .editing import replace_span
+from .identity import stamp_model
+from .state import PatchState, pass_mask
+from .versions import check_engine
+
+ENGINE = "kvpatch.serving.engine"  # imported with the first manager
+_TOKENIZER: ContextVar[Any] = ContextVar("tokenizer", default=None)  # given to generate_batch()
+
+
+def batches() -> Callable[..., Any]:
+    """Make generate_batch(), which takes a tokenizer for stop strings, as generate() does."""
+
+    def generate_batch(self: Any, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
+        given = _TOKENIZER.set(tokenizer)
+        try:
+            return type(self).generate_batch(self, *args, **kwargs)
+        finally:
+            _TOKENIZER.reset(given)
+
+    return functools.wraps(GenerationMixin.generate_batch)(generate_batch)
+
+
+def continuous_batching(state: PatchState, decoder: str, previous: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Make init_continuous_batching(), whose manager gives each request a budget; generate_batch() calls it.
+
+    Where nothing is evicted the engine is transformers' own, unless conversations are to be kept.
+
+    decoder: its name in the model. previous: the model's own method, if it is an attribute of its own.
+    """
+
+    def init_continuous_batching(
+        self: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+        tokenizer: Any = None,
+        conversations: Conversations | None = None,
+    ) -> Any:
+        if state.settings.transparent and conversations is None:
+            own = functools.partial(type(self).init_continuous_batching, self) if previous is None else previous
+            return own(generation_config, continuous_batching_config, workload_hints)
+        check_engine(transformers.__version__)
+        chunks = any(isinstance(shape.sliding, Chunk) for shape in state.shapes)
+        sharded = getattr(self, "_device_mesh", None) is not None
+        refuse("continuous batching", state.combine(chunks=chunks, sharded=sharded))
+        from ..serving import engine
+
+        kv_bytes = sum(one.heads * (one.key + one.value) for one in state.shapes) * self.dtype.itemsize
+        positions = None if state.settings.renumbered else position_limit(self.config.get_text_config())
+        terms = engine.Terms(state.settings, state.max_positions or positions, kv_bytes, _carried, state.prefixes)
+        given = _TOKENIZER.get() if tokenizer is None else tokenizer
+        if conversations is not None:
+            conversations.replace = functools.partial(_replace, self.get_submodule(decoder), state)
+            conversations.read_alike = functools.partial(_is_read_alike, self.get_submodule(decoder))
+        config = continuous_batching_config
+        return engine.manager_of(self, terms, generation_config, config, workload_hints, given, conversations)
+
+    return functools.wraps(GenerationMixin.init_continuous_batching)(init_continuous_batching)
+
+
+def _replace(decoder: nn.Module, state: PatchState, cache: EvictingCache, span: tuple[int, int], ids: list[int]) -> None:
+    replace_span(decoder, state, cache, span, ids, 0)
+
+
+def _is_read_alike(decoder: nn.Module, cache: EvictingCache) -> bool:
+    """Tell if the model that has read a cache is the one of now."""
+    return cache.read_by is not None and cache.read_by.differs(stamp_model(decoder)) is None
+
+
+def _carried(pool: RequestPool) -> Tensor:
+    """Make the mask that leads a packed pass through the model to the decoder's hook."""
+    return Courier.carrying(pool, pass_mask(pool.device))
+
+
+def end_continuous_batching(model: nn.Module) -> None:
+    """Stop managers that were made under the patch, when it is removed."""
+    engine = sys.modules.get(ENGINE)
+    if engine is not None:
+        engine.stop_managers(model)

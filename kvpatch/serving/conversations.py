@@ -1,0 +1,200 @@
+"""Conversations: caches of requests that have ended, which requests whose texts go on from them begin with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..cache.cache import EvictingCache
+from ..cache.editing import can_crop
+from .edits import Edited, count_common, find_edits
+
+_LOG = logging.getLogger("kvpatch.serving")
+TRIED = 4
+"""Conversations that a text is compared with as an edited one."""
+Span = tuple[int, int]
+
+
+@dataclass
+class Conversation:
+    """What one request has read.
+
+    ids: the tokens of its text. places: the position that the cache has each of them at; others are forgotten. answer: tokens
+    before its last answer. cache: of one row, which nothing writes to. nbytes: of the cache. held: tokens of a KV head, the
+    mean of the heads, by layer.
+    """
+
+    ids: list[int]
+    places: list[int]
+    answer: int
+    cache: EvictingCache
+    nbytes: int = field(init=False)
+    held: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = count_bytes(self.cache)
+        counts = [self.cache.held(layer).float().mean() for layer in range(len(self.cache.layers))]
+        self.held = [int(count.ceil()) for count in counts]
+
+
+class Beginning:
+    """The first tokens of a request's text, which a conversation has read: like a Prefix, it has a length and can be copied.
+
+    places: of these tokens in the cache. columns: that the copy has read, with what is forgotten. held: as in Conversation.
+    reused: tokens of the request that are not read again.
+    """
+
+    def __init__(self, conversation: Conversation, length: int, reused: int) -> None:
+        self.places, self.held, self.reused = conversation.places[:length], conversation.held, reused
+        self._cache: EvictingCache | None = conversation.cache
+        seen = conversation.cache.seen
+        cut = length < len(conversation.ids)
+        self.columns = self.places[-1] + 1 if cut else seen
+        self._removed = seen - self.columns
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def copy(self) -> EvictingCache:
+        """Return a cache of its own for the request, once: the conversation may go while the request runs."""
+        assert self._cache is not None
+        new, self._cache = self._cache.clone(), None
+        if self._removed:
+            new.crop(-self._removed)
+        return new
+
+
+class Conversations:
+    """The conversations of one engine, up to so many bytes: those that have gone on go first, then the least recently used.
+
+    Args:
+        most: bytes of all.
+        edits: a text that is a kept one with spans gone or replaced changes that one, instead of being read anew.
+
+    Attributes:
+        replace: reads tokens into a span of a cache; from the patch, with `edits`.
+        read_alike: tells if the model is still the one that has read a cache.
+        note_reuse: called with a request's name and the tokens that it does not read again.
+    """
+
+    def __init__(self, most: int, edits: bool = False) -> None:
+        self.most, self.edits = most, edits
+        self.replace: Callable[[EvictingCache, Span, list[int]], None] | None = None
+        self.read_alike: Callable[[EvictingCache], bool] = lambda cache: True
+        self.note_reuse: Callable[[str, int], None] = lambda name, tokens: None
+        self._kept: list[Conversation] = []  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return sum(one.nbytes for one in list(self._kept))
+
+    def keep(self, ids: list[int], places: list[int], answer: int, cache: EvictingCache) -> None:
+        """Keep what a request has read. What its text began as goes first from now on: a turn is rarely asked for again."""
+        before = [one for one in self._kept if one.ids == ids[: len(one.ids)] and len(one.ids) < len(ids)]
+        others = [one for one in self._kept if one.ids != ids[: len(one.ids)]]
+        kept = [*before, *others, Conversation(ids, places, answer, cache)]
+        while sum(one.nbytes for one in kept) > self.most:
+            kept = kept[1:]
+        self._kept = kept  # at once, for whoever counts them in another thread
+
+    def clear(self) -> None:
+        """Drop all."""
+        self._kept = []
+
+    def find(self, ids: Sequence[int]) -> Beginning | None:
+        """Find the most that a text need not read again; at least its last token is read.
+
+        What a conversation has read beyond the first different token is taken back, where that leaves what a first reading
+        leaves; else it is no beginning.
+        """
+        text = list(ids)
+        common = [(count_common(one.ids, text[:-1]), one) for one in self._kept]
+        fits = [(count, one) for count, one in common if count and _can_cut(one, count)]
+        most, best = max(fits, key=lambda pair: pair[0], default=(0, None))
+        length = most
+        whole = best is not None and len(best.ids) == most == max(common, key=lambda pair: pair[0])[0]
+        if self.edits and not whole:
+            found = self._find_edited(text, common, most)
+            if found is not None and (changed := self._edit(*found)) is not None:
+                best, most, length = changed, found[1].reused, found[1].length
+        if best is None:
+            return None
+        if not self.read_alike(best.cache):
+            self.clear()
+            return None
+        self._kept.append(self._kept.pop(_index(self._kept, best)))
+        return Beginning(best, length, most)
+
+    def _find_edited(
+        self, ids: list[int], common: list[tuple[int, Conversation]], most: int
+    ) -> tuple[Conversation, Edited] | None:
+        """Find the conversation of which, once edited, a text reuses more than so many tokens, and the edits."""
+        tried = sorted((pair for pair in common if pair[0]), key=lambda pair: (pair[0], len(pair[1].ids)), reverse=True)[:TRIED]
+        found = [(one, edited) for _, one in tried if (edited := find_edits(one.ids, ids, one.answer)) is not None]
+        best = max(found, key=lambda pair: pair[1].reused, default=None)
+        return best if best is not None and best[1].reused > most else None
+
+    def _edit(self, one: Conversation, edited: Edited) -> Conversation | None:
+        """Change a conversation into the edited text; None if its cache cannot be, and it stays as it is."""
+        try:
+            cache = one.cache.clone()
+            gone = [_place(one, start, stop) for start, stop, ids in edited.spans if not ids]
+            if gone:
+                cache.forget(gone)
+            for start, stop, ids in edited.spans:
+                if ids:
+                    assert self.replace is not None
+                    self.replace(cache, _place(one, start, stop), ids)
+        except Exception as error:  # the text can still be read anew, and no request may end the engine
+            _LOG.info("[kvpatch] a conversation was not edited, and is read anew: %s", error)
+            return None
+        ids, places = [*one.ids], [*one.places]
+        for start, stop, new in reversed(edited.spans):
+            first = one.places[start]
+            ids[start:stop], places[start:stop] = new, range(first, first + len(new))
+        changed = Conversation(ids, places, _count_before(one.answer, edited), cache)
+        self._kept[_index(self._kept, one)] = changed
+        return changed
+
+
+def count_bytes(cache: EvictingCache) -> int:
+    """Count the bytes of a cache: keys, values, and the positions, ids and scores beside them."""
+    beside = [cache.ids.nbytes, 0 if cache.shared is None else cache.shared.nbytes, cache.states.nbytes]
+    for layer in cache.layers:
+        tensors: list[Any] = [layer.positions, *layer.state.values()]
+        beside += [one.nbytes for one in tensors if isinstance(one, Tensor)]
+    return cache.nbytes + sum(beside)
+
+
+def _can_cut(one: Conversation, length: int) -> bool:
+    """Tell if a conversation can begin a text whose first tokens alone are its own."""
+    if length == len(one.ids):
+        return True
+    if not one.cache.settings.transparent and length < one.answer:  # a first reading would have evicted by another prompt
+        return False
+    return can_crop(one.cache, one.cache.seen - one.places[length - 1] - 1)
+
+
+def _count_before(answer: int, edited: Edited) -> int:
+    """Count the tokens before the last answer, which are so many, once a text is edited."""
+    for start, stop, ids in reversed(edited.spans):
+        if start < answer:
+            answer = start + len(ids) + max(answer - stop, 0)
+    return answer
+
+
+def _place(one: Conversation, start: int, stop: int) -> Span:
+    """Return where a conversation's cache has a span of its text."""
+    return one.places[start], one.places[stop - 1] + 1
+
+
+def _index(kept: list[Conversation], one: Conversation) -> int:
+    return next(index for index, other in enumerate(kept) if other is one)

@@ -1,0 +1,74 @@
+"""`kvpatch serve` in a thread, asked by the openai client over loopback."""
+
+import json
+import shutil
+import socket
+import time
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+import kvpatch
+from kvpatch.cli.loading import MODELS, Source
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@contextmanager
+def serving(source, k, policy="h2o", keeping=None, **engine):
+    """Serve a model: a client, the server, and its address."""
+    openai = pytest.importorskip("openai")
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    from kvpatch.cli import serving
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    place, engine = serving.Address("localhost", port), {"num_blocks": 400, **engine}
+    server = serving.run(source, kvpatch.get_policy(policy), k, {}, place, engine, background=True, keeping=keeping)
+    address = f"http://localhost:{port}"
+    for _ in range(100):
+        try:
+            urllib.request.urlopen(f"{address}/health", timeout=1)
+            break
+        except OSError:
+            time.sleep(0.1)
+    try:
+        yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600), server, address
+    finally:
+        server.kill_server()
+
+
+@contextmanager
+def started(folder, template=TEMPLATE, keeping=None):
+    """Serve the model in a folder: a client, the model's name, its server, what generate() gives alone, and the address."""
+    if not (folder / "config.json").exists():
+        shutil.copytree(MODELS / "llama-python", folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(template)
+    for file in ("config.json", "generation_config.json"):  # no text ends before its limit
+        known = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
+        (folder / file).write_text(json.dumps({**known, "eos_token_id": None}))
+    source = Source(str(folder), "float32", "cpu")
+    with serving(source, 24, keeping=keeping) as (client, server, address):
+        model, tokenizer = source.model(), source.tokenizer()
+
+        def alone(text, new):
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            with kvpatch.patched(model, "h2o", 24):
+                out = model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
+            return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+        yield client, str(folder), server, alone, address
+
+
+def until_idle(server):
+    """Wait until no request is left in the engine, nor anything of one."""
+    answers = server._generation_state._cb_manager
+    left = answers.engine.batch_processor.cache.requests, answers.asked, answers.engine.output_router.result_handlers
+    for _ in range(100):
+        if not any(left):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"a request that has ended still runs: {left}")
