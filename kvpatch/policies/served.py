@@ -246,6 +246,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "second reading": "lossless=True chooses its budget anew with each pass, and policy {name} reads the prompt a second "
         "time for that: use 'h2o'.",
         "protect=": "lossless=True loses no token: leave protect= out.",
+        "quota=": "lossless=True loses no token: leave quota= out.",
         "layers without a budget": "lossless=True takes rejected drafts back, and some layers of this model keep a state, or "
         "use the keys of others: leave lossless out.",
         "tensor parallel": "lossless=True streams one process's cache: load the model on one device.",
