@@ -405,9 +405,11 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         counts, goals: see `measure`.
         """
         counts = self.counts() if counts is None else counts
-        packed_BH = torch.tensor(counts, device=self.positions.device).view(self.positions.shape[:2])
         self.holes = True
-        self._open_slots(Moving(self.empty_slots(), packed_BH=packed_BH), counts, goals)
+        self._open_slots(Moving(self.empty_slots(), packed_BH=self._by_head(counts)), counts, goals)
+
+    def _by_head(self, counts: list[int]) -> Tensor:
+        return torch.tensor(counts, device=self.positions.device).view(self.positions.shape[:2])
 
     def _open_slots(self, mode: Growing | Evicting | Moving, counts: list[int] | None, goals: list[int] | None = None) -> None:
         """Turn all columns into slots; empty ones are masked."""
@@ -493,6 +495,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if isinstance(self.mode, Moving) and not self.undo_log:
             if sum(old) > self.kv.bound_slots(counts, goals, self.ahead_of):
                 self.pack()
+            else:
+                self.mode.packed_BH = self._by_head(counts)
             return
         fitting = list(map(min, old, self.kv.plan_slots(counts, goals, self.ahead_of)))
         enough_BH1 = torch.tensor(fitting, device=self.positions.device).view(*self.positions.shape[:2], 1)

@@ -39,10 +39,7 @@ SETTINGS = {
 }
 
 
-FAULTY = pytest.mark.xfail(strict=True, reason="heads that shrink after a joined cache was loaded give no slots back")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=FAULTY) if name == "threshold" else name for name in SETTINGS])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_each_row_goes_on_as_alone(name, tmp_path):
     policy, k, options = SETTINGS[name]
     model = make("llama_gqa", dtype=torch.float64)
