@@ -205,6 +205,25 @@ def test_a_conversation_that_goes_while_a_request_goes_on_from_it():
         assert alive == [False] * NEW
 
 
+def test_what_is_left_of_requests():
+    """The caches that are kept, and no other."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 24) as patch, keeping(model, edits=True) as kept:
+        texts = [FIRST, OTHER]
+        for turn in (SECOND, THIRD, SECOND):
+            found, _ = kept.ask(*texts)
+            kept.conversations.most = min(kept.conversations.most, 2 * kept.conversations.nbytes)
+            texts = [ids[:5] + ids[9:] + answer + turn for ids, answer in zip(texts, found, strict=True)]
+
+        def count():
+            gc.collect()
+            found = (one for one in gc.get_objects() if type(one) is kvpatch.EvictingCache)
+            return sum(one.settings is patch.settings for one in found)
+
+        until(lambda: count() == len(kept.conversations) > 2)
+        assert not kept.pool.requests and not kept.pool.begins and not kept.pool.rows.parts
+
+
 def test_a_request_that_is_cancelled():
     """What it has read is kept, and goes on like any other text."""
     model = make("llama_gqa")
