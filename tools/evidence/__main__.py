@@ -4,6 +4,7 @@ python -m tools.evidence                                       the tasks
 python -m tools.evidence run document --samples 60             on .models/smollm2 (`make real`)
 python -m tools.evidence run asked --model my/model --policies snapkv,kvzip --budgets 0.2
 python -m tools.evidence page                                  the tables from the lines that are there
+python -m tools.evidence quotas --samples 12                   what quotas do for the worst instruction
 """
 
 from __future__ import annotations
