@@ -12,10 +12,12 @@ from .messages import Messages
 from .state import TextState
 
 
-def mark_protected(cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, seen: int) -> Tensor | None:
+def mark_protected(
+    cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, seen: int, within: int | None = None
+) -> Tensor | None:
     """Mark the columns of the user's `protect=`, bool [B,Q].
 
-    seen: columns before these.
+    seen: columns before these. within: position of the first, for an edit of a text that was read.
 
     Raises:
         KVPatchError: a mask of another shape than the prompt's, or a system message of a prompt without messages.
@@ -26,8 +28,9 @@ def mark_protected(cache: TextState, positions_BQ: Tensor, input_ids: Tensor | N
     B, Q = positions_BQ.shape
     if isinstance(protect, str) and protect == SYSTEM:
         known = _find_messages(cache, "protect='system' keeps the system message", "give a boolean mask, or token ids")
-        marks = torch.zeros(seen + Q, dtype=torch.bool) if known is None else known.mark_system(seen + Q)
-        return marks[seen:].to(positions_BQ.device) & (positions_BQ >= 0)
+        first = seen if within is None else within
+        marks = torch.zeros(first + Q, dtype=torch.bool) if known is None else known.mark_system(first + Q)
+        return marks[first:].to(positions_BQ.device) & (positions_BQ >= 0)
     wanted = protect_tensor(protect).to(positions_BQ.device)
     if wanted.dtype != torch.bool:
         assert input_ids is not None, "refused in _read_pass"

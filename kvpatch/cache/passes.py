@@ -128,7 +128,7 @@ def begin_edit(
     (B, Q), lengths_B = ids_BQ.shape, cache.lengths_B
     now = Forward(places_Q.expand(B, -1).contiguous(), Q, True, lengths_B.tolist(), None, None, False, 0, edit=edit)
     now.budget_n_B, now.rows_B, now.keeps_all = now.n_B, [Q] * B, cache.settings.policy.schedule == "prompt"
-    now.protect_BQ = mark_protected(cache, now.positions_BQ, ids_BQ, cache.seen)
+    now.protect_BQ = mark_protected(cache, now.positions_BQ, ids_BQ, cache.seen, within=edit.start)
     now.span_BQ = mark_spans(cache, now.positions_BQ, cache.seen)
     if cache.keeps_ids:
         cache.ids.skip_columns(B, cache.seen, lengths_B.device)

@@ -95,6 +95,17 @@ def test_messages_have_quotas(model, tokenizer):
     assert torch.equal(first, cache.positions(1))
 
 
+def test_another_system_message_in_its_place_is_protected(model, tokenizer):
+    with kvpatch.patched(model, "window", 90, protect="system") as patch:
+        chat = patch.chat(tokenizer, system="be kind", **GREEDY)
+        chat.send(TURNS[0])
+        chat.replace(0, "be rude")
+        cache = chat.cache
+        chat.send("x" * 60)
+    assert chat.cache is cache
+    assert missing(chat, chat.spans[0]) == 0 < missing(chat, chat.spans[1])
+
+
 def test_an_answer_is_no_span(model, tokenizer):
     """Neither is its last token, which the next prompt brings."""
     with kvpatch.patched(model, "h2o", 200, quota="messages") as patch:

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import kvpatch
-from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, ONCE, SMALL, agrees, certain
+from tests.helpers.comparing import ANY_SCHEDULE, EVICTING, ONCE, SMALL, SMALL_STEPS, agrees, certain
 from tests.helpers.tiny import force, make, prompt
 
 THREE = [-1, *[0] * 5, *[1] * 13, -1, -1, *[2] * 9]  # of 30 columns; the batch's second row begins at the tenth
@@ -15,6 +15,11 @@ THREE = [-1, *[0] * 5, *[1] * 13, -1, -1, *[2] * 9]  # of 30 columns; the batch'
 @pytest.mark.parametrize("policy", EVICTING)
 def test_every_policy(policy):
     certain("llama_gqa", policy, 0.4, quota=THREE, **SMALL.get(policy, {}))
+
+
+@pytest.mark.parametrize("policy", ["r_kv", "vase", "q_filter", "learned"])
+def test_policies_that_look_at_steps_or_were_calibrated(policy):
+    certain("llama_gqa", policy, 11, quota=THREE, steps=14, **SMALL_STEPS.get(policy, {}))
 
 
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer", "tova", "snapkv", "critical_adakv", "layer_defensive"])

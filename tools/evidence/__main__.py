@@ -5,6 +5,7 @@ python -m tools.evidence run document --samples 60             on .models/smollm
 python -m tools.evidence run asked --model my/model --policies snapkv,kvzip --budgets 0.2
 python -m tools.evidence page                                  the tables from the lines that are there
 python -m tools.evidence small later --models llama-0          what small models show, and docs/small-models.md with --write
+python -m tools.evidence quotas --samples 12                   what quotas do for the worst instruction
 """
 
 from __future__ import annotations
