@@ -137,9 +137,9 @@ class Scope:
         return first, newest, fixed, deviation, observed, budget - free + newest + deviation
 
     def misfits(self, budget: int, score: Score) -> Iterator[tuple[str, int, int, int]]:
-        """Yield each size in tokens that `limits` would cut: its name, itself, what fits `budget`, and a budget that fits it.
+        """Yield (name, size asked for, size that `limits` cuts it to, budget that would not cut it).
 
-        Shares of the budget are not sizes of the user's; `protect=` is refused rather than cut.
+        Sizes that are given as shares of the budget always fit. Too large a `protect=` is no size: `limits` raises an error.
         """
         sinks = min(self.sinks, budget)
         window = protected_rows(score)

@@ -40,6 +40,18 @@ NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
 MUTANTS = {
+    "a pass over all tokens misses one": (
+        "cache/lossless.py", "rows_TE = self._bring(layer, device)", "rows_TE = self._bring(layer, device)[:-1]",
+        "tests/hooks/test_lossless.py::test_tokens_and_logits_are_the_unpatched_model_s[llama_gqa-h2o]"),
+    "rejected drafts stay in the budget": (
+        "cache/lossless.py", "editing.drop_last(self.drafts, count)", "pass",
+        "tests/hooks/test_lossless.py::test_tokens_and_logits_are_the_unpatched_model_s[llama_gqa-h2o]"),
+    "drafts are verified by other numbers than they were drawn from": (
+        "hooks/lossless.py", "torch.stack(logits, 1) if self.samples", "torch.zeros(1, self.drafted, 97) if self.samples",
+        "tests/hooks/test_lossless.py::test_sampled_tokens_have_the_unpatched_model_s_distribution"),
+    "memory keeps the full cache": (
+        "cache/lossless.py", "self.whole[layer - 1].store.release()", "pass",
+        "tests/hooks/test_lossless.py::test_memory_holds_two_layers_of_the_full_cache_at_most"),
     "forget() leaves the last token of a span": (
         "cache/editing.py", "gone_BT[rows, start:stop] = True", "gone_BT[rows, start : stop - 1] = True",
         "tests/cache/test_forget.py::test_what_stays_is_bit_for_bit_what_it_was[16-h2o-12]"),
