@@ -80,6 +80,8 @@ def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
     if earlier is not None:
         with torch.no_grad():
             call.slots.append(*earlier, call.entry(*earlier))
+        if call.slots.used < call.slots.seen:  # some were forgotten
+            call.slots.contiguous, call.slots.floor = False, call.slots.used
 
 
 def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:

@@ -122,6 +122,12 @@ class HostLayer(CacheLayerMixin):
         v_1HTD.copy_(v_1HQD.detach(), non_blocking=True)
         self.length = stop
 
+    def keep(self, rows_N: Tensor) -> None:
+        """Keep these rows alone, in their order."""
+        self.store.rows_NE[: len(rows_N)] = self.used_TE[rows_N]
+        self.length = len(rows_N)
+        self.store.release()
+
     def view(self, rows_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values [1,H,T,D] that rows hold."""
         H, K, V = self.sizes

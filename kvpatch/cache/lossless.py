@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..errors import KVPatchError
+from ..policies.numbers import on_device
 from . import editing
 from .cache import EvictingCache
 from .host import HostLayer
@@ -54,6 +56,8 @@ class LosslessCache(Cache):
         super().__init__(layers=list(self.whole))
         self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()
         self.ids: list[int] = []  # of the tokens read
+        self.places: list[int] = []  # positions of those that are there: all but what was forgotten
+        self.edited = 0  # tokens read when some were last forgotten
         self.again = 0  # tokens read before, which generate()'s first pass brings once more
         self.pending_ids: list[int] = []  # ids of the pass in progress
         self._staged: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
@@ -67,7 +71,7 @@ class LosslessCache(Cache):
         self.pending_ids = ids
         self._staged.clear()
         for layer, budgeted in zip(self.whole, new.layers, strict=True):
-            layer.length = budgeted.seen = len(self.ids)
+            layer.length, budgeted.seen = len(self.places), len(self.ids)
         if self.ids:
             new.seen_B = torch.tensor([len(self.ids)])
             new.ids.write(tokens, 1, len(self.ids), tokens.device)
@@ -86,6 +90,7 @@ class LosslessCache(Cache):
         self._staged.clear()
         for layer in self.whole:
             layer.store.release()
+        self.places += range(len(self.ids), len(self.ids) + len(self.pending_ids))
         self.ids += self.pending_ids
         self.pending_ids, self.drafts.running.lender = [], None
 
@@ -100,7 +105,7 @@ class LosslessCache(Cache):
             self.whole[layer - 1].store.release()
         if rows_TE is None:
             return None
-        return *own.view(rows_TE), torch.arange(len(rows_TE), device=device)[None]
+        return *own.view(rows_TE), on_device([self.places], device)
 
     def _bring(self, layer: int, device: torch.device) -> Tensor:
         """Return a layer's rows on a device; the next layer's are on their way then."""
@@ -145,15 +150,26 @@ class LosslessCache(Cache):
         left = tokens_to_remove if tokens_to_remove > 0 else len(self.ids) + tokens_to_remove
         if not 0 <= left <= len(self.ids):
             raise KVPatchError(f"crop({tokens_to_remove}): the cache has read {len(self.ids)} tokens.")
+        if left < self.edited:
+            raise KVPatchError(f"crop({tokens_to_remove}): the text was edited after {self.edited} tokens, and stays so.")
         count = len(self.ids) - left
-        del self.ids[left:]
+        del self.ids[left:], self.places[len(self.places) - count :]
         if self.drafts.seen > left:
             editing.drop_last(self.drafts, count)
+
+    def forget(self, spans: Sequence[tuple[int, int]], row: int | None = None) -> None:
+        """Take tokens out of the text, as `EvictingCache.forget` does: later passes are as if they had been masked."""
+        self.drafts.forget(spans, row)
+        kept = [i for i, place in enumerate(self.places) if not any(start <= place < stop for start, stop in spans)]
+        self.places, self.edited = [self.places[i] for i in kept], len(self.ids)
+        for layer in self.whole:
+            layer.keep(torch.tensor(kept))
 
     def clone(self) -> LosslessCache:
         """Return an independent copy, for several questions after one context."""
         new = LosslessCache(self.drafts.clone(), 0)
-        new.whole, new.ids = [layer.copy() for layer in self.whole], list(self.ids)
+        new.whole, new.ids, new.places = [layer.copy() for layer in self.whole], list(self.ids), list(self.places)
+        new.edited = self.edited
         new.layers = list(new.whole)
         return new
 
@@ -173,12 +189,14 @@ class LosslessCache(Cache):
     def reset(self) -> None:
         """Empty both caches."""
         self.ids.clear()
+        self.places.clear()
+        self.edited = 0
         self.drafts.reset()
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise KVPatchError(
-            "lossless=True drafts for one text at a time: beams, several rows and edits of its cache are not served. Leave "
-            "lossless out, or use the unpatched model."
+            "lossless=True drafts for one text at a time: beams and several rows are not served. Leave lossless "
+            "out, or use the unpatched model."
         )
 
-    reorder_cache = batch_repeat_interleave = batch_select_indices = forget = _refuse
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse

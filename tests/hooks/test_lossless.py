@@ -117,6 +117,42 @@ def test_a_prompt_is_read_in_pieces_against_the_host(piece):
     assert_same(found, generate(model, ids))
 
 
+FORGETTING = ("llama_gqa", "mistral_sliding", "mpt", "gpt2")
+
+
+@pytest.mark.parametrize("name", FORGETTING)
+def test_what_is_forgotten_is_masked_from_then_on(name):
+    """As the full cache is that has forgotten the same, which equals the masked model (tests/cache/test_forget.py)."""
+    model, ids, more = make(name, dtype=torch.float64), prompt(1, 40), prompt(1, 9, 4)
+    spans = [(3, 9), (20, 31)]
+    with kvpatch.patched(model, "full", 1.0) as patch:
+        want = patch.new_cache()
+        model(ids, past_key_values=want)
+        want.forget(spans)
+        wanted = model(more, past_key_values=want).logits
+        want.forget([(0, 1)])
+        after = model(more[:, :1], past_key_values=want).logits
+    with kvpatch.patched(model, "h2o", 0.4, lossless=True) as patch:
+        cache = patch.new_cache()
+        model(ids, past_key_values=cache)
+        before = cache.nbytes
+        cache.forget(spans)
+        assert cache.nbytes == before * 23 // 40 and cache.get_seq_length() == 40
+        twin = cache.clone()
+        torch.testing.assert_close(model(more, past_key_values=cache).logits, wanted, rtol=1e-5, atol=1e-6)
+        cache.crop(-9)
+        with pytest.raises(kvpatch.KVPatchError, match="edited after 40"):
+            cache.crop(-1)
+        torch.testing.assert_close(model(more, past_key_values=cache).logits, wanted, rtol=1e-5, atol=1e-6)
+        cache.forget([(0, 1)])
+        torch.testing.assert_close(model(more[:, :1], past_key_values=cache).logits, after, rtol=1e-5, atol=1e-6)
+        cache.drafts.check_invariants()
+        text = torch.cat([ids, more], 1)
+        found = generate(model, text, past_key_values=twin, max_new_tokens=12)
+        assert twin.ids == found.sequences[0, :-1].tolist() and twin.verified.drafted
+        torch.testing.assert_close(found.logits[0].double(), wanted[:, -1], rtol=1e-5, atol=1e-6)
+
+
 def test_a_loop_of_one_s_own_reads_all_tokens():
     model = make("llama_gqa", dtype=torch.float64)
     ids = prompt(1, 40)
@@ -413,9 +449,11 @@ def test_other_texts_rows_and_caches_are_refused():
         mask[:, :3] = 0
         with pytest.raises(kvpatch.KVPatchError, match="without padding"):
             model.generate(ids, attention_mask=mask, **OPTIONS)
-        for call in (lambda: cache.reorder_cache(torch.zeros(1)), lambda: cache.forget([(0, 3)])):
-            with pytest.raises(kvpatch.KVPatchError, match="not served"):
-                call()
+        with pytest.raises(kvpatch.KVPatchError, match="not served"):
+            cache.reorder_cache(torch.zeros(1))
+        for spans, said in (([(60, 64)], "has read 63 tokens"), ([], "no span"), ([(0, 5), (3, 8)], "overlap")):
+            with pytest.raises(kvpatch.KVPatchError, match=said):
+                cache.forget(spans)
         with pytest.raises(kvpatch.KVPatchError, match="leave lossless out"):
             patch.prefix(ids)
         with pytest.raises(kvpatch.KVPatchError, match="leave lossless out"):
