@@ -8,6 +8,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import kvpatch
 from kvpatch.arch.upstream import cache_of
+from kvpatch.backends import torch_backend
 from kvpatch.cache.host import HostLayer
 from kvpatch.cache.lossless import LosslessCache
 from kvpatch.hooks import lossless
@@ -151,6 +152,24 @@ def test_what_is_forgotten_is_masked_from_then_on(name):
         found = generate(model, text, past_key_values=twin, max_new_tokens=12)
         assert twin.ids == found.sequences[0, :-1].tolist() and twin.verified.drafted
         torch.testing.assert_close(found.logits[0].double(), wanted[:, -1], rtol=1e-5, atol=1e-6)
+
+
+def test_kernels_learn_that_forgotten_tokens_leave_gaps(monkeypatch):
+    """Windows and ALiBi of flash kernels count columns."""
+    model, seen, attend = make("llama_gqa"), [], torch_backend.attend
+
+    def watch(q, keys, *args):
+        seen.append(keys.ordered)
+        return attend(q, keys, *args)
+
+    monkeypatch.setattr(torch_backend, "attend", watch)
+    with kvpatch.patched(model, "streaming_llm", 8, lossless=True):
+        cache = cache_of(model(prompt(1, 40)))
+        model(prompt(1, 3), past_key_values=cache)
+        assert seen == [True] * 4
+        cache.forget([(3, 9)])
+        model(prompt(1, 3), past_key_values=cache)
+        assert seen[4:] == [False] * 2
 
 
 def test_a_loop_of_one_s_own_reads_all_tokens():
