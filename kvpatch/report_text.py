@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .cache.lossless import Verified
 from .policies.budgets import Budget, Rule
+
+if TYPE_CHECKING:
+    from .cache.lossless import Verified  # imports torch, and the command line must not
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 """Characters for shares of kept tokens, from none to all in eighths."""

@@ -226,8 +226,8 @@ def test_a_table_of_quotas_compares_with_the_policy_alone(tmp_path):
     path = tmp_path / "quotas.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     table = quotas.write_table(path)
-    assert "| `snapkv`, alone | 12.50 [" in table and table.endswith("8 samples, k=0.2")
-    assert "| `h2o`, protected | 9.50 [" in table and "| -3.00 [-3.00, -3.00] | 0.0" in table
+    assert "| `snapkv`, alone | 12.500 [" in table and table.endswith("8 samples, k=0.2")
+    assert "| `h2o`, protected | 9.500 [" in table and "| -3.000 [-3.000, -3.000] | 0.0" in table
 
 
 def test_claims_are_corrected_over_the_whole_table(tmp_path):

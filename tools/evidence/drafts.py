@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 import kvpatch
 from kvpatch.arch.upstream import cache_of
+from kvpatch.hooks import lossless
 from kvpatch.plotting import new_figure, save, style
 
 from .chat import Frame
@@ -28,7 +30,12 @@ TOKENS = 64
 SHORT = "snapkv, window=8"
 DRAFTING = {SHORT: Row(SHORT, "snapkv", {"window": 8}), "adakv, window=8": Row("adakv, window=8", "adakv", {"window": 8})}
 LABELS = (SHORT, "adakv, window=8", "snapkv", "h2o", "tova", "roco", "streaming_llm", "random, ends kept")
-BUDGETS = {0.1: LABELS, 0.05: (SHORT, "h2o"), 0.2: (SHORT, "h2o")}
+ROWS_SHOWN = (
+    *((label, 0.1, lossless.MOST) for label in LABELS),
+    *((label, k, lossless.MOST) for k in (0.05, 0.2, 0.3) for label in (SHORT, "h2o")),
+    *((SHORT, 0.1, longest) for longest in (2, 4, 8)),
+)
+"""Policy, budget and the longest draft of each row of the table."""
 LAYERS_HELD = 2 / 30  # of the model, by an offloaded cache
 HEAD, ASK = "Read this text.\n\n", "\n\nExplain to a beginner what this text says."
 
@@ -54,20 +61,20 @@ def _generate(model: Any, ids_1N: torch.Tensor) -> Any:
 def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str, Any]]:
     """Measure what the file lacks, text by text, and append a line for each policy and budget."""
     cut_unfinished_line(path)
-    known = {(line["text"], line["label"], line["k"]) for line in read_lines(path)}
+    known = {(line["text"], line["label"], line["k"], line["longest"]) for line in read_lines(path)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for name, kind, ids_1N in make_texts(tokenizer, count):
-            wanted = [(label, k) for k, labels in BUDGETS.items() for label in labels if (name, label, k) not in known]
+            wanted = [row for row in ROWS_SHOWN if (name, *row) not in known]
             written = _generate(model, ids_1N).sequences if wanted else None
-            for label, k in wanted:
+            for label, k, longest in wanted:
                 row = DRAFTING.get(label) or ROWS[label]
-                with kvpatch.patched(model, row.policy, k, lossless=True, **row.options):
+                with _limited(longest), kvpatch.patched(model, row.policy, k, lossless=True, **row.options):
                     out = _generate(model, ids_1N)
                 cache = cache_of(out)
                 own = cache.verified
                 line = {
-                    "text": name, "kind": kind, "tokens": ids_1N.shape[1], "label": label, "k": k,
+                    "text": name, "kind": kind, "tokens": ids_1N.shape[1], "label": label, "k": k, "longest": longest,
                     "passes": own.passes, "drafted": own.drafted, "accepted": own.accepted,
                     "moved": round(own.nbytes_per_token / cache.nbytes, 4),
                     "held": round(cache.drafts.nbytes / cache.nbytes, 4),
@@ -78,20 +85,32 @@ def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str
                 yield line
 
 
+@contextmanager
+def _limited(longest: int) -> Iterator[None]:
+    """Draft no more tokens than these inside a with-block."""
+    before = lossless.FIRST, lossless.MOST
+    lossless.FIRST, lossless.MOST = min(lossless.FIRST, longest), longest
+    try:
+        yield
+    finally:
+        lossless.FIRST, lossless.MOST = before
+
+
 def write_table(path: Path) -> str:
     """A row for each policy and budget: tokens a pass by kind of text, tokens accepted, bytes moved and held."""
     lines = read_lines(path)
     kinds, rows = list(dict.fromkeys(line["kind"] for line in lines)), []
-    for k, labels in BUDGETS.items():
-        for label in labels:
-            own = [line for line in lines if (line["label"], line["k"]) == (label, k)]
-            by_kind = [[line for line in own if line["kind"] == kind] for kind in kinds]
-            taken = sum(line["accepted"] for line in own) / max(sum(line["drafted"] for line in own), 1)
-            moved = sum(line["moved"] for line in own) / max(len(own), 1)
-            rows.append([f"`{label}`", f"{k}", *map(_tokens_a_pass, (*by_kind, own)), f"{taken:.0%}", f"{moved:.2f}"])
-    same, header = sum(line["same"] for line in lines), ["policy", "k", *kinds, "all", "of drafts", "bytes a token"]
+    for label, k, longest in ROWS_SHOWN:
+        own = [line for line in lines if (line["label"], line["k"], line["longest"]) == (label, k, longest)]
+        by_kind = [[line for line in own if line["kind"] == kind] for kind in kinds]
+        taken = sum(line["accepted"] for line in own) / max(sum(line["drafted"] for line in own), 1)
+        moved = sum(line["moved"] for line in own) / max(len(own), 1)
+        cells = [*map(_tokens_a_pass, (*by_kind, own)), f"{taken:.0%}", f"{moved:.2f}"]
+        rows.append([f"`{label}`", f"{k}", f"{longest}", *cells])
+    same = sum(line["same"] for line in lines)
+    header = ["policy", "k", "drafts up to", *kinds, "all", "of drafts", "bytes a token"]
     texts = len({line["text"] for line in lines})
-    best = [line for line in lines if (line["label"], line["k"]) == (SHORT, 0.1)]
+    best = [line for line in lines if (line["label"], line["k"], line["longest"]) == (SHORT, 0.1, lossless.MOST)]
     estimate = ""
     if best:
         passes = sum(line["passes"] for line in best)
@@ -113,8 +132,8 @@ def draw(lines: Path, path: Path) -> None:
     axes = figure.subplots()
     for label in LABELS:
         points = []
-        for k, labels in sorted(BUDGETS.items()):
-            own = [line for line in found if (line["label"], line["k"]) == (label, k)] if label in labels else []
+        for k in (0.05, 0.1, 0.2, 0.3):
+            own = [line for line in found if (line["label"], line["k"], line["longest"]) == (label, k, lossless.MOST)]
             if own:
                 points.append([sum(line[name] for line in own) / len(own) for name in ("held", "moved")])
         if not points:
