@@ -21,7 +21,7 @@ Span = tuple[int, int]
 
 @dataclass
 class Conversation:
-    """What one request has read.
+    """One request and the cache of all that it has read.
 
     ids: the tokens of its text. places: the position that the cache has each of them at; others are forgotten. answer: tokens
     before its last answer. cache: of one row, which nothing writes to. nbytes: of the cache. held: tokens of a KV head, the

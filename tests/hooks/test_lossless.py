@@ -118,6 +118,23 @@ def test_a_prompt_is_read_in_pieces_against_the_host(piece):
     assert_same(found, generate(model, ids))
 
 
+def test_tokens_that_are_taken_back_leave_the_budget_too():
+    """Drafts after them are those of a cache that has not held them."""
+    model, ids, more = make("llama_gqa", dtype=torch.float64), prompt(1, 40), prompt(1, 6, 3)
+    with kvpatch.patched(model, "h2o", 16, lossless=True, recent=4) as patch:
+        cache = patch.new_cache()
+        model(ids, past_key_values=cache)
+        model(more, past_key_values=cache)
+        before = [cache.drafts.positions(layer) for layer in range(2)]
+        cache.crop(-4)
+        for layer, held in enumerate(before):
+            left = cache.drafts.positions(layer)
+            assert int(left.max()) < 42 == cache.drafts.get_seq_length()
+            assert {*left.flatten().tolist()} - {-1} == {one for one in held.flatten().tolist() if 0 <= one < 42}
+        assert cache.drafts.ids.ids_BT.tolist() == [cache.ids]
+        cache.drafts.check_invariants()
+
+
 FORGETTING = ("llama_gqa", "mistral_sliding", "mpt", "gpt2")
 
 

@@ -75,8 +75,9 @@ def test_the_whole_budget_changes_no_token(model, tokenizer, kind):
         found = own.generate(ids, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True)
         assert patch.report().share == 1
     assert found.sequences.tolist() == wanted.sequences.tolist()
-    rounding = 0.5 if own.dtype == torch.bfloat16 else 2e-3
-    torch.testing.assert_close(torch.stack(found.logits), torch.stack(wanted.logits), atol=rounding, rtol=0)
+    most, mean = (1.0, 0.1) if own.dtype == torch.bfloat16 else (2e-3, 2e-4)  # of logits up to some 30, whose steps are 0.125
+    apart = (torch.stack(found.logits).float() - torch.stack(wanted.logits).float()).abs()
+    assert apart.max() <= most and apart.mean() <= mean, (apart.max(), apart.mean())
 
 
 @pytest.mark.parametrize("policy", UNCALIBRATED)
