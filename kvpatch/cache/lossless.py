@@ -145,13 +145,14 @@ class LosslessCache(Cache):
     def activate_past_recording(self) -> None:
         """Nothing is overwritten: any token can be taken back."""
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Take back the last tokens, as `EvictingCache.crop` does."""
-        left = tokens_to_remove if tokens_to_remove > 0 else len(self.ids) + tokens_to_remove
+        asked = int(tokens_to_remove)  # a tensor in transformers 5.15
+        left = asked if asked > 0 else len(self.ids) + asked
         if not 0 <= left <= len(self.ids):
-            raise KVPatchError(f"crop({tokens_to_remove}): the cache has read {len(self.ids)} tokens.")
+            raise KVPatchError(f"crop({asked}): the cache has read {len(self.ids)} tokens.")
         if left < self.edited:
-            raise KVPatchError(f"crop({tokens_to_remove}): the text was edited after {self.edited} tokens, and stays so.")
+            raise KVPatchError(f"crop({asked}): the text was edited after {self.edited} tokens, and stays so.")
         count = len(self.ids) - left
         del self.ids[left:], self.places[len(self.places) - count :]
         if self.drafts.seen > left:

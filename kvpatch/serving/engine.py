@@ -11,9 +11,11 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionMemoryHandler
@@ -24,7 +26,6 @@ from transformers.generation.continuous_batching.continuous_api import (
     FIFOScheduler,
 )
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
-from transformers.generation.continuous_batching.utils import stream_context
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..arch.upstream import KEPT_MANAGER
@@ -132,7 +133,7 @@ class BudgetManager(ContinuousBatchingManager):
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
         )
-        self.pool.compute = functools.partial(stream_context, processor.inputs_and_outputs.compute_stream)
+        self.pool.compute = functools.partial(_on_stream, processor.inputs_and_outputs.compute_stream)
         return processor
 
     def _pool(self) -> RequestPool:
@@ -241,3 +242,7 @@ def _without(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
     also = f"; so are {', '.join(dict.fromkeys(asked))}, which the configuration asked for" if asked else ""
     say(f"[kvpatch] continuous batching under a budget: prefix sharing and CPU offload are off{also}.")
     return new
+
+
+def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -6,6 +6,7 @@ import torch
 import kvpatch
 from kvpatch.errors import KVPatchError
 from tests.helpers.comparing import calibrated
+from tests.helpers.marks import batches
 from tests.helpers.tiny import make, prompt
 from tests.hooks.test_chat import GREEDY, TURNS, make_tokenizer
 
@@ -141,11 +142,16 @@ def test_without_messages_they_are_refused(model, tokenizer):
     ):
         with kvpatch.patched(model, "h2o", 8, **given), pytest.raises(KVPatchError, match=words):
             model.generate(prompt(1, 20), **GREEDY)
-    with kvpatch.patched(model, "h2o", 60, protect="system") as patch:
-        with pytest.raises(KVPatchError, match=r"there is none: write patch.chat\(tokenizer, system='...'\)"):
-            patch.chat(tokenizer)
-        with pytest.raises(KVPatchError, match=r"continuous batching reads token ids: give the template's own"):
-            model.generate_batch([[1, 2, 3]])
+    said = r"there is none: write patch.chat\(tokenizer, system='...'\)"
+    with kvpatch.patched(model, "h2o", 60, protect="system") as patch, pytest.raises(KVPatchError, match=said):
+        patch.chat(tokenizer)
+
+
+@batches
+def test_engines_see_no_messages(model, tokenizer):
+    said = r"continuous batching reads token ids: give the template's own"
+    with kvpatch.patched(model, "h2o", 60, protect="system"), pytest.raises(KVPatchError, match=said):
+        model.generate_batch([[1, 2, 3]])
 
 
 def test_a_system_message_beyond_the_budget_is_refused(model, tokenizer):
