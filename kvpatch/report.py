@@ -235,16 +235,16 @@ class Report:
         if self.passes and not self.positions:
             return [*rows, ("tokens held", "none: no pass had a cache")]
         rows += self._list_tokens()
-        if self.positions and not self.acted and self.nbytes < self.full_nbytes:
+        if self.verified is not None and self.verified.passes:  # what is said of evictions is said of drafts alone
+            rows += text.list_verified(self.verified)
+        elif self.positions and not self.acted and self.nbytes < self.full_nbytes:
             none = "no token: all were computed before the first eviction, as with a full cache"
             rows.append(("budget acted on", none))
         masses = [mass for mass in self.mass if mass is not None]
-        if masses:
+        if masses and self.verified is None:
             mean, least = torch.stack(masses).mean(), min(float(mass.min()) for mass in masses)
             kept = f"{mean:.1%} of the mass that the prompt's rows gave; least in one head {least:.1%}"
             rows.append(("attention kept", kept))
-        if self.verified is not None and self.verified.passes:
-            rows += text.list_verified(self.verified)
         if self.seconds:
             rows.append(("time", text.format_times(self.seconds)))
         return rows + [("" if i else "attention by", line) for i, line in enumerate(text.list_backends(self.backends))]

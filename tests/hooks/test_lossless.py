@@ -282,6 +282,7 @@ def test_bytes_are_counted_and_pages_are_released():
         assert cache.drafts.nbytes < cache.nbytes / 3
         # each pass reads the entries of all tokens before it
         assert 300 / 323 * cache.nbytes * verified.passes <= verified.moved_nbytes <= cache.nbytes * verified.passes
+        assert not {"budget acted on", "attention kept"} & {line.partition("  ")[0] for line in str(report).splitlines()}
         assert "over all tokens" in str(report) and report.to_dict()["verified"]["passes"] == verified.passes
 
 
