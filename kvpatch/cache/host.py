@@ -29,6 +29,9 @@ class Rows(Protocol):
     def release(self) -> None:
         """Let go of the memory of rows that can be read again."""
 
+    def settle(self) -> None:
+        """Wait until the host can read what a device has written."""
+
 
 class PinnedRows:
     """Rows in host memory, page-locked where a device copies them."""
@@ -39,12 +42,18 @@ class PinnedRows:
 
     def resize(self, count: int) -> None:
         """Make room for `count` rows."""
+        self.settle()
         old_NE = self.rows_NE
         self.rows_NE = torch.empty(count, old_NE.shape[1], dtype=old_NE.dtype, pin_memory=self.pinned)
         self.rows_NE[: len(old_NE)] = old_NE
 
     def release(self) -> None:
         """Keep all: this memory is the rows' only place."""
+
+    def settle(self) -> None:
+        """Wait for the copies from a device."""
+        if self.pinned:
+            torch.cuda.synchronize()
 
 
 class MappedRows:
@@ -73,6 +82,9 @@ class MappedRows:
         """Let the system take the memory of the file's pages."""
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
+
+    def settle(self) -> None:
+        """Do nothing: a copy from a device to such memory has ended when it returns."""
 
 
 def _reserve(file: int, size: int) -> None:
@@ -124,6 +136,7 @@ class HostLayer(CacheLayerMixin):
 
     def keep(self, rows_N: Tensor) -> None:
         """Keep these rows alone, in their order."""
+        self.store.settle()
         self.store.rows_NE[: len(rows_N)] = self.used_TE[rows_N]
         self.length = len(rows_N)
         self.store.release()
@@ -152,6 +165,7 @@ class HostLayer(CacheLayerMixin):
         """Return an independent copy."""
         new = HostLayer(self.folder)
         if self.is_initialized:
+            self.store.settle()
             new.append(*self.view(self.used_TE))
         return new
 

@@ -60,6 +60,7 @@ class LosslessCache(Cache):
         self.edited = 0  # tokens read when some were last forgotten
         self.again = 0  # tokens read before, which generate()'s first pass brings once more
         self.pending_ids: list[int] = []  # ids of the pass in progress
+        self._places_1T: Tensor | None = None  # on the device of the pass
         self._staged: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -68,7 +69,7 @@ class LosslessCache(Cache):
     def begin(self, ids: list[int]) -> EvictingCache:
         """Begin a pass over new tokens; return the budgeted cache that it fills. What an interrupted pass left is dropped."""
         new, tokens = EvictingCache(self.settings), torch.tensor([self.ids])
-        self.pending_ids = ids
+        self.pending_ids, self._places_1T = ids, None
         self._staged.clear()
         for layer, budgeted in zip(self.whole, new.layers, strict=True):
             layer.length, budgeted.seen = len(self.places), len(self.ids)
@@ -105,7 +106,9 @@ class LosslessCache(Cache):
             self.whole[layer - 1].store.release()
         if rows_TE is None:
             return None
-        return *own.view(rows_TE), on_device([self.places], device)
+        if self._places_1T is None or self._places_1T.device != device:  # the same for all layers
+            self._places_1T = on_device([self.places], device)
+        return *own.view(rows_TE), self._places_1T
 
     def _bring(self, layer: int, device: torch.device) -> Tensor:
         """Return a layer's rows on a device; the next layer's are on their way then."""

@@ -8,6 +8,7 @@ chosen anew is what the next draft is made from.
 from __future__ import annotations
 
 from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def check_folder(lossless: object) -> bool | str:
     """
     if isinstance(lossless, bool):
         return lossless
-    if isinstance(lossless, str | Path) and Path(lossless).is_dir():
+    if isinstance(lossless, str | PathLike) and Path(lossless).is_dir():
         return str(lossless)
     raise KVPatchError(f"lossless={lossless!r} must be True, False, or a folder that exists, for the file of the full cache.")
 

@@ -1,6 +1,7 @@
 """lossless=True: the unpatched model's own tokens, drafted from a budget and verified over all entries on the host."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -298,7 +299,7 @@ def _resident(name):
     return found
 
 
-@pytest.mark.skipif(not __import__("os").path.exists("/proc/self/smaps"), reason="needs Linux's /proc")
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux's /proc")
 def test_memory_holds_two_layers_of_the_full_cache_at_most(tmp_path):
     model, most = make("llama_gqa", layers=6, dtype=torch.float64), []
     with kvpatch.patched(model, "h2o", 0.1, lossless=str(tmp_path)):
@@ -355,8 +356,6 @@ def test_the_file_goes_with_the_cache(tmp_path):
 
 
 def _open_files(folder):
-    import os
-
     found = 0
     for fd in os.listdir("/proc/self/fd"):
         try:
