@@ -10,12 +10,14 @@ from torch import nn
 from ..cache import editing, passes
 from ..cache.cache import EvictingCache
 from ..cache.forward_context import Edit
+from ..policies.served import refuse
 from . import decoder, inputs, ownership
 from .state import PatchState, put_aside
 
 
 def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[int, int], ids: Any, reread: int) -> None:
     """Read other tokens in place of a span: see Patch.replace. All checks come before the first change."""
+    refuse("replace", state.combine())
     ownership.check_own(cache, state)
     tokens_BQ, places_Q = editing.check_replaced(cache, span, ids, reread, state.places_itself)
     call: dict[str, Any] = {"input_ids": tokens_BQ, "use_cache": True, state.cache_name: cache}

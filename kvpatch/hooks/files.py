@@ -19,6 +19,7 @@ from .target import Target
 
 def save_cache(target: Target, state: PatchState, cache: EvictingCache, path: str | PathLike[str]) -> None:
     """Write a cache to a file: see Patch.save_cache."""
+    refuse("cache files", state.combine())
     ownership.check_own(cache, state)
     ownership.refuse_changed(cache, stamp_model(target.decoder))
     save(cache, file_path(path), target.identity())

@@ -346,6 +346,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "the text anew without these tokens.",
     },
     "replace": {
+        "lossless": "replace() is not served with lossless=True: take the span out with cache.forget(), or leave lossless out.",
         "states": "replace(): layers {it.states} of this hybrid keep a state of all that was read, and no token can be taken "
         "out of it. Read the text anew.",
         "tensor parallel": "replace() changes how many tokens heads hold, and other processes hold some of these heads: read "
