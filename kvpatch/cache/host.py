@@ -29,7 +29,7 @@ class Rows(Protocol):
     def release(self) -> None:
         """Let go of the memory of rows that can be read again."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until the host can read what a device has written."""
 
 
@@ -42,7 +42,7 @@ class PinnedRows:
 
     def resize(self, count: int) -> None:
         """Make room for `count` rows."""
-        self.settle()
+        self.wait()
         old_NE = self.rows_NE
         self.rows_NE = torch.empty(count, old_NE.shape[1], dtype=old_NE.dtype, pin_memory=self.pinned)
         self.rows_NE[: len(old_NE)] = old_NE
@@ -50,7 +50,7 @@ class PinnedRows:
     def release(self) -> None:
         """Keep all: this memory is the rows' only place."""
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the copies from a device."""
         if self.pinned:
             torch.cuda.synchronize()
@@ -83,7 +83,7 @@ class MappedRows:
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Do nothing: a copy from a device to such memory has ended when it returns."""
 
 
@@ -136,7 +136,7 @@ class HostLayer(CacheLayerMixin):
 
     def keep(self, rows_N: Tensor) -> None:
         """Keep these rows alone, in their order."""
-        self.store.settle()
+        self.store.wait()
         self.store.rows_NE[: len(rows_N)] = self.used_TE[rows_N]
         self.length = len(rows_N)
         self.store.release()
@@ -165,7 +165,7 @@ class HostLayer(CacheLayerMixin):
         """Return an independent copy."""
         new = HostLayer(self.folder)
         if self.is_initialized:
-            self.store.settle()
+            self.store.wait()
             new.append(*self.view(self.used_TE))
         return new
 
