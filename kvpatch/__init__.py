@@ -31,7 +31,7 @@ _HOME = {
     "planning.plan": ("Plan", "plan"),
     "policies": (
         "Mass", "Policy", "Scope", "Score", "Share", "Threshold", "adaptive", "chunked", "critical", "get_policy",
-        "global_topk", "list_policies", "merged", "pyramid", "register_policy", "unregister_policy",
+        "global_topk", "list_policies", "merged", "pyramid", "refit", "register_policy", "unregister_policy",
     ),
     "report": ("Report",),
     "storage.calibration": ("load_calibration",),
@@ -74,6 +74,7 @@ __all__ = [
     "plan",
     "policies",
     "pyramid",
+    "refit",
     "register_arch",
     "register_policy",
     "replay",
@@ -110,6 +111,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
         list_policies,
         merged,
         pyramid,
+        refit,
         register_policy,
         unregister_policy,
     )

@@ -17,6 +17,7 @@ from ..cache.growth import Layout, plan, slack
 from ..cache.state import TextState
 from ..policies.allocation import Adaptive
 from ..policies.context import EvictionContext
+from ..policies.merging import Kept
 from ..policies.numbers import on_device
 from ..policies.parallel import WHOLE, Parallel
 from ..policies.quotas import count_quotas, share_out
@@ -293,12 +294,13 @@ def _compress(
         _note_mass(call, index, kept)
     if kept is None and unequal and index is not None:
         kept = torch.ones_like(index, dtype=torch.bool)
+    values = _find_values(call, index, kept)
     slots.holes, held = kept is not None, max(counts)
     evicting = evicts or not now.final
     for need in call.needs:
         need.end(call, slots.state, evicting)
     if not now.final:  # the next block is appended
-        _move(call, index, kept, Layout([held + now.reserve]))
+        _move(call, index, kept, values, Layout([held + now.reserve]))
         return
     slots.keep_BH1 = _numbers(call, keep)[..., None].clone()  # the layer may write to its own
     every = call.policy.every
@@ -306,7 +308,7 @@ def _compress(
     roomy = call.cache.request.room is not None
     goals = [k + every for k in keeps] if evicts else None
     exactly = roomy or every > 1
-    _move(call, index, kept, plan(counts, goals, lambda tokens: max(_more(call, tokens), slots.ahead_of), exactly))
+    _move(call, index, kept, values, plan(counts, goals, lambda tokens: max(_more(call, tokens), slots.ahead_of), exactly))
     if moves:
         slots.start_moving(counts, goals)
     elif evicts and (slots.holes or not filling or roomy):
@@ -326,17 +328,23 @@ def _compress(
         slots.start_appending()
 
 
-def _move(call: Call, index: Tensor | None, kept: Tensor | None, layout: Layout) -> None:
-    """Move the kept tokens, with what is merged into their values."""
+def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tensor | None:
+    """Return the kept tokens' new values [B,H,K,D]; None where they stay as they are."""
     slots, merging = call.slots, call.policy.merging
-    values = None
-    if merging is not None and index is not None:
-        with torch.set_grad_enabled(slots.graph is not None):
-            k, v = call.held() if slots.graph is None else slots.graph
-            values = merging.values(k, v, index, kept, call.live(newest(call)))
-    slots.allocate(index, kept, layout)
+    if merging is None or index is None:
+        return None
+    if real is None:
+        real = torch.ones_like(index, dtype=torch.bool)
+    with torch.set_grad_enabled(slots.graph is not None):
+        k, v = call.held() if slots.graph is None else slots.graph
+        return merging.values(k, v, Kept(index, real, call.live(newest(call))), call)
+
+
+def _move(call: Call, index: Tensor | None, kept: Tensor | None, values: Tensor | None, layout: Layout) -> None:
+    """Move the kept tokens and write their new values."""
+    call.slots.allocate(index, kept, layout)
     if values is not None:
-        slots.replace_values(values, kept)
+        call.slots.replace_values(values, kept)
 
 
 def _more(call: Call, tokens: int) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..arch.bound import BoundAdapter
+from ..backends import torch_backend
 from ..backends.entries import EXACT
 from ..backends.protocol import Case, Geometry, Keys, Task
 from ..backends.torch_backend import Rows, window_logits
@@ -355,6 +356,14 @@ class Call(LayerRead):
         # the least number rather than -inf: a query that sees no candidate is not NaN
         return x.masked_fill(~seen, torch.finfo(x.dtype).min), candidate
 
+    def weigh(self, q_BHGWD: Tensor, k_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor) -> tuple[Tensor, Tensor]:
+        positions, rows, geometry = self._used_positions, positions_BW[:, None, None, :, None], self.geometry
+        seen = (positions[:, :, None, None] >= 0) & (rows >= 0)
+        if geometry.sliding is not None:
+            seen = seen & (positions[:, :, None, None] >= find_oldest(geometry.sliding, rows))
+        x = window_logits(q_BHGWD, k_BHTD, positions, positions_BW, geometry)
+        return _weigh_seen(x, seen, geometry), _weigh_seen(x, seen & kept_BHT[:, :, None, None], geometry)
+
     def held(self) -> tuple[Tensor, Tensor]:
         """Return keys and values [B,H,T,D] of the used slots; those of a ragged layer are copied, rounded ones unpacked."""
         slots = self.slots
@@ -457,6 +466,13 @@ class Call(LayerRead):
         if cache.shared.device != like.device:
             cache.shared = cache.shared.to(like.device)
         return cache.shared
+
+
+def _weigh_seen(x_BHGWT: Tensor, seen: Tensor, geometry: Geometry) -> Tensor:
+    """Return the attention to the tokens that are seen; 0 in rows that see none."""
+    some = seen.any(-1, keepdim=True)
+    x_BHGWT = x_BHGWT.masked_fill(~seen & some, -torch.inf)
+    return torch_backend.weigh_logits(x_BHGWT, geometry).masked_fill(~some, 0.0)
 
 
 def _rank_positions(positions_BHT: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     held = call.keys(call.slots.used)
     if call.shows:
         call.show(_join_keys(call, held, k_BHQD, v_BHQD))
+    for reader in call.needs:
+        reader.read_again(call, q_BHGQD, call.positions_BQ, repeat.tokens_B)
     need = call.policy.needs.find(SecondReading)
     if not call.evicts or need is None:
         return prefill.attend_to(call, q_BHGQD, _join_keys(call, held, k_BHQD, v_BHQD), call.rows_BQ).out

@@ -250,7 +250,7 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
         lo, hi = _find_columns(keys, geometry, start, stop)
         x = q_BHGQD[:, :, :, start:stop].to(dtype) * geometry.scale @ k[:, :, :, lo:hi].transpose(-1, -2)
         visible = _find_visible(keys, rows_BQ, geometry, start, stop, lo, hi)[:, :, None]
-        p = _weigh_logits(_cap_logits(x, geometry).masked_fill(~visible, -torch.inf), geometry)
+        p = weigh_logits(_cap_logits(x, geometry).masked_fill(~visible, -torch.inf), geometry)
         return p @ v[:, :, :, lo:hi]
 
     blocks = mask_blocks(q_BHGQD.device.type, LOGITS * B * H * G, Q, keys, geometry)
@@ -271,7 +271,7 @@ def _cap_logits(x: Tensor, geometry: Geometry) -> Tensor:
     return x if geometry.softcap is None else geometry.softcap * torch.tanh(x / geometry.softcap)
 
 
-def _weigh_logits(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> Tensor:
+def weigh_logits(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> Tensor:
     """Return the softmax of logits [B,H,G,...,M] without the share of the attention sinks.
 
     sinks: the sinks' logits in the layout of `x`, if that is not [B,H,G,...].
@@ -374,7 +374,7 @@ def observe(
             if lse_NGQ is None and on_cpu and geometry.sinks_HG is None:
                 p = torch.softmax(x, -1, out=x)  # a second block would not fit into the core's cache
             elif lse_NGQ is None:
-                p = _weigh_logits(x, geometry, None if sinks_NG11 is None else sinks_NG11[n0:n1])
+                p = weigh_logits(x, geometry, None if sinks_NG11 is None else sinks_NG11[n0:n1])
             else:
                 p = x.exp_()
             if on_cpu and dtype == torch.float32:
@@ -656,7 +656,7 @@ def step(
     x = _cap_logits(x, geometry)
     x = x if bias is None else x.add_(bias)
     if buffer is None or x.requires_grad or not geometry.plain:
-        p = _weigh_logits(x, geometry)
+        p = weigh_logits(x, geometry)
         if buffer is not None:
             buffer.copy_(p.detach())
     else:

@@ -33,11 +33,13 @@ class Padding:
 class Repeat:
     """Chunk of a prompt that a second reading repeats: positions from `start_B` to before `stop_B`, of each row.
 
-    hidden: what the attention of the layer that runs was given, [B,Q,E]; set before each.
+    tokens_B: tokens that all chunks repeat. hidden: what the attention of the layer that runs was given, [B,Q,E]; set before
+    each.
     """
 
     start_B: list[int]
     stop_B: list[int]
+    tokens_B: list[int]
     hidden: Tensor = field(default_factory=torch.Tensor)
 
 

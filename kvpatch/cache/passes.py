@@ -113,7 +113,8 @@ def begin_repeat(
     now = Forward(positions, Q, False, [], padding, None, False, 0)
     starts = [first + start for first, (start, _, _) in zip(begin_B, pieces, strict=True)]
     stops = [first + stop for first, (_, stop, _) in zip(begin_B, pieces, strict=True)]
-    now.repeat, cache.now = Repeat(starts, stops), now
+    tokens = [n - first for n, first in zip(whole.n_B, begin_B, strict=True)]
+    now.repeat, cache.now = Repeat(starts, stops, tokens), now
     return host.clamp(min=0).to(device), positions
 
 

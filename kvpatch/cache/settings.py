@@ -16,7 +16,7 @@ from ..errors import KVPatchError
 from ..policies import Policy, get_policy
 from ..policies.budgets import Budget, HeadSizes, Rule, Size
 from ..policies.measures import Calibration
-from ..policies.needs import SecondReading
+from ..policies.needs import Rereading
 from ..policies.parallel import WHOLE, Parallel
 from ..policies.served import Combination, why_not
 from ..policies.slopes import Sloped
@@ -187,7 +187,7 @@ class CacheSettings:
     @cached_property
     def rereads(self) -> bool:
         """True if prompts are read a second time before anything is evicted."""
-        return self.acts and self.policy.needs.find(SecondReading) is not None
+        return self.acts and self.policy.needs.find(Rereading) is not None
 
     @cached_property
     def acts(self) -> bool:

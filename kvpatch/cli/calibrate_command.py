@@ -109,9 +109,9 @@ def _pieces(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
 
     limit = positions_of(model)
     if teacher is not None and limit is not None:
-        from ..policies.needs import SecondReading
+        from ..policies.needs import Rereading
 
-        length = min(length, (limit - teacher.needs.find(SecondReading).longest(0)) // 2)
+        length = min(length, (limit - teacher.needs.find(Rereading).longest(0)) // 2)
         if length <= teacher.scope.sinks:
             raise KVPatchError(f"The model has {limit} positions, too few to read a text twice: use another policy.")
     return [fit(model, piece, 1)[0] for piece in ids.split(length, 1)]

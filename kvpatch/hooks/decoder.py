@@ -19,7 +19,7 @@ from ..cache.lossless import LosslessCache
 from ..cache.prefix import Prefix
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
-from ..policies.needs import SecondReading
+from ..policies.needs import Rereading
 from ..serving.pool import RequestPool
 from . import inputs, lossless, ownership
 from .attention import Courier, PassMask
@@ -270,7 +270,7 @@ def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, 
 
 def check_second_reading(settings: CacheSettings, seen: int, Q: int, limit: int) -> None:
     """Raise KVPatchError if what repeats a prompt of Q tokens, the newest of those seen, has no positions left."""
-    need = settings.policy.needs.find(SecondReading)
+    need = settings.policy.needs.find(Rereading)
     assert need is not None
     more = need.longest(Q)
     if seen + more > limit:

@@ -16,7 +16,7 @@ from ..attention import anomaly, compress
 from ..cache import passes
 from ..cache.cache import EvictingCache
 from ..cache.lossless import LosslessCache
-from ..policies.needs import SecondReading
+from ..policies.needs import Rereading
 from . import lossless
 from .attention import PassMask
 from .state import PatchState, by_kind, pass_mask
@@ -49,7 +49,7 @@ def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> No
 
 def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_BN: Tensor) -> None:
     """Run the decoder over what repeats the prompt `ids_BN`, chunk by chunk, and end the prompt in all layers."""
-    now, need = cache.running, cache.settings.policy.needs.find(SecondReading)
+    now, need = cache.running, cache.settings.policy.needs.find(Rereading)
     assert need is not None
     rows = [[token for token in row if token >= 0] for row in ids_BN.tolist()]
     texts = [list(need.cut_pieces(row)) for row in rows]

@@ -14,13 +14,14 @@ _HOME = {
     "allocation": ("Adaptive", "Global"),
     "context": ("EvictionContext", "NewTokens"),
     "measures": ("Calibration",),
-    "merging": ("Merge",),
+    "merging": ("Merge", "Merging"),
     "moving": ("Mass", "Share", "Threshold"),
     "policy": ("Policy",),
     "presets": (
         "POLICIES", "adaptive", "chunked", "critical", "get_policy", "global_topk", "list_policies", "merged", "pyramid",
-        "register_policy", "unregister_policy",
+        "refit", "register_policy", "unregister_policy",
     ),
+    "refitting": ("Refit",),
     "repeated": ("repeat_instruction",),
     "scopes": ("DeviationScope", "RangeScope", "Scope"),
     "scores": ("Score",),
@@ -39,10 +40,12 @@ __all__ = [
     "Global",
     "Mass",
     "Merge",
+    "Merging",
     "NewTokens",
     "Policy",
     "Pyramid",
     "RangeScope",
+    "Refit",
     "Scope",
     "Score",
     "Selection",
@@ -57,6 +60,7 @@ __all__ = [
     "list_policies",
     "merged",
     "pyramid",
+    "refit",
     "register_policy",
     "repeat_instruction",
     "unregister_policy",
@@ -66,7 +70,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .allocation import Adaptive, Global
     from .context import EvictionContext, NewTokens
     from .measures import Calibration
-    from .merging import Merge
+    from .merging import Merge, Merging
     from .moving import Mass, Share, Threshold
     from .policy import Policy
     from .presets import (
@@ -79,9 +83,11 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
         list_policies,
         merged,
         pyramid,
+        refit,
         register_policy,
         unregister_policy,
     )
+    from .refitting import Refit
     from .repeated import repeat_instruction
     from .scopes import DeviationScope, RangeScope, Scope
     from .scores import Score

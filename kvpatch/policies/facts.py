@@ -22,6 +22,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "pyramid": {"beta": 20},
     "chunked": {"size": 20, "together": True},
     "merged": {"threshold": 0.0},
+    "refit": {"ridge": 0.1, "queries": 256, "instruction": (), "chunk": 2048},
 }
 """Functions that make a policy of another one, as in "critical(h2o)", with the options that they add."""
 

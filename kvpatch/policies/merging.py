@@ -1,7 +1,8 @@
-"""Merging: what becomes of the values of tokens that a prompt's end evicts."""
+"""Merging: what becomes of the values of tokens that a prompt's end evicts. See also refitting.py."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,13 +11,56 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from .context import accumulator
+from .needs import AnyNeed, LayerRead
 
 _EPS = 1e-6
 _AT_ONCE = 256  # tokens that are compared with those that stay
 
 
 @dataclass(frozen=True)
-class Merge:
+class Merging(ABC):
+    """Base of what changes the values of kept tokens where a prompt, or a block of it, ends. Subclasses are frozen."""
+
+    needs: ClassVar[tuple[AnyNeed, ...]] = ()
+    schedules: ClassVar[tuple[str, ...]] = ("prompt",)
+    only_then: ClassVar[str] = "merges what a prompt's end evicts, and decode steps cannot"
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise KVPatchError for an option out of range."""
+
+    @abstractmethod
+    def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
+        """Return the values [B,H,K,D] of the kept tokens. k_BHTD, v_BHTD: keys and values of all slots."""
+
+
+@dataclass
+class Kept:
+    """Tokens that the heads of a layer keep.
+
+    Attributes:
+        index_BHK: their slots, ascending.
+        real_BHK: entries within the head's own count; the others name any slot.
+        live_BHT: tokens that a later query can see.
+    """
+
+    index_BHK: Tensor
+    real_BHK: Tensor
+    live_BHT: Tensor
+
+    @property
+    def stays_BHT(self) -> Tensor:
+        """Tell for each slot whether its token is kept."""
+        stays_BHT = torch.zeros_like(self.live_BHT, dtype=torch.int8)
+        return stays_BHT.scatter_reduce_(2, self.index_BHK, self.real_BHK.to(torch.int8), "amax") > 0
+
+    def gather(self, x_BHTD: Tensor) -> Tensor:
+        """Return the kept tokens' part [B,H,K,D] of a tensor."""
+        return x_BHTD.gather(2, self.index_BHK[..., None].expand(*self.index_BHK.shape, x_BHTD.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Merge(Merging):
     """Folding of evicted values into the kept token whose key is most alike [MergingPress, in kvpress; D2O].
 
     Let c be the cosine of the cached keys of an evicted token e and of the kept token t of the same head where it is greatest;
@@ -31,41 +75,27 @@ class Merge:
     """
 
     threshold: float = 0.0
-    schedules: ClassVar[tuple[str, ...]] = ("prompt",)
-    only_then: ClassVar[str] = "merges what a prompt's end evicts, and decode steps cannot"
 
     def check(self) -> None:
-        """Raise KVPatchError for an option out of range."""
         given = self.threshold
         if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
             raise KVPatchError(f"threshold={given!r} must be a cosine in [0, 1], below which nothing is merged.")
 
-    def values(self, k_BHTD: Tensor, v_BHTD: Tensor, index_BHK: Tensor, kept_BHK: Tensor | None, live_BHT: Tensor) -> Tensor:
-        """Return the values [B,H,K,D] of the kept tokens.
-
-        Args:
-            k_BHTD: keys of all slots.
-            v_BHTD: their values.
-            index_BHK: slots of the kept tokens, ascending.
-            kept_BHK: entries within the head's own count; None for all.
-            live_BHT: tokens that may be folded if they are not kept.
-        """
-        wide, D = accumulator(v_BHTD.dtype), v_BHTD.shape[-1]
-        kept = torch.ones_like(index_BHK, dtype=torch.bool) if kept_BHK is None else kept_BHK
-        stays_BHT = torch.zeros_like(live_BHT, dtype=torch.int8).scatter_reduce_(2, index_BHK, kept.to(torch.int8), "amax")
-        folded_BHT = live_BHT & (stays_BHT == 0)
+    def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
+        wide, D, index_BHK = accumulator(v_BHTD.dtype), v_BHTD.shape[-1], kept.index_BHK
+        folded_BHT = kept.live_BHT & ~kept.stays_BHT
         unit = k_BHTD.to(wide)
         unit = unit / torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_min(_EPS)
-        own = unit.gather(2, index_BHK[..., None].expand(*index_BHK.shape, unit.shape[-1])).flip(2)  # the newest first
+        own = kept.gather(unit).flip(2)  # the newest first
         values = v_BHTD.to(wide)
-        mine = values.gather(2, index_BHK[..., None].expand(*index_BHK.shape, D))
+        mine = kept.gather(values)
         size_BHT = torch.linalg.vector_norm(values, dim=-1)
         size_BHK = torch.linalg.vector_norm(mine, dim=-1)
         total, weight = torch.zeros_like(mine), torch.zeros_like(size_BHK)
         for at in range(0, unit.shape[2], _AT_ONCE):
             some = slice(at, at + _AT_ONCE)
             alike = unit[:, :, some] @ own.transpose(-1, -2)
-            most, target = alike.masked_fill(~kept.flip(2)[:, :, None], -torch.inf).max(-1)
+            most, target = alike.masked_fill(~kept.real_BHK.flip(2)[:, :, None], -torch.inf).max(-1)
             target = index_BHK.shape[-1] - 1 - target
             size = size_BHT[:, :, some]
             w = most.clamp_min(0) * size / (size + size_BHK.gather(2, target) + _EPS)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from ..errors import KVPatchError, named, suggest
 from .facts import COMBINATIONS, FACTS
 
-_COMBINED = re.compile(rf"\s*({'|'.join(COMBINATIONS)})\((.+)\)\s*", re.IGNORECASE)
+COMBINED = re.compile(rf"\s*({'|'.join(COMBINATIONS)})\((.+)\)\s*", re.IGNORECASE)
 _SHARED = {"adaptive": "layer", "global_topk": "model"}
-_AFTER_PROMPTS = ("chunked", "merged")  # combinations that evict where a prompt ends and at no other time
+_AFTER_PROMPTS = ("chunked", "merged", "refit")  # combinations that evict where a prompt ends and at no other time
 
 
 class Division(NamedTuple):
@@ -37,7 +37,7 @@ def split_combination(name: str) -> tuple[list[str], str]:
         (['critical', 'adaptive'], 'roco')
     """
     around = []
-    while (combined := _COMBINED.fullmatch(name)) is not None:
+    while (combined := COMBINED.fullmatch(name)) is not None:
         around.append(combined[1].lower())
         name = combined[2]
     return around, name

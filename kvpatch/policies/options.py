@@ -44,6 +44,8 @@ class PolicyOptions(TypedDict, total=False):
     damping: float  # factor of the sum before each addition
     size: int  # tokens of a chunk of the text
     together: bool  # whether the heads of a layer keep the same chunks
+    ridge: float  # how strongly refitted values are pulled towards what they were
+    queries: int  # tokens of a second reading whose queries refit values
     threshold: float  # least cosine of keys whose values are merged
     beta: int | float  # ratio of the mean budget to the last layer's
     floor: int | float  # share of the budget that every head receives

@@ -14,7 +14,7 @@ from . import own_code
 from .allocation import Adaptive
 from .budgets import check_count
 from .context import EvictionContext, NewTokens
-from .merging import Merge
+from .merging import Merging
 from .needs import AnyNeed, Need, Needs
 from .quotas import protect_shares
 from .scopes import Scope
@@ -47,7 +47,7 @@ class Policy:
         over_layers: Pyramid, or None for the same budget in every layer.
         over_heads: Adaptive or Global, or None for the same budget in every head.
         selection: TwoStage or Chunked, or None to keep the top tokens by score.
-        merging: Merge to fold evicted values into kept ones, or None to drop them.
+        merging: Merge or Refit to change kept values by the evicted ones, or None to drop these.
 
     Raises:
         KVPatchError: a part of the wrong type, an option out of range, or parts that do not fit together.
@@ -66,7 +66,7 @@ class Policy:
     over_layers: Pyramid | None = None
     over_heads: Adaptive | None = None
     selection: Selection | None = None
-    merging: Merge | None = None
+    merging: Merging | None = None
     every: int = 1
     needs: Needs = field(init=False, repr=False, compare=False)
 
@@ -84,7 +84,7 @@ class Policy:
             why, use = _explain_schedules(self.score.schedules), " or ".join(map(repr, self.score.schedules))
             raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {why}; use schedule={use}.")
         _check_members(self.score)
-        object.__setattr__(self, "needs", Needs.of((self.score, self.scope)))
+        object.__setattr__(self, "needs", Needs.of((self.score, self.scope, *([self.merging] if self.merging else []))))
         check_count("every", self.every, "tokens that decode steps evict at once")
         for part in (self.over_heads, self.selection, self.merging):
             if part is not None and self.schedule not in part.schedules:
@@ -216,7 +216,7 @@ _PARTS: tuple[tuple[str, type, bool], ...] = (
     ("over_layers", Pyramid, True),
     ("over_heads", Adaptive, True),
     ("selection", Selection, True),
-    ("merging", Merge, True),
+    ("merging", Merging, True),
 )
 
 

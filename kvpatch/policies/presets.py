@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 from ..errors import KVPatchError, named, suggest
@@ -14,8 +13,10 @@ from .decoding import LastUse, Recurrence, Redundancy, SampledAttention
 from .expected import ExpectedAttention
 from .learned import Learned
 from .merging import Merge
+from .naming import COMBINED
 from .outputs import OutputChange
 from .policy import Policy
+from .refitting import Refit
 from .repeated import Repeated, RepeatedOutputs
 from .scopes import DeviationScope, RangeScope, Scope
 from .scores import (
@@ -34,8 +35,6 @@ from .scores import (
 )
 from .selection import Chunked, TwoStage
 from .slopes import Pyramid
-
-_COMBINED = re.compile(r"\s*(critical|adaptive|global_topk|pyramid|chunked|merged)\((.+)\)\s*", re.IGNORECASE)
 
 # ---- combinations ----
 
@@ -137,6 +136,24 @@ def merged(base: str | Policy, **options: Any) -> Policy:
     return _combine_parts("merged", base, merging=Merge(), schedule="prompt").with_options(**options)
 
 
+def refit(base: str | Policy, **options: Any) -> Policy:
+    """Solve the values anew that `base` keeps at a prompt's end, so that attention gives what it gave [Attention Matching].
+
+    The prompt is read a second time, as `kvzip` reads it: see Refit.
+
+    Args:
+        base: a policy or the name of one; its schedule becomes "prompt".
+        **options: ridge, queries, instruction, chunk (see Refit), or options of the base.
+
+    Raises:
+        KVPatchError: an unknown option, a base that never evicts, or one that merges values already.
+
+    Example:
+        kvpatch.patched(model, kvpatch.refit("kvzip", floor=0.2), k=0.1)
+    """
+    return _combine_parts("refit", base, merging=Refit(), schedule="prompt").with_options(**options)
+
+
 def _combine_parts(prefix: str, base: str | Policy, **part: Any) -> Policy:
     """Return `base` with other parts, named prefix_base. Raises KVPatchError if it has a part of another class already."""
     policy = base if isinstance(base, Policy) else get_policy(base)
@@ -153,6 +170,12 @@ def _combine_parts(prefix: str, base: str | Policy, **part: Any) -> Policy:
         raise KVPatchError(
             f"{prefix}({policy.name!r}): {policy.name!r} selects by {type(policy.selection).__name__} already, and a policy "
             "has one selection: combine the policy that it was made of."
+        )
+    merging = part.get("merging", policy.merging)
+    if policy.merging is not None and type(merging) is not type(policy.merging):
+        raise KVPatchError(
+            f"{prefix}({policy.name!r}): {policy.name!r} changes values by {type(policy.merging).__name__} already: "
+            "combine the policy that it was made of."
         )
     return dataclasses.replace(policy, name=f"{prefix}_{policy.name}", **part)
 
@@ -208,7 +231,7 @@ for _name, _shared in (("defensive_snapkv", Adaptive(floor=0.0)), ("layer_defens
 
 _AROUND = {
     "critical": critical, "adaptive": adaptive, "global_topk": global_topk, "pyramid": pyramid, "chunked": chunked,
-    "merged": merged,
+    "merged": merged, "refit": refit,
 }  # fmt: skip
 
 
@@ -228,7 +251,7 @@ def get_policy(name: str) -> Policy:
     Example:
         kvpatch.get_policy("snapkv").with_options(window=16)
     """
-    if isinstance(name, str) and (combined := _COMBINED.fullmatch(name)) is not None:
+    if isinstance(name, str) and (combined := COMBINED.fullmatch(name)) is not None:
         return _AROUND[combined[1].lower()](combined[2])
     if isinstance(name, Score):
         raise KVPatchError(f"{name!r} is a score, which is one part of a policy: give Policy('my_policy', {name!r}).")

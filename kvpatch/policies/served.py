@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import KVPatchError, suggest
-from .needs import SecondReading, Sums
+from .needs import Rereading, Sums
 from .scopes import SYSTEM, protect_tensor
 
 
@@ -60,7 +60,7 @@ class Combination:
     @property
     def unweighed(self) -> str:
         """Policies that do not weigh values, in place of this one."""
-        other = "'streaming_llm'" if self.policy.needs.find(SecondReading) is None else "'kvzip'"
+        other = "'streaming_llm'" if self.policy.needs.find(Rereading) is None else "'kvzip'"
         return "the policy without critical" if self.policy.weighs_values else other
 
 
@@ -121,8 +121,8 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "scores measured anew by steps": lambda it: it.policy.schedule != "prompt" and not _adds_up(it.policy),
     "scores that are no weights": lambda it: it.policy.evicts and not it.policy.score.is_weight,
     "selection": lambda it: it.policy.selection is not None,
-    "second reading": lambda it: it.policy.needs.find(SecondReading) is not None,
-    "second reading of unknown tokens": lambda it: it.acts and it.unknown and it.policy.needs.find(SecondReading) is not None,
+    "second reading": lambda it: it.policy.needs.find(Rereading) is not None,
+    "second reading of unknown tokens": lambda it: it.acts and it.unknown and it.policy.needs.find(Rereading) is not None,
     "shared sums": lambda it: it.acts and it.policy.needs.across_layers,
     "turns": lambda it: it.policy.scope.turns != "all",
     # of a call
@@ -188,7 +188,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "merging": {
         "latent attention": "policy {name} changes the values of kept tokens, but in this model a token's value is the latent "
-        "in its key: use the policy inside merged(...).",
+        "in its key: use the policy inside it.",
     },
     "renumbered": {
         "obstacle": "positions='renumbered' does not work for {it.adapter}: {it.obstacle}. Use positions='original'.",
@@ -231,7 +231,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "every eviction: use positions='original'.",
         "bits": "record=True does not go with bits={it.bits}: a replay attends to unrounded keys. Use bits=16.",
         "merging": "record=True does not go with policy {name}, which changes the values of kept tokens: use the policy inside "
-        "merged(...).",
+        "it.",
     },
     "lossless": {
         "budget that evicts nothing": "lossless=True: policy {name} at k={it.k} evicts nothing, so that drafts are of the full "
@@ -425,7 +425,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "adaptive budgets": "Policy {name} is not served in vLLM: its heads hold different numbers of tokens, and a page has "
         "one: use 'snapkv'.",
         "merging": "Policy {name} is not served in vLLM: it changes values, which vLLM's pages then hold: use the policy "
-        "inside merged(...).",
+        "inside it.",
         NEED: "Policy {name} is not served in vLLM: {why}.",
         "every": "Policy {name} is not served in vLLM: every= lets tokens wait, and a request's pages are claimed for its "
         "budget: give every=1.",

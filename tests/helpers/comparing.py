@@ -84,6 +84,7 @@ WRAPS = {
     "critical": kvpatch.policies.critical,
     "chunked": kvpatch.policies.chunked,
     "merged": kvpatch.policies.merged,
+    "refit": kvpatch.policies.refit,
 }
 
 

@@ -44,6 +44,8 @@ from tests.oracle.reference_selection import (
     mass,
     merged,
     pyramid,
+    refit,
+    softmax,
     threshold,
     tokens,
     two_stage,
@@ -164,6 +166,7 @@ WRAPS: dict[str, dict[str, Any]] = {
     "global_topk": {"floor": 0.2},
     "critical": {"alpha": 0.5, "eps": 1e-4, "norm": 1},
     "merged": {"threshold": 0.0, "schedule": "prompt"},
+    "refit": {"ridge": 0.1, "queries": 256, "instruction": (), "chunk": 2048, "schedule": "prompt"},
     "chunked": {"size": 20, "together": True, "schedule": "prompt"},
 }
 OBSERVING = ("observation", "defensive", "dropped")
@@ -402,6 +405,7 @@ class Oracle:
         running: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]
         self.running = [running[0]] * L if options.get("shared") else running
         self.repeated: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]  # of second readings
+        self.asks: list[list[tuple[int, Tensor]]] = [[] for _ in range(L)]  # and the queries that a refit takes of them
         self.local: list[list[dict[int, float]]] = [[{} for _ in range(K)] for _ in range(L)]  # attention inside chunks
         self.zeta: dict[tuple[int, int, int], float] = {}
         self.tables: list[list[int | None] | None] = [None] * L  # budgets of each head, if k is a table
@@ -485,17 +489,20 @@ class Oracle:
             self.passes.append(range(self.seen, self.seen + len(ids)))
         self.seen, self.new = self.seen + len(ids), len(ids)
         x_TE = self.decoder.embed(torch.tensor(ids), positions)
-        again = self.options["score"] == "repeated" and self.step == 0 and not self.over()
+        rereads = self.options["score"] == "repeated" or "refit" in self.options["wrap"]
+        again = rereads and self.step == 0 and not self.over()
         for l in range(self.decoder.layers):
             x_TE = self.decoder.block(l, x_TE, partial(self.attend, l, positions))
             self.add_running(l, len(ids))
-            if not self.waits(l):
+            if not self.waits(l) and not again:
                 self.evict(l)
-                if not again:
-                    self.round(l)
+                self.round(l)
         waiting = [l for l in range(self.decoder.layers) if self.waits(l)]
         if again:
             self.read_again(list(ids))
+            for l in range(self.decoder.layers):
+                if not self.waits(l):
+                    self.evict(l)
         self.evict_all(waiting)
         for l in range(self.decoder.layers):
             self.round(l)
@@ -567,6 +574,7 @@ class Oracle:
         before the first chunk, what stands before a later one and is followed by the 8 tokens before it, and what ends both."""
         given, size = self.options["instruction"], self.options["chunk"]
         first, later, close = given if given and not isinstance(given[0], int) else (given, given, ())
+        self.asks = [[] for _ in self.asks]
         for begin in range(0, len(ids), size):
             chunk = ids[begin : begin + size]
             before = [*later, *ids[max(0, begin - 8) : begin]] if begin else [*first]
@@ -574,20 +582,22 @@ class Oracle:
             span = range(self.start + begin, self.start + begin + len(chunk))
             positions = torch.arange(self.seen, self.seen + len(text))
             x_TE = self.decoder.embed(torch.tensor(text), positions)
+            every = math.ceil(len(ids) / self.options.get("queries", len(ids)))
             for l in range(self.decoder.layers):
-                x_TE = self.decoder.block(l, x_TE, partial(self.repeat, l, positions, span))
+                x_TE = self.decoder.block(l, x_TE, partial(self.repeat, l, positions, span, every))
 
-    def repeat(self, l: int, positions: Tensor, span: range, h_TE: Tensor) -> Tensor:
+    def repeat(self, l: int, positions: Tensor, span: range, every: int, h_TE: Tensor) -> Tensor:
         """What a layer gives for the repeated rows, whose keys are not kept. s[i] for i in the span is the largest a[t, i] of
         them, over the query heads too, a being a softmax over the span, the sinks before it and the rows' own tokens."""
         q, k, v = self.decoder.project(l, h_TE, positions)
+        self.asks[l] += [(t, q[:, r]) for r, t in enumerate(positions.tolist()) if r % every == 0]
         y = q.new_zeros(*q.shape[:2], v.shape[-1])
         cap, oldest = self.decoder.softcap(l), torch.tensor([self.decoder.oldest(l, t) for t in positions.tolist()])
         for h in range(self.H):
             g = h // self.G
             held = sorted(self.keys[l][g])
             near = [i for i in held if i in span or i < min(self.options["sinks"], span.start)]
-            for among in (held, near):
+            for among in (held, near) if self.options["score"] == "repeated" else (held,):
                 tokens_S = torch.tensor([*among, *positions.tolist()])
                 keys = torch.stack([*(self.keys[l][g][i] for i in among), *k[g]])
                 values = torch.stack([*(self.values[l][g][i] for i in among), *v[g]])
@@ -1090,8 +1100,27 @@ class Oracle:
             self.values[l][g] |= values
             self.rounded[l][g] -= set(values)  # written anew; a key that is rounded twice stays what it is
             self.margin = min(self.margin, margin)
+        if "refit" in self.options["wrap"] and any(not self.dead(l, i) for i in victims):
+            stays = sorted(set(self.keys[l][g]) - victims)
+            values = refit(stays, self.values[l][g], self.weights_of_asks(l, g, set(stays)), self.options["ridge"])
+            self.values[l][g] |= values
+            self.rounded[l][g] -= set(values)
         for i in victims:
             del self.keys[l][g][i], self.values[l][g][i]
+
+    def weights_of_asks(self, l: int, g: int, stays: set[int]) -> list[tuple[dict[int, float], dict[int, float]]]:
+        """What each query that asks gives to the tokens it sees of KV head g, and what it would if only `stays` were there."""
+        found = []
+        for t, q in self.asks[l]:
+            for h in range(g * self.G, (g + 1) * self.G):
+                x = {}
+                for i, key in self.keys[l][g].items():
+                    if i >= self.decoder.oldest(l, t):
+                        x[i] = float(q[h] @ key) * self.decoder.scale(l) + float(self.decoder.slope(h)) * (i - t)
+                cap = self.decoder.softcap(l)
+                x = x if cap is None else {i: cap * math.tanh(value / cap) for i, value in x.items()}
+                found.append((softmax(x), softmax({i: value for i, value in x.items() if i in stays})))
+        return found
 
     def held(self) -> list[list[list[int]]]:
         return [[sorted(head) for head in layer] for layer in self.keys]

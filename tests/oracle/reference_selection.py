@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+import torch
 from torch import Tensor
 
 EPSILON = 1e-6  # a share of 0.29 of 100 tokens is 29, though 0.29 * 100 is 28.999...
@@ -174,6 +175,34 @@ def merged(
             w = max(cosines[best], 0.0) * size / (size + its + 1e-6)
             total[best], weight[best] = total[best] + w * values[e], weight[best] + w
     return {t: total[t] / weight[t] for t in stays}, margin
+
+
+def softmax(x: dict[int, float]) -> dict[int, float]:
+    top = max(x.values(), default=0.0)
+    e = {i: math.exp(value - top) for i, value in x.items()}
+    whole = math.fsum(e.values())
+    return {i: value / whole for i, value in e.items()}
+
+
+def refit(
+    stays: list[int], values: dict[int, Tensor], asks: list[tuple[dict[int, float], dict[int, float]]], ridge: float
+) -> dict[int, Tensor]:
+    """The values V' of what stays: of all, those with the least ||X V' - Y||^2 + l ||V' - V||^2.
+
+    asks: of each query, its attention to all tokens and to those that stay. X are the latter, Y the outputs of the former,
+    and l is `ridge` times the mean over the tokens that stay of the squares that X has in their column.
+    """
+    X = torch.tensor([[x.get(j, 0.0) for j in stays] for _, x in asks], dtype=torch.float64)
+    nothing = torch.zeros_like(values[stays[0]], dtype=torch.float64)
+    Y = torch.stack([sum((p * values[i].double() for i, p in a.items()), nothing) for a, _ in asks])
+    V = torch.stack([values[j].double() for j in stays])
+    l = ridge * float(X.square().sum()) / len(stays)
+    if l == 0.0:
+        return {}
+    rows = torch.cat([X, math.sqrt(l) * torch.eye(len(stays), dtype=torch.float64)])
+    wanted = torch.cat([Y, math.sqrt(l) * V])
+    found = torch.linalg.lstsq(rows, wanted, driver="gelsd").solution
+    return {j: found[at].to(values[j].dtype) for at, j in enumerate(stays)}
 
 
 def two_stage(

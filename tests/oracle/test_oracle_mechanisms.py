@@ -31,6 +31,7 @@ MECHANISMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "Threshold": ((*SUMS, "tova", "snapkv"), (), "threshold"),
     "chunks": (("h2o", "key_norm", *ONCE), ("chunked",), ""),
     "merging": (("h2o", "key_norm", "cur", *ONCE), ("merged",), ""),
+    "refitting": (("h2o", "key_norm", "kvzip", *ONCE), ("refit",), ""),
     "whole heads": (("duo",), (), "heads"),
     "a learned map": (("learned",), (), ""),
 }

@@ -109,6 +109,23 @@ def test_merged(policy, wrap, options):
         certain(name, policy, 0.4, pads=pads, wrap=wrap, **options)
 
 
+REFITTED = [
+    ("kvzip", ("refit",), {"chunk": 11, "instruction": (3, 1), "floor": 0.2}),
+    ("kvzip_plus", ("refit",), {"chunk": 50, "queries": 9, "ridge": 1.0}),
+    ("h2o", ("adaptive", "refit"), {"recent": 3, "queries": 7, "bits": 8}),
+    ("roco", ("global_topk", "refit"), {"recent": 3, "instruction": (2,), "chunk": 9}),
+    ("snapkv", ("critical", "refit"), {"window": 5, "kernel": 3, "ridge": 1e-3, "queries": 3}),
+    ("leverage", ("chunked", "refit"), {"size": 4, "ridge": 10.0}),
+]
+
+
+@pytest.mark.parametrize(("policy", "wrap", "options"), REFITTED, ids=[f"{p}-{'+'.join(w)}" for p, w, _ in REFITTED])
+def test_refitted(policy, wrap, options):
+    shapes = (("llama_gqa", (0, 9)), ("mistral_sliding", (0,)), ("gptj", (0, 4)), ("mpt", (0, 0)), ("gpt2", (3, 0)))
+    for name, pads in shapes:
+        certain(name, policy, 0.4, pads=pads, wrap=wrap, **options)
+
+
 @pytest.mark.parametrize("wrap", WHOLE, ids="+".join)
 @pytest.mark.parametrize("k", [0.05, 0.97, [0.3, 0.6], [0.5, 1.0]], ids=str)
 def test_one_budget_for_all_layers(k, wrap):

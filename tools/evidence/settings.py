@@ -40,6 +40,7 @@ ROWS = {
         Row("expected_attention", "expected_attention"),
         Row("leverage", "leverage"),
         Row("kvzip", "kvzip", {"floor": 0.2}),
+        Row("refit(kvzip)", "refit(kvzip)", {"floor": 0.2}),
     )
 }
 FULL, UNREAD = "full", "text not read"

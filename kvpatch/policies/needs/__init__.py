@@ -12,6 +12,7 @@
 | Held() | keys and values [B,H,T,D] | |
 | PlainKeys() | keys without their rotation [B,H,T,D] | |
 | SecondReading() | attention of a second reading [B,H,T] | context.state["repeated"] |
+| RepeatQueries() | | queries of a second reading, for a Merging |
 | Calibrated(names) | | the score's own `calibration` |
 
 A need has one life, which attention/ calls for all alike: `entry` when tokens enter the cache, `read` when a prompt (or a
@@ -29,7 +30,7 @@ from .last_queries import LastQueries, Looks
 from .last_uses import LastUses
 from .noisy_sums import NoisySums
 from .query_moments import Queries, QueryMoments
-from .second_reading import SecondReading
+from .second_reading import RepeatQueries, Rereading, SecondReading
 from .sums import Sums
 from .window_attention import WindowAttention
 
@@ -50,6 +51,8 @@ __all__ = [
     "PromptRead",
     "Queries",
     "QueryMoments",
+    "RepeatQueries",
+    "Rereading",
     "SecondReading",
     "StepRead",
     "Sums",

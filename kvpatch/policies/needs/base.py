@@ -5,7 +5,7 @@ Layers are asked through the protocol `LayerRead`, so that policies/ knows neith
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
 
@@ -73,6 +73,13 @@ class LayerRead(Protocol):
 
     def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
         """Return the mean rotation [B,1,1,D,D] of each row's next `future` positions; None if nothing is rotated."""
+
+    def weigh(self, q_BHGWD: Tensor, k_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the attention [B,H,G,W,T] that queries behind the used slots give, and would give if only `kept` were held.
+
+        k_BHTD: keys of the used slots. positions_BW: of the queries. A row that sees no token, as one at a position of -1,
+        gives 0.
+        """
 
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, newest_B11: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [B,H,G,W,T] of a layer's last queries, and the tokens before these, bool [B,H,T]."""
@@ -199,6 +206,9 @@ class Need(Generic[View]):
 
     def read(self, prompt: PromptRead) -> None:
         """Read a prompt, or a piece of one."""
+
+    def read_again(self, layer: LayerRead, q_BHGQD: Tensor, positions_BQ: Tensor, repeated_B: Sequence[int]) -> None:
+        """Read queries of a second reading, whose keys are not kept. repeated_B: tokens that each row repeats in all."""
 
     def step(self, step: StepRead) -> None:
         """Read a decode step."""

@@ -1,10 +1,11 @@
-"""The second reading of a prompt: which tokens repeat it, and what they look at."""
+"""A second reading of a prompt: which tokens repeat it, what they look at, and what they ask."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,34 +13,29 @@ from torch import Tensor
 from ...errors import KVPatchError
 from ..budgets import check_count
 from ..context import EvictionContext, NewTokens, accumulator
-from .base import Need
+from ..numbers import on_device
+from .base import LayerRead, Need, Note, PromptRead
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 _BEFORE = 8  # tokens of the chunk before that follow LATER
 
 
-@dataclass(frozen=True)
-class SecondReading(Need[Tensor]):
-    """Greatest attention that a second reading of the prompt gives: context.state["repeated"] [B,H,T].
+View = TypeVar("View", covariant=True)
 
-    Where a prompt ends, it is read again behind an instruction to repeat it, `chunk` tokens at a time, before anything is
-    evicted. See repeated.Repeated. A token scored by no second reading, such as a generated one, has 0.
+
+@dataclass(frozen=True)
+class Rereading(Need[View]):
+    """A second reading of each prompt, behind an instruction to repeat it, `chunk` tokens at a time, before it is evicted.
 
     Attributes:
         instruction: token ids put before what is repeated: one sequence, or three as `repeat_instruction` makes them.
         chunk: tokens of the prompt that are repeated at a time.
-        by_outputs: whether attention is weighed by values as the output projection gives them out.
     """
 
     instruction: Any = ()
     chunk: int = 2048
-    by_outputs: bool = False
     alone: ClassVar[bool] = False
-
-    @property
-    def projects(self) -> bool:
-        return self.by_outputs
 
     @property
     def refuses(self) -> Mapping[str, str]:
@@ -56,13 +52,6 @@ class SecondReading(Need[Tensor]):
     def check(self) -> None:
         check_count("chunk", self.chunk, "tokens")
         self._split_instruction()
-
-    def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        shape, dtype = new.k_BHQD.shape[:3], accumulator(new.k_BHQD.dtype)
-        return {"repeated": torch.zeros(shape, dtype=dtype, device=new.k_BHQD.device)}
-
-    def view(self, context: EvictionContext) -> Tensor:
-        return context.state["repeated"]
 
     def cut_pieces(self, ids: list[int]) -> Iterator[tuple[int, int, list[int]]]:
         """Yield (start, stop, tokens): the tokens that repeat the prompt's tokens from `start` to before `stop`."""
@@ -89,6 +78,80 @@ class SecondReading(Need[Tensor]):
             f"instruction={self.instruction!r:.60} must be token ids: give kvpatch.policies.repeat_instruction(tokenizer), "
             f"tokenizer.encode({FIRST!r}, add_special_tokens=False), or () for none."
         )
+
+
+@dataclass(frozen=True)
+class SecondReading(Rereading[Tensor]):
+    """Greatest attention that a second reading of the prompt gives: context.state["repeated"] [B,H,T].
+
+    See repeated.Repeated. A token scored by no second reading, such as a generated one, has 0.
+
+    Attributes:
+        by_outputs: whether attention is weighed by values as the output projection gives them out.
+    """
+
+    by_outputs: bool = False
+
+    @property
+    def projects(self) -> bool:
+        return self.by_outputs
+
+    def entry(self, new: NewTokens) -> dict[str, Tensor]:
+        shape, dtype = new.k_BHQD.shape[:3], accumulator(new.k_BHQD.dtype)
+        return {"repeated": torch.zeros(shape, dtype=dtype, device=new.k_BHQD.device)}
+
+    def view(self, context: EvictionContext) -> Tensor:
+        return context.state["repeated"]
+
+
+@dataclass
+class Asked(Note):
+    """Queries of a second reading so far.
+
+    Attributes:
+        q_BHGWD: the queries as attention used them; anything where a row has fewer.
+        positions_BW: their positions, int64; -1 where a row has fewer.
+    """
+
+    q_BHGWD: Tensor
+    positions_BW: Tensor
+
+
+@dataclass(frozen=True)
+class RepeatQueries(Rereading[Asked]):
+    """Some queries of a second reading, evenly spread: `layer.notes["asked"]` until the prompt ends.
+
+    Of n tokens that a row repeats, every m-th asks, m = ceil(n / queries), counted from each piece's first.
+
+    Attributes:
+        queries: about how many of them ask.
+    """
+
+    queries: int = 256
+    name: ClassVar[str] = "asked"
+
+    def check(self) -> None:
+        super().check()
+        check_count("queries", self.queries, "tokens of a second reading")
+
+    def read(self, prompt: PromptRead) -> None:
+        prompt.layer.notes.pop(self.name, None)  # of a reading that was interrupted
+
+    def read_again(self, layer: LayerRead, q_BHGQD: Tensor, positions_BQ: Tensor, repeated_B: Sequence[int]) -> None:
+        every_B = [max(math.ceil(n / self.queries), 1) for n in repeated_B]
+        column = torch.arange(positions_BQ.shape[1], device=positions_BQ.device)
+        asks_BQ = (column % on_device(every_B, column.device)[:, None] == 0) & (positions_BQ >= 0)
+        most = math.ceil(positions_BQ.shape[1] / min(every_B))
+        index_BW = (~asks_BQ).byte().argsort(dim=1, stable=True)[:, :most]
+        q = q_BHGQD.detach().gather(3, index_BW[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
+        positions = positions_BQ.gather(1, index_BW).masked_fill(~asks_BQ.gather(1, index_BW), -1)
+        before: Asked | None = layer.notes.get(self.name)
+        if before is not None:
+            q, positions = torch.cat([before.q_BHGWD, q], 3), torch.cat([before.positions_BW, positions], 1)
+        layer.notes[self.name] = Asked(q, positions)
+
+    def end(self, layer: LayerRead, state: dict[str, Tensor], evicts: bool) -> None:
+        layer.notes.pop(self.name, None)
 
 
 def _is_id(value: object) -> bool:
