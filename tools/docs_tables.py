@@ -18,7 +18,7 @@ from kvpatch.policies.served import NEED, QUIET, REFUSED
 from kvpatch.policies.uses import USES
 from tools import peer_presses
 from tools.bench.__main__ import read, tables
-from tools.evidence import agents, chooser, grpo_table, quotas
+from tools.evidence import agents, chooser, grpo_table, quotas, refits
 from tools.reliability.peer_scores import CASES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -41,7 +41,7 @@ GROUPS = {
     "Caches": ("EvictingCache", "Prefix", "Chat"),
     "Policies": (
         "list_policies", "get_policy", "register_policy", "unregister_policy", "critical", "adaptive", "global_topk",
-        "pyramid", "chunked", "merged", "load_calibration", "Policy", "Score", "Scope",
+        "pyramid", "chunked", "merged", "refit", "load_calibration", "Policy", "Score", "Scope",
     ),
     "Budgets that follow the text": ("Share", "Mass", "Threshold"),
     "Architectures": ("list_architectures", "register_arch", "unregister_arch", "Adapter", "InterfaceAdapter"),
@@ -231,6 +231,11 @@ def quotas_table(_: str) -> str:
     return quotas.write_table(chooser.LINES / "quotas.jsonl")
 
 
+def refits_table(_: str) -> str:
+    """What refitted values gain, from lines of `python -m tools.evidence run document code-later`."""
+    return refits.write_table(chooser.LINES)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "policies": policies,
     "options": options,
@@ -247,6 +252,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "combinations": combinations,
     "agents": agents_table,
     "quotas": quotas_table,
+    "refits": refits_table,
 }
 
 

@@ -16,7 +16,7 @@ from ..errors import KVPatchError
 from ..policies import Policy, get_policy
 from ..policies.budgets import Budget, HeadSizes, Rule, Size
 from ..policies.measures import Calibration
-from ..policies.needs import Rereading
+from ..policies.needs.second_reading import Rereading
 from ..policies.parallel import WHOLE, Parallel
 from ..policies.served import Combination, why_not
 from ..policies.slopes import Sloped

@@ -109,7 +109,7 @@ def _pieces(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
 
     limit = positions_of(model)
     if teacher is not None and limit is not None:
-        from ..policies.needs import Rereading
+        from ..policies.needs.second_reading import Rereading
 
         length = min(length, (limit - teacher.needs.find(Rereading).longest(0)) // 2)
         if length <= teacher.scope.sinks:

@@ -19,7 +19,7 @@ from ..cache.lossless import LosslessCache
 from ..cache.prefix import Prefix
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
-from ..policies.needs import Rereading
+from ..policies.needs.second_reading import Rereading
 from ..serving.pool import RequestPool
 from . import inputs, lossless, ownership
 from .attention import Courier, PassMask

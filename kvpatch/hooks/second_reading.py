@@ -16,7 +16,7 @@ from ..attention import anomaly, compress
 from ..cache import passes
 from ..cache.cache import EvictingCache
 from ..cache.lossless import LosslessCache
-from ..policies.needs import Rereading
+from ..policies.needs.second_reading import Rereading
 from . import lossless
 from .attention import PassMask
 from .state import PatchState, by_kind, pass_mask

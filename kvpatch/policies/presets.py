@@ -159,24 +159,13 @@ def _combine_parts(prefix: str, base: str | Policy, **part: Any) -> Policy:
     policy = base if isinstance(base, Policy) else get_policy(base)
     if not policy.evicts:
         raise KVPatchError(f"{prefix}({policy.name!r}): {policy.name!r} never evicts, so there is nothing to combine.")
-    shared = part.get("over_heads", policy.over_heads)
-    if policy.over_heads is not None and type(shared) is not type(policy.over_heads):
-        raise KVPatchError(
-            f"{prefix}({policy.name!r}): the heads of {policy.name!r} share a budget already, over "
-            f"{'all layers' if policy.over_model else 'each layer'}: combine the policy that it was made of."
-        )
-    mine = part.get("selection", policy.selection)
-    if policy.selection is not None and type(mine) is not type(policy.selection):
-        raise KVPatchError(
-            f"{prefix}({policy.name!r}): {policy.name!r} selects by {type(policy.selection).__name__} already, and a policy "
-            "has one selection: combine the policy that it was made of."
-        )
-    merging = part.get("merging", policy.merging)
-    if policy.merging is not None and type(merging) is not type(policy.merging):
-        raise KVPatchError(
-            f"{prefix}({policy.name!r}): {policy.name!r} changes values by {type(policy.merging).__name__} already: "
-            "combine the policy that it was made of."
-        )
+    for name, does in (("over_heads", "shares a budget by"), ("selection", "selects by"), ("merging", "changes values by")):
+        own = getattr(policy, name)
+        if own is not None and type(part.get(name, own)) is not type(own):
+            raise KVPatchError(
+                f"{prefix}({policy.name!r}): {policy.name!r} {does} {type(own).__name__} already, and a policy has one of its "
+                "kind: combine the policy that it was made of."
+            )
     return dataclasses.replace(policy, name=f"{prefix}_{policy.name}", **part)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..errors import KVPatchError, suggest
-from .needs import Rereading, Sums
+from .needs import Sums
+from .needs.second_reading import Rereading
 from .scopes import SYSTEM, protect_tensor
 
 

@@ -134,7 +134,7 @@ def test_refused_where_layers_cannot_wait():
         kvpatch.policies.global_topk("h2o", schedule="decode")
     for inner in ("adakv", "global_topk(h2o)"):
         outer = "global_topk" if inner == "adakv" else "adaptive"
-        with pytest.raises(kvpatch.KVPatchError, match="share a budget already"):
+        with pytest.raises(kvpatch.KVPatchError, match="shares a budget by"):
             kvpatch.get_policy(f"{outer}({inner})")
     with kvpatch.patched(model, "global_topk(h2o)", 0.5) as patch:
         cache = patch.new_cache()

@@ -294,6 +294,12 @@ MUTANTS = {
     "merged into any token": (
         "policies/merging.py", "target = index_BHK.shape[-1] - 1 - target", "target = target * 0",
         f"{PARTS}::test_merged[h2o-merged]"),
+    "refitted values pulled towards zero": (
+        "policies/refitting.py", "own + change_BHKD, own)", "change_BHKD, own)", f"{PARTS}::test_refitted[kvzip-refit]"),
+    "a refit asks the first tokens that repeat the prompt": (
+        "policies/needs/second_reading.py", "(column % on_device(every_B, column.device)[:, None] == 0)",
+        "(column * on_device(every_B, column.device)[:, None] < positions_BQ.shape[1])",
+        f"{PARTS}::test_refitted[kvzip_plus-refit]"),
     "pyramid upside down": (
         "policies/slopes.py", "2 * budget - last - step * layer", "last + step * layer",
         f"{PARTS}::test_combinations[llama_gqa-h2o-pyramid]"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,17 +58,17 @@ class Results:
 
     @property
     def budgets(self) -> list[float]:
-        """Budgets that were measured, lowest first."""
-        return sorted({k for label, k in self.lines if label not in (FULL, UNREAD)})
+        """Budgets at which the null was measured, lowest first."""
+        return sorted({k for label, k in self.lines if label == NULL})
 
     def values(self, label: str, k: float, use: Use) -> dict[str, float]:
         """One value a sample."""
         return {digest: line["kinds"][use.kind][use.field] for digest, line in self.lines.get((label, k), {}).items()}
 
-    def differences(self, use: Use, a: tuple[str, float], b: tuple[str, float]) -> list[float]:
-        """a's value less b's, sample by sample, for those that both have, in a fixed order."""
+    def differences(self, use: Use, a: tuple[str, float], b: tuple[str, float], without: Collection[str] = ()) -> list[float]:
+        """a's value less b's, sample by sample, for those that both have, in a fixed order. without: digests left out."""
         own, other = self.values(*a, use), self.values(*b, use)
-        return [own[digest] - other[digest] for digest in sorted(own.keys() & other.keys())]
+        return [own[digest] - other[digest] for digest in sorted(own.keys() & other.keys()) if digest not in without]
 
     def bytes(self, label: str, k: float) -> float:
         """Mean share of the full cache's bytes."""

@@ -30,7 +30,7 @@ from .last_queries import LastQueries, Looks
 from .last_uses import LastUses
 from .noisy_sums import NoisySums
 from .query_moments import Queries, QueryMoments
-from .second_reading import RepeatQueries, Rereading, SecondReading
+from .second_reading import RepeatQueries, SecondReading
 from .sums import Sums
 from .window_attention import WindowAttention
 
@@ -52,7 +52,6 @@ __all__ = [
     "Queries",
     "QueryMoments",
     "RepeatQueries",
-    "Rereading",
     "SecondReading",
     "StepRead",
     "Sums",
