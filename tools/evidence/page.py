@@ -65,10 +65,13 @@ class Results:
         """One value a sample."""
         return {digest: line["kinds"][use.kind][use.field] for digest, line in self.lines.get((label, k), {}).items()}
 
-    def differences(self, use: Use, a: tuple[str, float], b: tuple[str, float], without: Collection[str] = ()) -> list[float]:
-        """a's value less b's, sample by sample, for those that both have, in a fixed order. without: digests left out."""
+    def differences(
+        self, use: Use, a: tuple[str, float], b: tuple[str, float], only: Collection[str] | None = None
+    ) -> list[float]:
+        """a's value less b's, sample by sample, for those that both have, in a fixed order. only: digests that count."""
         own, other = self.values(*a, use), self.values(*b, use)
-        return [own[digest] - other[digest] for digest in sorted(own.keys() & other.keys()) if digest not in without]
+        both = own.keys() & other.keys()
+        return [own[digest] - other[digest] for digest in sorted(both if only is None else both & set(only))]
 
     def bytes(self, label: str, k: float) -> float:
         """Mean share of the full cache's bytes."""

@@ -23,10 +23,10 @@ def write_table(folder: Path) -> str:
     for use in USED:
         path = folder / f"{use.task}.jsonl"
         results, names = Results(path), {line["digest"]: line["sample"] for line in read_lines(path)}
-        seen = {digest for digest, name in names.items() if int(name.split()[-1]) < CHOSEN_ON.get(use.task, 0)}
+        unseen = [digest for digest, name in names.items() if int(name.split()[-1]) >= CHOSEN_ON.get(use.task, 0)]
         for k in BUDGETS:
-            gained = results.differences(use, (REFIT, k), (BASE, k), without=seen)
-            loss = [estimate(results.differences(use, (label, k), (FULL, 1.0), without=seen)) for label in (BASE, REFIT)]
+            gained = results.differences(use, (REFIT, k), (BASE, k), only=unseen)
+            loss = [estimate(results.differences(use, (label, k), (FULL, 1.0), only=unseen)) for label in (BASE, REFIT)]
             found.append((use.title, k, loss, gained))
     raised = correct_holm([compare_with_zero(gained) for *_, gained in found])
     rows = [

@@ -75,4 +75,13 @@ def measure(
 def run_task(model: Any, tokenizer: Any, name: str, count: int, labels: list[str], budgets: list[float], folder: Path) -> int:
     """Measure a task; return how many lines are new."""
     samples = TASKS[name].make(tokenizer, count)
-    return sum(1 for _ in measure(model, samples, labels or list(ROWS), budgets or list(BUDGETS), folder / f"{name}.jsonl"))
+    return sum(
+        1
+        for _ in measure(
+            model,
+            samples,
+            labels or [label for label, row in ROWS.items() if not row.beside],
+            budgets or list(BUDGETS),
+            folder / f"{name}.jsonl",
+        )
+    )

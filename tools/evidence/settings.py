@@ -13,11 +13,12 @@ NULL = "random, ends kept"
 
 @dataclass(frozen=True)
 class Row:
-    """A policy with options, under a label."""
+    """A policy with options, under a label. beside: measured only where it is named."""
 
     label: str
     policy: str
     options: dict[str, Any] = field(default_factory=dict)
+    beside: bool = False
 
 
 ROWS = {
@@ -41,6 +42,11 @@ ROWS = {
         Row("leverage", "leverage"),
         Row("kvzip", "kvzip", {"floor": 0.2}),
         Row("refit(kvzip)", "refit(kvzip)", {"floor": 0.2}),
+        *(
+            Row(f"{name}, {bits} bits", name, {"bits": bits, **({"floor": 0.2} if name == "kvzip" else {})}, beside=True)
+            for name in ("h2o", "snapkv", "kvzip")
+            for bits in (8, 4)
+        ),
     )
 }
 FULL, UNREAD = "full", "text not read"

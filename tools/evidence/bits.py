@@ -1,0 +1,45 @@
+"""Finer entries or more of them: policies at equal bytes in 16, 8 and 4 bits, a table of lines that `run` has measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvpatch.backends.entry_sizes import FULL as IN_FULL
+from kvpatch.backends.entry_sizes import count_entry_bytes
+
+from .page import USES, Results
+from .settings import FULL
+from .statistics import compare_with_zero, correct_holm, estimate
+from .tables import markdown
+
+POLICIES, BITS, BYTES = ("h2o", "snapkv", "kvzip"), (8, 4), (0.1, 0.2)
+HEAD = 64  # numbers of a key, and of a value, of the model
+USED = [use for use in USES if use.kind == "fact" or use.field == "kl"]
+
+
+def find_k(share: float, bits: int) -> float:
+    """Return the share of a prompt's tokens that takes this share of the bytes that all of them take in 16 bits."""
+    return round(share * count_entry_bytes(IN_FULL, HEAD, HEAD, 2) / count_entry_bytes(bits, HEAD, HEAD, 2), 3)
+
+
+def write_table(folder: Path) -> str:
+    """Write a row for each use, policy and share of bytes: the loss in 16 bits, and the difference in fewer."""
+    results = {use.task: Results(folder / f"{use.task}.jsonl") for use in USED}
+    found = {}
+    for use in USED:
+        for policy in POLICIES:
+            for share in BYTES:
+                for bits in BITS:
+                    fewer = (f"{policy}, {bits} bits", find_k(share, bits))
+                    found[use, policy, share, bits] = results[use.task].differences(use, fewer, (policy, share))
+    sure = dict(zip(found, correct_holm([compare_with_zero(one) for one in found.values()]), strict=True))
+    rows = []
+    for use, policy, share in dict.fromkeys(key[:3] for key in found):
+        few = {line for line in results[use.task].lines[f"{policy}, 4 bits", find_k(share, 4)]}
+        lost = results[use.task].differences(use, (policy, share), (FULL, 1.0), only=few)
+        cells = []
+        for bits in BITS:
+            text, p = str(estimate(found[use, policy, share, bits])), sure[use, policy, share, bits]
+            cells.append(f"**{text}**" if p < 0.05 else text)
+        rows.append([use.title, f"`{policy}`", f"{share:g}", f"{estimate(lost).mean:.3f}", *cells, str(len(lost))])
+    return markdown(["", "policy", "bytes", "loses in 16 bits", *(f"{bits} bits, difference" for bits in BITS), "texts"], rows)
