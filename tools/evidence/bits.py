@@ -35,7 +35,7 @@ def write_table(folder: Path) -> str:
     sure = dict(zip(found, correct_holm([compare_with_zero(one) for one in found.values()]), strict=True))
     rows = []
     for use, policy, share in dict.fromkeys(key[:3] for key in found):
-        few = {line for line in results[use.task].lines[f"{policy}, 4 bits", find_k(share, 4)]}
+        few = set(results[use.task].lines[f"{policy}, 4 bits", find_k(share, 4)])
         lost = results[use.task].differences(use, (policy, share), (FULL, 1.0), only=few)
         cells = []
         for bits in BITS:
