@@ -19,6 +19,7 @@ from . import anomaly, blockwise, bound_step, decode, prefill, reading, second_r
 from .layer_call import Call
 from .replay import ReplayPass
 from .stacked import LayerStack
+from .steps import find_steps
 
 
 def attend(
@@ -109,14 +110,14 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
 def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:
     """Return the Call of this layer: made by the prefill, and bound again by the decode steps that follow."""
     now = cache.running
-    call = None if now.prompt or now.traced else cache.calls.get(layer)
+    call = None if now.prompt or now.traced else find_steps(cache).calls.get(layer)
     if call is not None and call.bound_adapter.attn is bound_adapter.attn and call.device == q.device:
         call.bound_adapter.autocast = bound_adapter.autocast
         call.begin(now)
         return call
     call = Call(cache, now, layer, bound_adapter, group=q.shape[1] // k.shape[1], device=q.device)
     if not now.traced and not cache.scratch and now.repeat is None:
-        cache.calls[layer] = call
+        find_steps(cache).calls[layer] = call
     return call
 
 
@@ -128,13 +129,14 @@ def _find_stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
     cache = call.cache
     if call.now.traced:
         return None
+    steps = find_steps(cache)
     if call.now.recording or cache.settings.strict or cache.settings.record or cache.settings.read:
-        cache.stack = None
+        steps.stack = None
         return None
     # only between passes: within one, earlier layers have evicted already
-    if call.layer == 0 and call.slots.settled and (cache.stack_due or cache.stack is not None):
+    if call.layer == 0 and call.slots.settled and (cache.stack_due or steps.stack is not None):
         name = decode.backend_of(call, q_BHGD)
-        if cache.stack_due or cache.stack.backend != name:  # a step with gradients is no kernel's
+        if cache.stack_due or steps.stack is None or steps.stack.backend != name:  # a step with gradients is no kernel's
             cache.stack_due = False
-            cache.stack = LayerStack.of(cache, call, name)
-    return cache.stack
+            steps.stack = LayerStack.of(cache, call, name)
+    return steps.stack

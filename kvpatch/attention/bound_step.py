@@ -18,6 +18,7 @@ from ..cache.modes import Appending
 from ..policies.context import accumulator
 from . import decode
 from .layer_call import Call
+from .steps import find_steps
 
 if TYPE_CHECKING:
     from ..cache.state import TextState
@@ -159,7 +160,8 @@ def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
     whole = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered
     if whole or cache.settings.record or first.bound_adapter.autocast or torch.is_grad_enabled():
         return
-    between = (_bind_layer(cache.calls.get(layer), cache, q_BHGD, stack) for layer in range(1, len(cache.layers) - 1))
+    calls = find_steps(cache).calls
+    between = (_bind_layer(calls.get(layer), cache, q_BHGD, stack) for layer in range(1, len(cache.layers) - 1))
     now.bound = [None, *between, None]
 
 

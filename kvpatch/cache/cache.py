@@ -116,8 +116,8 @@ class EvictingCache(TextState):
 
     def _copy_attributes(self) -> dict[str, Any]:
         """Return the attributes of a copy, which binds its own steps and stacks its own layers."""
-        due = self.stack is not None or self.stack_due
-        return {**vars(self), "record": None, "calls": {}, "stack": None, "stack_due": due}
+        due = self.stacked or self.stack_due
+        return {**vars(self), "record": None, "steps": None, "stack_due": due}
 
     @writable
     def select_rows(self, rows: int | list[int] | Tensor) -> EvictingCache:

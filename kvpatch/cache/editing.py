@@ -28,7 +28,7 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
     refuse("forget", cache.settings.combine())
     gone_BT = _mark(cache, spans, row, "forget()")
     with cache.changing("forget()"):
-        cache.drop_stack(due=cache.stack is not None or cache.stack_due)
+        cache.drop_stack(due=cache.stacked or cache.stack_due)
         for index, layer in enumerate(cache.layers):
             before = layer.kv.nbytes
             _take_out(layer, gone_BT.to(layer.device))

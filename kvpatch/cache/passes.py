@@ -136,7 +136,8 @@ def begin_edit(
         cache.ids.replace(ids_BQ, places_Q)
     if cache.shared is not None:
         cache.shared = cache.shared.index_fill(2, places_Q.to(cache.shared.device) + 1, 0)
-    cache.now, cache.stack, cache.stack_due, cache.counters.device = now, None, True, None
+    cache.now, cache.counters.device = now, None
+    cache.drop_stack(due=True)
     cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)
     _clear_undo_logs(cache)
     if table is not None and cache.settings.renumbered:
@@ -160,13 +161,13 @@ def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: in
 def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
     """Begin a prompt or a further piece of it; decode steps count anew from its end."""
     turns, counters = cache.turns, cache.counters
-    cache.stack, cache.meter.now = None, sum(layer.kv.nbytes for layer in cache.layers)
+    cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)
+    cache.drop_stack(due=cache.request.room is None if now.ends_prompt else cache.stack_due)
     _clear_undo_logs(cache)  # they do not lead back over a prompt
     if not turns.open:
         turns.begin_B, turns.open = before_B, True
     if now.ends_prompt:
         counters.steps, counters.shortfall_B, counters.span_B = 0, None, None
-        cache.stack_due = cache.request.room is None
         cache.limits_of.clear()
 
 

@@ -93,6 +93,19 @@ class PassRecord(Protocol):
         """Note that the cache is about to be freed."""
 
 
+class BoundSteps(Protocol):
+    """Decode steps as attention/ has bound them to the layers of a cache, and keeps them from pass to pass.
+
+    stacked: layers' tensors are views of stacked ones.
+    """
+
+    @property
+    def stacked(self) -> bool: ...
+
+    def unstack(self) -> None:
+        """Let go of the stacked layers."""
+
+
 @dataclass
 class Rows:
     """Alignment of the batch rows.
@@ -114,8 +127,8 @@ class TextState(Unpicklable, MutationGuard, WithStates):
 
     settings: frozen, shared by all caches of a patch. layers: keys, values, positions and scores of the layers on the
     budget. states: of a hybrid's other layers. seen_B: tokens of each row [B]. now: the forward pass in progress. shared:
-    the score that layers share [B,H,T], by position + 1. stack, calls: stacked layers for decode steps, and the bound Call
-    of each layer; made and read by attention/ alone. stack_due: layers are to be stacked before the next step. scratch: the
+    the score that layers share [B,H,T], by position + 1. steps: bound for decode steps by attention/, which alone
+    looks into them. stack_due: layers are to be stacked before the next step. scratch: the
     cache serves one pass without use_cache, and each layer is emptied after it has run. ids: of the tokens read, if
     keeps_ids. read_by: the model that has read them. make_table, rotary: makes a table for renumbered keys; the last one
     made, as (positions, table). limits_of: protected sizes that layers of one budget share. choice: the backends in use.
@@ -145,8 +158,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         self.seen_B: Tensor | None = None
         self.now: Forward | None = None
         self.shared: Tensor | None = None
-        self.calls: dict[int, Any] = {}
-        self.stack: Any = None
+        self.steps: BoundSteps | None = None
         self.stack_due = False
         self.make_table: Callable[[int], Any] | None = None
         self.rotary: tuple[int, Any] | None = None
@@ -186,7 +198,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         if count > 0 and self.keeps_ids:
             self.note_ids(counters.tensors.read_tape(self.seen, count), count)
         self.choice.ran |= self.choice.coming
-        self.stack, self.stack_due = None, self.stack_due or self.stack is not None
+        self.drop_stack(due=self.stack_due or self.stacked)
         for layer in self.layers:
             layer.seen += count
             layer.mode.count(count)
@@ -257,4 +269,11 @@ class TextState(Unpicklable, MutationGuard, WithStates):
 
     def drop_stack(self, due: bool = False) -> None:
         """Drop the stacked layers, because rows or steps have moved; due: stack again before the next step."""
-        self.stack, self.stack_due = None, due
+        if self.steps is not None:
+            self.steps.unstack()
+        self.stack_due = due
+
+    @property
+    def stacked(self) -> bool:
+        """Tell if layers' tensors are views of stacked ones."""
+        return self.steps is not None and self.steps.stacked

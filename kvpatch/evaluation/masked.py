@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arch.adapter import Adapter
+from ..attention.steps import find_steps
 from ..hooks.attention import parameters
 from ..hooks.target import Target
 from ..policies.windows import find_oldest
@@ -29,7 +30,7 @@ class Evictions:
     def note_held(self, cache: Any) -> None:
         """Note the positions that each layer holds after a pass."""
         held = [cache.positions(layer).cpu() for layer in range(len(cache.layers))]
-        self.groups = [cache.calls[layer].group for layer in range(len(cache.layers))]
+        self.groups = [find_steps(cache).calls[layer].group for layer in range(len(cache.layers))]
         if self.pads_B is not None and not cache.settings.by_columns:
             held = [one + self.pads_B[:, None, None] * (one >= 0) for one in held]
         self.passes.append(held)

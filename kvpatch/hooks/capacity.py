@@ -39,7 +39,7 @@ def round_capacities(cache: EvictingCache) -> None:
     follows = [layer for index, layer in enumerate(cache.layers) if _follows_prompt(cache, index)]
     if all(_is_rounded(layer) for layer in follows):
         return
-    cache.drop_stack(due=cache.stack is not None)  # layers' tensors may be views of the stack's
+    cache.drop_stack(due=cache.stacked)  # layers' tensors may be views of the stack's
     limits: dict[int, Limits] = {}  # layers that share their protected sizes still do
     for layer in follows:
         _widen(layer, round_capacity(layer.positions.shape[2]))

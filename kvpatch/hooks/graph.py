@@ -75,11 +75,11 @@ class _Captured:
         """Copy a cache into the memory of the graph, where it lives from now on; whoever lived there gets memory of its own."""
         before = self.owner()
         if before is not None and before is not cache:
-            before.drop_stack(due=before.stack is not None)
+            before.drop_stack(due=before.stacked)
             for holder, name in _places(before):
                 if any(holder[name] is tensor for tensor in self.tensors):
                     holder[name] = holder[name].clone()
-        cache.drop_stack(due=cache.stack is not None)  # its layers' tensors were views of the stack's
+        cache.drop_stack(due=cache.stacked)  # its layers' tensors were views of the stack's
         for (holder, name), tensor in zip(_places(cache), self.tensors, strict=True):
             if holder[name] is not tensor:
                 tensor.copy_(holder[name])
@@ -198,7 +198,7 @@ class StepGraph:
             self._drop_oldest()
 
     def _capture(self, inputs: Inputs, cache: EvictingCache) -> _Captured:
-        cache.drop_stack(due=cache.stack is not None)
+        cache.drop_stack(due=cache.stacked)
         captured = _Captured(self.make(inputs["input_ids"].device), cache, inputs)
 
         def run() -> None:

@@ -169,7 +169,7 @@ def test_another_model_is_not_the_one_that_was_bound(model, taken):
         cache = patch.new_cache()
         force(model, prompt(1, N), prompt(1, 3), cache=cache)
         attn = other.model.layers[1].self_attn
-        step = cache.calls[1].step
+        step = cache.steps.calls[1].step
         q = torch.zeros(1, 4, 1, 8)
         assert step.takes_call(model.model.layers[1].self_attn, q) and not step.takes_call(attn, q)
         assert not step.takes_call(model.model.layers[1].self_attn, q.double())

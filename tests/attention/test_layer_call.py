@@ -77,7 +77,7 @@ def test_a_score_that_layers_share_grows_with_the_text():
 def test_a_layer_below_its_budget_evicts_only_where_other_processes_may(model):
     """Their eviction may need all of them; with one process it would be work for nothing."""
     cache = read(model, "h2o", 0.5, steps=1)
-    call = cache.calls[0]
+    call = cache.steps.calls[0]
     for processes, unfilled, evicting in ((1, False, True), (1, True, False), (2, True, True), (2, False, True)):
         cache.settings = dataclasses.replace(cache.settings, parallel=Parallel(processes))
         cache.layers[0].mode.unfilled = unfilled
@@ -92,7 +92,7 @@ def test_heads_are_alike_if_all_of_all_rows_are():
 def test_a_case_names_the_size_of_values(model):
     """The kernels of a step refuse values that are no longer or shorter than keys: they read both by one size."""
     cache = read(model, "h2o", 0.5)
-    call = cache.calls[0]
+    call = cache.steps.calls[0]
     keys = call.keys(call.slots.used)
     q_BHGD = torch.empty(1, 2, 2, keys.k_BHTD.shape[-1])
     longer = dataclasses.replace(keys, v_BHTD=torch.cat([keys.v_BHTD, keys.v_BHTD], -1))

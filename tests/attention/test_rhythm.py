@@ -93,7 +93,7 @@ def test_steps_between_evictions_choose_nothing(model, monkeypatch):
     chosen, real = [], kvpatch.attention.decode.victims
     monkeypatch.setattr(kvpatch.attention.decode, "victims", lambda *given: chosen.append(given) or real(*given))
     _, cache = run(model, prompt(2, 30), prompt(2, 15, seed=2), "h2o", 0.4, every=5)
-    assert len(chosen) == 3 and cache.stack is not None
+    assert len(chosen) == 3 and cache.stacked
     chosen.clear()
     run(model, prompt(2, 30), prompt(2, 15, seed=2), ADAPTIVE, 0.4, every=5)
     assert len(chosen) == 3 * 3
@@ -104,7 +104,7 @@ def test_steps_between_evictions_choose_nothing(model, monkeypatch):
 def test_stacked_layers_hold_what_single_ones_do(model, policy, monkeypatch):
     ids, fed = prompt(2, 30), prompt(2, 13, seed=2)
     got, cache = run(model, ids, fed, policy, 0.4, every=4)
-    assert cache.stack is not None
+    assert cache.stacked
     monkeypatch.setattr(kvpatch.attention.attend, "_find_stack", lambda *_: None)
     want, alone = run(model, ids, fed, policy, 0.4, every=4)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)

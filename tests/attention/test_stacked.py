@@ -26,7 +26,7 @@ def test_layer_by_layer_and_stacked_steps_agree(monkeypatch):
     critical = [kvpatch.get_policy(f"critical({base})") for base in ("keyformer", "tova", "roco")]
     for policy in (*EVICTING, *critical):
         stacked, one = run(model, ids, fed, policy, 0.4)
-        assert (one.stack is None) == (policy in ONCE or policy == "key_diff")
+        assert (not one.stacked) == (policy in ONCE or policy == "key_diff")
         with kvpatch.patched(model, policy, 0.4) as patch:
             cache = patch.new_cache()
             force(model, ids, fed[:, :4], cache=cache)
@@ -37,7 +37,7 @@ def test_layer_by_layer_and_stacked_steps_agree(monkeypatch):
         with monkeypatch.context() as patched_out:
             patched_out.setattr(kvpatch.attention.attend, "_find_stack", lambda *_: None)
             alone, other = run(model, ids, fed, policy, 0.4)
-        assert other.stack is None
+        assert not other.stacked
         torch.testing.assert_close(stacked, alone, atol=1e-6, rtol=0)
         assert kept(one) == kept(other) == kept(twin)
 
@@ -47,9 +47,9 @@ def test_steps_are_stacked_once_the_slots_are_full():
     model, ids, fed = make("llama_gqa"), prompt(2, 12), prompt(2, 12, seed=2)
     for policy in SEVERAL:
         _, cache = run(model, ids, fed[:, :5], policy, 16)
-        assert cache.stack is None
+        assert not cache.stacked
         _, cache = run(model, ids, fed, policy, 16)
-        assert cache.stack is not None
+        assert cache.stacked
         assert cache.held(1).tolist() == [[16, 16], [16, 16]]
 
 
@@ -59,7 +59,7 @@ def test_layers_stand_side_by_side_in_one_stack(model, monkeypatch):
     monkeypatch.setattr(LayerStack, "of", lambda *given: made.append(of(*given)) or made[-1])
     cache = read(model, "h2o", 0.5, steps=4)
     assert len(made) == 1
-    assert cache.stack is made[0]
+    assert cache.steps.stack is made[0]
     assert not cache.stack_due
 
 
@@ -69,7 +69,7 @@ def test_kernels_step_stacked_layers(model, policy, monkeypatch):
     pytest.importorskip("triton")
     ids, fed = prompt(2, 16), prompt(2, 5, seed=2)
     stacked, one = run(model, ids, fed, policy, 0.5, backend="triton")
-    assert one.stack is not None and one.stack.backend == one.choice.ran["decode"][0] == "triton"
+    assert one.stacked and one.steps.stack.backend == one.choice.ran["decode"][0] == "triton"
     with monkeypatch.context() as patched_out:
         patched_out.setattr(kvpatch.attention.attend, "_find_stack", lambda *_: None)
         alone, other = run(model, ids, fed, policy, 0.5, backend="triton")
@@ -86,7 +86,7 @@ def test_kernels_step_stacked_layers_with_tokens_of_the_users(model):
     stacked, one = run(model, ids, fed, "h2o", 0.5, backend="triton", protect=named)
     alone, other = run(model, ids, fed, "h2o", 0.5, backend="torch", protect=named)
     torch.testing.assert_close(stacked, alone, atol=1e-5, rtol=0)
-    assert one.stack is not None and kept(one) == kept(other)
+    assert one.stacked and kept(one) == kept(other)
 
 
 @pytest.mark.parametrize("policy", ["window", "roco"])
@@ -96,7 +96,7 @@ def test_kernels_step_stacked_layers_with_quotas(model, policy):
     stacked, one = run(model, ids, fed, policy, 0.5, backend="triton", quota=quota, recent=1)
     alone, other = run(model, ids, fed, policy, 0.5, backend="torch", quota=quota, recent=1)
     torch.testing.assert_close(stacked, alone, atol=1e-5, rtol=0)
-    assert one.stack is not None and kept(one) == kept(other)
+    assert one.stacked and kept(one) == kept(other)
 
 
 def test_a_step_with_gradients_is_not_the_kernels(model):
@@ -104,13 +104,13 @@ def test_a_step_with_gradients_is_not_the_kernels(model):
     with kvpatch.patched(model, "roco", 0.5, backend="triton") as patch:
         cache = patch.new_cache()
         force(model, prompt(1, 16), prompt(1, 2), cache=cache)
-        assert cache.stack is not None
+        assert cache.stacked
         with torch.enable_grad():
             model(prompt(1, 1), past_key_values=cache).logits.sum().backward()
-        assert cache.stack.backend == cache.choice.ran["decode"][0] == "torch"
+        assert cache.steps.stack.backend == cache.choice.ran["decode"][0] == "torch"
         model.zero_grad()
         force(model, prompt(1, 1), prompt(1, 1)[:, :0], cache=cache)
-        assert cache.stack.backend == cache.choice.ran["decode"][0] == "triton"
+        assert cache.steps.stack.backend == cache.choice.ran["decode"][0] == "triton"
 
 
 APPENDED = {
@@ -174,7 +174,7 @@ def test_norms_of_generated_tokens_are_those_of_their_layer_s_values():
     with kvpatch.patched(model, "critical(h2o)", 0.5) as patch:
         cache = patch.new_cache()
         force(model, prompt(2, 12), prompt(2, 9, seed=2), cache=cache)
-        assert cache.stack is not None
+        assert cache.stacked
         for layer, block in zip(cache.layers, model.model.layers, strict=True):
             _, values, positions = layer.view()
             assert (positions.amax((1, 2)) == 20).all() and (positions >= 12).sum() > 0

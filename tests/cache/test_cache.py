@@ -34,7 +34,7 @@ def test_before_anything_was_read(model):
 def test_reset_starts_anew(model):
     cache = read(model, "h2o", 0.5, steps=2)
     cache.reset()
-    assert (cache.stack, cache.stack_due) == (None, False)
+    assert (cache.stacked, cache.stack_due) == (False, False)
     assert (cache.counters.steps, cache.turns.count, cache.turns.open) == (0, 0, False)
     assert (cache.get_seq_length(), cache.seen_B) == (0, None)
 
@@ -74,7 +74,7 @@ def test_rows_that_move_leave_columns_and_the_clock(model):
     assert cache.seen_B.tolist() == [N - 4, N - 6]
     assert cache.get_seq_length() == N
     assert cache.counters.device is clock
-    assert (cache.stack, cache.stack_due) == (None, False)
+    assert (cache.stacked, cache.stack_due) == (False, False)
 
 
 def test_what_fails_before_anything_moved_changes_nothing(model):

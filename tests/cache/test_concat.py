@@ -18,7 +18,7 @@ def test_one_layer_for_all_where_rows_are_alike():
         loop = Loop(model, patch)
         loop.add((30, 0), (17, 3), (19, 7))
         loop.step(3)
-        assert loop.cache.stack is not None and loop.cache.counters.shortfall_B.tolist() == [7, 4, 0]
+        assert loop.cache.stacked and loop.cache.counters.shortfall_B.tolist() == [7, 4, 0]
         loop.step(Q=4)  # a later turn counts from its own end
         assert loop.cache.counters.shortfall_B is None
         loop.step(2)

@@ -92,7 +92,7 @@ def follow(model, policy, k, span, new, reread=0, **options):
             oracle.add(ids[:, t : t + 1], [t], held(cache))
             got.append(model(ids[:, t : t + 1], past_key_values=cache).logits)
             cache.check_invariants()
-        group = cache.calls[0].group
+        group = cache.steps.calls[0].group
     expected = oracle.logits(model, AFTER, group)
     torch.testing.assert_close(torch.cat(got, 1), expected[:, -AFTER:], atol=2e-4, rtol=1e-4)
     return before, after

@@ -78,7 +78,7 @@ def test_generated_rows_that_are_remembered_do_not_roll_back_unrecorded(policy):
 def test_steps_that_are_rolled_back_were_not_taken(model):
     cache = read(model, "h2o", 0.5, steps=3, record=True)
     cache.crop(-2)
-    assert (cache.counters.steps, cache.stack, cache.stack_due) == (1, None, False)
+    assert (cache.counters.steps, cache.stacked, cache.stack_due) == (1, False, False)
     cache.crop(-1)
     assert cache.counters.steps == 0
 
@@ -93,10 +93,10 @@ def test_a_shared_score_is_rolled_back(model):
 
 def test_nothing_is_rolled_back(model):
     cache = read(model, "h2o", 0.5, steps=2)
-    counters, stack = cache.counters.device, cache.stack
+    counters, stack = cache.counters.device, cache.steps.stack
     cache.crop(0)
     assert cache.counters.device is counters
-    assert cache.stack is stack is not None
+    assert cache.steps.stack is stack is not None
 
 
 def test_one_token_behind_a_prompt_is_not_recorded(model):

@@ -21,7 +21,7 @@ from tests.helpers.tiny import make, prompt, snapshot
 N = 24  # tokens of a prompt
 HERE = str(Path(kvpatch.__file__).parent)
 AT_HAND = {
-    "now", "choice", "rotary", "make_table", "limits_of", "stack", "stack_due", "calls", "ahead", "free_at", "heads_at",
+    "now", "choice", "rotary", "make_table", "limits_of", "steps", "stack_due", "ahead", "free_at", "heads_at",
     "geometry", "output_rows", "operations", "changes", "_places", "_blocks", "_sequences", "settings", "request", "span",
     "traced", "recording", "record", "meter", "parts", "was_read", "ids", "start",
 }  # fmt: skip

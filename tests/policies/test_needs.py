@@ -115,5 +115,5 @@ def test_a_need_that_does_not_say_so_is_not_stacked(model, fading):
     """A step of stacked layers has no queries of its own to read."""
     with torch.no_grad(), kvpatch.patched(model, fading, k=8) as patch:
         cache = read(model, patch, prompt(1, 20), steps=3)
-        assert cache.stack is None
+        assert not cache.stacked
     assert fading.needs.alone and not kvpatch.get_policy("tova").needs.alone

@@ -1,0 +1,35 @@
+"""Decode steps bound to the layers of a cache: what attention/ keeps there from pass to pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..cache.state import BoundSteps, TextState
+from .layer_call import Call
+from .stacked import LayerStack
+
+
+@dataclass(eq=False)
+class Steps(BoundSteps):
+    """The bound Call of each layer that has run, and the stacked layers, if they are."""
+
+    calls: dict[int, Call] = field(default_factory=dict)
+    stack: LayerStack | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Tell if layers' tensors are views of stacked ones."""
+        return self.stack is not None
+
+    def unstack(self) -> None:
+        """Let go of the stacked layers."""
+        self.stack = None
+
+
+def find_steps(cache: TextState) -> Steps:
+    """Return the steps of a cache; new ones if it has none."""
+    steps = cache.steps
+    if steps is None:
+        steps = cache.steps = Steps()
+    assert isinstance(steps, Steps)
+    return steps
