@@ -18,11 +18,9 @@ class Steps(BoundSteps):
 
     @property
     def stacked(self) -> bool:
-        """Tell if layers' tensors are views of stacked ones."""
         return self.stack is not None
 
     def unstack(self) -> None:
-        """Let go of the stacked layers."""
         self.stack = None
 
 

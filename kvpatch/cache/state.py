@@ -94,13 +94,11 @@ class PassRecord(Protocol):
 
 
 class BoundSteps(Protocol):
-    """Decode steps as attention/ has bound them to the layers of a cache, and keeps them from pass to pass.
-
-    stacked: layers' tensors are views of stacked ones.
-    """
+    """Decode steps as attention/ has bound them to the layers of a cache, and keeps them from pass to pass."""
 
     @property
-    def stacked(self) -> bool: ...
+    def stacked(self) -> bool:
+        """Tell if layers' tensors are views of stacked ones."""
 
     def unstack(self) -> None:
         """Let go of the stacked layers."""
