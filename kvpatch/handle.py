@@ -136,12 +136,12 @@ class Patch:
         """Read other tokens in place of a span of a cache's text, such as the summary of a tool's result.
 
         They take the span's first positions and see what is held before it. What stands behind has seen the old tokens, and
-        stays, with its positions. Nothing behind is evicted for them: tokens before the span make room.
+        stays; it moves up where positions are missing. Nothing behind is evicted for them: tokens before the span make room.
 
         Args:
             cache: at the end of a prompt, or after generated tokens.
-            span: (start, stop) in positions of the text, stop left out; it may be forgotten already.
-            ids: int64 [N] or [B,N], at most as many as the span has tokens.
+            span: (start, stop) in positions of the text, stop left out; forgotten already, or empty (at, at) to insert.
+            ids: int64 [N] or [B,N]; more than the span has tokens only with `positions="renumbered"`.
             reread: tokens behind the span that are read again, so that they have seen the new ones.
 
         Raises:

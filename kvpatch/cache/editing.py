@@ -24,9 +24,9 @@ Span = tuple[int, int]
 
 def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
     """Take spans out of a cache: see EvictingCache.forget."""
-    _check_state(cache, "forget()")
+    check_state(cache, "forget()")
     refuse("forget", cache.settings.combine())
-    gone_BT = _mark(cache, spans, row, "forget()")
+    gone_BT = mark_spans(cache, spans, row, "forget()")
     with cache.changing("forget()"):
         cache.drop_stack(due=cache.stacked or cache.stack_due)
         for index, layer in enumerate(cache.layers):
@@ -39,86 +39,8 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
         cache.counters.device = None  # the next pass makes it anew
 
 
-def check_replaced(cache: TextState, span: Span, ids: object, reread: int, untold: str | None) -> tuple[Tensor, Tensor]:
-    """Return the tokens [B,Q] to be read in place of a span and of `reread` tokens behind it, and their positions [Q].
-
-    untold: the reason that the model can be told no positions, or None.
-
-    Raises:
-        KVPatchError: see Patch.replace; nothing has changed.
-    """
-    _check_state(cache, "replace()")
-    refuse("replace", cache.settings.combine(untold=untold))
-    _check_rows(cache)
-    start, stop = _read_span(span)
-    ids_BN = _read_ids(ids, len(cache.lengths_B), stop - start).to(cache.lengths_B.device)
-    _check_reread(reread)
-    _mark(cache, [(start, stop + reread)], None, "replace()")
-    here, behind = start + torch.arange(ids_BN.shape[1]), stop + torch.arange(reread)
-    places_Q = torch.cat([here, behind]).to(ids_BN.device)
-    if not reread:
-        return ids_BN, places_Q
-    known = cache.ids.ids_BT
-    again_BR = None if known is None else known.gather(1, cache.ids.columns_of(places_Q[len(here) :])).to(ids_BN.device)
-    if again_BR is None or bool((again_BR < 0).any()):
-        raise KVPatchError(
-            f"reread={reread}: the cache does not know the ids of these tokens: leave reread out, or give a longer span, and "
-            "these tokens at the end of ids."
-        )
-    return torch.cat([ids_BN, again_BR], 1), places_Q
-
-
-def _check_rows(cache: TextState) -> None:
-    """Raise KVPatchError where positions of the text are not those that the model is told, or windows have moved on."""
-    if not cache.turns.count:
-        raise KVPatchError("replace() before a prompt has ended: read on first.")
-    if (
-        (cache.rows.joined and len(cache.lengths_B) > 1)
-        or cache.rows.gaps_B is not None
-        or (cache.rows.padded and cache.rows.by_columns)
-    ):
-        raise KVPatchError(
-            "replace() in a batch whose rows are at different columns of their texts: take a row with cache.select_rows(0), "
-            "replace, and join them with concatenate()."
-        )
-    for layer in cache.layers:
-        if layer.sliding is not None and cache.seen > layer.sliding:
-            raise KVPatchError(
-                f"replace(): layers of this model see a window of {layer.sliding} tokens, and the tokens in front of the span "
-                f"may be gone there, for {cache.seen} were read. Read the text anew."
-            )
-
-
-def _read_ids(ids: object, B: int, room: int) -> Tensor:
-    """Return the tokens of each row [B,N]. Raises KVPatchError unless they are tokens that fit the room of their span."""
-    wanted = f"give token ids, int64 [N] or [{B}, N] or a list of them."
-    try:
-        found = torch.as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise KVPatchError(f"replace() was given a {type(ids).__name__} as ids: {wanted}") from error
-    if (
-        found.dtype not in (torch.int64, torch.int32)
-        or found.ndim not in (1, 2)
-        or (found.ndim == 2 and len(found) not in (1, B))
-    ):
-        raise KVPatchError(f"replace() was given ids of {found.dtype} and shape {list(found.shape)}: {wanted}")
-    if not found.shape[-1]:
-        raise KVPatchError("replace() was given no token: to take the span out, write cache.forget([span]).")
-    if found.shape[-1] > room:
-        raise KVPatchError(
-            f"replace() was given {found.shape[-1]} tokens for a span of {room}, whose positions they take: give {room} or "
-            "fewer, or a longer span."
-        )
-    return found.long().expand(B, -1)
-
-
-def _check_reread(reread: object) -> None:
-    """Raise KVPatchError unless `reread` is a number of tokens."""
-    if isinstance(reread, bool) or not isinstance(reread, int) or reread < 0:
-        raise KVPatchError(f"reread={reread!r}: give the number of tokens behind the span to read again, 0 or more.")
-
-
-def _check_state(cache: TextState, what: str) -> None:
+def check_state(cache: TextState, what: str) -> None:
+    """Raise KVPatchError for a cache that cannot be edited now; `what` is the call."""
     checks.check_filled(cache.seen_B is not None)
     cache.check_finished()
     cache.catch_up()
@@ -133,7 +55,7 @@ def _check_state(cache: TextState, what: str) -> None:
         raise KVPatchError(f"{what} of a cache in an engine's pages: end the request, and send the edited text.")
 
 
-def _mark(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -> Tensor:
+def mark_spans(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -> Tensor:
     """Return which positions of each row's text go [B,T]. Raises KVPatchError for spans that are not of the text."""
     gaps_B = cache.rows.gaps_B
     lengths = (cache.lengths_B if gaps_B is None else cache.lengths_B - gaps_B).tolist()
@@ -143,7 +65,7 @@ def _mark(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -
     gone_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.bool)
     known: list[Span] = []
     for span in spans:
-        start, stop = _read_span(span)
+        start, stop = read_span(span)
         for one in rows:
             if stop > lengths[one]:
                 raise KVPatchError(
@@ -160,11 +82,12 @@ def _mark(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -
     return gone_BT
 
 
-def _read_span(span: object) -> Span:
+def read_span(span: object, empty: bool = False) -> Span:
+    """Return a span. Raises KVPatchError for anything else, and for one without tokens unless it may be `empty`."""
     wanted = "give (start, stop), positions of the text with stop left out, such as (12, 80)."
     if not isinstance(span, Sequence) or isinstance(span, str) or len(span) != 2:
         raise KVPatchError(f"{span!r} is not a span: {wanted}")
-    if any(isinstance(one, bool) or not isinstance(one, int) for one in span) or not 0 <= span[0] < span[1]:
+    if any(isinstance(one, bool) or not isinstance(one, int) for one in span) or not 0 <= span[0] < span[1] + empty:
         raise KVPatchError(f"The span {tuple(span)!r} has no tokens: {wanted}")
     return int(span[0]), int(span[1])
 
@@ -180,14 +103,6 @@ def _take_out(layer: SlotLayer, gone_BT: Tensor) -> None:
     part.positions = layer.positions.clone()
     part.positions[:, :, : layer.used].masked_fill_(gone_BHT, -1)
     vars(layer).update(vars(lay_out_anew(part)))  # bound steps hold the layer
-
-
-def put_in_order(cache: TextState) -> None:
-    """Put each head's slots in text order after tokens were read into the middle of it: scores are pooled over neighbours."""
-    for layer in cache.layers:
-        before = layer.kv.nbytes
-        vars(layer).update(vars(lay_out_anew(layer)))  # bound steps hold the layer
-        cache.meter.now += layer.kv.nbytes - before
 
 
 # ---- the last tokens ----

@@ -84,6 +84,18 @@ class TokenIds(Batched):
         if self._ids_BC is not None:
             self._ids_BC = self._ids_BC.scatter(1, self.columns_of(places_Q), ids_BQ.to(self._ids_BC))
 
+    def open_columns(self, at: int, count: int) -> None:
+        """Make columns of unknown tokens before position `at` of each row's text."""
+        if self._ids_BC is None:
+            return
+        at_B1 = self.columns_of(torch.tensor([at]))
+        B, device = len(at_B1), self._ids_BC.device
+        self.prompt += count if int(at_B1.max()) < self.prompt else 0
+        self.write(None, B, count, device)
+        column = torch.arange(self.columns, device=device).expand(B, -1)
+        moved = self._ids_BC[:, : self.columns].gather(1, torch.where(column < at_B1 + count, column, column - count))
+        self._ids_BC = moved.masked_fill((column >= at_B1) & (column < at_B1 + count), UNKNOWN)
+
     def crop(self, columns: int) -> None:
         """Forget what is behind so many columns."""
         self.columns, self.prompt = min(self.columns, columns), min(self.prompt, columns)

@@ -140,11 +140,11 @@ class Chat:
 
         Args:
             index: of the message in `messages`; it may be forgotten. The newest answer is not read to its end.
-            text: of at most as many tokens as the message has had.
+            text: of at most as many tokens as the message has had, or of any with `positions="renumbered"`.
 
         Raises:
-            KVPatchError: there is no such message, the text is longer, or the cache cannot be edited (see `Patch.replace`). The
-                conversation is then as before.
+            KVPatchError: there is no such message, the text has no room, or the cache cannot be edited (see `Patch.replace`).
+                The conversation is then as before.
 
         Source: design of this library.
 
@@ -160,13 +160,17 @@ class Chat:
         if found is None:
             raise KVPatchError(f"replace({index}): the template then writes other messages differently: begin another chat.")
         written, ids = found
-        if len(ids) > stop - start:
+        more = max(len(ids) - (stop - start), 0)
+        if more and not self.cache.settings.renumbered:
             raise KVPatchError(
-                f"replace({index}): {len(ids)} tokens with the header, and the message has {stop - start}: shorten the text."
+                f"replace({index}): {len(ids)} tokens with the header, and the message has {stop - start}: shorten the text, "
+                "or patch with positions='renumbered'."
             )
         self._replace(self.cache, (start, stop), ids)
-        self.ids = self.ids.clone()
+        self.ids = torch.cat([self.ids[:, :stop], self.ids.new_zeros(1, more), self.ids[:, stop:]], 1)
         self.ids[0, start : start + len(ids)] = torch.tensor(ids)
+        self._read.starts = [one + more if one >= stop else one for one in self._read.starts]
+        self._read.forgotten = {i: end + more if i > index else end for i, end in self._read.forgotten.items()}
         self._read.text = written
         self._read.forgotten.pop(index, None)
         self.messages[index] = {"role": self.messages[index]["role"], "content": text}

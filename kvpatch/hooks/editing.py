@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..cache import editing, passes
+from ..cache import passes, replacing
 from ..cache.cache import EvictingCache
 from ..cache.forward_context import Edit
 from ..policies.served import refuse
@@ -19,12 +19,16 @@ def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[i
     """Read other tokens in place of a span: see Patch.replace. All checks come before the first change."""
     refuse("replace", state.combine())
     ownership.check_own(cache, state)
-    tokens_BQ, places_Q = editing.check_replaced(cache, span, ids, reread, state.places_itself)
+    tokens_BQ, places_Q, opened = replacing.check_replaced(cache, span, ids, reread, state.places_itself)
     call: dict[str, Any] = {"input_ids": tokens_BQ, "use_cache": True, state.cache_name: cache}
     inputs.tokens(call, reader)
     ownership.check_reader(cache, reader, state)
-    cache.forget([(span[0], span[1] + reread)])
-    _read(reader, state, cache, call, Edit(span[0], int(places_Q[-1]) + 1), places_Q)
+    start, stop = span
+    if stop + reread > start:
+        cache.forget([(start, stop + reread)])
+    if opened:
+        replacing.open_positions(cache, stop, opened)
+    _read(reader, state, cache, call, Edit(start, int(places_Q[-1]) + 1), places_Q)
 
 
 def _read(reader: nn.Module, state: PatchState, cache: EvictingCache, call: dict[str, Any], edit: Edit, places_Q: Any) -> None:
@@ -42,4 +46,4 @@ def _read(reader: nn.Module, state: PatchState, cache: EvictingCache, call: dict
         finally:
             cache.now = before
         with torch.inference_mode(False), cache.changing("replace()"):
-            editing.put_in_order(cache)
+            replacing.put_in_order(cache)

@@ -356,6 +356,14 @@ REFUSED: dict[str, dict[str, str]] = {
         "told, for {it.untold}: read the text anew.",
         "record": "record=True knows one token for each position of a text: read the text anew, or leave record out.",
     },
+    "insert": {
+        NEED: "replace() moves what follows to other positions, and policy {name} does not go with that: {why}. Give a longer "
+        "span, or fewer tokens.",
+        "schedule='decode'": "replace() moves what follows to other positions, and schedule='decode' keeps a prompt by its "
+        "own: give a longer span, or fewer tokens.",
+        "turns": "replace() moves what follows to other positions, and turns={it.policy.scope.turns!r} counts by those of a "
+        "turn: give a longer span, or fewer tokens.",
+    },
     "roll-back": {
         "recurrence": "Cannot roll back {it.crop} tokens: layers {it.states} of this hybrid keep a recurrent state, in which "
         "earlier ones are gone. Call cache.clone() before generating and go on from the copy.",

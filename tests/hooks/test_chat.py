@@ -283,6 +283,32 @@ def test_what_replaces_a_message_is_what_another_chat_reads_in_its_place(model, 
     torch.testing.assert_close(*entries, atol=1e-5, rtol=0)
 
 
+def test_a_longer_text_moves_up_what_follows(model, tokenizer):
+    """The conversation goes on as if every message had been as long as it is now."""
+    with kvpatch.patched(model, "h2o", k=1.0, positions="renumbered") as patch:
+        chat = patch.chat(tokenizer, system="be kind", **saying(tokenizer, "yes", "no", "well", "so"))
+        chat.send("one?")
+        chat.send("two?")
+        chat.forget(3)
+        spans, cache = chat.spans, chat.cache
+        chat.replace(1, "one two one two ?")
+        new = tokenizer("<|im_start|>user\none two one two ?<|im_end|>\n", add_special_tokens=False).input_ids
+        more = spans[1][0] + len(new) - spans[1][1]
+        assert more > 0 and chat.spans == [
+            spans[0],
+            (spans[1][0], spans[1][1] + more),
+            *((a + more, b + more) for a, b in spans[2:]),
+        ]
+        rendered = "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in chat.messages)
+        whole = tokenizer(rendered, add_special_tokens=False).input_ids
+        assert chat.ids[0].tolist() == whole[: chat.ids.shape[1]]
+        held = positions(cache)
+        assert not held & set(range(*chat.spans[3])) and held >= set(range(*chat.spans[2]))
+        chat.forget(2)
+        assert not positions(cache) & set(range(*chat.spans[2]))
+        assert chat.send("three?") == "well" and chat.cache is cache
+
+
 def test_a_summary_takes_the_place_of_a_forgotten_message(model, tokenizer):
     with kvpatch.patched(model, "h2o", k=1.0) as patch:
         chat = patch.chat(tokenizer, **saying(tokenizer, "yes", "no"))

@@ -34,6 +34,7 @@ GRAPHED = "tests/hooks/test_generate_steps.py"
 DECODES = "tests/policies/test_decoding.py::test"
 LATENT = "tests/arch/test_latent.py::test"
 CENTRE = "tests/cache/test_centre.py::test"
+INSERT = "tests/cache/test_insert.py::test_"
 REPLACE = "tests/cache/test_replace.py::test_"
 TALKS = "tests/serving/test_conversations.py::test_"
 NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
@@ -68,8 +69,17 @@ MUTANTS = {
         "attention/edit.py", "return keys.masked_fill(kept, LAST)", "return keys",
         f"{REPLACE}what_stays_is_bit_for_bit_what_it_was[tova-12-8]"),
     "tokens that are read again are those of other positions": (
-        "cache/editing.py", "stop + torch.arange(reread)", "start + torch.arange(reread)",
+        "cache/replacing.py", "stop + torch.arange(reread)", "start + torch.arange(reread)",
         f"{REPLACE}tokens_behind_are_read_again[7-h2o]"),
+    "what is behind an insertion stays at its positions": (
+        "cache/replacing.py", "positions >= at, positions + count", "positions > at, positions + count",
+        f"{INSERT}what_follows_is_as_the_unpatched_models_entries_moved_up[llama_gqa]"),
+    "ids stay where a text becomes longer": (
+        "cache/replacing.py", "cache.ids.open_columns(at, count)", "cache.ids.open_columns(0, count)",
+        f"{INSERT}what_follows_is_as_the_unpatched_models_entries_moved_up[llama_gqa]"),
+    "sums that layers share stay where a text becomes longer": (
+        "cache/replacing.py", "[before, before.new_zeros(*before.shape[:2], count), behind], 2)", "[before, behind], 2)",
+        f"{INSERT}sums_that_layers_share_and_the_newest_turn_move_up"),
     "a roll-back goes behind an edit": (
         "cache/editing.py", "if cache.seen - count < cache.rows.edited:", "if False:",
         "tests/cache/test_forget.py::test_a_roll_back_stops_at_an_edit"),

@@ -103,7 +103,10 @@ class LastQueries(Need[Looks]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        return {"vllm": "it keeps a layer's last queries, for which a request claims no pages: use 'h2o'"}
+        return {
+            "insert": "it keeps a layer's last queries by their positions",
+            "vllm": "it keeps a layer's last queries, for which a request claims no pages: use 'h2o'",
+        }
 
     def read(self, prompt: PromptRead) -> None:
         notes, q = prompt.layer.notes, prompt.plain_BHGQD.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,6 +28,10 @@ class LastUses(WindowAttention):
     alpha: float = 1e-4
     intervals: bool = False
     entry_by_position: ClassVar[bool] = True
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        return {"insert": "it knows the steps that used a token by their positions"}
 
     def check(self) -> None:
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha < 1:

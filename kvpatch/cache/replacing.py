@@ -1,0 +1,153 @@
+"""Other tokens in place of a span of a cache's text: what they are checked for, and the room that is made for them.
+
+A span may be empty, so that they are inserted. The pass that reads them is hooks/editing.py's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPatchError
+from ..policies.served import refuse
+from .concat import lay_out_anew
+from .editing import Span, check_state, mark_spans, read_span
+from .state import TextState
+
+
+def check_replaced(cache: TextState, span: Span, ids: object, reread: int, untold: str | None) -> tuple[Tensor, Tensor, int]:
+    """Check an edit before its first change.
+
+    untold: the reason that the model can be told no positions, or None.
+
+    Returns:
+        The tokens [B,Q] to be read in place of a span and of `reread` tokens behind it, their positions [Q], and how many
+        positions are to be opened at the span's end for them.
+
+    Raises:
+        KVPatchError: see Patch.replace; nothing has changed.
+    """
+    check_state(cache, "replace()")
+    refuse("replace", cache.settings.combine(untold=untold))
+    start, stop = read_span(span, empty=True)
+    ids_BN = _read_ids(ids, len(cache.lengths_B)).to(cache.lengths_B.device)
+    opened = max(ids_BN.shape[1] - (stop - start), 0)
+    _check_room(cache, ids_BN.shape[1], stop - start)
+    _check_rows(cache, opened)
+    _check_reread(reread)
+    _check_place(cache, start, stop)
+    mark_spans(cache, [(start, max(stop + reread, start + 1))], None, "replace()")
+    here, behind = start + torch.arange(ids_BN.shape[1]), stop + torch.arange(reread)
+    places_Q = torch.cat([here, behind + opened]).to(ids_BN.device)
+    if not reread:
+        return ids_BN, places_Q, opened
+    known = cache.ids.ids_BT
+    again_BR = None if known is None else known.gather(1, cache.ids.columns_of(behind)).to(ids_BN.device)
+    if again_BR is None or bool((again_BR < 0).any()):
+        raise KVPatchError(
+            f"reread={reread}: the cache does not know the ids of these tokens: leave reread out, or give a longer span, and "
+            "these tokens at the end of ids."
+        )
+    return torch.cat([ids_BN, again_BR], 1), places_Q, opened
+
+
+def _check_room(cache: TextState, count: int, room: int) -> None:
+    """Raise KVPatchError where so many tokens need more positions than a span has, and none can be opened."""
+    if count <= room:
+        return
+    if not cache.settings.renumbered:
+        raise KVPatchError(
+            f"replace() was given {count} tokens for a span of {room}, whose positions they take: give {room} or fewer, or a "
+            "longer span. With patched(..., positions='renumbered') what follows moves up."
+            if room
+            else "replace() of an empty span inserts, and what follows has its positions: patch with positions='renumbered', "
+            "or give a span that was forgotten."
+        )
+    refuse("insert", cache.settings.combine())
+
+
+def _check_place(cache: TextState, start: int, stop: int) -> None:
+    """Raise KVPatchError for an insertion at the end of a row's text."""
+    for row, length in enumerate(cache.lengths_B.tolist()):
+        if start == stop == length:
+            raise KVPatchError(
+                f"replace() at {stop}: row {row} has read {length} tokens, and nothing follows there. Read on instead: "
+                "model(ids, past_key_values=cache)."
+            )
+
+
+def _check_rows(cache: TextState, opened: int) -> None:
+    """Raise KVPatchError where positions of the text are not those that the model is told, or windows have moved on."""
+    if not cache.turns.count:
+        raise KVPatchError("replace() before a prompt has ended: read on first.")
+    if (
+        (cache.rows.joined and len(cache.lengths_B) > 1)
+        or cache.rows.gaps_B is not None
+        or (cache.rows.padded and cache.rows.by_columns)
+    ):
+        raise KVPatchError(
+            "replace() in a batch whose rows are at different columns of their texts: take a row with cache.select_rows(0), "
+            "replace, and join them with concatenate()."
+        )
+    for layer in cache.layers:
+        if layer.sliding is not None and cache.seen + opened > layer.sliding:
+            raise KVPatchError(
+                f"replace(): layers of this model see a window of {layer.sliding} tokens, and the tokens in front of the span "
+                f"may be gone there, for the text has {cache.seen + opened}. Read the text anew."
+            )
+
+
+def _read_ids(ids: object, B: int) -> Tensor:
+    """Return the tokens of each row [B,N]. Raises KVPatchError unless they are tokens."""
+    wanted = f"give token ids, int64 [N] or [{B}, N] or a list of them."
+    try:
+        found = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise KVPatchError(f"replace() was given a {type(ids).__name__} as ids: {wanted}") from error
+    if (
+        found.dtype not in (torch.int64, torch.int32)
+        or found.ndim not in (1, 2)
+        or (found.ndim == 2 and len(found) not in (1, B))
+    ):
+        raise KVPatchError(f"replace() was given ids of {found.dtype} and shape {list(found.shape)}: {wanted}")
+    if not found.shape[-1]:
+        raise KVPatchError("replace() was given no token: to take the span out, write cache.forget([span]).")
+    return found.long().expand(B, -1)
+
+
+def _check_reread(reread: object) -> None:
+    """Raise KVPatchError unless `reread` is a number of tokens."""
+    if isinstance(reread, bool) or not isinstance(reread, int) or reread < 0:
+        raise KVPatchError(f"reread={reread!r}: give the number of tokens behind the span to read again, 0 or more.")
+
+
+def open_positions(cache: TextState, at: int, count: int) -> None:
+    """Move what stands at `at` and behind it by `count` positions, in each row; renumbered keys are cached without theirs."""
+    with cache.changing("replace()"):
+        cache.drop_stack(due=cache.stack is not None or cache.stack_due)
+        seen = cache.seen
+        for layer in cache.layers:
+            layer.positions = _move_up(layer.positions, at, count)
+            layer.seen, layer.contiguous = seen + count, False
+        if cache.keeps_ids:
+            cache.ids.skip_columns(len(cache.lengths_B), seen, cache.lengths_B.device)
+            cache.ids.open_columns(at, count)
+        if cache.shared is not None:  # by position + 1
+            before, behind = cache.shared[:, :, : at + 1], cache.shared[:, :, at + 1 :]
+            cache.shared = torch.cat([before, before.new_zeros(*before.shape[:2], count), behind], 2)
+        cache.turns.begin_B = [start + count if at < start else start for start in cache.turns.begin_B]
+        cache.seen_B = cache.lengths_B + count
+        cache.rows.edited = cache.seen
+        cache.counters.device = None  # the next pass makes it anew
+
+
+def _move_up(positions: Tensor, at: int, count: int) -> Tensor:
+    return torch.where(positions >= at, positions + count, positions)
+
+
+def put_in_order(cache: TextState) -> None:
+    """Put each head's slots in text order after tokens were read into the middle of it: scores are pooled over neighbours."""
+    for layer in cache.layers:
+        before = layer.kv.nbytes
+        vars(layer).update(vars(lay_out_anew(layer)))  # bound steps hold the layer
+        cache.meter.now += layer.kv.nbytes - before
