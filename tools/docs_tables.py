@@ -18,7 +18,7 @@ from kvpatch.policies.served import NEED, QUIET, REFUSED
 from kvpatch.policies.uses import USES
 from tools import peer_presses
 from tools.bench.__main__ import read, tables
-from tools.evidence import agents, chooser, grpo_table, quotas, refits
+from tools.evidence import agents, bits, chooser, grpo_table, quotas, refits
 from tools.reliability.peer_scores import CASES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -236,6 +236,11 @@ def refits_table(_: str) -> str:
     return refits.write_table(chooser.LINES)
 
 
+def bits_table(_: str) -> str:
+    """Bits beside tokens at equal bytes, from lines of `python -m tools.evidence run document`."""
+    return bits.write_table(chooser.LINES)
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "policies": policies,
     "options": options,
@@ -253,6 +258,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "agents": agents_table,
     "quotas": quotas_table,
     "refits": refits_table,
+    "bits": bits_table,
 }
 
 

@@ -14,7 +14,7 @@ from .tables import markdown
 
 POLICIES, BITS, BYTES = ("h2o", "snapkv", "kvzip"), (8, 4), (0.1, 0.2)
 HEAD = 64  # numbers of a key, and of a value, of the model
-USED = [use for use in USES if use.kind == "fact" or use.field == "kl"]
+USED = [use for use in USES if use.task == "document"]
 
 
 def find_k(share: float, bits: int) -> float:
