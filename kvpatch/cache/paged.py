@@ -1,13 +1,18 @@
 """Slots in the pages of an engine: a row of a batch has pages of its own, and its tokens stay there while rows come and go.
 
-An engine (vLLM) allocates one tensor per layer, [N,H,2,P,D]: N pages, each with keys and values of H heads in P slots. An entry
-of a page may be another token in every head and layer. Positions and scores are the layer's, beside the pages. A prompt is read
-in memory of its own; what is kept of it goes to the pages where the prompt, or a chunk of it, ends.
+An engine (vLLM) allocates one tensor for a layer and gives pages of it to requests. Here it is [2,S,P,D], keys before values,
+in strips of P slots of one head: page n of an engine with H heads is the strips n * H to (n + 1) * H. `divide_pages` gives each
+head of a row its strips. If the pages of a row follow each other, so do the strips of each head: its slots are one piece, as if
+the row had one large page. An entry of a row may be another token in every head and layer. Positions and scores are the
+layer's, beside the pages. A prompt is read in memory of its own; what is kept of it goes to the pages where the prompt, or a
+chunk of it, ends.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,144 +24,177 @@ from .growth import Layout
 from .slots import DenseSlots, Slots, fitted, gather_entries
 
 
+class Strips(NamedTuple):
+    """Strips of each head of each row, in order [B,H,N]; then strip 0, which is nobody's, in rows with fewer than others.
+
+    run: so many strips of each head lie one behind the other in every row, at least.
+    """
+
+    index_BHN: Tensor
+    run: int = 1
+
+
+def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.device) -> Strips:
+    """Divide the pages of each row among its heads."""
+    most, h_H1 = max(map(len, pages)), torch.arange(heads)[:, None]
+    index_BHN, run = torch.zeros(len(pages), heads, most, dtype=torch.long), most
+    for row, own in enumerate(pages):
+        n = len(own)
+        follow = [*own] == [*range(own[0], own[0] + n)]
+        index_BHN[row, :, :n] = own[0] * heads + h_H1 * n + torch.arange(n) if follow else torch.tensor(own) * heads + h_H1
+        run = min(run, n if follow else 1)
+    host = index_BHN.pin_memory() if device.type == "cuda" else index_BHN
+    return Strips(host.to(device, non_blocking=True), run)
+
+
 class PagedSlots(DenseSlots):
-    """The first columns, `shape[2]`, of the pages of each row.
+    """The first columns, `shape[2]`, of the strips of each row's heads.
 
-    Kernels read and write them where they are, and so does torch if each row has one page, and these lie one behind the
-    other. Else they are copied for torch at every step, each page once.
+    Kernels read and write them where they are, and so does torch if the strips of all rows lie one behind the other. Else
+    they are copied for torch at every step.
 
-    pool: [N,H,2,P,D]. table_BN: pages of each row, in order; then page 0, which is nobody's, in rows with fewer than others.
+    pool: [2,S,P,D].
     """
 
     appends = in_place = False
-    by_row = ("table_BN",)  # rows can be selected and ordered, but not copied
+    by_row = ("strips_BHN",)  # rows can be selected and ordered, but not copied
 
-    def __init__(self, pool: Tensor, table_BN: Tensor, width: int) -> None:
-        P = pool.shape[3]
-        assert width <= table_BN.shape[1] * P, "an engine gives a request pages for all that it will ever hold"
-        self.pool, self.table_BN, self.codecs = pool, table_BN, EXACT
-        self._width = width
+    def __init__(self, pool: Tensor, strips: Strips, width: int) -> None:
+        self.pool, self.codecs, self._width = pool, EXACT, width
+        self.strips_BHN, self._run = strips
+        assert width <= self.strips_BHN.shape[2] * pool.shape[2], "a request has pages for all that it will ever hold"
+
+    @property
+    def strips(self) -> Strips:
+        return Strips(self.strips_BHN, self._run)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        _, H, _, _, D = self.pool.shape
-        return len(self.table_BN), H, self._width, D
+        return *self.strips_BHN.shape[:2], self._width, self.pool.shape[3]
 
     @property
     def sizes(self) -> tuple[int, int]:
-        return self.pool.shape[-1], self.pool.shape[-1]
+        return self.pool.shape[3], self.pool.shape[3]
+
+    @functools.cached_property
+    def most(self) -> int:
+        """Slots of the row that has most pages: no row ever needs more. Strip 0 is nobody's."""
+        return int((self.strips_BHN[:, 0] > 0).any(0).sum()) * self.pool.shape[2]
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
-        return self._read_pages(0, self.width)
+        return self._read_strips(0, self.width)
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]
-        return self._read_pages(1, self.width)
+        return self._read_strips(1, self.width)
 
-    def _read_pages(self, which: int, used: int) -> Tensor:
-        _, H, _, P, D = self.pool.shape
-        if used <= P:
-            ours = self.pool[:, :, which, :used]
-            return ours.index_select(0, self.table_BN[:, 0]) if self._adjacent_pages is None else ours[self._adjacent_pages]
-        B, N = len(self.table_BN), -(-used // P)
-        pages = self.pool[:, :, which].index_select(0, self.table_BN[:, :N].flatten())
-        return pages.view(B, N, H, P, D).transpose(1, 2).reshape(B, H, N * P, D)[:, :, :used]
+    def _read_strips(self, which: int, used: int) -> Tensor:
+        (B, H, _), (_, _, P, D) = self.strips_BHN.shape, self.pool.shape
+        if self._together is not None and used <= self.most:
+            return self.pool[which, self._together].view(B, H, -1, D)[:, :, :used]
+        some_BHM = self.strips_BHN[:, :, : -(-used // P)]
+        return self.pool[which].index_select(0, some_BHM.flatten()).view(B, H, -1, D)[:, :, :used]
 
     @functools.cached_property
-    def _adjacent_pages(self) -> slice | None:
-        """The rows' first pages, if they lie one behind the other."""
-        first = self.table_BN[:, 0].tolist()
-        here = range(first[0], first[0] + len(first))
-        return slice(here.start, here.stop) if first == [*here] else None
+    def _together(self) -> slice | None:
+        """The strips of all rows, if they lie one behind the other."""
+        strips = self.strips_BHN[:, :, : self.most // self.pool.shape[2]].flatten()
+        first = int(strips[0])
+        here = torch.arange(first, first + len(strips), device=strips.device)
+        return slice(first, first + len(strips)) if torch.equal(strips, here) else None
 
     @property
     def nbytes(self) -> int:
-        return self.table_BN.numel() * self.pool[0].numel() * self.pool.element_size()
+        return self.strips_BHN.numel() * 2 * self.pool[0, 0].numel() * self.pool.element_size()
 
     def view(self, used: int) -> tuple[Tensor, Tensor]:
-        return self._read_pages(0, used), self._read_pages(1, used)
+        return self._read_strips(0, used), self._read_strips(1, used)
 
     def outline_view(self, used: int) -> tuple[Tensor, Tensor]:
         B, H, _, D = self.shape
-        some = self.pool[:1, :, 0, :1].expand(B, H, used, D)
+        some = self.pool[0, :1, :1].expand(B, H, used, D)
         return some, some
 
-    # ---- entries, by their row of the flattened pool; a value lies P rows behind its key ----
+    # ---- entries, by their row of the flattened pool ----
 
     def locate_entries(self) -> Memory:
         return self._pool_memory
 
     @functools.cached_property
     def _pool_memory(self) -> Memory:
-        """The pool's own entries, and where those of each head's pages begin."""
-        P, (B, H, C, _) = self.pool.shape[3], self.shape
-        heads, (flat, behind) = torch.arange(H, device=self.pool.device), self._flatten_pool()
-        begin_BHM = (self.table_BN[:, None, : -(-C // P)] * H + heads[:, None]) * 2 * P
-        one = C <= P
-        return Memory(flat, flat[behind:], begin_BHM.reshape(B * H, *(() if one else (-1,))), None, None if one else P)
+        """The pool's own entries, and where those of each head's strips begin."""
+        P, C = self.pool.shape[2], self.width
+        if C <= self._run * P:
+            return Memory(*self.flat(), self.find_begins())
+        return Memory(*self.flat(), self.strips_BHN[:, :, : -(-C // P)].flatten(0, 1) * P, None, P)
 
     def find_begins(self) -> Tensor:
-        B, H, _, _ = self.shape
-        return self.rows(self.table_BN.new_zeros(B, H), self.table_BN)
+        return self.strips_BHN[:, :, 0].flatten() * self.pool.shape[2]
 
     def rows(self, slot_BH: Tensor, flat_N: Tensor) -> Tensor:
-        H, P = self.pool.shape[1], self.pool.shape[3]
-        page_BH = self.table_BN.gather(1, slot_BH // P) if self.table_BN.shape[1] > 1 else self.table_BN
-        heads = torch.arange(H, device=slot_BH.device)
-        return ((page_BH * H + heads) * 2 * P + slot_BH % P).flatten()
+        return self.rows_of(slot_BH[..., None])
 
-    def _flatten_pool(self) -> tuple[Tensor, int]:
-        P, D = self.pool.shape[3:]
-        return self.pool.view(-1, D), P
+    def rows_of(self, column_BHM: Tensor) -> Tensor:
+        P = self.pool.shape[2]
+        return (self.strips_BHN.gather(2, column_BHM // P) * P + column_BHM % P).flatten()
+
+    def flat(self) -> tuple[Tensor, Tensor]:
+        D = self.pool.shape[3]
+        return self.pool[0].view(-1, D), self.pool[1].view(-1, D)
 
     def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        flat, behind = self._flatten_pool()
-        return flat[rows_N], flat[rows_N + behind]
+        keys, values = self.flat()
+        return keys[rows_N], values[rows_N]
 
     def write_at(self, rows_N: Tensor, k: Tensor, v: Tensor) -> None:
-        flat, behind = self._flatten_pool()
-        flat.index_copy_(0, rows_N, k.reshape(-1, flat.shape[1]))
-        flat.index_copy_(0, rows_N + behind, v.reshape(-1, flat.shape[1]))
+        for held, entries in zip(self.flat(), (k, v), strict=True):
+            held.index_copy_(0, rows_N, entries.reshape(-1, held.shape[1]))
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
-        for column in range(k_BHQD.shape[2]):
-            slot_BH = self.table_BN.new_full(self.shape[:2], start + column)
-            self.write_at(self.rows(slot_BH, slot_BH), k_BHQD[:, :, column].detach(), v_BHQD[:, :, column].detach())
+        columns = torch.arange(start, start + k_BHQD.shape[2], device=self.strips_BHN.device)
+        self.write_at(self.rows_of(columns.expand(k_BHQD.shape[:3])), k_BHQD.detach(), v_BHQD.detach())
+
+    # ---- sizes ----
+
+    def plan_slots(self, counts: list[int], goals: list[int] | None, ahead: int) -> list[int]:
+        return [min(planned, self.most) for planned in super().plan_slots(counts, goals, ahead)]
 
     # ---- moving slots ----
 
     def move_to_buffers(self) -> PromptSlots:
         keys, values = (columns.clone() for columns in self.view(self.width))
-        return PromptSlots(keys, values, self.pool, self.table_BN)
+        return PromptSlots(keys, values, self.pool, self.strips)
 
     def beside(self, others: list[Slots], width: int) -> PagedSlots | None:
-        tables = [self.table_BN, *(other.table_BN for other in others if isinstance(other, PagedSlots))]
-        if len(tables) <= len(others):
+        parts = [self, *(other for other in others if isinstance(other, PagedSlots))]
+        if len(parts) <= len(others):
             return None
-        most = max(table_BN.shape[1] for table_BN in tables)
-        table_BN = torch.cat([F.pad(table_BN, (0, most - table_BN.shape[1])) for table_BN in tables])
-        return PagedSlots(self.pool, table_BN, max(width, self.width, *(other.width for other in others)))
+        most = max(part.most for part in parts)
+        N = most // self.pool.shape[2]
+        index_BHN = torch.cat([F.pad(part.strips_BHN, (0, max(N - part.strips_BHN.shape[2], 0)))[:, :, :N] for part in parts])
+        strips = Strips(index_BHN, min(part.strips.run for part in parts))
+        return PagedSlots(self.pool, strips, min(max(width, *(part.width for part in parts)), most))
 
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> PagedSlots:
-        return PagedSlots(self.pool, self.table_BN, max(capacities))
+        return PagedSlots(self.pool, self.strips, min(max(capacities), self.most))
 
     def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
         return self.move_to_buffers().move_to_front(index_BHK, kept_BHK, layout)
 
     def __copy__(self) -> PagedSlots:
         """Return slots in the same pages, which have looked nothing up yet."""
-        return PagedSlots(self.pool, self.table_BN, self.width)
+        return PagedSlots(self.pool, self.strips, self.width)
 
 
 class PromptSlots(DenseSlots):
-    """Columns [B,H,C,D] of a prompt, in memory of their own; then, what is kept of them goes to these pages."""
+    """Columns [B,H,C,D] of a prompt, in memory of their own; then, what is kept of them goes to these strips."""
 
-    by_row = ("stored", "table_BN")
+    by_row = ("stored", "strips_BHN")
 
-    def __init__(self, keys: Tensor, values: Tensor, pool: Tensor, table_BN: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, pool: Tensor, strips: Strips) -> None:
         super().__init__(keys, values)
-        self.pool, self.table_BN = pool, table_BN
+        self.pool, (self.strips_BHN, self._run) = pool, strips
 
     def close_columns(self, used: int) -> PagedSlots:
         return self._store_columns(self.keys[:, :, :used], self.values[:, :, :used], used)
@@ -166,17 +204,17 @@ class PromptSlots(DenseSlots):
         return self._store_columns(gather_entries(self.keys, index_BHK), gather_entries(self.values, index_BHK), width)
 
     def _store_columns(self, k_BHKD: Tensor, v_BHKD: Tensor, width: int) -> PagedSlots:
-        """Write columns to the pages, and zeros to the rest of the last one."""
-        B, H, _, D = k_BHKD.shape
-        P = self.pool.shape[3]
-        N = -(-width // P)
-        columns = torch.stack([fitted(k_BHKD, N * P, 0), fitted(v_BHKD, N * P, 0)], 2)
-        pages = columns.view(B, H, 2, N, P, D).permute(0, 3, 1, 2, 4, 5).flatten(0, 1)
-        self.pool[self.table_BN[:, :N].flatten()] = pages
-        return PagedSlots(self.pool, self.table_BN, width)
+        """Write columns to the strips, and zeros to the rest of the last one."""
+        K, (_, _, P, D) = k_BHKD.shape[2], self.pool.shape
+        slots = PagedSlots(self.pool, Strips(self.strips_BHN, self._run), max(min(width, self.strips_BHN.shape[2] * P), K))
+        N = -(-slots.width // P)
+        strips = self.strips_BHN[:, :, :N].flatten()
+        for which, columns_BHKD in enumerate((k_BHKD, v_BHKD)):
+            self.pool[which, strips] = fitted(columns_BHKD, N * P, 0).view(-1, P, D)
+        return slots
 
 
-def first_prompt(keys: Tensor, values: Tensor, pool: Tensor, table_BN: Tensor) -> PromptSlots:
+def first_prompt(keys: Tensor, values: Tensor, pool: Tensor, strips: Strips) -> PromptSlots:
     """Make the slots of a new row's prompt. Its pages are emptied: what an earlier row left there may be infinite."""
-    pool[table_BN.flatten()] = 0
-    return PromptSlots(keys, values, pool, table_BN)
+    pool[:, strips.index_BHN.flatten()] = 0
+    return PromptSlots(keys, values, pool, strips)

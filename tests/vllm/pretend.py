@@ -68,7 +68,7 @@ def _watch() -> None:
     from kvpatch.serving.vllm import attention
 
     attention.CacheSettings = functools.partial(attention.CacheSettings, backend="triton")
-    step, read = decode.step, PagedSlots._read_pages
+    step, read = decode.step, PagedSlots._read_strips
 
     def stepped(*told: Any, **more: Any) -> Any:
         SEEN.add(KERNELS)
@@ -78,4 +78,4 @@ def _watch() -> None:
         SEEN.add(COPIES)
         return read(self, *told)
 
-    decode.step, PagedSlots._read_pages = stepped, copied
+    decode.step, PagedSlots._read_strips = stepped, copied

@@ -5,10 +5,12 @@ A job is an engine and what it is asked: {model, settings, options, prompts, sam
 - `variable`: KVPATCH_VLLM;
 - `arrivals`: the seed of a random schedule of the prompts, and `cancelled`: how likely one is cancelled at a step;
 - `schedules`: several such seeds, one after another;
+- `lengths`: tokens to generate for each prompt, all of which are there from the beginning;
 - `first`: prompts that are asked one by one before, each perhaps refused.
 
 Its answer has the tokens of each sequence, or the error that the engine was refused with; `refused`: the errors of the
-first prompts; `said`: what kvpatch's log said; `seen`: with `--cuda`, what was noted as if on CUDA (pretend.py).
+first prompts; `running`: with `lengths`, the requests in each step; `said`: what kvpatch's log said; `seen`: with `--cuda`,
+what was noted as if on CUDA (pretend.py).
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ def _asked(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     sampling = SamplingParams(detokenize=False, ignore_eos=True, **job["sampling"])
     if "schedules" in job:
         return {"schedules": [_scheduled(engine.llm_engine, {**job, "arrivals": seed}, sampling) for seed in job["schedules"]]}
+    if "lengths" in job:
+        return _counted(engine.llm_engine, job)
     if "arrivals" in job:
         return {"tokens": _scheduled(engine.llm_engine, job, sampling), "pages": _pages(engine.llm_engine)}
     refused = []
@@ -100,6 +104,21 @@ def _scheduled(engine: Any, job: dict[str, Any], sampling: Any) -> list[list[lis
             engine.abort_request([name])
     engine.most = most
     return [ended[str(index)] for index in range(len(job["prompts"]))]
+
+
+def _counted(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Give all requests at once, each with a number of tokens to generate, and count those that run in each step."""
+    from vllm import SamplingParams
+
+    for index, (ids, new) in enumerate(zip(job["prompts"], job["lengths"], strict=True)):
+        sampling = SamplingParams(detokenize=False, ignore_eos=True, temperature=0, max_tokens=new)
+        engine.add_request(str(index), {"prompt_token_ids": ids}, sampling)
+    running, ended, scheduler = list[int](), dict[str, list[list[int]]](), engine.engine_core.engine_core.scheduler
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        running.append(len(scheduler.running) + sum(output.finished for output in outputs))
+        ended |= {output.request_id: [list(one.token_ids) for one in output.outputs] for output in outputs if output.finished}
+    return {"tokens": [ended[str(index)] for index in range(len(job["prompts"]))], "running": running}
 
 
 def _free(engine: Any) -> int:

@@ -29,6 +29,7 @@ LIGHT = {
     "kvpatch.errors",
     "kvpatch.serving",
     "kvpatch.serving.vllm",
+    "kvpatch.serving.vllm.callers",
     "kvpatch.serving.vllm.choice",
     "kvpatch.serving.vllm.plugin",
     "kvpatch.serving.vllm.versions",

@@ -129,9 +129,9 @@ def vllm_engine(asked: Requests, policy: str, slots: int) -> Any:
     """vLLM with memory for so many tokens in each layer, told of the requests."""
     from vllm import LLM, SamplingParams
 
-    page = 2 * PAGE  # the least that its own attention on CPUs takes
     name, k = named(policy)
-    blocks = slots // (page if k is None else k + 1)
+    page = 2 * PAGE if k is None else PAGE  # the least that its own attention on CPUs takes
+    blocks = slots // page
     extra = {} if k is None else {"additional_config": {"kvpatch": {"policy": name, "k": k}}}
     with tempfile.TemporaryDirectory() as folder:
         model().save_pretrained(folder)

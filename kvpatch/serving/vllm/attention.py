@@ -6,11 +6,10 @@ All names that vLLM does not promise are imported in this folder; `versions.TEST
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ from ...cache.settings import CacheSettings
 from ...errors import KVPatchError
 from ...policies.budgets import Budget, Size
 from ...policies.parallel import WHOLE, Parallel
+from .callers import iterate_callers
 from .configuration import check, settings_of
 from .pages import BudgetSpec, Held
 from .requests import Requests
@@ -107,7 +107,6 @@ class BudgetedAttention(AttentionImpl):
         before: list[BudgetedAttention] = [layer.impl for layer in _layers(config) if isinstance(layer.impl, BudgetedAttention)]
         self.index = len(before)
         self.worker: Worker = before[0].worker if before else Worker(config)
-        Worker.newest = self.worker
         self.worker.add(self)
 
     @property
@@ -161,19 +160,14 @@ class BudgetedAttention(AttentionImpl):
 
 
 class Worker:
-    """The layers of a model on this process, and its requests.
-
-    newest: of the model that was made last, whose specs vLLM asks for.
-    """
-
-    newest: ClassVar[Worker]
+    """The layers of a model on this process, and its requests."""
 
     def __init__(self, config: VllmConfig) -> None:
         terms = settings_of(config)
         assert terms is not None
         check(config, terms)
         self.terms, self.config, self.layers = terms, config, list[BudgetedAttention]()
-        self._next, self._bytes = itertools.count(), 0
+        self._bytes, self._described = dict[int, int](), False
         self._notes = register_module_module_registration_hook(self._note_holder) if terms.policy.weighs_values else None
         self.requests: Requests | None = None
         if terms.policy.over_layers is not None:
@@ -218,13 +212,14 @@ class Worker:
             for layer, rule in enumerate(settings.rules)
         ]
 
-    def spec(self, spec: AttentionSpec) -> BudgetSpec:
-        """Return the spec of the next layer: vLLM asks for them in the order in which it made them, again and again."""
-        asked, count = next(self._next), len(self.layers)
-        own = BudgetSpec.of(spec, self.held[asked % count], self.config.model_config.max_model_len, len(set(self.held)) == 1)
-        self._bytes += own.max_memory_usage_bytes(self.config)
-        if asked == count - 1 and self.settings.parallel.rank == 0:
-            _LOG.info(self.terms.describe_request(own.block_size, count, self._bytes * self.settings.parallel.size))
+    def spec(self, layer: BudgetedAttention, spec: AttentionSpec) -> BudgetSpec:
+        """Return the spec of a layer, for which vLLM has made `spec`. vLLM asks again and again."""
+        model, cache = self.config.model_config, self.config.cache_config
+        own = BudgetSpec.of(spec, self.held[layer.index], model.max_model_len, cache)
+        self._bytes[layer.index] = own.max_memory_usage_bytes(self.config)
+        if len(self._bytes) == len(self.layers) and not self._described and self.settings.parallel.rank == 0:
+            self._described, size = True, sum(self._bytes.values()) * self.settings.parallel.size
+            _LOG.info(self.terms.describe_request(own.block_size, len(self.layers), size))
         return own
 
     def _note_holder(self, module: nn.Module, name: str, child: Any) -> None:
@@ -244,13 +239,23 @@ class Worker:
             self.packed = self.requests.begin(now.scheduled)
         if self.requests.pools[layer.index] is None:
             N, H, P, _ = kv_cache.shape
-            self.requests.pools[layer.index] = kv_cache.view(N, H, 2, P, -1)
+            self.requests.pools[layer.index] = kv_cache.view(2, N * H, P, -1)
         return self.packed.attend(layer.core, q, k, v)
 
 
 def budgeted_spec(spec: AttentionSpec) -> AttentionSpec:
-    """Return the spec of the newest model's next layer under its budget; of layers of another kind, what vLLM has made."""
-    return Worker.newest.spec(spec) if isinstance(spec, FullAttentionSpec | SlidingWindowSpec) else spec
+    """Return the spec of a layer under its budget; of layers of another kind, what vLLM has made.
+
+    vLLM does not say which layer it asks for, and asks twice for some: the layer is a variable of one of its functions.
+    """
+    if isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
+        for told in iterate_callers():
+            for module in told.values():
+                layer = getattr(module, "impl", None) if isinstance(module, nn.Module) else None
+                if isinstance(layer, BudgetedAttention):
+                    return layer.worker.spec(layer, spec)
+        raise KVPatchError("kvpatch did not find the layer whose pages vLLM asks for: leave kvpatch's settings out.")
+    return spec
 
 
 def _layers(config: VllmConfig) -> list[Any]:

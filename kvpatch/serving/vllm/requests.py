@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...cache.cache import EvictingCache
-from ...cache.paged import PromptSlots, first_prompt
+from ...cache.paged import PromptSlots, Strips, divide_pages, first_prompt
 from ...cache.settings import CacheSettings
 from ...policies.numbers import on_device
 from ..packed import PackedPass, Part
@@ -42,20 +42,22 @@ class Scheduled(NamedTuple):
 class Requests:
     """Caches of requests.
 
-    pools: the pages of each layer, [N,H,2,P,D], once the layer has seen them. now: the newest pass, as each layer is told it:
-    layers that hold different numbers of tokens have different pages. reading: the rows of each request that has not decoded
-    yet; prompts that began together are rows of one cache.
+    pools: the pages of each layer, in strips [2,S,P,D], once the layer has seen them. now: the newest pass, as each layer is
+    told it: layers that hold different numbers of tokens have different pages. divided: pages of requests that begin in it, by
+    their columns. reading: the rows of each request that has not decoded yet; prompts that began together are rows of a cache.
     """
 
     def __init__(self, settings: CacheSettings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.pools: list[Tensor | None] = [None] * settings.n_layers
         self.now: list[Sequence[Scheduled]] = [()] * settings.n_layers
+        self.divided: list[tuple[Sequence[Scheduled], list[int], Strips]] = []
         self.reading: dict[str, Rows] = {}
         self.rows = RowPool(order=int)  # by their pages
 
     def begin(self, scheduled: Sequence[Scheduled]) -> PackedPass:
         """Begin a pass in parts: prompts of one length that begin, each further piece of a prompt, requests that decode."""
+        self.divided.clear()
         begin, further, decoding = dict[int, list[Scheduled]](), list[Scheduled](), dict[str, int]()
         for one in scheduled:
             if one.past == 0:
@@ -86,9 +88,9 @@ class Requests:
     def _begin_prompts(self, together: list[Scheduled]) -> Part:
         """Read first pieces of one length as rows of one cache, which lie in it as their pages do."""
         together.sort(key=lambda one: one.pages[0])
-        cache = EvictingCache(self.settings)
+        cache, firsts = EvictingCache(self.settings), [one.first for one in together]
         for layer, slots in enumerate(cache.layers):
-            slots.storage = functools.partial(self._stored, layer, [one.first for one in together])
+            slots.storage = functools.partial(self._stored, layer, firsts)
         cache.request.prompt_len = together[0].columns
         rows = Rows([one.name for one in together], cache)
         self.reading |= dict.fromkeys(rows.alive, rows)
@@ -101,10 +103,20 @@ class Requests:
         return Part(cache, self._columns([one]), decodes=False)
 
     def _stored(self, layer: int, firsts: list[int], keys: Tensor, values: Tensor) -> PromptSlots:
-        """Make a layer's slots for requests whose columns begin at `firsts`, with their pages of that layer."""
-        pool, pages = self.pools[layer], {one.first: one.pages for one in self.now[layer]}
+        """Make a layer's slots for requests whose columns begin at `firsts`, in their pages of that layer."""
+        pool = self.pools[layer]
         assert pool is not None
-        return first_prompt(keys, values, pool, on_device([pages[first] for first in firsts], self.device))
+        return first_prompt(keys, values, pool, self._divide(self.now[layer], firsts, keys.shape[1]))
+
+    def _divide(self, now: Sequence[Scheduled], firsts: list[int], heads: int) -> Strips:
+        """Divide the pages of requests, once for all layers that have the same ones."""
+        for told, those, strips in self.divided:
+            if told is now and those is firsts:
+                return strips
+        pages = {one.first: one.pages for one in now}
+        strips = divide_pages([pages[first] for first in firsts], heads, self.device)
+        self.divided.append((now, firsts, strips))
+        return strips
 
     def _split_rows(self, decoding: Set[str]) -> None:
         """Give requests that began together caches of their own, unless all of them decode now."""

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 from ...policies.numbers import on_device
 from .requests import Scheduled
 
-NOBODY = 0  # the page that vLLM gives no request: a pass that warms up has it in all rows
+NOBODY = 0  # the page that vLLM gives no request: behind a request's, and in all rows of a pass that warms up
 
 
 @dataclass
@@ -49,7 +49,7 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
         spans: each request's columns in the pass, and its tokens before them.
         """
         # the manager gave a request all its pages with its first tokens; the table is as wide as the longest text
-        widths = [self.kv_cache_spec.pages(columns) if past == 0 < columns else 1 for columns, past in spans]
+        widths = [self.kv_cache_spec.pages(columns) + 1 if past == 0 < columns else 1 for columns, past in spans]
         begins = [row for row, width in enumerate(widths) if width > 1]
         wide_RM = table_RM[on_device(begins, table_RM.device), : max(widths, default=1)]
         firsts, rest = table_RM[: len(spans), 0], wide_RM.flatten()
@@ -57,5 +57,6 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
         pages = [[page] for page in told[: len(spans)]]
         for place, row in enumerate(begins):
             at = len(spans) + place * wide_RM.shape[1]
-            pages[row] = told[at : at + widths[row]]
+            own = told[at : at + widths[row]]
+            pages[row] = own[: max(own.index(NOBODY), 1)]
         return pages

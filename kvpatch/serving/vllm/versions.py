@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from ...errors import KVPatchError, suggest
+from .callers import iterate_callers
 
 VARIABLE = "KVPATCH_VLLM"
 TESTED = ((0, 32), (0, 33))  # versions of vLLM: from, below
@@ -63,10 +64,8 @@ def sees_settings() -> bool:
 
 def _find_configurations() -> Iterator[object]:
     """Yield the additional_config of vLLM's objects that run: EngineArgs, and processes that were given a VllmConfig."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for told in iterate_callers():
         for name in ("self", "vllm_config"):
-            one = frame.f_locals.get(name)
+            one = told.get(name)
             if type(one).__module__.startswith("vllm."):
                 yield getattr(one, "additional_config", None)
-        frame = frame.f_back  # type: ignore[assignment]

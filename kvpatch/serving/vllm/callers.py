@@ -1,0 +1,15 @@
+"""The callers of a function of the plugin, where vLLM tells it less than it needs. Imports nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+def iterate_callers() -> Iterator[dict[str, Any]]:
+    """Yield the variables of each function that is running, from the one that asks outwards."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals
+        frame = frame.f_back  # type: ignore[assignment]

@@ -1,0 +1,16 @@
+"""The choice of a request's pages among the free ones. Needs no vLLM."""
+
+from __future__ import annotations
+
+
+def choose_pages(free: bytes, count: int) -> list[int]:
+    """Choose so many free pages: the first that follow each other, or, where no so many do, the first.
+
+    Pages that follow each other are read where they lie (cache/paged.py); the others are copied at each step on a CPU.
+
+    free: 1 for each page that is free, else 0.
+    """
+    first = free.find(b"\x01" * count)
+    if first >= 0:
+        return list(range(first, first + count))
+    return [page for page, one in enumerate(free) if one][:count]
