@@ -125,7 +125,7 @@ class Answers(CBGenerateManager):
         def take(output: Any) -> None:
             if asked.stops:
                 streamer.put(output)
-            asked.new = len(output.generated_tokens)
+            asked.new = streamer.total_tokens if asked.stops else len(output.generated_tokens)
             if not ended.done() and (streamer.watch.stopped or output.is_finished()):
                 ended.set_result(output)
 
@@ -140,6 +140,7 @@ class Answers(CBGenerateManager):
         tokens = output.generated_tokens
         if not asked.stops:
             return processor.decode(tokens, skip_special_tokens=True), len(ids), tokens
+        tokens = tokens[: streamer.total_tokens]
         streamer.end()
         text = "".join(collected.get_nowait() or "" for _ in range(collected.qsize()))
         parsed = streamer.watch.stopped and get_response_template(processor, model) is not None
@@ -247,6 +248,11 @@ class _Streamer(CBStreamer):
         self.answers, self.watch = answers, StopWatch(answers.asked[request_id].stops)
         self._decode_stream: Any = _Watched(self._decode_stream, self.watch)
 
+    def put(self, output: Any) -> None:
+        """Take the tokens that have come. Those behind a stop string do not count: how many there are depends on the load."""
+        super().put(output)
+        self.total_tokens = self._decode_stream.tokens
+
     def end(self) -> None:
         """Hand on what was held back, and end the queue."""
         rest = self.watch.flush()
@@ -265,10 +271,11 @@ class _Watched:
     """A decoder of tokens whose text ends before a stop string."""
 
     def __init__(self, decoder: Any, watch: StopWatch) -> None:
-        self.decoder, self.watch = decoder, watch
+        self.decoder, self.watch, self.tokens = decoder, watch, 0
 
     def step(self, tokenizer: Any, token: int) -> str | None:
         """Return the text that one more token adds, or None."""
+        self.tokens += not self.watch.stopped
         text = self.decoder.step(tokenizer, token)
         return self.watch.feed(text) or None if text else None
 

@@ -6,6 +6,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from kvpatch.cli.commands import app
 from kvpatch.cli.loading import MODELS
+from kvpatch.cli.request_stops import StopWatch
 from tests.helpers.marks import batches
 from tests.helpers.served import started, until_idle
 from tests.helpers.serving import until
@@ -122,6 +124,13 @@ def test_a_text_ends_before_a_stop_string(served):
     plain = client.completions.create(**{**given, "stop": "never"})
     assert plain.choices[0].text == whole and plain.choices[0].finish_reason == "length"
     until_idle(server)
+
+
+def test_tokens_behind_a_stop_string_do_not_count():
+    """Several may come at once, as many as the engine has made before it hears of the stop."""
+    answering = pytest.importorskip("kvpatch.cli.answering")
+    watched = answering._Watched(SimpleNamespace(step=lambda _, token: token), StopWatch(["b"]))
+    assert [watched.step(None, token) for token in "abcb"] == ["a", None, None, None] and watched.tokens == 2
 
 
 def test_what_the_server_counts(served):

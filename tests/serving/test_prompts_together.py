@@ -36,7 +36,7 @@ class Engine:
         budget = Budget.parse(K, n_layers=LAYERS, bytes_per_token=1)
         settings = CacheSettings(get_policy(policy).with_options(**options), budget)
         self.requests, self.slots = Requests(settings, torch.device("cpu")), slots
-        self.pools = [torch.full((64, H, 2, slots, D), torch.nan, dtype=torch.float64) for _ in range(LAYERS)]
+        self.pools = [torch.full((2, 64 * H, slots, D), torch.nan, dtype=torch.float64) for _ in range(LAYERS)]
         self.bound = BoundAdapter(Plain(), SimpleNamespace(factor=D**-0.5), H)
         self.outs, self.calls = {}, 0
 
