@@ -151,7 +151,7 @@ MUTANTS = {
         "cache/cache.py", "            self.states.map_rows(change)\n", "",
         "tests/cache/test_hybrid.py::test_states_follow_rows_copies_and_files"),
     "numbers of an earlier row left in a page": (
-        "cache/paged.py", "    pool[:, strips.index_BHN.flatten()] = 0", "    pass", f"{PAGED}[None-snapkv-8-options2]"),
+        "cache/paged.py", "    pool[:, strips.index_BHN.flatten()] = 0", "    pass", f"{PAGED}[1-None-snapkv-8-options2]"),
     "score not reset when a slot is reused": (
         "cache/layer.py", "self.state[name].view(-1).index_fill_(0, slot, 0)", "pass", f"{ORACLE}[llama-h2o]"),
     "squares of one head instead of the group's mean": (
