@@ -32,7 +32,7 @@ from the budget. Gain kept: 1 for the full cache, 0 for a model that has not rea
 cache's once the prompt is evicted. **Bold** loses less than the null, *slanted* more: paired over samples, p below 0.05 after
 Holm's correction over the table. The null, `{null}`, evicts at random and spares the first four and the last 64 tokens: what
 it keeps is due to the ends, not to a policy. `k` is a share of the prompt; at k = 0.1 the ends of the null fill its budget,
-which makes it a window. Samples are counted at a fifth; other budgets have 30 or more.
+which makes it a window. Samples are counted at a fifth; other budgets have 25 or more.
 """
 LINK = "https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct"
 
