@@ -186,7 +186,7 @@ class EvictingCache(TextState):
             except BaseException:  # an error with the first tensor leaves the cache unchanged
                 self.end_change()
                 raise
-            self.drop_stack()
+            self.drop_stack(due=False)
             for layer in self.layers:
                 layer.map_rows(change)
             self.states.map_rows(change)

@@ -28,7 +28,7 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
     refuse("forget", cache.settings.combine())
     gone_BT = mark_spans(cache, spans, row, "forget()")
     with cache.changing("forget()"):
-        cache.drop_stack(due=cache.stacked or cache.stack_due)
+        cache.drop_stack()
         for index, layer in enumerate(cache.layers):
             before = layer.kv.nbytes
             _take_out(layer, gone_BT.to(layer.device))
@@ -131,7 +131,7 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
             "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."
         )
     with cache.changing("crop()"):
-        cache.drop_stack()
+        cache.drop_stack(due=False)
         shared = [layer.crop(count) for layer in cache.layers]
         cache.states.crop(count)
         cache.shared = cache.shared if shared[0] is None else shared[0]

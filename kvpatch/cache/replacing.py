@@ -124,7 +124,7 @@ def _check_reread(reread: object) -> None:
 def open_positions(cache: TextState, at: int, count: int) -> None:
     """Move what stands at `at` and behind it by `count` positions, in each row; renumbered keys are cached without theirs."""
     with cache.changing("replace()"):
-        cache.drop_stack(due=cache.stacked or cache.stack_due)
+        cache.drop_stack()
         seen = cache.seen
         for layer in cache.layers:
             layer.positions = _move_up(layer.positions, at, count)

@@ -196,7 +196,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         if count > 0 and self.keeps_ids:
             self.note_ids(counters.tensors.read_tape(self.seen, count), count)
         self.choice.ran |= self.choice.coming
-        self.drop_stack(due=self.stack_due or self.stacked)
+        self.drop_stack()
         for layer in self.layers:
             layer.seen += count
             layer.mode.count(count)
@@ -265,8 +265,9 @@ class TextState(Unpicklable, MutationGuard, WithStates):
             self.limits_of[key] = Limits.of(key[0], device)
         return self.limits_of[key]
 
-    def drop_stack(self, due: bool = False) -> None:
-        """Drop the stacked layers, because rows or steps have moved; due: stack again before the next step."""
+    def drop_stack(self, due: bool | None = None) -> None:
+        """Drop the stacked layers; due: stack again before the next step, None: if they were, or were going to be."""
+        due = (self.stacked or self.stack_due) if due is None else due
         if self.steps is not None:
             self.steps.unstack()
         self.stack_due = due

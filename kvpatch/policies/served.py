@@ -189,7 +189,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "merging": {
         "latent attention": "policy {name} changes the values of kept tokens, but in this model a token's value is the latent "
-        "in its key: use the policy inside it.",
+        "in its key: use the policy that it goes around.",
     },
     "renumbered": {
         "obstacle": "positions='renumbered' does not work for {it.adapter}: {it.obstacle}. Use positions='original'.",
@@ -231,8 +231,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "renumbered": "record=True does not go with positions='renumbered', where a key's position changes with "
         "every eviction: use positions='original'.",
         "bits": "record=True does not go with bits={it.bits}: a replay attends to unrounded keys. Use bits=16.",
-        "merging": "record=True does not go with policy {name}, which changes the values of kept tokens: use the policy inside "
-        "it.",
+        "merging": "record=True does not go with policy {name}, which changes the values of kept tokens: use the policy that "
+        "it goes around.",
     },
     "lossless": {
         "budget that evicts nothing": "lossless=True: policy {name} at k={it.k} evicts nothing, so that drafts are of the full "
@@ -434,7 +434,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "adaptive budgets": "Policy {name} is not served in vLLM: its heads hold different numbers of tokens, and a page has "
         "one: use 'snapkv'.",
         "merging": "Policy {name} is not served in vLLM: it changes values, which vLLM's pages then hold: use the policy "
-        "inside it.",
+        "that it goes around.",
         NEED: "Policy {name} is not served in vLLM: {why}.",
         "every": "Policy {name} is not served in vLLM: every= lets tokens wait, and a request's pages are claimed for its "
         "budget: give every=1.",

@@ -266,7 +266,7 @@ def test_a_copy_of_the_patched_model_expands_by_its_own_weight():
 def test_values_cannot_be_merged():
     model = make("deepseek_v3")
     before = snapshot(model)
-    with pytest.raises(kvpatch.KVPatchError, match="a token's value is the latent in its key: use the policy inside it"):
+    with pytest.raises(kvpatch.KVPatchError, match="is the latent in its key: use the policy that it goes around"):
         kvpatch.patch(model, kvpatch.merged("snapkv"), 0.5)
     assert snapshot(model) == before
 
