@@ -6,6 +6,7 @@ a window with sinks the hidden tokens are known in advance; for the policy that 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -96,6 +97,11 @@ class Checks:
         self.ids_BT = ids.to(model.device)
         self.tolerance = ROUNDINGS * rounding_error(model, self.target.list_mixers(), self.ids_BT, self._take_positions())
 
+    @property
+    def _without_merging(self) -> Policy:
+        """The policy with values left as they are: it evicts the same tokens, and a masked model has no others."""
+        return dataclasses.replace(self.policy, merging=None)
+
     def _prompt_length(self, settings: Any) -> int:
         """Return a number of tokens, at most _LONGEST, of which the policy must evict some, and more than its window."""
         window = self.policy.needs.find(WindowAttention)
@@ -165,7 +171,7 @@ class Checks:
         with patched(self.model, self.policy, self.k, seed=self.seed, strict=True):
             self._feed_tokens(self.ids_BT)
         watched = Evictions(self.n, self.ids_BT.shape[1])
-        with patched(self.model, self.policy, self.k, seed=self.seed):
+        with patched(self.model, self._without_merging, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, watch=watched.note_held).logits_BSV
         few, many = watched.count_evicted()
         count = f"{few} of" if few == many else f"{few} to {many} of"
@@ -192,7 +198,7 @@ class Checks:
                 wrong.extend(layer for layer, held in enumerate(before) if not _is_without(held, cache.positions(layer), *edit))
             watched.note_held(cache)
 
-        with patched(self.model, self.policy, self.k, seed=self.seed):
+        with patched(self.model, self._without_merging, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, watch=watch).logits_BSV
         return f"other tokens went in layer {wrong[0]}" if wrong else (got, self._predict_masked(watched.list_seen()), "")
 

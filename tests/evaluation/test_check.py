@@ -27,6 +27,12 @@ def test_the_policys_own_evictions_are_compared(policy):
     assert "tokens evicted per head, off by" in detail
 
 
+@pytest.mark.parametrize("policy", ["merged(h2o)", "refit(snapkv)"])
+def test_a_policy_that_changes_values_evicts_as_the_masked_model(policy):
+    """A masked model has no other values, so that they are left as they are where the two are compared."""
+    assert failed(kvpatch.check_model(tiny.make("llama_gqa"), policy, 0.4)) == []
+
+
 @pytest.mark.parametrize("name", ["mpt", "bloom", "falcon_alibi", "gpt2", "mistral_sliding"])
 def test_every_kind_of_positions(name):
     assert failed(kvpatch.check_model(tiny.make(name), "h2o", 0.4)) == []
