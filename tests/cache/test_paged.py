@@ -114,6 +114,20 @@ def test_rows_join_and_leave_where_they_lie(monkeypatch):
             assert sorted(rows.gather(wanted).names) == sorted(wanted)
 
 
+def test_where_pages_lie_is_known_without_the_device():
+    """How many pages the rows have, and if those of all rows follow each other, as rows go, come and change places."""
+    strips = divide_pages([[1, 2], [3, 4], [5], [8, 7]], 2, torch.device("cpu"))
+    slots = first_prompt(torch.rand(4, 2, 4, 8), torch.rand(4, 2, 4, 8), torch.zeros(2, 20, 4, 8), strips).close_columns(4)
+    outside = "meta"  # whoever asks it for a number raises
+    slots.strips_BHN, slots.pool = slots.strips_BHN.to(outside), slots.pool.to(outside)
+    for rows, most, together in (([0, 1], 8, slice(2, 10)), ([1, 0], 8, None), ([2], 4, slice(10, 12)), ([0, 2], 8, None)):
+        some = slots.map_rows(lambda tensor, rows=rows: tensor[rows], 4, 2)
+        assert (some.most, some._together) == (most, together)
+    assert slots.map_rows(lambda tensor: tensor[[3]], 4, 2)._together is None, "its second page lies before its first"
+    joined = slots.map_rows(lambda tensor: tensor[:1], 4, 2).beside([slots.map_rows(lambda tensor: tensor[1:3], 4, 2)], 4)
+    assert (joined.most, joined._together) == (8, None)
+
+
 @pytest.mark.parametrize(("P", "each"), [(13, 1), (5, 3)])
 def test_pages_that_lie_together_are_read_where_they_lie(P, each):
     """In rows that are ordered by their pages, whichever came first; and not if a page between them is another's."""
