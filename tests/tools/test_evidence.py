@@ -6,13 +6,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import kvpatch
 from kvpatch.policies.uses import find_use
-from tools.evidence import agents, chooser, claims, page, quotas, report, runs
+from tools.evidence import agents, choices, chooser, claims, page, quotas, report, runs
 from tools.evidence.measure import Bench
 from tools.evidence.samples import Probe, Sample
 from tools.evidence.settings import FULL, NULL, ROWS, UNREAD, Setting
 from tools.evidence.statistics import compare_with_zero, correct_holm, estimate
-from tools.evidence.tasks import TASKS, code, document, facts, instructions
+from tools.evidence.tasks import TASKS, code, document, facts, human_eval, instructions, lists, turns
 from tools.evidence.tasks.tools import DATA
 
 TEMPLATE = (
@@ -24,6 +25,9 @@ TASKS_OF_TEXTS = (
     code.make_samples,
     code.make_later_samples,
     instructions.make_samples,
+    lists.make_samples,
+    lists.make_later_samples,
+    turns.make_samples,
 )
 
 
@@ -74,13 +78,34 @@ def test_answers_stand_in_the_prompt_and_samples_share_no_text(tokenizer, make):
 
 
 def test_a_later_question_is_not_in_the_prompt(tokenizer):
-    for make in (document.make_samples, code.make_later_samples):
+    for make in (document.make_samples, code.make_later_samples, lists.make_later_samples):
         for sample in make(tokenizer, 4):
             text = tokenizer.decode(sample.turns[0])
-            assert "Question:" not in text and "Repeat the whole" not in text
-    for make in (facts.make_samples, code.make_samples):
+            assert not any(asks in text for asks in ("Question:", "Repeat the whole", "What is the access code"))
+    for make in (facts.make_samples, code.make_samples, lists.make_samples):
         for sample in make(tokenizer, 4):
             assert tokenizer.decode(sample.turns[0]).endswith("<assistant>")
+
+
+@pytest.mark.skipif(not human_eval.DATA.exists(), reason="the package human-eval is not in .models/human-eval")
+def test_the_answer_to_a_problem_does_not_repeat_what_it_needs(tokenizer):
+    """Neither the other problems nor the asked one's docstring stand behind the prompt."""
+    samples = human_eval.make_samples(tokenizer, 4)
+    for sample in samples:
+        lead, answer = (tokenizer.decode(ids) for ids in (sample.probes[0].lead, sample.probes[0].answer))
+        text = tokenizer.decode(sample.turns[0])
+        assert lead.count("def ") == 1 and '"""' not in lead and lead.splitlines()[1] in text
+        assert answer.strip() and answer not in text and text.count("def ") >= human_eval.SOLVED + 1
+
+
+def test_a_chat_is_read_turn_by_turn(tokenizer):
+    """Each turn begins with the answer to the one before, and brings one code."""
+    sample = turns.make_samples(tokenizer, 1)[0]
+    texts = [tokenizer.decode(ids) for ids in sample.turns]
+    assert len(texts) == turns.TURNS and len(sample.probes) == len(turns.ASKED)
+    for n, text in enumerate(texts):
+        assert text.count("The access code of") == 1 and text.endswith("<assistant>")
+        assert text.startswith("I have read" if n else "<user>") and f"Note number {n + 1}." in text
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the package bfcl-eval is not in .models/bfcl")
@@ -120,15 +145,15 @@ def test_everything_held_is_the_full_cache(model):
 
 def test_a_run_goes_on_where_it_stopped(model, tmp_path):
     samples, path = [make_sample(f"s{i}", seed=i) for i in range(3)], tmp_path / "lines.jsonl"
-    whole = list(runs.measure(model, samples, ["h2o", NULL], [0.2, 0.5], tmp_path / "whole.jsonl"))
-    first = list(runs.measure(model, samples[:2], ["h2o"], [0.2], path))
+    whole = list(runs.measure(model, samples, [ROWS["h2o"], ROWS[NULL]], [0.2, 0.5], tmp_path / "whole.jsonl"))
+    first = list(runs.measure(model, samples[:2], [ROWS["h2o"]], [0.2], path))
     path.write_text(path.read_text() + '{"sample": "cut')
-    rest = list(runs.measure(model, samples, ["h2o", NULL], [0.2, 0.5], path))
+    rest = list(runs.measure(model, samples, [ROWS["h2o"], ROWS[NULL]], [0.2, 0.5], path))
     key = lambda line: (line["digest"], line["label"], line["k"])  # noqa: E731
     assert sorted(map(key, first + rest)) == sorted(map(key, whole)) and len(whole) == 3 * (2 + 4)
     assert {key(line): line for line in first + rest} == {key(line): line for line in whole}
     assert {key(line): line for line in runs.read_lines(path)} == {key(line): line for line in whole}
-    assert not list(runs.measure(model, samples, ["h2o", NULL], [0.2, 0.5], path))
+    assert not list(runs.measure(model, samples, [ROWS["h2o"], ROWS[NULL]], [0.2, 0.5], path))
 
 
 def test_intervals_and_corrections():
@@ -139,13 +164,13 @@ def test_intervals_and_corrections():
     assert compare_with_zero([1.0, -1.0] * 10) == 1
 
 
-def write_lines(path, losses):
-    """losses: per label and budget a list, a figure a sample."""
+def write_lines(path, losses, kinds=("fact",)):
+    """losses: per label and budget a list, a figure a sample, which each kind of probe has."""
     with path.open("w") as file:
         for (label, k), values in losses.items():
             for i, nats in enumerate(values):
-                kinds = {"fact": {"nats": nats, "right": 0.0, "kl": 0.0, "agree": 0.0}}
-                line = {"sample": str(i), "digest": str(i), "tokens": 9, "label": label, "k": k, "bytes": k, "kinds": kinds}
+                found = {kind: {"nats": nats, "right": 0.0, "kl": nats, "agree": 0.0} for kind in kinds}
+                line = {"sample": str(i), "digest": str(i), "tokens": 9, "label": label, "k": k, "bytes": k, "kinds": found}
                 file.write(json.dumps(line) + "\n")
 
 
@@ -165,6 +190,22 @@ def test_a_table_marks_what_beats_the_null(tmp_path):
     assert "**1.10" in table[2] and "*3.00" in table[-1] and "**" not in table[-1]
     assert results.kept(use, "random", 0.2).mean == pytest.approx(0.25)
     assert "Full cache 0.10, text not read 4.09" in page.describe(results, use)
+
+
+def test_a_choice_stands_beside_the_row_that_it_changes(tmp_path):
+    rows = choices.list_rows()
+    for row in rows.values():
+        assert row.beside and row.label not in ROWS and ROWS[choices.base_of(row.label)].policy in row.policy
+        kvpatch.Settings(row.policy, choices.K, row.options)  # refuses an option that the policy has not
+    losses = {(FULL, 1.0): [0.1] * 20}
+    for family in choices.FAMILIES:
+        for label in family.variants:
+            losses |= {(choices.base_of(label), 0.2): [1.1] * 20, (label, 0.2): [0.6 + 0.01 * (i % 3) for i in range(20)]}
+    for name in ("asked", "document"):
+        write_lines(tmp_path / f"{name}.jsonl", losses, ("fact", "next tokens"))
+    text = choices.write_tables(tmp_path)
+    assert text.count("####") == len(choices.FAMILIES)
+    assert "| `h2o` | 1.00 | 1.00 | 1.00 |  |" in text and "| `h2o, recent=0.1` | **-0.490 [" in text
 
 
 def test_the_chooser_names_what_the_lines_say(tmp_path):

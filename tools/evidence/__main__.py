@@ -22,6 +22,7 @@ from ..real_model import VARIABLE
 from . import agents as agents_runs
 from . import drafts as drafts_runs
 from . import quotas as quotas_runs
+from .choices import list_rows
 from .page import write_section
 from .report import write_page
 from .runs import run_task
@@ -61,6 +62,7 @@ def run(
     model: Annotated[str, typer.Option(help="folder or hub name", envvar=VARIABLE)] = ".models/smollm2",
     samples: Annotated[int, typer.Option(min=2)] = 60,
     policies: Annotated[str, typer.Option(help="labels; separated by ; where one has a comma")] = "",
+    choices: Annotated[bool, typer.Option("--choices", help="single options of policies, in place of policies")] = False,
     budgets: Annotated[str, typer.Option(help="shares of the prompt, comma-separated")] = "",
     out: Annotated[Path, typer.Option(help="folder of the lines; what it has is not measured again")] = LINES,
     threads: Annotated[int, typer.Option(help="of the CPU; one gives the same digits on any machine of its kind")] = 1,
@@ -68,16 +70,18 @@ def run(
     """Measure tasks and append lines."""
     names = list(TASKS) if tasks == ["all"] else tasks
     labels, shares = _split(policies), [float(part) for part in _split(budgets)]
+    known = list_rows() if choices else ROWS
     for name in names:
         if name not in TASKS:
             raise typer.BadParameter(f"{name!r} is not a task: {', '.join(TASKS)}")
     for label in labels:
-        if label not in ROWS:
-            raise typer.BadParameter(f"{label!r} is not a row: {', '.join(ROWS)}")
+        if label not in known:
+            raise typer.BadParameter(f"{label!r} is not a row: {'; '.join(known)}")
+    rows = [known[label] for label in labels or (known if choices else ())]
     tokenizer, loaded = _load(model, threads)
     for name in names:
         start = time.monotonic()
-        new = run_task(loaded, tokenizer, name, samples, labels, shares, out)
+        new = run_task(loaded, tokenizer, name, samples, rows, shares, out)
         print(f"{name}: {new} new lines in {time.monotonic() - start:.0f} s", flush=True)
 
 

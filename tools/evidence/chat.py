@@ -32,6 +32,13 @@ class Frame:
         return self.encode(self._around()[0])
 
     @property
+    def between(self) -> str:
+        """Text from the end of an answer to the next user's message."""
+        messages = [{"role": role, "content": MARK} for role in ("user", "assistant", "user")]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text.split(MARK)[2]
+
+    @property
     def after(self) -> tuple[int, ...]:
         """Ids from the end of the user's message to the beginning of the answer."""
         return self.encode(self._around()[1])

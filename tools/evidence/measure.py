@@ -134,7 +134,7 @@ class Bench:
         """Read the sample under a setting; return a judgement per probe, and the cache's bytes over the full cache's."""
         row = setting.row
         with torch.no_grad(), kvpatch.patched(self.model, row.policy, setting.k, seed=SEED, **row.options):
-            if self.share:
+            if self.share and "block" not in row.options:
                 with self.shared.replayed(self.decoder):
                     _, cache = read_ids(self.model, self.sample.turns[0], None)
             else:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .measure import Bench, Judged
 from .samples import Sample
-from .settings import BUDGETS, FULL, ROWS, UNREAD, Setting
+from .settings import BUDGETS, FULL, ROWS, UNREAD, Row, Setting
 from .tasks import TASKS
 
 
@@ -48,11 +48,11 @@ def _line(sample: Sample, label: str, k: float, share: float, judged: list[Judge
 
 
 def measure(
-    model: Any, samples: Iterable[Sample], labels: Iterable[str], budgets: Iterable[float], path: Path
+    model: Any, samples: Iterable[Sample], rows: Iterable[Row], budgets: Iterable[float], path: Path
 ) -> Iterator[dict[str, Any]]:
     """Measure what the file lacks, sample by sample, and append it."""
     known = {(line["digest"], line["label"], line["k"]) for line in read_lines(path)}
-    wanted = [Setting(ROWS[label], k) for k in budgets for label in labels]
+    wanted = [Setting(row, k) for k in budgets for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     cut_unfinished_line(path)
     with path.open("a", encoding="utf-8") as file:
@@ -72,7 +72,7 @@ def measure(
             file.flush()
 
 
-def run_task(model: Any, tokenizer: Any, name: str, count: int, labels: list[str], budgets: list[float], folder: Path) -> int:
+def run_task(model: Any, tokenizer: Any, name: str, count: int, rows: list[Row], budgets: list[float], folder: Path) -> int:
     """Measure a task; return how many lines are new."""
     samples = TASKS[name].make(tokenizer, count)
     return sum(
@@ -80,7 +80,7 @@ def run_task(model: Any, tokenizer: Any, name: str, count: int, labels: list[str
         for _ in measure(
             model,
             samples,
-            labels or [label for label, row in ROWS.items() if not row.beside],
+            rows or [row for row in ROWS.values() if not row.beside],
             budgets or list(BUDGETS),
             folder / f"{name}.jsonl",
         )

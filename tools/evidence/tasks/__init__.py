@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..samples import Sample
-from . import code, document, facts, instructions, tools
+from . import code, document, facts, human_eval, instructions, lists, tools, turns
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,12 @@ TASKS = {
             instructions.make_samples,
             "Four rules in the system prompt, prose, then a request for each.",
         ),
+        Task("lists", lists.make_samples, "Forty keys with a code each; the prompt ends with the question for one."),
+        Task("lists-later", lists.make_later_samples, "The same lists; four codes are asked after compression."),
+        Task(
+            "human-eval", human_eval.make_samples, "Three solved problems of HumanEval and a fourth, whose solution is judged."
+        ),
+        Task("turns", turns.make_samples, "Eight turns of chat, a code in each, the budget held over all of them."),
         Task("tools", tools.make_samples, "Tool calls of BFCL's conversations, the budget held over all turns."),
     )
 }

@@ -1,0 +1,117 @@
+"""One choice of a policy at a time, the rest as it comes: what does it matter on the real model? The families, and their tables.
+
+`python -m tools.evidence run asked document --choices --budgets 0.2` measures them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .page import USES, Results
+from .settings import FULL, ROWS, Row
+from .statistics import compare_with_zero, correct_holm, estimate
+from .tables import markdown
+
+K = 0.2
+USED = [use for use in USES if use.task in ("asked", "document")]
+
+
+class Family(NamedTuple):
+    """Variants of policies that differ in one option; each stands beside `base`, a row of settings.ROWS."""
+
+    title: str
+    about: str
+    variants: dict[str, tuple[str, dict[str, Any]]]
+
+
+def _vary(base: str, **options: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    """A variant of a row, labelled by the row and what it changes."""
+    changes = ", ".join(f"{name}={value if isinstance(value, str) else repr(value)}" for name, value in options.items())
+    return {f"{base}, {changes}": (base, options)}
+
+
+FAMILIES = (
+    Family(
+        "recent",
+        "The share of the budget for the newest tokens; `h2o` comes with 0.5, `keyformer` with 0.3, `roco` with ten tokens.",
+        _vary("h2o", recent=0.1) | _vary("h2o", recent=0.3) | _vary("h2o", recent=0.7)
+        | _vary("keyformer", recent=0.1) | _vary("keyformer", recent=0.5) | _vary("keyformer", recent=0.7)
+        | {"roco, recent=0.5": ("roco", {"recent": 0.5})},
+    ),
+    Family(
+        "noise and temperature",
+        "Keyformer adds Gumbel noise to the logits and divides them by a temperature that rises from 1 to 2.",
+        {"keyformer, no noise": ("keyformer", {"noise": "none"})}
+        | _vary("keyformer", tau=(1.0, 1.0)) | _vary("keyformer", noise="none", tau=(1.0, 1.0)),
+    ),
+    Family("shared", "A score for each layer, or one for all.", _vary("keyformer", shared=True)),
+    Family(
+        "positions",
+        "Tokens keep their positions, or take their rank among what is held.",
+        _vary("keyformer", positions="renumbered") | _vary("streaming_llm", positions="renumbered")
+        | _vary("snapkv", positions="renumbered"),
+    ),
+    Family(
+        "scope",
+        "RoCo spares the tokens whose attention varies most, half of the budget as it comes; or, in their place, the newest.",
+        _vary("roco", protected=0.0) | _vary("roco", protected=0.9) | _vary("roco", protected=0, recent=0.5),
+    ),
+    Family(
+        "block",
+        "Tokens that are read before each eviction; as it comes, the prompt at once.",
+        _vary("roco", block=64) | _vary("roco", block=256) | _vary("h2o", block=64) | _vary("h2o", block=256),
+    ),
+    Family(
+        "window and pooling",
+        "SnapKV scores by the prompt's last 32 rows, each token by the highest of itself and six neighbours.",
+        _vary("snapkv", window=8) | _vary("snapkv", window=64) | _vary("snapkv", pooling=None) | _vary("snapkv", kernel=3)
+        | _vary("snapkv", pooling="avg"),
+    ),
+    Family(
+        "floor and chunk",
+        "KVzip lets heads differ; each keeps at least a fifth of an equal share in the other tables.",
+        _vary("kvzip", floor=0.0) | _vary("kvzip", floor=0.5) | {"kvzip, chunk=256": ("kvzip", {"floor": 0.2, "chunk": 256})}
+        | {"kvzip_plus, floor=0.2": ("kvzip_plus", {"floor": 0.2})},
+    ),
+)  # fmt: skip
+
+
+def list_rows() -> dict[str, Row]:
+    """Every variant that is no row of the other tables."""
+    made = (Row(label, *one, beside=True) for family in FAMILIES for label, one in family.variants.items())
+    return {row.label: row for row in made if row.label not in ROWS}
+
+
+def base_of(label: str) -> str:
+    """The row that a variant stands beside."""
+    return "kvzip" if label.startswith("kvzip") else label.split(",")[0]
+
+
+def write_tables(folder: Path) -> str:
+    """Write a table for each family: the loss of base and variants, and the paired difference; Holm over all of them."""
+    results = {use.task: Results(folder / f"{use.task}.jsonl") for use in USED}
+    found = {
+        (label, use): results[use.task].differences(use, (label, K), (base_of(label), K))
+        for family in FAMILIES
+        for label in family.variants
+        for use in USED
+    }
+    sure = dict(zip(found, correct_holm([compare_with_zero(one) for one in found.values()]), strict=True))
+    return "\n\n".join(_write_family(family, results, found, sure) for family in FAMILIES)
+
+
+def _write_family(family: Family, results: dict[str, Results], found: dict[Any, list[float]], sure: dict[Any, float]) -> str:
+    rows = []
+    for base in dict.fromkeys(map(base_of, family.variants)):
+        own = [label for label in family.variants if base_of(label) == base]
+        cells = []
+        for use in USED:
+            shown = {*results[use.task].values(own[0], K, use)}
+            cells.append(f"{estimate(results[use.task].differences(use, (base, K), (FULL, 1.0), only=shown)).mean:.2f}")
+        rows.append([f"`{base}`", *cells, ""])
+        for label in own:
+            changes = [f"{estimate(found[label, use])}" for use in USED]
+            marked = [f"**{text}**" if sure[label, use] < 0.05 else text for text, use in zip(changes, USED, strict=True)]
+            rows.append([f"`{label}`", *marked, str(len(found[label, USED[0]]))])
+    return f"#### {family.title}\n\n{family.about}\n\n" + markdown(["", *(use.title for use in USED), "texts"], rows)
