@@ -1,4 +1,4 @@
-"""One choice of a policy at a time, the rest as it comes: what does it matter on the real model? The families, and their tables.
+"""One choice of a policy at a time, the rest as it comes: what it does to the real model. Families of them, and their tables.
 
 `python -m tools.evidence run asked document --choices --budgets 0.2` measures them.
 """

@@ -37,9 +37,7 @@ TASKS = {
         ),
         Task("lists", lists.make_samples, "Forty keys with a code each; the prompt ends with the question for one."),
         Task("lists-later", lists.make_later_samples, "The same lists; four codes are asked after compression."),
-        Task(
-            "human-eval", human_eval.make_samples, "Three solved problems of HumanEval and a fourth, whose solution is judged."
-        ),
+        Task("human-eval", human_eval.make_samples, "Three solved problems of HumanEval, and a fourth to be solved."),
         Task("turns", turns.make_samples, "Eight turns of chat, a code in each, the budget held over all of them."),
         Task("tools", tools.make_samples, "Tool calls of BFCL's conversations, the budget held over all turns."),
     )
