@@ -163,7 +163,7 @@ class Adapter:
         raise NotImplementedError
 
     def value_size(self, attn: nn.Module) -> int:
-        """Return the head size of the values, which latent attention makes smaller than that of the keys."""
+        """Return the head size of the values, which latent attention makes smaller than the keys' head size."""
         return self.kv_shape(attn)[1]
 
     def latent(self, attn: nn.Module) -> bool:
@@ -188,7 +188,7 @@ def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:
 
 
 def query_heads(config: Any) -> int | None:
-    """Return a decoder's query heads, if its configuration tells; in that of BART, num_attention_heads is the encoder's."""
+    """Return a decoder's query heads, if its configuration tells; in BART's, num_attention_heads is the encoder's."""
     names = ("decoder_attention_heads", "num_attention_heads")
     return next((found for found in (getattr(config, name, None) for name in names) if isinstance(found, int)), None)
 
@@ -279,7 +279,7 @@ def class_name(cls: type) -> str:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the model's activations: that of its first floating-point parameter."""
+    """Return the dtype of the model's activations: its first floating-point parameter's."""
     dtypes = (parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point)
     return next(dtypes, torch.get_default_dtype())
 

@@ -64,7 +64,7 @@ CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation)
 
 
 HYBRIDS = hasattr(Cache, "get_conv_state")
-"""True if models ask their cache for the states of layers without keys; those of 5.15 take them from the cache's layers."""
+"""True if models ask their cache for the states of layers without keys; in 5.15 they take them from the cache's layers."""
 
 
 def attention_of(config: Any) -> str:

@@ -36,7 +36,7 @@ def attend(
     q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
     prompt are attended together; the others one after another, each as a decode step. Autocast is off throughout: scores,
     norms and statistics stay float32, and q, k and v arrive in autocast's dtype. reads: the module has no keys of its own and
-    uses those of `layer`, which has run (reading.py).
+    uses the keys of `layer`, which has run (reading.py).
     """
     run = reading.attend if reads else _attend_writing
     if _is_autocasting(q.device.type):
@@ -67,26 +67,26 @@ def _attend_layer(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor,
 
 
 def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Run a layer's part of a pass, [B,Q,H*G*D]."""
+    """Attend in one layer, store its new keys and values, evict, and count the layer's pass as done; return [B,Q,H*G*D]."""
     cache, layer, slots = call.cache, call.layer, call.slots
-    dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: the first pass decides the cache's
+    dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: a cache keeps its first one
     if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if cache.settings.strict:
         anomaly.check_inputs(call, q, k, v)
-    (B, N, Q, D), P = q.shape, call.now.prompt
-    if Q == 1 and not P:
-        q_BHGD = q.view(B, N // call.group, call.group, D)
+    B, heads, Q, D = q.shape
+    if Q == 1 and not call.now.prompt:
+        q_BHGD = q.view(B, heads // call.group, call.group, D)
         stack = _find_stack(call, q_BHGD)
         out = decode.attend(call, q_BHGD, k, v, 0, stack)
         out_BQE = out.reshape(B, 1, -1)
         if layer == 0:
             bound_step.bind_steps(call, q_BHGD, stack)
     else:
-        out = _attend_columns(call, q.view(B, N // call.group, call.group, Q, D), k, v)
+        out = _attend_columns(call, q.view(B, heads // call.group, call.group, Q, D), k, v)
         out_BQE = rearrange(out, "b h g q d -> b q (h g d)")
     if cache.settings.strict:
-        anomaly.check_outcome(call, out.view(B, N // call.group, call.group, Q, -1))
+        anomaly.check_outcome(call, out.view(B, heads // call.group, call.group, Q, -1))
     slots.graph = None
     passes.end(cache, layer)
     if cache.settings.strict and layer == len(cache.layers) - 1 and not (cache.scratch or cache.unfinished):

@@ -127,7 +127,7 @@ class FusedByTorch(Fused):
         slots.used = start + 1
         self.kv.keys.narrow(2, start, 1).copy_(k)
         self.kv.values.narrow(2, start, 1).copy_(v)
-        if self.stack is None:  # which writes those of all layers
+        if self.stack is None:  # a stack writes the new entries of all layers
             slots.positions.narrow(2, start, 1).copy_(cache.running.positions_on(slots.device)[:, None])
         return start + 1
 

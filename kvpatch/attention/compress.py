@@ -232,7 +232,7 @@ def _keep_all(call: Call) -> None:
 
 
 def _held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the tokens that each head holds, and those of them that are kept outside the budget, by row.
+    """Return how many tokens each head holds, and how many of them are kept outside the budget, by row.
 
     They are read from the device only where earlier evictions have left heads with different tokens.
     """

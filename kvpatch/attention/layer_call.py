@@ -215,7 +215,7 @@ class Call(LayerRead):
 
         With renumbered positions, a token's position is its rank among the tokens that its head holds: keys are cached without
         positions and get them here, as do the queries. behind_BQ: tokens after each query, all of them held; None if
-        the queries are those of the new tokens.
+        the queries are the new tokens'.
         """
         if not self.settings.renumbered:
             return q_BHGQD, keys
@@ -365,7 +365,7 @@ class Call(LayerRead):
         return _weigh_seen(x, seen, geometry), _weigh_seen(x, seen & kept_BHT[:, :, None, None], geometry)
 
     def held(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B,H,T,D] of the used slots; those of a ragged layer are copied, rounded ones unpacked."""
+        """Return keys and values [B,H,T,D] of the used slots; a ragged layer copies them, and rounded ones are unpacked."""
         slots = self.slots
         return slots.kv.make_dense(*slots.positions.shape[:2]).numbers(slots.used)
 

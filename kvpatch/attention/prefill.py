@@ -60,7 +60,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
             read = PromptRead(
                 call, q_BHGQD, plain_BHGQD, k_BHQD, v_BHQD, positions_BQ, rows_BQ, found.lse, past, now.ends_prompt,
                 functools.partial(newest, call), call.policy.scope.sinks, torch_backend.DEVICE_BLOCK if q_BHGQD.is_cuda else 0,
-                functools.partial(_attend_window, call, keys), call.once,
+                functools.partial(_score_by_window, call, keys), call.once,
             )  # fmt: skip
             for need in call.readers:
                 need.read(read)
@@ -74,7 +74,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
 
 
 def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
-    """Give the new entries to where those of all tokens are kept, and hold the earlier ones until the prompt's end."""
+    """Hand the new entries to the store of all tokens, and hold the earlier tokens' entries until the prompt's end."""
     assert call.now.lender is not None
     earlier = call.now.lender.exchange(call.layer, k_BHQD, v_BHQD)
     if earlier is not None:
@@ -166,7 +166,7 @@ def _temperature(call: Call) -> float:
 
 
 def _observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor], Observer]:
-    """Return the policy's statistics [B,H,T], zero, and a function that adds those of a block of rows to them."""
+    """Return the policy's statistics [B,H,T], zero, and a function that adds what a block of rows gives."""
     tau, dtype = _temperature(call), accumulator(keys.k_BHTD.dtype)
     shape, names = keys.k_BHTD.shape[:3], call.policy.needs.statistics
     sums = {name: torch.zeros(shape, dtype=dtype, device=rows_BQ.device) for name in names}
@@ -204,17 +204,20 @@ def _read(
     return sums
 
 
-def _attend_window(
+def _score_by_window(
     call: Call, keys: Keys, q_BHGWD: Tensor, rows_BW: Tensor, lse_BHGW: Tensor | None, fold: Fold | None, join: str
 ) -> Tensor:
-    """Return what an observation window's rows give to each used slot [B,H,T]: see PromptRead.attention."""
+    """Return each used slot's score [B,H,T]: the attention that an observation window's rows pay it, summed or folded.
+
+    fold, join: see PromptRead.attention.
+    """
     choice, arguments = call.cache.choice, (q_BHGWD, keys, rows_BW, call.geometry, lse_BHGW)
     if fold is not None:
         choice.record("statistics", "torch", "kernels sum an observation window's rows, this score folds them")
-        before = newest(call) - call.limits.observed
-        candidate = (keys.positions_BHT >= 0) & (keys.positions_BHT <= before)
+        last = newest(call) - call.limits.observed
+        candidate = (keys.positions_BHT >= 0) & (keys.positions_BHT <= last)
         return torch_backend.window_folds(*arguments, candidate, fold, _JOINS[join])
-    case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.needs.sums))  # beside sums: their backend
+    case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.needs.sums))  # one backend for both
     name, total = choice.of("statistics", case), None
     if name != "torch":
         sums, make = backend(name).window_sums, functools.partial(backend(name).spans, rows_BW)

@@ -1,4 +1,4 @@
-"""Layers without keys of their own, which use those of a layer before them (Gemma 3n and 4).
+"""Layers without keys of their own, which use the keys of a layer before them (Gemma 3n and 4).
 
 A query of such a layer sees what its source's query of the same token saw: the whole prompt, then what the source held before
 it evicted at this token. Its attention adds nothing to the source's scores, and it holds nothing.

@@ -26,7 +26,7 @@ BUFFER = 1 << 24  # probabilities of all layers, 64 MiB of float32: above it sta
 class LayerStack:
     """Stacked state of a cache whose layers have equal shapes; `of` makes one, or returns None.
 
-    slots: a layer without keys and values, whose rows are those of all layers, layer by layer [L*B,H,C]. call: the Call of the
+    slots: a layer without keys and values, which has the rows of all layers, layer by layer [L*B,H,C]. call: the Call of the
     whole stack. backend: runs each layer's part of a step. p_BHGT: probabilities of a step. newest_B, newest_B11: the new
     token's position, for a layer's rows and for all. tau: temperature of a step. norms_LNB: norms of the new token's projected
     values, per query head N, where the policy selects by them.

@@ -133,11 +133,11 @@ class HeadOffsets:
         return mix(w_NGE, edges, of_N, w_NGE.dtype).index_add(0, blocks.inner_head, part)
 
     def _split_codecs(self, codec: Codec) -> tuple[Codec, Codec]:
-        """Return the codecs of entries in blocks, and of those of the heads' edges."""
+        """Return the codecs of entries in blocks, and of entries at the heads' edges."""
         return codec.of(self.blocks().head_P), codec.of(slice(None))
 
     def _split_entries(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return entries in blocks [P,BLOCK,D] and those of the heads' edges [N,E,D]; rounded ones are unpacked later."""
+        """Return entries in blocks [P,BLOCK,D] and at the heads' edges [N,E,D]; rounded ones are unpacked later."""
         blocks = self.blocks()
         inner = entries_FD[: blocks.whole].view(-1, BLOCK, entries_FD.shape[-1])
         edges = entries_FD.index_select(0, blocks.edge_NE.flatten()).view(*blocks.edge_NE.shape, entries_FD.shape[-1])

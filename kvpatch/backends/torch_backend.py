@@ -258,7 +258,7 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
 
 
 def _find_alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geometry) -> Tensor:
-    """Return ALiBi of keys at `positions` minus that of a key at `origin`; the softmax depends on differences alone."""
+    """Return ALiBi of keys at `positions`, less what a key at `origin` gets; the softmax depends on differences alone."""
     if geometry.coarse is None:
         return slopes * (positions - origin)
     rounded = (slopes / geometry.coarse).bfloat16()
@@ -528,14 +528,14 @@ def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geo
     if factor_BQ is not None:
         factor_NQ = factor_BQ.masked_fill(rows_BQ < 0, 0.0).to(most_NGT.dtype).repeat_interleave(H, 0)
 
-    def take(rows: Rows) -> None:
+    def keep_highest(rows: Rows) -> None:
         block = most_NGT[rows.n0 : rows.n1, :, rows.lo : rows.hi]
         p = rows.p_NGRM[..., : block.shape[2]]
         if factor_NQ is not None:
             p = p * factor_NQ[rows.n0 : rows.n1, None, rows.start : rows.stop, None]
         torch.maximum(block, p.amax(2), out=block)
 
-    observe(q_BHGQD, keys, rows_BQ, geometry, None, take, ends=range(past + 1, past + Q + 1))
+    observe(q_BHGQD, keys, rows_BQ, geometry, None, keep_highest, ends=range(past + 1, past + Q + 1))
     return most_NGT.view(B, H, G, past)
 
 
@@ -582,7 +582,7 @@ def window_folds(
     """Return what `fold` makes of an observation window's rows per key, [B,H,T].
 
     candidate_BHT: bool, keys before the window. fold: see Score.fold; `join` joins its results of several blocks of rows. The
-    other arguments are those of `window_sums`.
+    `window_sums` explains the other arguments.
     """
     B, H, _, W, _ = q_BHGWD.shape
     T = keys.k_BHTD.shape[2]
@@ -591,18 +591,18 @@ def window_folds(
     found_NT = torch.zeros(B * H, T, dtype=accumulator(q_BHGWD.dtype), device=q_BHGWD.device)
     v_NTD = keys.v_BHTD.flatten(0, 1)
 
-    def take(rows: Rows) -> None:
+    def fold_rows(rows: Rows) -> None:
         own = slice(rows.n0, rows.n1)
         p = F.pad(rows.p_NGRM, (rows.lo, T - rows.hi))
-        p, order = p.gather(-1, order_NT[own, None, None].expand_as(p)), order_NT[own, :, None]
+        p = p.gather(-1, order_NT[own, None, None].expand_as(p))  # columns in text order
 
         def values() -> Tensor:
-            return v_NTD[own].gather(1, order.expand(-1, -1, v_NTD.shape[-1]))
+            return v_NTD[own].gather(1, order_NT[own, :, None].expand(-1, -1, v_NTD.shape[-1]))
 
         found_NT[own] = join(found_NT[own], fold(Observed(p, candidate_NT[own], values)))
 
     ends = [T] * W if keys.holes else range(T - W + 1, T + 1)
-    observe(q_BHGWD, keys, rows_BW, geometry, lse_BHGW, take, ends=ends)
+    observe(q_BHGWD, keys, rows_BW, geometry, lse_BHGW, fold_rows, ends=ends)
     return torch.empty_like(found_NT).scatter_(-1, order_NT, found_NT).view(B, H, T)
 
 

@@ -136,18 +136,18 @@ class _LayerState:
         self.limit_BH = layer.kv.limits(layer.used, layer.mode.evicts).view_as(self.held_BH)
 
     def check(self, least: int, reading: bool) -> None:
-        """Raise InvalidError if the layer contradicts itself. least: tokens that a head holds; reading: in a prompt."""
+        """Raise InvalidError if the layer contradicts itself. least: tokens that each head must hold; reading: in a prompt."""
         layer, p = self.layer, self.layer.positions
-        must((p >= -1) & (p < self.seen_B11), "positions are not those of tokens that were seen")
+        must((p >= -1) & (p < self.seen_B11), "positions name tokens that were not seen")
         ordered = p.sort(-1).values
         must((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0), "a head holds a token twice")
-        must(~self.real | (self.column < self.limit_BH[..., None]), "tokens lie behind the slots in use")
-        must(self.held_BH >= least, "a head holds nothing")
-        must(layer.floor <= layer.used, f"{layer.floor} of {layer.used} columns in use cannot be cropped")
+        must(~self.real | (self.column < self.limit_BH[..., None]), "tokens lie beyond the slots in use")
+        must(self.held_BH >= least, f"a head holds fewer than {least} tokens")
+        must(layer.floor <= layer.used, f"{layer.floor} columns cannot be cropped, but only {layer.used} are in use")
         if layer.contiguous:
             rank = self.real.long().cumsum(-1) + _find_oldest(layer.positions) - 1
-            must((layer.positions == rank) | ~self.real, "tokens are not in text order")
-            must(not layer.mode.slotted, "slots that are written to are not in text order")
+            must((layer.positions == rank) | ~self.real, "positions are not consecutive")
+            must(not layer.mode.slotted, "a layer in text order may not write into freed slots")
         for name, note in layer.notes.items():
             if (wrong := note.find_contradiction(self.seen_B11)) is not None:
                 must(~wrong, f"its note {name!r} is not of what was seen")

@@ -85,7 +85,7 @@ class Lifetimes(Batched):
 
     @staticmethod
     def join_parts(parts: Sequence[Lifetimes | None]) -> Lifetimes | None:
-        """Join the rows of several; None if those of some text are not known."""
+        """Join the rows of several; None if some text has lifetimes that are not known."""
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
@@ -194,6 +194,6 @@ def _join_padded(parts: Sequence[Tensor], value: int) -> Tensor:
 
 
 def _cat_known(parts: Sequence[Tensor | None], value: int) -> Tensor | None:
-    """Join rows as `_join_padded` does; None if those of some part are not known."""
+    """Join rows as `_join_padded` does; None if some part has rows that are not known."""
     known = [part for part in parts if part is not None]
     return _join_padded(known, value) if len(known) == len(parts) else None

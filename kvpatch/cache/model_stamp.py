@@ -73,7 +73,7 @@ class ModelStamp:
 
 
 def _of_each_row(there: tuple[str, ...], here: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return adapters by row, as many for both: those of a batch that has no other rows, or of a text's beams."""
+    """Return the adapters of two batches by row, as many for both: of all rows, or of a text's beams."""
     B = max(len(there), len(here))
     return tuple(one if len(one) == B else tuple(one[row * len(one) // B] for row in range(B)) for one in (there, here))  # type: ignore[return-value]
 

@@ -31,7 +31,7 @@ class Notices:
         self._lock = threading.Lock()
 
     def say_if(self, flag: Tensor, name: str, message: str) -> None:
-        """Log a warning if `flag`, 0-d, is True; that of a GPU is not waited for, but looked at later (`look`)."""
+        """Log a warning if `flag`, 0-d, is True. A flag on a GPU is copied without waiting; `look` logs it later."""
         if flag.device.type != "cuda":
             if bool(flag):
                 self.say(name, message)

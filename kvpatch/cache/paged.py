@@ -129,7 +129,7 @@ class PagedSlots(DenseSlots):
 
     @functools.cached_property
     def _pool_memory(self) -> Memory:
-        """The pool's own entries, and where those of each head's strips begin."""
+        """The pool's own entries, and the first entry of each head's strips."""
         P, C = self.pool.shape[2], self.width
         if C <= self.strips.run * P:
             return Memory(*self.flat(), self.find_begins())

@@ -107,10 +107,10 @@ class Prefixes:
         return prefix if new is prefix else self.add(new)
 
     def drop(self, prefix: Prefix) -> None:
-        """Forget a prefix: no further request of continuous batching begins with it. The object itself stays usable.
+        """Forget a prefix: continuous batching starts no further request from it. Running requests, and the object, keep it.
 
         Raises:
-            KVPatchError: it is not among them.
+            KVPatchError: this patch does not keep that prefix.
         """
         if self._by_ids.get(prefix.ids) is not prefix:
             raise KVPatchError("This prefix is not kept by this patch: drop one of patch.prefixes.")

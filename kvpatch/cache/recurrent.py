@@ -104,7 +104,7 @@ class RecurrentStates(Cache):
         self.fill_states({name: torch.cat([one[name] for one in every]) for name in every[0]})
 
     def _trim_states(self) -> dict[str, Tensor]:
-        """Return all states, those of convolutions as wide as the next token needs them."""
+        """Return all states; a convolution's is as wide as the next token needs it."""
         found = self.tensors()
         for number in self.numbers:
             layer: Any = self.layers[number]

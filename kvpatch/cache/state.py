@@ -71,7 +71,7 @@ class Meter:
     peak: int = 0
 
     def count(self, before: int, during: int, after: int) -> None:
-        """Count a layer's part of a prompt; the buffers of before compression live until those of after it are filled."""
+        """Count a layer's part of a prompt; its whole buffers live until the compressed ones are filled."""
         others = self.now - before
         self.peak = max(self.peak, others + during + (after if after != during else 0))
         self.now = others + after

@@ -29,7 +29,7 @@ class TokenIds(Batched):
 
     @classmethod
     def of(cls, ids_BT: Tensor | None) -> TokenIds:
-        """Return those of prompts that have ended."""
+        """Return the ids of prompts that have ended."""
         new = cls()
         if ids_BT is not None:
             new._ids_BC, new.columns, new.prompt = ids_BT, ids_BT.shape[1], ids_BT.shape[1]
@@ -109,17 +109,17 @@ class TokenIds(Batched):
     @staticmethod
     def join_parts(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:
         """Join rows of several, each given with its rows' lengths [B]; all end in the last of so many columns."""
-        rows = [_at_the_end(ids, lengths_B, columns) for ids, lengths_B in parts]
+        rows = [_align_right(ids, lengths_B, columns) for ids, lengths_B in parts]
         return TokenIds.of(torch.cat([one.to(rows[0].device) for one in rows]))
 
 
-def _at_the_end(ids: TokenIds, lengths_B: Tensor, columns: int) -> Tensor:
-    """Return the ids of each row's tokens in the last of so many columns, with PADDING before them."""
-    ids_BT, place = ids.ids_BT, torch.arange(columns, device=lengths_B.device)
-    missing_BT = place >= columns - lengths_B[:, None]
-    new_BT = torch.full((len(lengths_B), columns), PADDING, device=lengths_B.device).masked_fill(missing_BT, UNKNOWN)
+def _align_right(ids: TokenIds, lengths_B: Tensor, columns: int) -> Tensor:
+    """Return each row's ids at the end of so many columns: UNKNOWN for its other tokens, PADDING in front."""
+    ids_BT, column = ids.ids_BT, torch.arange(columns, device=lengths_B.device)
+    token_BT = column >= columns - lengths_B[:, None]
+    blank_BT = torch.full((len(lengths_B), columns), PADDING, device=lengths_B.device).masked_fill(token_BT, UNKNOWN)
     if ids_BT is None:
-        return new_BT
+        return blank_BT
     packed_BT = ids_BT.gather(1, (ids_BT != PADDING).long().argsort(dim=1, stable=True))[:, -columns:]
-    packed_BT = F.pad(packed_BT.to(new_BT.device), (columns - packed_BT.shape[1], 0), value=PADDING)
-    return torch.where(packed_BT == PADDING, new_BT, packed_BT)
+    packed_BT = F.pad(packed_BT.to(blank_BT.device), (columns - packed_BT.shape[1], 0), value=PADDING)
+    return torch.where(packed_BT == PADDING, blank_BT, packed_BT)

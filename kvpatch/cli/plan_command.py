@@ -65,5 +65,5 @@ def plan(  # noqa: PLR0913 - typer: an option is a parameter
 
 
 def _split_layers(k: str) -> str | list[str]:
-    """Return a budget, or those of a comma-separated list."""
+    """Return the budgets of a comma-separated list; one is a list too."""
     return [part for part in k.split(",") if part.strip()] if "," in k else k

@@ -31,7 +31,7 @@ QUESTIONS = {
     "Which trawler was rescued in the winter of 1962?": "Anna Karlsen",
 }
 """Questions, and the words of the text that answer them."""
-K, NEW = 0.3, 20
+K, ANSWER_TOKENS = 0.3, 20
 POLICIES: dict[str, Mapping[str, Any]] = {
     "full": {},
     CHANCE: SPARED,
@@ -121,10 +121,10 @@ def read_story(model: Any, tokenizer: Any) -> Reading:
     spans = [(a, b) for a, b in encoded["offset_mapping"] if b <= end]
     asked = {question: _encode(model, tokenizer, text) for question, text in rendered.items()}
     for ids_1N in asked.values():
-        if fit(model, ids_1N, NEW)[1]:
+        if fit(model, ids_1N, ANSWER_TOKENS)[1]:
             raise KVPatchError(
-                f"The demo's text and an answer take {ids_1N.shape[1] + NEW:,} tokens, more than this model has positions. "
-                "Give another model, or none: kvpatch demo."
+                f"The demo's text and an answer take {ids_1N.shape[1] + ANSWER_TOKENS:,} tokens, more than the positions of "
+                "this model. Give another model, or none: kvpatch demo."
             )
     return Reading(first[:end], next(iter(asked.values()))[:, : len(spans)], spans, asked)
 
@@ -148,22 +148,22 @@ def ask(model: Any, tokenizer: Any, reading: Reading, policy: str) -> view.Told:
         cache = patch.new_cache()
         model(reading.ids_1T, logits_to_keep=1, **{CACHE: cache})
         kept_LHT = Report.of(cache).kept()
-        answers = [_answer(model, tokenizer, reading, question, cache) for question in QUESTIONS]
+        answers = [_answer_question(model, tokenizer, reading, question, cache) for question in QUESTIONS]
     share_T = kept_LHT.float().mean((0, 1))
     held = [float(share_T[reading.find_tokens(phrase)].mean()) for phrase in QUESTIONS.values()]
     right = [phrase.casefold() in said.casefold() for phrase, said in zip(QUESTIONS.values(), answers, strict=True)]
     return view.Told(policy, cache.nbytes, time.perf_counter() - start, answers, held, right, share_T)
 
 
-def _answer(model: Any, tokenizer: Any, reading: Reading, question: str, cache: EvictingCache) -> str:
-    """Generate an answer from a copy of the cache."""
+def _answer_question(model: Any, tokenizer: Any, reading: Reading, question: str, cache: EvictingCache) -> str:
+    """Generate the answer to a question, greedily and on one line, from a copy of the cache."""
     ids_1N = reading.asked[question]
     padding = model.generation_config.pad_token_id
     out_1N = model.generate(
         ids_1N,
         attention_mask=torch.ones_like(ids_1N),
         pad_token_id=0 if padding is None else padding,
-        max_new_tokens=NEW,
+        max_new_tokens=ANSWER_TOKENS,
         do_sample=False,
         **{CACHE: cache.clone()},
     )

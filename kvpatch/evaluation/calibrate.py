@@ -87,7 +87,7 @@ class _Rotations:
 
     @classmethod
     def of(cls, target: Target, module: Any, adapter: Adapter, count: int) -> _Rotations | None:
-        """Return those of a layer for positions below `count`; None if it has none, or none that can be undone."""
+        """Return a layer's rotations for positions below `count`; None if it has none, or none that can be undone."""
         weight = next(module.parameters())
         turns = adapter.obstacle(target.decoder, renumbered=False) is None
         table = adapter.rotary_table(target.decoder, weight.device, count) if turns else None

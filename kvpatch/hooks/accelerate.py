@@ -83,7 +83,7 @@ def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[Ho
 
 
 def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.device:
-    """Return the device on which a module computes, which may differ from that of its weights.
+    """Return the device on which a module computes, which may not be the device of its weights.
 
     A module without parameters (linear modules that pack int8 weights) computes on its decoder's device.
     """

@@ -67,7 +67,7 @@ class _Captured:
         return self.left > 0 and cache.counters.behind and alike and not _autocasts(inputs["input_ids"].device.type)
 
     def holds(self, cache: EvictingCache) -> bool:
-        """Tell if the cache's tensors are those of the graph."""
+        """Tell if the cache's tensors are the ones that the graph works on."""
         pairs = zip(_places(cache), self.tensors, strict=True)
         return self.owner() is cache and all(holder[name] is tensor for (holder, name), tensor in pairs)
 
@@ -121,7 +121,7 @@ class StepGraph:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory that the graphs work on, without that of a step's intermediate results."""
+        """Bytes of the memory that the graphs work on, without a step's intermediate results."""
         return sum(captured.nbytes for captured in self._known.values() if captured is not None)
 
     def __call__(self, ids_B1: Tensor, cache: EvictingCache) -> Tensor:
@@ -136,7 +136,7 @@ class StepGraph:
     def step(self, inputs: Inputs, cache: EvictingCache) -> Tensor | None:
         """Run a step, and return its logits [B,1,V]; None if it is left to the model.
 
-        inputs: input_ids [B,1], and position_ids if not those of the cache's next tokens.
+        inputs: input_ids [B,1], and position_ids where they are not the cache's next ones.
         """
         with torch.inference_mode(False), torch.no_grad():
             captured = self._newest

@@ -1,6 +1,6 @@
 """Decoders of which not every layer is on the budget.
 
-In a hybrid, layers with a state of fixed size are transformers' own. In others, layers without keys use those of one before.
+In a hybrid, layers with a state of fixed size are transformers' own. In others, layers without keys use an earlier layer's.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | 
 
 
 def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[nn.Module, int]:
-    """Return the number of each attention module's layer: its own, or that of the layer in whose list it stands."""
+    """Return the number of each attention module's layer: its own, or the number of the layer in whose list it stands."""
     names = {module: name for name, module in decoder.named_modules()}
     own = ((attn, attn.layer_idx if knows_number(attn) else _in_name(names[attn])) for attn in attentions)
     return {attn: int(number) for attn, number in own}  # type: ignore[arg-type]

@@ -148,7 +148,7 @@ class RunLog:
         return {kind: (one.total, one.acted) for kind, one in self.passes.items() if one.total}
 
     def snapshot(self) -> Snapshot | None:
-        """Return a snapshot of the cache of the last pass that had one."""
+        """Return a snapshot of the latest pass's cache, or the one kept of a cache that is gone; None before any."""
         cache = self._find_cache()
         if cache is None:
             return self.last

@@ -151,7 +151,7 @@ def settings_of(  # noqa: PLR0913 - those of patched()
 def _parse_budgets(
     k: object, target: Target, bits: int, bounds: tuple[int | None, ...], policy: Policy
 ) -> tuple[Budget, dict[torch.dtype, Budget]]:
-    """Return the budget where keys have the model's dtype, and that of each dtype that they may have, if it is in bytes."""
+    """Return the budget for keys of the model's dtype; and, if it is in bytes, one for each dtype that keys may have."""
 
     def parse(dtype: torch.dtype) -> Budget:
         sizes = {"bytes_per_token": target.bytes_per_token(bits, dtype), "fixed": target.bytes_of_centres(bits, dtype)}

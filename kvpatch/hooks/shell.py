@@ -66,7 +66,7 @@ def _before_inner(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _refuse_open_masks(shell: nn.Module, call: dict[str, Any]) -> None:
-    """Raise KVPatchError if token types make the shell's masks show later tokens, as they do among those of an image."""
+    """Raise KVPatchError if token types make the shell's masks show later tokens, as the tokens of an image see each other."""
     name, types = next(((n, v) for n, v in call.items() if n.endswith("token_type_ids") and v is not None), ("", None))
     if types is None:
         return

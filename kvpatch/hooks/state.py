@@ -74,7 +74,7 @@ class Merged(threading.local):
     ids: Tensor | None = None
 
     def take(self, B: int, Q: int) -> Tensor | None:
-        """Return those of a pass of this shape, once."""
+        """Return the ids of a pass of this shape, once."""
         ids, self.ids = self.ids, None
         return ids if ids is not None and ids.shape == (B, Q) else None
 

@@ -218,7 +218,7 @@ class Target:
         return {"class": type(self.decoder).__name__, **part, **shape}
 
     def shapes(self) -> list[LayerShape]:
-        """Return the shape that the cache of each layer must have; heads are those of this process."""
+        """Return the shape that the cache of each layer must have, with the heads that this process holds."""
         queries, shapes = query_heads(getattr(self.decoder, "config", None)), []
         for module, adapter in self.attentions:
             H, D = adapter.kv_shape(module)
@@ -244,7 +244,7 @@ class Target:
             yield replace(layer, fresh=fresh, renumbered=renumbered)
 
     def list_mixers(self) -> list[nn.Module]:
-        """Return the modules that mix tokens: those of attention, and a hybrid's other layers."""
+        """Return the modules that mix tokens: attention, and a hybrid's other layers."""
         attentions = [module for _, _, (module, _) in self.modules()]
         others = {} if self.stack is None else find_state_modules(self.decoder, self.stack, attentions)
         return [*attentions, *others.values()]

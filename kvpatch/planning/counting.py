@@ -45,15 +45,16 @@ class Counter:
         return [count_by_terms(terms, prompt, new, heads=layer.heads) for layer, terms in pairs]
 
     def count(self, prompt: int, new: int) -> Bytes:
-        """Count the bytes of a text with a prompt of so many tokens and `new` ones."""
+        """Count the bytes that the cache takes for a prompt of so many tokens and `new` generated ones."""
         held = allocated = 0
         for layer, one in zip(self.layers, self.hold(prompt, new), strict=True):
             entry, fixed = self._entry(layer, self.bits), layer.heads * count_centre_bytes(self.bits, layer.key, self.itemsize)
             held += sum(one.heads) * entry + fixed
             allocated += layer.heads * one.slots * entry + fixed
         whole = [layer.heads * prompt * self._entry(layer, FULL) for layer in self.layers]
-        reading = sum(whole) if self.together else allocated + max(whole)
-        return Bytes(held, allocated, max(reading, allocated))
+        # layers that share a budget are whole until the last has been read; else each is evicted before the next is read
+        peak = sum(whole) if self.together else allocated + max(whole)
+        return Bytes(held, allocated, max(peak, allocated))
 
     def _entry(self, layer: Layer, bits: int) -> int:
         return count_entry_bytes(bits, layer.key, layer.value, self.itemsize, layer.latent)

@@ -32,7 +32,7 @@ class Batched:
 
     @classmethod
     def cat(cls: type[Owner], parts: Sequence[Owner]) -> Owner:
-        """Concatenate the rows of several such objects; what is no tensor is that of the first."""
+        """Concatenate the rows of several such objects; what is no tensor comes from the first."""
         new = copy.copy(parts[0])
         for name, value in vars(parts[0]).items():
             if isinstance(value, Tensor):

@@ -204,7 +204,7 @@ class Size(Rule):
 class HeadSizes(Rule):
     """A number of tokens for each KV head of a layer: a row of a table `k[layer][head]`.
 
-    Protected sizes are those of the smallest budget.
+    Protected sizes follow from the smallest budget.
 
     Attributes:
         sizes: of each head, tokens (int) or a share of the row's prompt (float).
@@ -249,7 +249,7 @@ class Budget:
         per_layer: of each layer, tokens (int), a share of the row's prompt (float), one of these for each head (tuple), or a
             Rule.
         sizes: of each layer, the size in bytes that its tokens were counted from, "" for none; () if no layer has one.
-        whole: whether the size is that of all layers together.
+        whole: whether the size is for all layers together.
     """
 
     per_layer: tuple[int | float | tuple[int | float, ...] | Rule, ...]

@@ -156,7 +156,7 @@ class Measure:
     adds_up: bool = True
 
     def join_parts(self, sums: Totals | None, sample: Sample) -> Totals:
-        """Return the sums with those of another piece, in float64 on the CPU; integers stay."""
+        """Return the sums with another piece's, in float64 on the CPU; integers stay."""
         if sums is not None and not self.adds_up:
             return sums
         found = tuple(one.double().cpu() if one.is_floating_point() else one.cpu() for one in self.of(sample))
@@ -169,7 +169,7 @@ def measure_pairs(x: Tensor, pairs_P2: Tensor) -> Tensor:
 
 
 def _sum_products(sample: Sample) -> Totals:
-    """Return the sum of the products [H,D,D] of queries, those of a group being its KV head's, and the sum of these [H,D]."""
+    """Return the sum of the queries' products [H,D,D], a group's under its KV head, and the sum of the queries [H,D]."""
     assert sample.q_HGQD is not None
     q = sample.q_HGQD.flatten(1, 2).float()
     return q.transpose(1, 2) @ q, q.sum(1)

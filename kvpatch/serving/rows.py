@@ -59,7 +59,7 @@ class RowPool:
     def gather(self, names: Collection[str]) -> Rows:
         """Return these requests as the rows of one cache, in an order of its own.
 
-        Rows are moved only if the requests are not those of the last step.
+        Rows are moved only if the last step had other requests.
         """
         inside, outside = list[Rows](), list[Rows]()
         for part in self.parts:

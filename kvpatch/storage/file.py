@@ -97,6 +97,6 @@ def explain_errors(path: str | PathLike[str], what: str, writer: str, again: str
 
 
 def verify_checksum(given: object, text: str, tensors: dict[str, Tensor]) -> None:
-    """Raise InvalidError unless the checksum that a file gives is that of its description and tensors."""
+    """Raise InvalidError unless a file's checksum fits its description and tensors."""
     if given != checksum(text, tensors):
         raise InvalidError("its checksum does not match, so it was altered")

@@ -210,7 +210,7 @@ class FileKind:
 
 
 def _check_shape(name: str, array: Array, entry: Entry, sizes: dict[str, int]) -> None:
-    """Raise InvalidError for another type or shape; `sizes` are those of the axes so far."""
+    """Raise InvalidError for another type or shape; `sizes` has the axes so far."""
     wanted = [axis if axis.isdigit() else str(sizes.get(axis, axis)) for axis in array.shape]
     if len(entry.shape) == len(array.shape):
         sizes |= {axis: size for axis, size in zip(wanted, entry.shape, strict=True) if not axis.isdigit()}

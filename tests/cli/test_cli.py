@@ -384,7 +384,7 @@ def reader_folder(folder, tmp_path):
 
 def test_demo_on_a_model_of_ones_own(reader_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(story, "POLICIES", {"full": {}, "window": {}, "h2o": {}})
-    monkeypatch.setattr(story, "NEW", 3)
+    monkeypatch.setattr(story, "ANSWER_TOKENS", 3)
     result = run("demo", reader_folder, "--out", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")

@@ -211,7 +211,7 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["C", "chunks"], do_not_specialize_on_alignment=["POSITIONS", "SLOT", "KEEP"])
 def evict_kernel(POSITIONS, SLOT, KEEP, LOWEST, C, chunks, CHUNKS: tl.constexpr):
-    """Choose head n's victim among those of its chunks."""
+    """Choose head n's victim among its chunks' victims."""
     n, s = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
     here, there = LOWEST + (n * chunks + s) * 4, s < chunks
     key = tl.load(here, mask=there, other=LAST)

@@ -70,7 +70,10 @@ def reason(bits: int, head_dim: int, dtype: torch.dtype) -> str | None:
 def channels(
     PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Return the channel of each column of a piece, and False for columns that have none."""
+    """Return which channel each column of a piece holds, and a mask of the columns that hold one.
+
+    A piece is HALF channels; each STEP of them take SPAN columns, a power of two, of which the rest is empty.
+    """
     c = tl.arange(0, COLUMNS)
     if (SPAN == COLUMNS) | (SPAN == STEP):
         d, real = c, c < HALF

@@ -142,7 +142,7 @@ def attend(
 def gradients(
     q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, attended: Attended, grad_BHGQD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values of a replay, from that of the output which `attend` returned."""
+    """Return the gradients of queries, keys and values of a replay, from the gradient of what `attend` returned."""
     from . import backward
 
     options: dict[str, Any] = {name: getattr(geometry, name) for name in ("scale", "slopes_HG", "sliding")}
