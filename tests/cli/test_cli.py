@@ -410,7 +410,7 @@ def test_demo_reads_no_question_before_it_evicts(reader_folder):
 def test_demo_refuses_a_model_without_room_for_its_text(folder, tmp_path):
     result = run("demo", folder, "--out", tmp_path / "out")
     assert result.exit_code == 2
-    assert "more than this model has positions. Give another model, or none: kvpatch demo." in result.stderr
+    assert "more than the positions of this model. Give another model, or none: kvpatch demo." in result.stderr
 
 
 def test_feeding_equals_one_forward():
