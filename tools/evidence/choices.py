@@ -71,8 +71,7 @@ FAMILIES = (
     Family(
         "floor and chunk",
         "KVzip lets heads differ; each keeps at least a fifth of an equal share in the other tables.",
-        _vary("kvzip", floor=0.0) | _vary("kvzip", floor=0.5) | {"kvzip, chunk=256": ("kvzip", {"floor": 0.2, "chunk": 256})}
-        | {"kvzip_plus, floor=0.2": ("kvzip_plus", {"floor": 0.2})},
+        _vary("kvzip", floor=0.0) | _vary("kvzip", floor=0.5) | {"kvzip, chunk=256": ("kvzip", {"floor": 0.2, "chunk": 256})},
     ),
 )  # fmt: skip
 
@@ -85,7 +84,7 @@ def list_rows() -> dict[str, Row]:
 
 def base_of(label: str) -> str:
     """The row that a variant stands beside."""
-    return "kvzip" if label.startswith("kvzip") else label.split(",")[0]
+    return label.partition(",")[0]
 
 
 def write_tables(folder: Path) -> str:
