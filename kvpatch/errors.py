@@ -22,11 +22,11 @@ def suggest(name: object, known: Iterable[str]) -> str:
     return f" Did you mean {names[near[0]]!r}?" if near else ""
 
 
-def named(name: object, known: Iterable[str]) -> str | None:
+def match_name(name: object, known: Iterable[str]) -> str | None:
     """Return the one of `known` that `name` names, in any case and with any hyphens, underscores and spaces; None if none.
 
     Example:
-        >>> named("Ada-KV", ["snapkv", "adakv"])
+        >>> match_name("Ada-KV", ["snapkv", "adakv"])
         'adakv'
     """
     if not isinstance(name, str):

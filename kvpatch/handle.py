@@ -21,7 +21,7 @@ from .errors import KVPatchError
 from .hooks import lossless, ownership
 from .hooks.attention import parameters
 from .hooks.chat import Chat, begin_chat
-from .hooks.compression import compressed
+from .hooks.compression import compress_past
 from .hooks.editing import replace_span
 from .hooks.files import load_cache, save_cache
 from .hooks.graph import StepGraph, graph
@@ -111,7 +111,7 @@ class Patch:
                 cache = patch.compress(past)
                 answer = model.generate(torch.cat([ids, question], 1), past_key_values=cache.clone())
         """
-        return compressed(self._target, self._state, past, ids, attention_mask)
+        return compress_past(self._target, self._state, past, ids, attention_mask)
 
     def chat(self, tokenizer: Any, system: str | None = None, *, keep_system: bool = False, **options: Any) -> Chat:
         """Begin a conversation on one cache, under one budget: `send()` and `stream()` read what is new alone.

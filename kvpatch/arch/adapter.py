@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import KVPatchError, named, suggest
+from ..errors import KVPatchError, match_name, suggest
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 Forward = Callable[..., Any]
@@ -250,7 +250,7 @@ def unregister_arch(name: str) -> None:
     Raises:
         KVPatchError: there is no architecture of that name.
     """
-    known = named(name, list_architectures())
+    known = match_name(name, list_architectures())
     if known is None:
         names = list_architectures()
         raise KVPatchError(f"Unknown architecture {name!r}.{suggest(name, names)} Known: {', '.join(names)}.")

@@ -63,9 +63,9 @@ class Ended:
         return self.call.rule.weighs and not self.call.now.keeps_all
 
     def count(self, everyone: Parallel) -> None:
-        """Count tokens: on the host where it knows them, else it waits for the device (`_held`)."""
-        self.budget_B = _budgets(self.call)
-        self.held, self.fixed = _held(self.call, self.past, everyone)
+        """Count tokens: on the host where it knows them, else it waits for the device (`_count_held`)."""
+        self.budget_B = _list_budgets(self.call)
+        self.held, self.fixed = _count_held(self.call, self.past, everyone)
         most_B = [self.call.rule.heads(n, len(row)) for n, row in zip(self.call.now.budget_n_B, self.fixed, strict=True)]
         self.keep = [list(map(sum, zip(row, most, strict=True))) for row, most in zip(self.fixed, most_B, strict=True)]
 
@@ -83,7 +83,7 @@ class Ended:
     def begin(self) -> None:
         """Make the eviction context."""
         self.context = self.call.eviction_context(newest(self.call), -1)
-        self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _watch, self.call)
+        self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _warn_of_scores, self.call)
 
     def rank(self) -> Tensor:
         """Return the eviction keys [B,H,T] by score alone."""
@@ -94,7 +94,7 @@ class Ended:
     def weigh(self) -> list[list[int]]:
         """Return the tokens that each head keeps of a budget that follows from the scores."""
         keys, slots = self.rank(), self.call.slots
-        self.context.keep_BH1 = _numbers(self.call, self.keep)[..., None]
+        self.context.keep_BH1 = _fill_counts(self.call, self.keep)[..., None]
         count, slots.lost_BH1 = self.call.rule.kept(self.call.score, self.context, keys)
         rows_B = zip(count[..., 0].tolist(), self.held, self.call.now.rows_B, strict=True)
         return [mine if rows else held for mine, held, rows in rows_B]  # a text that ended before this block is not measured
@@ -104,7 +104,7 @@ class Ended:
         policy = self.call.policy
         if self.keys is not None and policy.selection is None:
             return self.keys
-        self.context.keep_BH1 = everyone.own(_numbers(self.call, count))[..., None]
+        self.context.keep_BH1 = everyone.own(_fill_counts(self.call, count))[..., None]
         return policy.eviction_keys(self.context, self.empty)
 
 
@@ -113,13 +113,13 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
 
     Where the heads of all layers share one budget, the last layer does so for all of them; if the prompt is read a second time,
     `finish` does after that. nominal_B: protected tokens of each row. Numbers of tokens are the host's where it knows them
-    (`_held`): it then waits for the device only if heads share a budget by score.
+    (`_count_held`): it then waits for the device only if heads share a budget by score.
     """
     now, mine = call.now, Ended(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
     together = call.layer in call.settings.together
     if now.reread_BN is not None or together:
         now.ended.append(mine)
-    if now.reread_BN is not None or (together and call.layer != _last(call.cache)):
+    if now.reread_BN is not None or (together and call.layer != _find_last(call.cache)):
         return
     if together:
         finish(call.cache, now)
@@ -135,7 +135,7 @@ def finish(cache: TextState, now: Forward) -> None:
     now.ended.clear()
 
 
-def _last(cache: TextState) -> int:
+def _find_last(cache: TextState) -> int:
     """Return the last layer of those that share one budget."""
     return max((layer for layer in cache.settings.together if layer < len(cache.layers)), default=-1)
 
@@ -143,9 +143,9 @@ def _last(cache: TextState) -> int:
 def finish_group(ended: list[Ended]) -> None:
     """End the prompt in layers whose heads share one budget, or in a single one, and choose the coming steps' backends."""
     if ended[0].call.evicts:
-        _end(ended)
+        _compress_group(ended)
     else:
-        with _metered(ended[0].call):
+        with _meter_move(ended[0].call):
             _keep_all(ended[0].call)
     for one in ended:
         one.call.note_deaths(newest(one.call))
@@ -153,15 +153,15 @@ def finish_group(ended: list[Ended]) -> None:
             foresee(one.call, one.like_BHGD)
 
 
-def _end(ended: list[Ended]) -> None:
+def _compress_group(ended: list[Ended]) -> None:
     """Compress layers whose heads share one budget, or a single one."""
     call = ended[-1].call
     now, share = call.now, ended[-1].share  # heads share a budget, also with heads on other processes
     everyone = call.settings.parallel if share is not None else WHOLE
     for one in ended:
         one.count(everyone)
-    held, keep = _joined([one.held for one in ended]), _joined([one.keep for one in ended])
-    over_B = [not now.keeps_all and _over(row, most, share) for row, most in zip(held, keep, strict=True)]
+    held, keep = _join_rows([one.held for one in ended]), _join_rows([one.keep for one in ended])
+    over_B = [not now.keeps_all and _exceeds_budget(row, most, share) for row, most in zip(held, keep, strict=True)]
     weighs = ended[-1].weighs
     count, scored = held, weighs or any(over_B)
     if not (share or now.keeps_all):
@@ -170,12 +170,12 @@ def _end(ended: list[Ended]) -> None:
     for one in ended if scored else []:
         one.begin()
     if scored and share is not None:
-        own = _shared(ended, share, everyone)
+        own = _share_budget(ended, share, everyone)
         count = [mine if over else row for mine, row, over in zip(own, held, over_B, strict=True)]
     if weighs:  # a layer alone: heads that share a budget share one number of tokens
         count = ended[0].weigh()
     if share is not None:  # while decoding, each head keeps what it has; only the rest is divided
-        keep = [list(map(sum, zip(row, _divided(most, row), strict=True))) for row, most in zip(count, keep, strict=True)]
+        keep = [list(map(sum, zip(row, _divide_rest(most, row), strict=True))) for row, most in zip(count, keep, strict=True)]
     first = 0
     for one in ended:
         heads = slice(first, first := first + len(one.held[0]))
@@ -183,34 +183,34 @@ def _end(ended: list[Ended]) -> None:
         slots, order = one.call.slots, one.order(counts, everyone) if scored else None
         if order is None and (now.keeps_all or slots.holes):
             order = slots.positions[:, :, : slots.used]
-        uneven = everyone.size > 1 and not (_alike(counts) and _alike(keeps))
-        with _metered(one.call):
-            _compress(one.call, order, everyone.own_rows(counts), everyone.own_rows(keeps), uneven, scored)
+        uneven = everyone.size > 1 and not (_are_equal(counts) and _are_equal(keeps))
+        with _meter_move(one.call):
+            _compress_layer(one.call, order, everyone.own_rows(counts), everyone.own_rows(keeps), uneven, scored)
 
 
-def _shared(ended: list[Ended], share: Adaptive, everyone: Parallel) -> list[list[int]]:
+def _share_budget(ended: list[Ended], share: Adaptive, everyone: Parallel) -> list[list[int]]:
     """Return the tokens that each head of the layers keeps of the budget that they share, by row."""
     device = ended[0].call.slots.positions.device
     keys = [everyone.gather_heads(one.rank(), empty=FIRST).to(device) for one in ended]
     width = max(key.shape[-1] for key in keys)
     ranked = torch.cat([F.pad(key, (0, width - key.shape[-1]), value=FIRST) for key in keys], 1)
-    least = on_device(_joined([one.least(share) for one in ended]), device)
-    total = on_device([sum(row) for row in _joined([one.keep for one in ended])], device)
+    least = on_device(_join_rows([one.least(share) for one in ended]), device)
+    total = on_device([sum(row) for row in _join_rows([one.keep for one in ended])], device)
     return share.counts(ranked, least, total[:, None]).tolist()
 
 
-def _over(held: list[int], most: list[int], share: Adaptive | None) -> bool:
+def _exceeds_budget(held: list[int], most: list[int], share: Adaptive | None) -> bool:
     """Tell if the heads of a row hold more than they may, in all if they share."""
     return any(map(operator.gt, held, most)) if share is None else sum(held) > sum(most)
 
 
-def _joined(layers: list[list[list[int]]]) -> list[list[int]]:
+def _join_rows(layers: list[list[list[int]]]) -> list[list[int]]:
     """Join the numbers of several layers' heads by row."""
     return [[n for row in rows for n in row] for rows in zip(*layers, strict=True)]
 
 
 @contextmanager
-def _metered(call: Call) -> Iterator[None]:
+def _meter_move(call: Call) -> Iterator[None]:
     """Count the bytes of a layer's buffers before and after they move."""
     before = call.slots.kv.nbytes
     yield
@@ -223,7 +223,7 @@ def _keep_all(call: Call) -> None:
     if not call.now.final:
         slots.round()
         return
-    slots.allocate(None, None, Layout([slots.used + _more(call, slots.used)]))
+    slots.allocate(None, None, Layout([slots.used + _count_spare(call, slots.used)]))
     if call.cache.request.room is not None:
         slots.holes = True
         slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], slots.used))
@@ -231,7 +231,7 @@ def _keep_all(call: Call) -> None:
         slots.start_appending()
 
 
-def _held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], list[list[int]]]:
+def _count_held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], list[list[int]]]:
     """Return how many tokens each head holds, and how many of them are kept outside the budget, by row.
 
     They are read from the device only where earlier evictions have left heads with different tokens.
@@ -255,23 +255,23 @@ def _held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], l
     return held, fixed
 
 
-def _numbers(call: Call, rows: list[list[int]]) -> Tensor:
+def _fill_counts(call: Call, rows: list[list[int]]) -> Tensor:
     """Return numbers of heads as a tensor [B,H]."""
     return call.now.copy([n for row in rows for n in row], call.slots.positions.device).view(len(rows), -1)
 
 
-def _divided(most: list[int], count: list[int]) -> list[int]:
+def _divide_rest(most: list[int], count: list[int]) -> list[int]:
     """Divide what the heads of a row may keep beyond what they do keep."""
     rest, H = max(sum(most) - sum(count), 0), len(count)
     return [rest // H + (h < rest % H) for h in range(H)]
 
 
-def _alike(rows: list[list[int]]) -> bool:
+def _are_equal(rows: list[list[int]]) -> bool:
     """Tell if all heads have the same number."""
     return len({n for row in rows for n in row}) == 1
 
 
-def _compress(
+def _compress_layer(
     call: Call, order: Tensor | None, count: list[list[int]], keep: list[list[int]], uneven: bool, scored: bool
 ) -> None:
     """Move the kept tokens into buffers for what follows.
@@ -289,7 +289,7 @@ def _compress(
     unequal = evicts and (uneven or moves or min(room) != max(room))  # some heads evict while others are below budget
     if order is None and unequal:
         order = slots.positions[:, :, : slots.used]
-    index, kept = (None, None) if order is None else top(order, _numbers(call, count), counts)
+    index, kept = (None, None) if order is None else top(order, _fill_counts(call, count), counts)
     if scored and index is not None:
         _note_mass(call, index, kept)
     if kept is None and unequal and index is not None:
@@ -300,15 +300,17 @@ def _compress(
     for need in call.needs:
         need.end(call, slots.state, evicting)
     if not now.final:  # the next block is appended
-        _move(call, index, kept, values, Layout([held + now.reserve]))
+        _move_kept(call, index, kept, values, Layout([held + now.reserve]))
         return
-    slots.keep_BH1 = _numbers(call, keep)[..., None].clone()  # the layer may write to its own
+    slots.keep_BH1 = _fill_counts(call, keep)[..., None].clone()  # the layer may write to its own
     every = call.policy.every
     filling = max(room) + every - 1
     roomy = call.cache.request.room is not None
     goals = [k + every for k in keeps] if evicts else None
     exactly = roomy or every > 1
-    _move(call, index, kept, values, plan(counts, goals, lambda tokens: max(_more(call, tokens), slots.ahead_of), exactly))
+    _move_kept(
+        call, index, kept, values, plan(counts, goals, lambda tokens: max(_count_spare(call, tokens), slots.ahead_of), exactly)
+    )
     if moves:
         slots.start_moving(counts, goals)
     elif evicts and (slots.holes or not filling or roomy):
@@ -340,14 +342,14 @@ def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tenso
         return merging.values(k, v, Kept(index, real, call.live(newest(call))), call)
 
 
-def _move(call: Call, index: Tensor | None, kept: Tensor | None, values: Tensor | None, layout: Layout) -> None:
+def _move_kept(call: Call, index: Tensor | None, kept: Tensor | None, values: Tensor | None, layout: Layout) -> None:
     """Move the kept tokens and write their new values."""
     call.slots.allocate(index, kept, layout)
     if values is not None:
         call.slots.replace_values(values, kept)
 
 
-def _more(call: Call, tokens: int) -> int:
+def _count_spare(call: Call, tokens: int) -> int:
     """Return how many coming tokens a head gets room for: all if steps are to be compiled, else the usual slack."""
     room, coming = call.cache.request.room, call.cache.request.new_tokens
     if room is not None:
@@ -382,14 +384,14 @@ def limit(call: Call) -> list[int]:
     fixed_B = now.n_B if call.policy.schedule == "decode" else now.fixed_B or [0] * B
     sizes = tuple(
         call.policy.scope.limits(b, n, mine, call.score, fixed, rows)
-        for b, n, mine, fixed, rows in zip(_budgets(call), now.n_B, own, fixed_B, now.rows_B, strict=True)
+        for b, n, mine, fixed, rows in zip(_list_budgets(call), now.n_B, own, fixed_B, now.rows_B, strict=True)
     )
     if call.rule.weighs:
         sizes = tuple((*size[:-1], call.rule.least(n)) for size, n in zip(sizes, now.budget_n_B, strict=True))
     if "span" in slots.state:
         sizes = tuple(
             (*size[:-1], min(b, size[-1] + more))
-            for size, b, more in zip(sizes, _budgets(call), _set_quotas(call), strict=True)
+            for size, b, more in zip(sizes, _list_budgets(call), _set_quotas(call), strict=True)
         )
     slots.limits = cache.limits(sizes, device)
     _say_cuts(call)
@@ -398,7 +400,7 @@ def limit(call: Call) -> list[int]:
 
 def _set_quotas(call: Call) -> list[int]:
     """Set the quotas of the held tokens' spans; return the sum of the spans' quotas, by row."""
-    slots, given = call.slots, (_budgets(call), call.now.budget_n_B)
+    slots, given = call.slots, (_list_budgets(call), call.now.budget_n_B)
     span, held = slots.state["span"][:, :, : slots.used], slots.positions[:, :, : slots.used] >= 0
     slots.statistic("quota", slots.state["span"])[:, :, : slots.used] = share_out(span, *given)
     return count_quotas(span, held, *given)
@@ -407,7 +409,7 @@ def _set_quotas(call: Call) -> list[int]:
 def _say_cuts(call: Call) -> None:
     """Warn of sizes that were cut to fit the smallest budget of a row that evicts."""
     settings, stays = call.settings, call.policy.schedule == "prompt"
-    rows = [(b, n) for b, n in zip(_budgets(call), call.now.budget_n_B, strict=True) if n > b or not stays]
+    rows = [(b, n) for b, n in zip(_list_budgets(call), call.now.budget_n_B, strict=True) if n > b or not stays]
     if not rows:
         return
     budget, n = min(rows)
@@ -420,7 +422,7 @@ def _say_cuts(call: Call) -> None:
         )
 
 
-def _watch(call: Call, value_BHT: Tensor) -> None:
+def _warn_of_scores(call: Call, value_BHT: Tensor) -> None:
     """Warn of scores that are NaN, at a prompt's end alone."""
     notices = call.settings.notices
     if "nan" in notices.said:
@@ -436,7 +438,7 @@ def _watch(call: Call, value_BHT: Tensor) -> None:
     )
 
 
-def _budgets(call: Call) -> list[int]:
+def _list_budgets(call: Call) -> list[int]:
     """Return the tokens that each row may hold beside those kept outside the budget."""
     return [call.settings.tokens(call.layer, n) for n in call.now.budget_n_B]
 

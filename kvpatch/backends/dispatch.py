@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import KVPatchError, named, suggest
+from ..errors import KVPatchError, match_name, suggest
 from . import refusals
 from .protocol import TASKS, Case, Task
 
@@ -43,7 +43,7 @@ def check_name(name: object) -> str:
         KVPatchError: there is no such backend.
     """
     known = ("auto", *BACKENDS)
-    found = named(name, known)
+    found = match_name(name, known)
     if found is None:
         raise KVPatchError(f"Unknown backend {name!r}.{suggest(name, known)} Known: {', '.join(map(repr, known))}.")
     return found

@@ -24,7 +24,7 @@ from .layer import SlotLayer
 from .lifetimes import Lifetimes
 from .model_stamp import ModelStamp
 from .modes import Moving
-from .slots import Slots, fitted
+from .slots import Slots, fit_columns
 from .state import TextState
 from .tensors import HEAD_TENSORS
 from .token_ids import TokenIds
@@ -195,9 +195,11 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: l
 def _stack_parts(new: SlotLayer, parts: list[SlotLayer], beside: Slots) -> None:
     """Join parts whose keys and values stay where they are: slot indices stay too."""
     new.kv, C = beside, beside.width
-    new.positions = torch.cat([fitted(part.positions[:, :, : part.used], C, -1) for part in parts])
+    new.positions = torch.cat([fit_columns(part.positions[:, :, : part.used], C, -1) for part in parts])
     names = dict.fromkeys(name for part in parts for name in part.state)
-    new.state = {name: torch.cat([fitted(part.statistic(name)[:, :, : part.used], C, 0) for part in parts]) for name in names}
+    new.state = {
+        name: torch.cat([fit_columns(part.statistic(name)[:, :, : part.used], C, 0) for part in parts]) for name in names
+    }
 
 
 def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:

@@ -25,10 +25,10 @@ from ..policies.rhythm import list_moves, list_waits
 from . import slots
 from .growth import Layout, capacities, plan, slack
 from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Moving, Reading, Slotted
-from .narrow import opened, reading
+from .narrow import open_slots, reading
 from .pickling import Unpicklable
 from .rollback import UNDO_STEPS, Undo, record_step, restore_step
-from .slots import Slots, collected, fitted, gather_entries
+from .slots import Slots, collect_entries, fit_columns, gather_entries
 from .tensors import HEAD_TENSORS
 
 if TYPE_CHECKING:
@@ -179,8 +179,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
             self.kv = self.kv.resized(capacities, goals, self.used)
             C = self.kv.width
-            self.positions = fitted(self.positions[:, :, : self.used], C, -1)
-            self.state = {name: fitted(tensor[:, :, : self.used], C, 0) for name, tensor in self.state.items()}
+            self.positions = fit_columns(self.positions[:, :, : self.used], C, -1)
+            self.state = {name: fit_columns(tensor[:, :, : self.used], C, 0) for name, tensor in self.state.items()}
         self.free_at = None
 
     def _make_slots(self, keys: Tensor, values: Tensor) -> Slots:
@@ -335,8 +335,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.kv.fix_centre(self.positions[:, :, : self.used])
             self.kv = self.kv.move_to_front(index_BHK, kept_BHK, layout)
             C, K = self.kv.width, index_BHK.shape[-1]
-            self.positions = collected(self.positions, index_BHK, C, -1)
-            self.state = {name: collected(tensor, index_BHK, C, 0) for name, tensor in self.state.items()}
+            self.positions = collect_entries(self.positions, index_BHK, C, -1)
+            self.state = {name: collect_entries(tensor, index_BHK, C, 0) for name, tensor in self.state.items()}
         self.used = self.floor = K
         self._round_graph()
         self.contiguous, self.free_at = False, None
@@ -376,7 +376,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.used, self.holes = self.taken, True
                 self.floor = min(self.floor, self.used)
             self.mode = Reading(croppable=self.mode.croppable)
-        self.kv = opened(self.kv)
+        self.kv = open_slots(self.kv)
 
     def start_appending(self) -> None:
         """End a prompt: tokens are appended after it."""
@@ -517,8 +517,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             taken = order.flatten(0, 1)[head, column]
             kv.write_at(kv.find_begins()[head] + column, *self.kv.read_at(self.kv.find_begins()[head] + taken))
             self.kv, C = kv, kv.width
-            self.positions = fitted(gather_entries(old, order).masked_fill(~kept, -1), C, -1)
-            self.state = {name: fitted(gather_entries(tensor, order), C, 0) for name, tensor in self.state.items()}
+            self.positions = fit_columns(gather_entries(old, order).masked_fill(~kept, -1), C, -1)
+            self.state = {name: fit_columns(gather_entries(tensor, order), C, 0) for name, tensor in self.state.items()}
         self.used = self.floor = C
         self.free_at = None
         self.start_moving(counts, goals)
@@ -542,7 +542,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def taken(self) -> int:
         """Columns in use."""
         mode = self.mode
-        return self.kv.taken(self.used, mode.slack - mode.grown) if isinstance(mode, Growing) else self.used
+        return self.kv.count_taken(self.used, mode.slack - mode.grown) if isinstance(mode, Growing) else self.used
 
     def advance(self) -> None:
         """Name the slot after the new token's as each head's next one, where none is evicted; appended tokens have none."""

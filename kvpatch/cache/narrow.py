@@ -77,7 +77,7 @@ def reading(keys: Tensor, values: Tensor, bits: int, latent: bool = False) -> De
     return ReadingSlots(keys, values, then, packed)
 
 
-def opened(slots: Slots) -> Slots:
+def open_slots(slots: Slots) -> Slots:
     """Return slots to which a prompt's columns are appended in full precision: rounded ones are unpacked."""
     if all(codec.exact for codec in slots.codecs):
         return slots.move_to_buffers()

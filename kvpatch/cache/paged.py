@@ -21,7 +21,7 @@ from torch import Tensor
 from ..backends.entries import EXACT
 from ..backends.protocol import Memory
 from .growth import Layout
-from .slots import DenseSlots, Slots, fitted, gather_entries
+from .slots import DenseSlots, Slots, fit_columns, gather_entries
 
 
 class Strips(NamedTuple):
@@ -216,7 +216,7 @@ class PromptSlots(DenseSlots):
         N = -(-slots.width // P)
         strips = self.strips_BHN[:, :, :N].flatten()
         for which, columns_BHKD in enumerate((k_BHKD, v_BHKD)):
-            self.pool[which, strips] = fitted(columns_BHKD, N * P, 0).view(-1, P, D)
+            self.pool[which, strips] = fit_columns(columns_BHKD, N * P, 0).view(-1, P, D)
         return slots
 
 

@@ -158,7 +158,7 @@ class Slots(ABC):
         return self.view(used)
 
     @abstractmethod
-    def taken(self, used: int, free: int) -> int:
+    def count_taken(self, used: int, free: int) -> int:
         """Return the columns that hold tokens; the last `free` of `used` are written next."""
 
     # ---- sizes ----
@@ -242,7 +242,7 @@ class DenseSlots(Slots):
     def view(self, used: int) -> tuple[Tensor, Tensor]:
         return self.keys[:, :, :used], self.values[:, :, :used]
 
-    def taken(self, used: int, free: int) -> int:
+    def count_taken(self, used: int, free: int) -> int:
         return used - free
 
     def capacities(self) -> list[int]:
@@ -273,7 +273,7 @@ class DenseSlots(Slots):
 
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> DenseSlots:
         new = copy.copy(self)
-        new.stored = tuple(fitted(t[:, :, :used], max(capacities), 0) for t in self.stored)
+        new.stored = tuple(fit_columns(t[:, :, :used], max(capacities), 0) for t in self.stored)
         return new
 
     def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
@@ -282,7 +282,7 @@ class DenseSlots(Slots):
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
             return RaggedSlots(*self.each(lambda t: offsets.pack_entries(t, index_BHK, kept_BHK)), offsets, self.codecs)
         C = max(*layout.capacities, index_BHK.shape[-1])
-        return DenseSlots(*self.each(lambda t: collected(t, index_BHK, C, 0)), self.codecs)
+        return DenseSlots(*self.each(lambda t: collect_entries(t, index_BHK, C, 0)), self.codecs)
 
     def make_dense(self, B: int, H: int) -> DenseSlots:
         return self
@@ -324,7 +324,7 @@ class RaggedSlots(Slots):
         key, value = (codec.of(head) for codec in self.codecs)
         return key.decode(self.keys[:, None])[:, 0], value.decode(self.values[:, None])[:, 0]
 
-    def taken(self, used: int, free: int) -> int:
+    def count_taken(self, used: int, free: int) -> int:
         return used
 
     def capacities(self) -> list[int]:
@@ -404,23 +404,23 @@ def gather_entries(tensor: Tensor, index_BHK: Tensor) -> Tensor:
     return tensor[b[:, None, None], h[None, :, None], index_BHK]
 
 
-def collected(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int) -> Tensor:
+def collect_entries(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int) -> Tensor:
     """[B,H,T,...] -> [B,H,columns,...]: copy each head's entries at `index` to new memory, padded with `empty`."""
     (B, H, K), rest = index_BHK.shape, tensor.shape[3:]
     new = tensor.new_empty(B, H, columns, *rest)
     torch.gather(tensor, 2, index_BHK.view(B, H, K, *(1 for _ in rest)).expand(B, H, K, *rest), out=new[:, :, :K])
-    return _padded(new, K, empty)
+    return _clear_behind(new, K, empty)
 
 
-def fitted(tensor: Tensor, columns: int, empty: int) -> Tensor:
+def fit_columns(tensor: Tensor, columns: int, empty: int) -> Tensor:
     """[B,H,K,...] -> [B,H,columns,...]: copy to new memory, padded with `empty` or cut."""
     B, H, K, *rest = tensor.shape
     new = tensor.new_empty(B, H, columns, *rest)
     new[:, :, :K] = tensor[:, :, :columns]
-    return _padded(new, K, empty)
+    return _clear_behind(new, K, empty)
 
 
-def _padded(tensor: Tensor, used: int, empty: int) -> Tensor:
+def _clear_behind(tensor: Tensor, used: int, empty: int) -> Tensor:
     """Fill the columns behind the used ones."""
     if used < tensor.shape[2]:
         tensor[:, :, used:].fill_(empty)

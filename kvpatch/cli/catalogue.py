@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import KVPatchError, named, suggest
+from ..errors import KVPatchError, match_name, suggest
 from ..policies.facts import FACTS
 from ..policies.naming import split_combination
 from ..policies.uses import find_use
@@ -20,7 +20,7 @@ DEFAULT_POLICY, SERVER_POLICY = find_use("question").policy, find_use("server").
 
 def check_calibration(name: str, options: dict[str, Any]) -> None:
     """Refuse a policy that needs a calibration and got none. Raises KVPatchError."""
-    known_as = named(split_combination(name)[1], FACTS)
+    known_as = match_name(split_combination(name)[1], FACTS)
     if known_as is None or "calibration" not in FACTS[known_as].options or options.get("calibration") is not None:
         return
     command, file = ("learn", "learned") if known_as == "learned" else ("calibrate", "calibration")

@@ -20,7 +20,7 @@ from ..policies.uses import CHANCE, SPARED
 from . import compare_view as view
 from .compare_text import Text, read_text
 from .loading import Source, parse_k
-from .options import calibrated
+from .options import read_calibration
 from .output import console, note, print_json, progress, waiting
 
 SETTINGS = "settings.json"
@@ -208,12 +208,12 @@ def choose(names: str, options: dict[str, Any], new: int) -> dict[str, Policy]:
             )
     chosen = {}
     for name, policy in ({CHANCE: get_policy(CHANCE).with_options(**SPARED)} | asked).items():
-        given = {"generation_length": new} | calibrated(options)
+        given = {"generation_length": new} | read_calibration(options)
         chosen[name] = policy.with_options(**{key: given[key] for key in policy.options() if key in given})
     return chosen
 
 
-def budgets(text: str) -> dict[str, int | float | str]:
+def parse_budgets(text: str) -> dict[str, int | float | str]:
     """Parse a comma-separated list of budgets, by the text of each. Raises KVPatchError for an invalid one."""
     parsed = {part.strip(): parse_k(part.strip()) for part in text.split(",") if part.strip()}
     if not parsed:

@@ -95,7 +95,7 @@ def settings(name: str, k: str, policy: Policy, schedule: str | None, seed: int,
 
 def _options(name: str, policy: Policy, schedule: str | None, seed: int, bits: int) -> dict[str, Any]:
     """Return the keyword arguments of `patched` in which a setting differs from the defaults."""
-    options = changed(name, policy)
+    options = find_changes(name, policy)
     if schedule is not None:
         options["schedule"] = schedule
     if seed:
@@ -105,7 +105,7 @@ def _options(name: str, policy: Policy, schedule: str | None, seed: int, bits: i
     return options
 
 
-def changed(name: str, policy: Policy) -> dict[str, Any]:
+def find_changes(name: str, policy: Policy) -> dict[str, Any]:
     """Return the options in which a policy differs from the one that a name gives, without that which generate() sets."""
     own = get_policy(name).options()
     others = {option: value for option, value in policy.options().items() if option in own and value != own[option]}
@@ -133,7 +133,7 @@ Setting = tuple[str, str, int]
 """Name of a policy, text of a budget, and bits."""
 
 
-def _pooled(results: list[Result]) -> dict[Setting, Figures]:
+def _pool_figures(results: list[Result]) -> dict[Setting, Figures]:
     """Return the figures of each setting that ran on every prompt: the worst of each, and the mean share of bytes.
 
     nbytes is in millionths of the full cache's.
@@ -169,7 +169,7 @@ def _candidates(pooled: dict[Setting, Figures]) -> dict[Setting, Figures]:
 
 def best(results: list[Result], tolerance: float, agreement: float) -> Setting | None:
     """Return the setting with the fewest bytes within both limits, or that with the lowest KL if none is within them."""
-    candidates = _candidates(_pooled(results))
+    candidates = _candidates(_pool_figures(results))
     within = {setting: one for setting, one in candidates.items() if _within(one, tolerance, agreement)}
     if within:
         return min(within, key=lambda setting: (within[setting].nbytes, within[setting].kl))
@@ -185,10 +185,10 @@ def advice(results: list[Result], tolerance: float, agreement: float) -> str:
     chosen = best(results, tolerance, agreement)
     if chosen is None:
         return "No setting that holds less than the full cache was measured, so there is none to advise."
-    pooled, several = _pooled(results), len(results) > 1
+    pooled, several = _pool_figures(results), len(results) > 1
     limits = f"a KL of {tolerance:g} nats per token and {agreement:.0%} agreement"
     where = f"each of these {len(results)} texts" if several else "this text"
-    said = _described(chosen, pooled[chosen], several)
+    said = _describe_setting(chosen, pooled[chosen], several)
     if _within(pooled[chosen], tolerance, agreement):
         said = f"The cheapest of these settings within {limits} on {where} is {said}."
     else:
@@ -208,7 +208,7 @@ def _within(one: Figures, tolerance: float, agreement: float) -> bool:
     return one.kl <= tolerance and one.agreement >= agreement
 
 
-def _described(setting: Setting, one: Figures, several: bool) -> str:
+def _describe_setting(setting: Setting, one: Figures, several: bool) -> str:
     most, least = (" at most", " at least") if several else ("", "")
     kl = f"a KL of{most} {one.kl:.4f} (worst token {one.worst:.2f})"
     policy, k, bits = setting

@@ -64,7 +64,7 @@ def run(out: Path, json: bool = False) -> None:
     """
     console = make_console(stderr=json)
     make_folder(out)
-    stages = _shipped(console)
+    stages = _load_shipped(console)
     view.show_story(console, ["full", *POLICIES])
     outcomes, reports = [], {}
     with progress(console) as bar:
@@ -92,7 +92,7 @@ def _task_stages(model: Any) -> dict[str, Stage]:
     }
 
 
-def _shipped(console: Console) -> dict[str, Stage]:
+def _load_shipped(console: Console) -> dict[str, Stage]:
     stages = _task_stages(load_model(str(MODELS / "llama-0"), "float32"))
     console.print(f"needles: {stages['needles'].text.what}, by the small model llama-0")
     name = str(MODELS / "llama-python")

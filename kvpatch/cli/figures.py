@@ -45,7 +45,7 @@ class Figures:
     def note_end(self, asked: Asked) -> None:
         """Count a request of the engine that has ended."""
         seen = asked.prompt + max(asked.new - 1, 0)  # nothing reads the last token
-        evicted = seen - self._held(asked.prompt, seen) if asked.new else 0
+        evicted = seen - self._count_held(asked.prompt, seen) if asked.new else 0
         self.counts["requests_ended_total", f'{{reason="{asked.ended}"}}'] += 1
         self.counts["prompt_tokens_total", ""] += asked.prompt
         self.counts["reused_tokens_total", ""] += asked.cached
@@ -82,14 +82,14 @@ class Figures:
             "requests_running": len(running),
             "requests_waiting": len(scheduler.waiting_requests),
             "tokens_seen": sum(count for _, count in seen),
-            "tokens_held": sum(self._held(prompt, count) for prompt, count in seen),
+            "tokens_held": sum(self._count_held(prompt, count) for prompt, count in seen),
             "blocks_claimed": claimed,
             "blocks": pool.num_blocks,
             "conversations": kept["kept"],
             "conversations_bytes": kept["bytes"],
         }
 
-    def _held(self, prompt: int, seen: int) -> int:
+    def _count_held(self, prompt: int, seen: int) -> int:
         """Count what a KV head holds of a request that has seen so many tokens, the mean of the layers."""
         terms = getattr(self.engine, "terms", None)
         if terms is None or seen < prompt:  # nothing is evicted, or not yet

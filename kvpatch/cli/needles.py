@@ -56,7 +56,7 @@ def task_needles(in_prompt: bool = True) -> Text:
     Args:
         in_prompt: the question belongs to the prompt; else it is fed after compression.
     """
-    held = _held()
+    held = _read_rows()
     ids_BT = torch.tensor(held["rows"])
     row = ids_BT[0].tolist()
     question = len(row) - 5
@@ -68,7 +68,7 @@ def task_needles(in_prompt: bool = True) -> Text:
     return Text(f"{len(ids_BT)} prompts of {n} tokens with 4 needles", ids_BT, n, answer=answer, marks=marks)
 
 
-def _held() -> dict[str, Any]:
+def _read_rows() -> dict[str, Any]:
     return json.loads((MODELS / "llama-0" / "needles.json").read_text(encoding="utf-8"))
 
 

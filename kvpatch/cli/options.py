@@ -16,7 +16,7 @@ from .catalogue import BACKENDS, BITS, POSITIONS, SCHEDULES, check_calibration, 
 from .loading import check_budget, parse_k, read_prompt
 
 
-def _named(names: tuple[str, ...]) -> Any:
+def _complete_from(names: tuple[str, ...]) -> Any:
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
@@ -30,7 +30,7 @@ PolicyName = Annotated[
     typer.Option(
         "--policy",
         help='A name of `kvpatch policies`, or a combination such as "critical(adaptive(roco))".',
-        autocompletion=_named(tuple(FACTS)),
+        autocompletion=_complete_from(tuple(FACTS)),
     ),
 ]
 Budget = Annotated[
@@ -62,12 +62,13 @@ Schedule = Annotated[
         "--schedule",
         help="prompt, decode or both; else the policy's own.",
         show_default=False,
-        autocompletion=_named(SCHEDULES),
+        autocompletion=_complete_from(SCHEDULES),
     ),
 ]
-Positions = Annotated[str, typer.Option(help="original or renumbered.", autocompletion=_named(POSITIONS))]
+Positions = Annotated[str, typer.Option(help="original or renumbered.", autocompletion=_complete_from(POSITIONS))]
 Backend = Annotated[
-    str, typer.Option(help="Code that computes attention: auto, torch, flash or triton.", autocompletion=_named(BACKENDS))
+    str,
+    typer.Option(help="Code that computes attention: auto, torch, flash or triton.", autocompletion=_complete_from(BACKENDS)),
 ]
 Bits = Annotated[
     int, typer.Option("--bits", help="Of each key and value held: 16 is the model's own precision, 8 and 4 round them.")
@@ -133,7 +134,7 @@ def named_policy(name: str, schedule: str | None, options: dict[str, Any]) -> An
     check_calibration(name, options)
     from ..policies import get_policy
 
-    return get_policy(name).with_options(schedule, **calibrated(options))
+    return get_policy(name).with_options(schedule, **read_calibration(options))
 
 
 def choose_policy(context: typer.Context, options: dict[str, Any], others: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -166,7 +167,7 @@ def _is_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def calibrated(options: dict[str, Any]) -> dict[str, Any]:
+def read_calibration(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options with the calibration in place of its file. Raises KVPatchError if that cannot be read."""
     if "calibration" not in options:
         return options

@@ -74,7 +74,7 @@ def run(
         most = "any number of" if positions is None else f"at most {positions}"
         note(f"{patched}; a request has {most} tokens, its answer included")
         note(f"serving {source.name} at http://{address.host}:{address.port}/v1 (the client's model name is {source.name})")
-        with _loaded(model, tokenizer, Answers(manager, model, positions), address.key):
+        with _serve_loaded(model, tokenizer, Answers(manager, model, positions), address.key):
             device = str(model.device)
             served = Serve(
                 source.name,
@@ -117,7 +117,7 @@ def _check_extra() -> None:
 
 
 @contextmanager
-def _loaded(model: Any, tokenizer: Any, answers: Any, key: str | None) -> Iterator[None]:
+def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None) -> Iterator[None]:
     """Have transformers' server serve this model where it would load one, list no other, stop in time, and answer as mended."""
     import uvicorn
     from transformers.cli.serving import model_manager, server

@@ -68,7 +68,7 @@ def continuous_batching(state: PatchState, decoder: str, previous: Callable[...,
 
         kv_bytes = sum(one.heads * (one.key + one.value) for one in state.shapes) * self.dtype.itemsize
         positions = None if state.settings.renumbered else position_limit(self.config.get_text_config())
-        terms = engine.Terms(state.settings, state.max_positions or positions, kv_bytes, _carried, state.prefixes)
+        terms = engine.Terms(state.settings, state.max_positions or positions, kv_bytes, _make_courier, state.prefixes)
         given = _TOKENIZER.get() if tokenizer is None else tokenizer
         if conversations is not None:
             conversations.replace = functools.partial(_replace, self.get_submodule(decoder), state)
@@ -88,7 +88,7 @@ def _is_read_alike(decoder: nn.Module, cache: EvictingCache) -> bool:
     return cache.read_by is not None and cache.read_by.differs(stamp_model(decoder)) is None
 
 
-def _carried(pool: RequestPool) -> Tensor:
+def _make_courier(pool: RequestPool) -> Tensor:
     """Make the mask that leads a packed pass through the model to the decoder's hook."""
     return Courier.carrying(pool, pass_mask(pool.device))
 

@@ -14,7 +14,7 @@ from ..cache.cache import EvictingCache
 from ..cache.growth import LEAST, PART
 from ..cache.layer import SlotLayer
 from ..cache.modes import Evicting, Growing
-from ..cache.slots import DenseSlots, fitted
+from ..cache.slots import DenseSlots, fit_columns
 from ..policies.budgets import Size
 from ..policies.context import Limits
 
@@ -75,8 +75,8 @@ def _widen(layer: SlotLayer, C: int) -> None:
     """Copy a layer into C slots for each head, of which those beyond its own are empty."""
     (B, H, before), used = layer.positions.shape, layer.used
     layer.kv = layer.kv.resized([C] * (B * H), None, used)
-    layer.positions = fitted(layer.positions[:, :, :used], C, -1)
-    layer.state = {name: fitted(tensor[:, :, :used], C, 0) for name, tensor in layer.state.items()}
+    layer.positions = fit_columns(layer.positions[:, :, :used], C, -1)
+    layer.state = {name: fit_columns(tensor[:, :, :used], C, 0) for name, tensor in layer.state.items()}
     layer.used, layer.holes, layer.free_at = C, True, None
     if isinstance(layer.mode, Growing):
         layer.mode.slack += C - before

@@ -22,7 +22,7 @@ from .state import PatchState
 from .target import Target
 
 
-def compressed(target: Target, state: PatchState, past: Any, ids: Any, mask: Any) -> EvictingCache:
+def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: Any) -> EvictingCache:
     """Return a cache under the budget with what the policy keeps of `past`; see Patch.compress."""
     if isinstance(past, EvictingCache):
         past, mask = _take_entries(past)

@@ -146,7 +146,7 @@ class StepGraph:
                 left = 0 if self._failed else self._steps(cache, inputs["input_ids"])
                 if not left:
                     return None
-                captured = self._captured(inputs, cache)
+                captured = self._find_captured(inputs, cache)
                 if captured is None:
                     return self._trace(inputs, cache)
                 captured.left, self._newest = left, captured
@@ -169,7 +169,7 @@ class StepGraph:
         self._failed = True
         self.drop()
 
-    def _captured(self, inputs: Inputs, cache: EvictingCache) -> _Captured | None:
+    def _find_captured(self, inputs: Inputs, cache: EvictingCache) -> _Captured | None:
         """Return the graph that runs this step, its memory being the cache's; None for the first step of each kind."""
         round_capacities(cache)
         kind = (_shapes(inputs), _facts(cache))

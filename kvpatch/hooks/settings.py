@@ -15,7 +15,7 @@ from ..backends.dispatch import check
 from ..backends.entries import FULL
 from ..cache.settings import CacheSettings
 from ..cache.tensors import FLOATS
-from ..errors import KVPatchError, named, suggest
+from ..errors import KVPatchError, match_name, suggest
 from ..policies import Policy, get_policy
 from ..policies.budgets import Budget, as_python, check_count, is_list
 from ..policies.options import PolicyOptions
@@ -55,7 +55,7 @@ def positions_of(positions: object) -> str:
     Raises:
         KVPatchError: `positions` is neither.
     """
-    found = named(positions, POSITIONS)
+    found = match_name(positions, POSITIONS)
     if found is None:
         meant = suggest(positions, POSITIONS)
         raise KVPatchError(f"positions={positions!r} is unknown; use 'original' or 'renumbered'.{meant}")

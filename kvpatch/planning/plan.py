@@ -6,7 +6,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from ..backends.entry_sizes import FULL, count_centre_bytes, count_entry_bytes
-from ..errors import KVPatchError, named, suggest
+from ..errors import KVPatchError, match_name, suggest
 from ..policies.budgets import MAX_POSITION, Budget, Rule, Size, check_count, parse_bytes
 from ..policies.naming import Division, find_division
 from .configuration import ITEMSIZES, Shape
@@ -94,7 +94,7 @@ def _check_arguments(
     if not isinstance(policy, str):
         raise KVPatchError(f"policy={policy!r} must be a policy's name, such as 'snapkv': kvpatch.list_policies() has all.")
     division = find_division(policy, schedule, options)
-    if named(policy, ("duo",)) is not None:
+    if match_name(policy, ("duo",)) is not None:
         raise KVPatchError("What duo holds depends on its calibration: plan another policy, such as 'snapkv'.")
     check_count("every", division.every, "tokens")
     return division

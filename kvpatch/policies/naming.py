@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import KVPatchError, named, suggest
+from ..errors import KVPatchError, match_name, suggest
 from .facts import COMBINATIONS, FACTS
 
 COMBINED = re.compile(rf"\s*({'|'.join(COMBINATIONS)})\((.+)\)\s*", re.IGNORECASE)
@@ -53,7 +53,7 @@ def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -
     """
     check_policy(name, options)
     around, base = split_combination(name)
-    known = named(base, FACTS)
+    known = match_name(base, FACTS)
     if known is None:
         raise KVPatchError(f"Policy {base!r} is none of the table: give one of {', '.join(FACTS)}.")
     fact = FACTS[known]
@@ -76,8 +76,8 @@ def check_policy(name: str, options: Collection[str] | None = None) -> None:
         KVPatchError: no policy of this name, or it has none of the `options` of that name.
     """
     around, name = split_combination(name)
-    if (known_as := named(name, FACTS)) is None:
-        if name in _registered():
+    if (known_as := match_name(name, FACTS)) is None:
+        if name in _list_registered():
             return
         raise KVPatchError(f"Unknown policy {name!r}.{suggest(name, FACTS)} Known: {', '.join(FACTS)}.")
     known = {**FACTS[known_as].list_options(), **{key: None for one in around for key in COMBINATIONS[one]}}
@@ -88,7 +88,7 @@ def check_policy(name: str, options: Collection[str] | None = None) -> None:
             )
 
 
-def _registered() -> Collection[str]:
+def _list_registered() -> Collection[str]:
     """Return the names of all registered policies if the library has been imported, by a program that registers its own."""
     presets = sys.modules.get("kvpatch.policies.presets")
     return () if presets is None else presets.list_policies()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import KVPatchError, named, suggest
+from ..errors import KVPatchError, match_name, suggest
 from . import own_code
 from .allocation import Adaptive
 from .budgets import check_count
@@ -124,7 +124,7 @@ class Policy:
             return dataclasses.replace(part, **{k: v for k, v in options.items() if k in own})
 
         parts = {name: replace(part) for name, _, _ in _PARTS if (part := getattr(self, name)) is not None}
-        schedule = self.schedule if schedule is None else named(schedule, SCHEDULES) or schedule
+        schedule = self.schedule if schedule is None else match_name(schedule, SCHEDULES) or schedule
         return dataclasses.replace(self, **parts, schedule=schedule, every=options.get("every", self.every))
 
     @property

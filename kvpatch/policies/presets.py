@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..errors import KVPatchError, named, suggest
+from ..errors import KVPatchError, match_name, suggest
 from .allocation import Adaptive, Global
 from .calibration import QueryFilter, TriAttention, WholeHeads
 from .content import Compactor, Cur, KeyDiff, KeyNorm, LagKV, Leverage
@@ -244,7 +244,7 @@ def get_policy(name: str) -> Policy:
         return _AROUND[combined[1].lower()](combined[2])
     if isinstance(name, Score):
         raise KVPatchError(f"{name!r} is a score, which is one part of a policy: give Policy('my_policy', {name!r}).")
-    known = named(name, POLICIES)
+    known = match_name(name, POLICIES)
     if known is None:
         shown = repr(name) if name is None or isinstance(name, str | int | float | type) else f"of type {type(name).__name__}"
         raise KVPatchError(f"Unknown policy {shown}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
@@ -285,7 +285,7 @@ def unregister_policy(name: str) -> None:
     Raises:
         KVPatchError: there is no policy of that name.
     """
-    known = named(name, POLICIES)
+    known = match_name(name, POLICIES)
     if known is None:
         raise KVPatchError(f"Unknown policy {name!r}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
     del POLICIES[known]

@@ -71,11 +71,11 @@ class RowPool:
         self.parts = outside
         if len(inside) > 1:
             joined = EvictingCache.concatenate([part.cache for part in inside], consume=True)
-            inside = [self._ordered(Rows([name for part in inside for name in part.names], joined))]
+            inside = [self._order_rows(Rows([name for part in inside for name in part.names], joined))]
         self.parts.append(inside[0])
         return inside[0]
 
-    def _ordered(self, rows: Rows) -> Rows:
+    def _order_rows(self, rows: Rows) -> Rows:
         if self.order is None or (names := sorted(rows.alive, key=self.order)) == rows.alive:
             return rows
         rows.cache.batch_select_indices(torch.tensor([rows.names.index(name) for name in names]))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvpatch
-from kvpatch.attention.compress import _alike
+from kvpatch.attention.compress import _are_equal
 from kvpatch.attention.layer_call import Call
 from kvpatch.policies.parallel import Parallel
 from tests.helpers.running import N, read
@@ -86,7 +86,7 @@ def test_a_layer_below_its_budget_evicts_only_where_other_processes_may(model):
 
 def test_heads_are_alike_if_all_of_all_rows_are():
     same, rows, heads = [[3, 3], [3, 3]], [[3, 3], [4, 4]], [[3, 4], [3, 4]]
-    assert _alike(same) and not _alike(rows) and not _alike(heads)
+    assert _are_equal(same) and not _are_equal(rows) and not _are_equal(heads)
 
 
 def test_a_case_names_the_size_of_values(model):

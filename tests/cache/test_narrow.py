@@ -9,7 +9,7 @@ import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.backends import dispatch, entries
 from kvpatch.backends.protocol import Case
-from kvpatch.cache.narrow import opened, reading
+from kvpatch.cache.narrow import open_slots, reading
 from tests.helpers.comparing import EVICTING, SMALL, certain
 from tests.helpers.running import RAGGED, uneven
 from tests.helpers.tiny import MODELS, force, left_pad, make, prompt
@@ -271,7 +271,7 @@ def test_rows_move_in_the_midst_of_a_prompt_with_all_that_is_theirs(latent):
     k, v, more = torch.rand(3, 3, 2, 6, 8).unbind()
     first = reading(k, v, 8, latent)
     first.fix_centre(torch.arange(6).expand(3, 2, 6))
-    slots = opened(first.close_columns(6))
+    slots = open_slots(first.close_columns(6))
     slots = slots.resized([12] * 6, None, 6)
     slots.append(6, more, more)
     rows = torch.tensor([2, 0])

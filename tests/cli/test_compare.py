@@ -14,7 +14,7 @@ from kvpatch import plotting
 from kvpatch.cli import compare as comparing
 from kvpatch.cli import compare_view
 from kvpatch.cli.commands import app
-from kvpatch.cli.compare import budgets, choose
+from kvpatch.cli.compare import choose, parse_budgets
 from kvpatch.cli.compare_text import read_text
 from kvpatch.cli.loading import MODELS, load_tokenizer
 from kvpatch.errors import KVPatchError
@@ -156,7 +156,7 @@ def test_policies_with_the_options_they_have():
     keyformer = choose("keyformer", {}, 77)["keyformer"].options()
     assert keyformer["generation_length"] == 77  # as generate() would tell it
     assert choose("keyformer", {"generation_length": 9}, 77)["keyformer"].options()["generation_length"] == 9
-    assert budgets("0.5, 12,2GiB,0.5") == {"0.5": 0.5, "12": 12, "2GiB": "2GiB"}
+    assert parse_budgets("0.5, 12,2GiB,0.5") == {"0.5": 0.5, "12": 12, "2GiB": "2GiB"}
 
 
 class Letters:
@@ -359,8 +359,8 @@ def test_the_line_to_paste():
 
 def test_options_that_differ():
     policy = kvpatch.get_policy("snapkv").with_options(window=8, kernel=3)
-    assert compare_view.changed("snapkv", policy) == {"window": 8, "kernel": 3}
-    assert compare_view.changed("h2o", kvpatch.get_policy("h2o")) == {}
+    assert compare_view.find_changes("snapkv", policy) == {"window": 8, "kernel": 3}
+    assert compare_view.find_changes("h2o", kvpatch.get_policy("h2o")) == {}
 
 
 def test_settings_are_those_of_the_line_to_paste():

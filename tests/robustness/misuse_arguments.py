@@ -184,8 +184,8 @@ ARGUMENTS = [
        r"--option windw: none of h2o has it"),
     _m("--bits of none", lambda w: parse_bits(","), r"--bits names none: give some of 16, 8 and 4, or auto"),
     _m("--bits of another number", lambda w: parse_bits("16,5"), r"--bits='5' must be one of 16, 8, 4"),
-    _m("--budgets of none", lambda w: compare.budgets(" "), r"-k names no budget: give some"),
-    _m("--budgets with a word", lambda w: compare.budgets("0.5,much"), r"-k much is no budget"),
+    _m("--budgets of none", lambda w: compare.parse_budgets(" "), r"-k names no budget: give some"),
+    _m("--budgets with a word", lambda w: compare.parse_budgets("0.5,much"), r"-k much is no budget"),
 
           _m("kvpatch generate by a wrong policy",
        lambda w: _call("generate", "--model", "x", "--prompt-file", "x", "--policy", "h20"),

@@ -39,7 +39,7 @@ from .arguments import (
     spans,
     tile_constants,
 )  # fmt: skip
-from .split import capped
+from .split import cap_products
 
 NAMES = ("sum", "squares", "count")
 PROGRAMS = 2048  # that a launch is to have at least: some hundred run at once, and the last of them should be short
@@ -230,7 +230,7 @@ def _columns_kernel(
             term = tl.load(terms_ptr + (bh * G + g) * Q + m)
             x = tl.dot(k, tl.trans(q), input_precision="ieee")
             if CAPPED:
-                x = capped(x, inner)
+                x = cap_products(x, inner)
             row_term = term
             if slopes_ptr is not None or BY_POSITION or SLIDING:
                 row_place = (tl.load(rows_ptr + b * Q + m) - origin).to(tl.float32)

@@ -31,7 +31,7 @@ from .arguments import (
     spans,
     tile_constants,
 )  # fmt: skip
-from .split import capped
+from .split import cap_products
 
 ROOMY = (9, 10)  # compute capabilities of GPUs that hold a tile's queries in shared memory, of which a block may have 227 KB
 ELSEWHERE = (9, 0)  # compute capability that tiles are chosen for where there is no GPU
@@ -237,7 +237,7 @@ def _forward_kernel(
             k = tl.load(k_tile, mask=here, other=0.0)
             x = tl.dot(q, tl.trans(k), input_precision="ieee")
             if CAPPED:
-                x = capped(x, inner)
+                x = cap_products(x, inner)
             if masked:
                 if HOLES or SLIDING or slopes_ptr is not None:
                     positions = tl.load(positions_ptr + b * positions_b + h * positions_h + n, mask=n < T, other=-1)

@@ -27,7 +27,7 @@ def places(SCRATCH, parts, SPAN, G: tl.constexpr, D: tl.constexpr, OBSERVE: tl.c
 
 
 @triton.jit
-def capped(x, inner):
+def cap_products(x, inner):
     """Return products x under the cap that `inner` stands for (arguments.logit_units); None: as they are."""
     if inner is not None:
         x = 1.0 - 2.0 / (1.0 + tl.exp2(x * inner))
@@ -62,7 +62,7 @@ def split_kernel(
     segment's own softmax. Entries of 4 bits have a second piece of channels (rounded.py), `upper` below; those of BITS = 16 are
     the numbers themselves; CENTRES is None or what the keys are rounded around.
     A head's slots lie in one piece, or, PAGE of them in each, in the pieces that begin at BEGIN.
-    Logits in base 2 are unit * capped(q k, inner). The sink of a query head is one more logit in the new token's segment.
+    Logits in base 2 are unit * cap_products(q k, inner). The sink of a query head is one more logit in the new token's segment.
     """
     n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = n // H, n % H
@@ -119,7 +119,7 @@ def split_kernel(
         k_d, real_k = channels(1, D, HALF, K_STEP, K_SPAN, K_COLUMNS)
         q_upper = tl.load(q_tile + k_d[None, :], mask=real_g[:, None] & real_k[None, :], other=0.0)
         product += tl.sum(q_upper.to(tl.float32) * k_upper.to(tl.float32)[None, :], 1)
-    x_new = tl.where(mine, capped(product, inner) * unit, float("-inf"))
+    x_new = tl.where(mine, cap_products(product, inner) * unit, float("-inf"))
     alone = tl.where(x_new > float("-inf"), 1.0, 0.0)
     maximum, p_new, total = x_new, alone, alone
     if SINKS is not None:
@@ -164,7 +164,7 @@ def split_kernel(
             else:
                 k = numbers(code, KEYS, row, visible, k_centre, dtype, 0, D, HALF, K_GROUP, K_HEAD, K_STEP)
                 x = tl.dot(q, tl.trans(k), input_precision="ieee")
-        x = capped(x, inner) * unit
+        x = cap_products(x, inner) * unit
         if SLOPES is not None:
             x += slope[:, None] * (position - newest).to(tl.float32)[None, :]
         x = tl.where(visible[None, :], x, float("-inf"))
