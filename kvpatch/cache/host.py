@@ -114,12 +114,15 @@ class HostLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store for keys and values [1,H,Q,D] such as these."""
         _, H, _, K = key_states.shape
-        self.sizes = H, K, value_states.shape[3]
-        width, dtype = H * (K + self.sizes[2]), key_states.dtype
-        if self.folder is not None or key_states.device.type == "cpu":
-            self.store = MappedRows(width, dtype, self.folder)
+        self.begin((H, K, value_states.shape[3]), key_states.dtype, key_states.device)
+
+    def begin(self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """Make the store for entries of these sizes, which are computed on `device`."""
+        H, K, V = self.sizes = sizes
+        if self.folder is not None or device.type == "cpu":
+            self.store = MappedRows(H * (K + V), dtype, self.folder)
         else:
-            self.store = PinnedRows(width, dtype, key_states.is_cuda)
+            self.store = PinnedRows(H * (K + V), dtype, device.type == "cuda")
         self.is_initialized = True
 
     def append(self, k_1HQD: Tensor, v_1HQD: Tensor) -> None:

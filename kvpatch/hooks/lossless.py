@@ -124,8 +124,7 @@ class Drafter(CandidateGenerator):
         """Draft tokens behind input_ids [1,N]; return [1,N+g], and the logits [1,g,V] that they were drawn from."""
         before, self.drafted, drafts = input_ids.shape[1], 0, self.cache.drafts
         wanted = min(self.length, self.longest - before - 1)
-        # the first pass reads the prompt; one that was interrupted has left no cache to draft from
-        if not self.cache.ids or wanted <= 0 or drafts.unfinished or drafts.seen != before - 1:
+        if not self.cache.drafting or wanted <= 0 or drafts.seen != before - 1:  # a pass reads the text first
             return input_ids, None
         text, logits = input_ids, []
         for _ in range(wanted):
