@@ -15,7 +15,7 @@ from ..errors import KVPatchError
 from ..policies.numbers import on_device
 from . import checks, editing
 from .cache import EvictingCache
-from .host import HostLayer
+from .host import HostLayer, find_free
 from .messages import Messages
 
 
@@ -93,6 +93,20 @@ class LosslessCache(Cache):
         """True if `drafts` go on from the text: not before the first pass, nor once one was interrupted."""
         drafts = self.drafts
         return bool(self.ids) and not drafts.unfinished and drafts.turns.count > 0 and drafts.seen == len(self.ids)
+
+    def check_room(self, tokens: int, nbytes: int, device: torch.device) -> None:
+        """Raise KVPatchError unless the host has room for so many more tokens, whose entries take `nbytes` each."""
+        first = self.whole[0]
+        held = len(first.store.rows_NE) if first.is_initialized else 0
+        more = (first.count_rows(len(self.places) + tokens) - held) * nbytes
+        if not more:
+            return
+        place, free = find_free(first.folder, device)
+        if free is not None and more > free:
+            raise KVPatchError(
+                f"lossless=True keeps the entries of all tokens in {place}: {more:,} bytes more for these {tokens:,} tokens, "
+                f"and {free:,} are free. Give offload_folder='/a/folder' on a larger disk, or shorten the text."
+            )
 
     def lend(self) -> None:
         """Lend the budgeted cache's pass, which has begun, the earlier tokens."""
