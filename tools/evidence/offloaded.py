@@ -63,7 +63,7 @@ class _Stream:
 
 @contextmanager
 def _without_streams() -> Iterator[None]:
-    with mock.patch("torch.Stream", _Stream), mock.patch("torch.cuda.default_stream", lambda device: _Stream()):
+    with mock.patch("torch.Stream", _Stream), mock.patch("torch.cuda.default_stream", return_value=_Stream()):
         yield
 
 
