@@ -34,7 +34,6 @@ from .hooks.target import Target
 from .hooks.warmup import warm_up
 from .policies.budgets import check_count
 from .policies.needs import Calibrated
-from .policies.served import refuse
 from .report import Report
 from .report_text import format_budget
 
@@ -128,9 +127,8 @@ class Patch:
         Example:
             print(patch.chat(tokenizer, max_new_tokens=200).send("What is a KV cache?"))
         """
-        refuse("chat", self._state.combine())
         own = self._target, self.settings, self.new_cache, self.replace
-        return begin_chat(*own, tokenizer, system, keep_system, options)
+        return begin_chat(*own, tokenizer, system, keep_system and not self._state.lossless, options)
 
     def replace(self, cache: EvictingCache, span: tuple[int, int], ids: Tensor | Sequence[Any], *, reread: int = 0) -> None:
         """Read other tokens in place of a span of a cache's text, such as the summary of a tool's result.
@@ -252,16 +250,16 @@ class Patch:
         """
         return follow(self._state, self._target.kind(), record)
 
-    def save_cache(self, cache: EvictingCache, path: str | PathLike[str]) -> None:
-        """Write a compressed cache, with its scores, to a safetensors file.
+    def save_cache(self, cache: Cache, path: str | PathLike[str]) -> None:
+        """Write a compressed cache, with its scores, to a safetensors file; with lossless=True the entries of all tokens.
 
         Raises:
             KVPatchError: the cache is empty, in the middle of a prompt, of another patch, or of a model that has changed since.
         """
         save_cache(self._target, self._state, cache, path)
 
-    def load_cache(self, path: str | PathLike[str]) -> EvictingCache:
-        """Load a cache that `save_cache` wrote under the same model, policy and budget, ready to go on.
+    def load_cache(self, path: str | PathLike[str]) -> Any:
+        """Load a cache that `save_cache` wrote under the same model, policy and budget (a lossless one: the same model).
 
         Raises:
             KVPatchError: the file is missing, truncated or altered, or belongs to another model, dtype, policy or budget.

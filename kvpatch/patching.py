@@ -27,7 +27,7 @@ from .errors import KVPatchError
 from .handle import Patch
 from .hooks import settings
 from .hooks.install import unmark_module
-from .hooks.lossless import check_folder
+from .hooks.lossless import check_lossless
 from .hooks.target import Target
 from .hooks.versions import check_versions, find_untested
 from .policies import Policy
@@ -94,8 +94,9 @@ class patched:
         auto: take a model without an adapter whose attention goes through transformers' attention interface, after checks
             on its first use; False refuses it.
         lossless: generate() writes what the unpatched model would: the entries of all tokens stay in host memory (on a CPU in a
-            mapped file, of a folder that may be given), the budget drafts some tokens, and one pass that streams the whole
-            cache layer by layer verifies them. One text at a time, greedily or sampled.
+            mapped file), unrounded, the budget drafts some tokens, and one pass that streams the whole cache layer by layer
+            verifies them. One text at a time, greedily or sampled.
+        offload_folder: of the mapped file, also beside a device; None is the folder for temporary files on a CPU.
         **policy_options: the policy's own fields, such as `window=`, `noise=`, `sinks=`, `recent=`, `protect=`: those of
             PolicyOptions.
 
@@ -131,7 +132,8 @@ class patched:
         record: bool = False,
         graphs: bool = True,
         auto: bool = True,
-        lossless: bool | str | PathLike[str] = False,
+        lossless: bool = False,
+        offload_folder: str | PathLike[str] | None = None,
         **policy_options: Unpack[PolicyOptions],
     ) -> None:
         check_versions(transformers.__version__, torch.__version__)
@@ -141,7 +143,7 @@ class patched:
         bits = settings.bits_of(bits)
         settings.check_options(seed, block, strict=strict, record=record, graphs=graphs, auto=auto)
         chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
-        kept = check_folder(lossless)
+        kept = check_lossless(lossless, offload_folder)
         target = _find_target(model, auto)
         how = settings.settings_of(
             target, chosen, k, bits=bits, block=block, positions=positions, backend=backend, seed=seed, strict=strict,
@@ -205,7 +207,7 @@ def _find_target(model: nn.Module, auto: bool) -> Target:
 _PARAMETERS = inspect.signature(patched).parameters.values()
 ARGUMENTS = tuple(one.name for one in _PARAMETERS if one.kind is not one.VAR_KEYWORD)
 """Names of patched()'s own arguments, offered as corrections of misspelt ones."""
-_OTHERS = ("record", "graphs", "auto", "lossless")
+_OTHERS = ("record", "graphs", "auto", "lossless", "offload_folder")
 SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY and one.name not in _OTHERS)
 """Keyword-only arguments of patched() that decide what is kept, all of which the command line and the harness accept too."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ from ..errors import KVPatchError
 
 FEWEST = 256  # rows of a store
 GROWTH = 1.25  # of a store that is full
+MEMORY = Path("/proc/meminfo")
 
 
 class Rows(Protocol):
@@ -72,8 +74,8 @@ class MappedRows:
             _reserve(self._file.fileno(), size)
         except OSError as error:
             raise KVPatchError(
-                f"lossless=: the full cache needs {size:,} bytes for a layer in {tempfile.gettempdir()} or the folder that was "
-                f"given, which has no room ({error}): give lossless='/a/folder' on a larger disk, or shorten the text."
+                f"lossless=True: the full cache needs {size:,} bytes for a layer in {tempfile.gettempdir()} or offload_folder, "
+                f"which has no room ({error}): give offload_folder='/a/folder' on a larger disk, or shorten the text."
             ) from error
         self._map = mmap.mmap(self._file.fileno(), size)
         self.rows_NE = torch.frombuffer(self._map, dtype=self.dtype).view(count, self.width)
@@ -95,6 +97,18 @@ def _reserve(file: int, size: int) -> None:
         os.ftruncate(file, size)
 
 
+def find_free(folder: Path | None, device: torch.device) -> tuple[str, int | None]:
+    """Return where rows of layers on a device lie, in words, and the bytes that are free there; None if nothing tells."""
+    if folder is not None or device.type == "cpu":
+        place = folder or Path(tempfile.gettempdir())
+        return str(place), shutil.disk_usage(place).free
+    try:
+        lines = MEMORY.read_text(encoding="ascii").splitlines()
+        return "host memory", next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return "host memory", None
+
+
 class HostLayer(CacheLayerMixin):
     """All tokens of a layer; a row is a token's keys of all heads, then its values.
 
@@ -114,25 +128,38 @@ class HostLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store for keys and values [1,H,Q,D] such as these."""
         _, H, _, K = key_states.shape
-        self.sizes = H, K, value_states.shape[3]
-        width, dtype = H * (K + self.sizes[2]), key_states.dtype
-        if self.folder is not None or key_states.device.type == "cpu":
-            self.store = MappedRows(width, dtype, self.folder)
+        self.begin((H, K, value_states.shape[3]), key_states.dtype, key_states.device)
+
+    def begin(self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        """Make the store for entries of these sizes, which are computed on `device`."""
+        H, K, V = self.sizes = sizes
+        if self.folder is not None or device.type == "cpu":
+            self.store = MappedRows(H * (K + V), dtype, self.folder)
         else:
-            self.store = PinnedRows(width, dtype, key_states.is_cuda)
+            self.store = PinnedRows(H * (K + V), dtype, device.type == "cuda")
         self.is_initialized = True
 
     def append(self, k_1HQD: Tensor, v_1HQD: Tensor) -> None:
         """Write the entries of Q more tokens."""
         if not self.is_initialized:
             self.lazy_initialization(k_1HQD, v_1HQD)
-        start, stop = self.length, self.length + k_1HQD.shape[2]
+        start, stop, kept = self.length, self.length + k_1HQD.shape[2], self.store.rows_NE.dtype
+        if k_1HQD.dtype != kept:
+            raise KVPatchError(
+                f"The entries of this text are {kept}, and this pass makes {k_1HQD.dtype}: read all of a text under the same "
+                "autocast."
+            )
         if stop > len(self.store.rows_NE):
-            self.store.resize(max(stop, int(start * GROWTH), FEWEST))
+            self.store.resize(self.count_rows(stop))
         k_1HTD, v_1HTD = self.view(self.store.rows_NE[start:stop])
         k_1HTD.copy_(k_1HQD.detach(), non_blocking=True)
         v_1HTD.copy_(v_1HQD.detach(), non_blocking=True)
         self.length = stop
+
+    def count_rows(self, count: int) -> int:
+        """Return the rows of the store once it has room for `count`."""
+        held = len(self.store.rows_NE) if self.is_initialized else 0
+        return held if count <= held else max(count, int(self.length * GROWTH), FEWEST)
 
     def keep(self, rows_N: Tensor) -> None:
         """Keep these rows alone, in their order."""

@@ -13,9 +13,10 @@ from transformers import Cache
 
 from ..errors import KVPatchError
 from ..policies.numbers import on_device
-from . import editing
+from . import checks, editing
 from .cache import EvictingCache
-from .host import HostLayer
+from .host import HostLayer, find_free
+from .messages import Messages
 
 
 @dataclass
@@ -59,6 +60,7 @@ class LosslessCache(Cache):
         self.places: list[int] = []  # positions of those that are there: all but what was forgotten
         self.edited = 0  # tokens read when some were last forgotten
         self.again = 0  # tokens read before, which generate()'s first pass brings once more
+        self.messages: Messages | None = None  # of a chat
         self.pending_ids: list[int] = []  # ids of the pass in progress
         self._places_1T: Tensor | None = None  # on the device of the pass
         self._staged: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
@@ -68,16 +70,43 @@ class LosslessCache(Cache):
 
     def begin(self, ids: list[int]) -> EvictingCache:
         """Begin a pass over new tokens; return the budgeted cache that it fills. What an interrupted pass left is dropped."""
-        new, tokens = EvictingCache(self.settings), torch.tensor([self.ids])
         self.pending_ids, self._places_1T = ids, None
         self._staged.clear()
-        for layer, budgeted in zip(self.whole, new.layers, strict=True):
-            layer.length, budgeted.seen = len(self.places), len(self.ids)
+        for layer in self.whole:
+            layer.length = len(self.places)
+        self.drafts = self._make_drafts()
+        return self.drafts
+
+    def _make_drafts(self) -> EvictingCache:
+        """Return a budgeted cache that counts the tokens read, and holds none of them yet."""
+        new, tokens = EvictingCache(self.settings), torch.tensor([self.ids])
+        new.read_by, new.messages = self.drafts.read_by, self.messages
+        for layer in new.layers:
+            layer.seen = len(self.ids)
         if self.ids:
             new.seen_B = torch.tensor([len(self.ids)])
             new.ids.write(tokens, 1, len(self.ids), tokens.device)
-        self.drafts = new
         return new
+
+    @property
+    def drafting(self) -> bool:
+        """True if `drafts` go on from the text: not before the first pass, nor once one was interrupted."""
+        drafts = self.drafts
+        return bool(self.ids) and not drafts.unfinished and drafts.turns.count > 0 and drafts.seen == len(self.ids)
+
+    def check_room(self, tokens: int, nbytes: int, device: torch.device) -> None:
+        """Raise KVPatchError unless the host has room for so many more tokens, whose entries take `nbytes` each."""
+        first = self.whole[0]
+        held = len(first.store.rows_NE) if first.is_initialized else 0
+        more = (first.count_rows(len(self.places) + tokens) - held) * nbytes
+        if not more:
+            return
+        place, free = find_free(first.folder, device)
+        if free is not None and more > free:
+            raise KVPatchError(
+                f"lossless=True keeps the entries of all tokens in {place}: {more:,} bytes more for these {tokens:,} tokens, "
+                f"and {free:,} are free. Give offload_folder='/a/folder' on a larger disk, or shorten the text."
+            )
 
     def lend(self) -> None:
         """Lend the budgeted cache's pass, which has begun, the earlier tokens."""
@@ -156,14 +185,27 @@ class LosslessCache(Cache):
             raise KVPatchError(f"crop({asked}): the cache has read {len(self.ids)} tokens.")
         if left < self.edited:
             raise KVPatchError(f"crop({asked}): the text was edited after {self.edited} tokens, and stays so.")
-        count = len(self.ids) - left
+        count, drafting = len(self.ids) - left, self.drafting
         del self.ids[left:], self.places[len(self.places) - count :]
-        if self.drafts.seen > left:
+        if drafting and count:
             editing.drop_last(self.drafts, count)
+
+    def go_back(self, ids: Sequence[int]) -> None:
+        """Take back what a text does not begin with, and its last token, so that there is something to read."""
+        pairs = zip(self.ids, ids[:-1], strict=False)
+        common = next((i for i, (own, its) in enumerate(pairs) if own != its), min(len(self.ids), len(ids) - 1))
+        if common < max(self.edited, 1):
+            self.reset()
+        elif common < len(self.ids):
+            self.crop(common)
 
     def forget(self, spans: Sequence[tuple[int, int]], row: int | None = None) -> None:
         """Take tokens out of the text, as `EvictingCache.forget` does: later passes are as if they had been masked."""
-        self.drafts.forget(spans, row)
+        if self.drafting:
+            self.drafts.forget(spans, row)
+        else:
+            checks.check_filled(bool(self.ids))
+            editing.mark_spans(self._make_drafts(), spans, row, "forget()")
         kept = [i for i, place in enumerate(self.places) if not any(start <= place < stop for start, stop in spans)]
         self.places, self.edited = [self.places[i] for i in kept], len(self.ids)
         for layer in self.whole:
@@ -171,7 +213,7 @@ class LosslessCache(Cache):
 
     def clone(self) -> LosslessCache:
         """Return an independent copy, for several questions after one context."""
-        new = LosslessCache(self.drafts.clone(), 0)
+        new = LosslessCache(self.drafts.clone() if self.drafting else self._make_drafts(), 0)
         new.whole, new.ids, new.places = [layer.copy() for layer in self.whole], list(self.ids), list(self.places)
         new.edited = self.edited
         new.layers = list(new.whole)
@@ -195,6 +237,8 @@ class LosslessCache(Cache):
         self.ids.clear()
         self.places.clear()
         self.edited = 0
+        for layer in self.whole:
+            layer.reset()
         self.drafts.reset()
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:

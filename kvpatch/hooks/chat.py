@@ -12,6 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStr
 
 from ..arch.upstream import CACHE, CACHE_NAMES
 from ..cache.cache import EvictingCache
+from ..cache.lossless import LosslessCache
 from ..cache.messages import Messages
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
@@ -29,7 +30,7 @@ class Chat:
     """A conversation under a patch's budget, made by `Patch.chat()`.
 
     Where a template takes something from the newest answer, such as its thinking, the cache forgets these tokens; where it
-    changes anything else, the conversation is read anew.
+    changes anything else, the conversation is read anew; a lossless cache goes back to the first token that differs.
 
     Attributes:
         messages: as the template takes them; a forgotten one has "forgotten": True.
@@ -38,14 +39,14 @@ class Chat:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, new_cache: Callable[[], EvictingCache], replace: Callable[..., None],
+        self, model: Any, tokenizer: Any, new_cache: Callable[[], EvictingCache | LosslessCache], replace: Callable[..., None],
         system: str | None, **options: Any,
     ) -> None:  # fmt: skip
         _check_options(options)
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._template = Template(tokenizer, dict(options.pop("template", None) or {}))
         self._model, self._tokenizer, self._options = model, tokenizer, options
-        self._new_cache, self._replace = new_cache, replace
+        self._new_cache, self._replace, self.cache = new_cache, replace, new_cache()
         self._begin_again()
 
     @property
@@ -60,8 +61,9 @@ class Chat:
         return f"<Chat of {len(self.messages)} messages: {self.ids.shape[1]} tokens>"
 
     def _begin_again(self) -> None:
-        """Take a new cache, to read the conversation anew."""
-        self.cache = self._new_cache()
+        """Read the conversation anew, in a new cache; a lossless one keeps what stays the same."""
+        if not isinstance(self.cache, LosslessCache):
+            self.cache = self._new_cache()
         self.ids = torch.empty(1, 0, dtype=torch.long, device=self._model.device)
         self._read = Transcript(left_out=frozenset(i for i, one in enumerate(self.messages) if one.get("forgotten")))
 
@@ -214,14 +216,15 @@ class Chat:
 
     def _drop_stripped(self, text: str) -> bool:
         """Forget what the template takes from the newest answer, such as its thinking; tell whether tokens allow that."""
-        answer = self._read.answer
-        found = find_dropped(self._read.text, text, [self._tokenizer.decode([one]) for one in answer])
+        if isinstance(self.cache, LosslessCache):
+            return False  # what stands behind has seen these tokens
+        before = self.ids.shape[1] - len(self._read.answer)
+        found = find_dropped(self._read.text, text, [self._tokenizer.decode([one]) for one in self._read.answer])
         if found is None:
             return False
         (first, last), kept = found
-        start = self.ids.shape[1] - len(answer)
         try:
-            self.cache.forget([(start + first, start + last)])
+            self.cache.forget([(before + first, before + last)])
         except KVPatchError:  # a state that saw the tokens, or heads that other processes hold
             return False
         self._read.text = kept
@@ -229,12 +232,13 @@ class Chat:
 
     def _generate(self, asked: Tensor, *criteria: StoppingCriteria, **options: Any) -> Tensor:
         """Return the ids [1,N] of the text with the answer."""
+        if isinstance(self.cache, LosslessCache):
+            self.cache.go_back(asked[0].tolist())
         self.cache.messages = Messages([*(one["role"] for one in self.messages), "assistant"], list(self._read.starts))
         given = self._options | options
-        stops = StoppingCriteriaList([*(given.pop("stopping_criteria", None) or ()), *criteria])
-        given |= {"stopping_criteria": stops} if stops else {}
-        mask = torch.ones_like(asked)
-        return self._model.generate(asked, attention_mask=mask, **{CACHE: self.cache}, **given)
+        if stops := StoppingCriteriaList([*(given.pop("stopping_criteria", None) or ()), *criteria]):
+            given["stopping_criteria"] = stops
+        return self._model.generate(asked, attention_mask=torch.ones_like(asked), **{CACHE: self.cache}, **given)
 
     def _end_turn(self, ids: Tensor, asked: Tensor) -> str:
         """Add the answer to the messages, and return it."""
@@ -254,8 +258,8 @@ class Chat:
 
 
 def begin_chat(
-    target: Target, settings: CacheSettings, new_cache: Callable[[], EvictingCache], replace: Callable[..., None],
-    tokenizer: Any, system: str | None, keep_system: bool, options: dict[str, Any],
+    target: Target, settings: CacheSettings, new_cache: Callable[[], EvictingCache | LosslessCache],
+    replace: Callable[..., None], tokenizer: Any, system: str | None, keep_system: bool, options: dict[str, Any],
 ) -> Chat:  # fmt: skip
     """Make a Chat: see Patch.chat."""
     if not target.generators:

@@ -66,7 +66,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
     whole = None
     if isinstance(past, LosslessCache) or (state.lossless and past is None and not _is_scratch(decoder, call)):
         whole = lossless.own_lossless(past, state)
-        past = lossless.begin_pass(call, whole, state)
+        past = lossless.begin_pass(decoder, call, whole, state)
     made_here = past is None
     changed = _begin_pass(decoder, call, state)
     if whole is not None:

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from os import PathLike
+from typing import Any
 
 import torch
 
 from ..arch.bound import BoundAdapter
 from ..cache.cache import EvictingCache
-from ..policies.served import refuse
+from ..cache.lossless import LosslessCache
+from ..storage.lossless import load_lossless, save_lossless
 from ..storage.save_load import load, save
-from . import ownership
+from . import lossless, ownership
 from .identity import stamp_model
 from .inputs import file_path
 from .state import PatchState
 from .target import Target
 
 
-def save_cache(target: Target, state: PatchState, cache: EvictingCache, path: str | PathLike[str]) -> None:
+def save_cache(target: Target, state: PatchState, cache: Any, path: str | PathLike[str]) -> None:
     """Write a cache to a file: see Patch.save_cache."""
-    refuse("cache files", state.combine())
+    if state.lossless:
+        whole = lossless.own_lossless(cache, state)
+        ownership.refuse_changed(whole.drafts, stamp_model(target.decoder))
+        return save_lossless(whole, file_path(path), target.identity())
     ownership.check_own(cache, state)
     ownership.refuse_changed(cache, stamp_model(target.decoder))
-    save(cache, file_path(path), target.identity())
+    return save(cache, file_path(path), target.identity())
 
 
-def load_cache(target: Target, state: PatchState, path: str | PathLike[str]) -> EvictingCache:
+def load_cache(target: Target, state: PatchState, path: str | PathLike[str]) -> EvictingCache | LosslessCache:
     """Fill an empty cache from a file, and return it: see Patch.load_cache."""
-    refuse("cache files", state.combine())
+    if state.lossless:
+        whole = load_lossless(lossless.new_cache(state), file_path(path), target.identity(), target.shapes(), target.devices())
+        whole.drafts.read_by = stamp_model(target.decoder)
+        return whole
     cache = load(state.new_cache(), file_path(path), target.identity(), target.shapes(), target.devices())
     cache.lifetimes = None  # the file has none
     cache.read_by = stamp_model(target.decoder)

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 
+from ..arch.adapter import keys_dtype
 from ..arch.upstream import CACHE, cache_of, set_cache
 from ..cache.cache import EvictingCache
 from ..cache.lossless import LosslessCache
@@ -39,17 +40,28 @@ def new_cache(state: PatchState) -> LosslessCache:
     return LosslessCache(state.new_cache(), len(state.shapes), folder)
 
 
-def check_folder(lossless: object) -> bool | str:
-    """Return `lossless` as True, False or the name of a folder.
+def check_lossless(lossless: object, folder: object) -> bool | str:
+    """Return whether a patch is lossless, or the folder of the full cache's file.
+
+    lossless, folder: `lossless` and `offload_folder` of patched().
 
     Raises:
-        KVPatchError: it is neither.
+        KVPatchError: they are no truth value and no folder, or a folder is given to a patch that is not lossless.
     """
-    if isinstance(lossless, bool):
+    if isinstance(lossless, str | PathLike):
+        raise KVPatchError(
+            f"lossless={lossless!r} must be True or False: the folder of the full cache's file is "
+            f"offload_folder={str(lossless)!r}, beside lossless=True."
+        )
+    if not isinstance(lossless, bool):
+        raise KVPatchError(f"lossless={lossless!r} must be True or False.")
+    if folder is None:
         return lossless
-    if isinstance(lossless, str | PathLike) and Path(lossless).is_dir():
-        return str(lossless)
-    raise KVPatchError(f"lossless={lossless!r} must be True, False, or a folder that exists, for the file of the full cache.")
+    if not lossless:
+        raise KVPatchError(f"offload_folder={folder!r} is where lossless=True keeps the full cache: give both, or neither.")
+    if not isinstance(folder, str | PathLike) or not Path(folder).is_dir():
+        raise KVPatchError(f"offload_folder={folder!r} must be a folder that exists, for the file of the full cache.")
+    return str(folder)
 
 
 def own_lossless(past: object, state: PatchState) -> LosslessCache:
@@ -71,10 +83,10 @@ def own_lossless(past: object, state: PatchState) -> LosslessCache:
 # ---- passes ----
 
 
-def begin_pass(call: dict[str, Any], cache: LosslessCache, state: PatchState) -> EvictingCache:
+def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, state: PatchState) -> EvictingCache:
     """Begin a pass over a lossless cache, which fills the budgeted cache that is returned.
 
-    call: the decoder's arguments, which are updated.
+    reader: the decoder. call: its arguments, which are updated.
     """
     tokens = call.get("input_ids")
     if tokens is None or tokens.shape[0] != 1:
@@ -85,12 +97,20 @@ def begin_pass(call: dict[str, Any], cache: LosslessCache, state: PatchState) ->
     mask = call.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
         raise KVPatchError("lossless=True reads one text without padding: leave the padding out.")
+    check_room(reader, tokens, cache, state)
     drafts = cache.begin(tokens[0].tolist())
     set_cache(call, drafts, state.cache_name)
     if drafts.seen:
         cache.verified.passes += 1
     state.log.verified = cache.verified
     return drafts
+
+
+def check_room(reader: nn.Module, tokens_1N: Tensor, cache: LosslessCache, state: PatchState) -> None:
+    """Raise KVPatchError unless the host has room for the entries of these tokens."""
+    numbers = sum(shape.heads * (shape.key + shape.value) for shape in state.shapes)
+    device = tokens_1N.device
+    cache.check_room(tokens_1N.shape[1], numbers * keys_dtype(reader, device.type).itemsize, device)
 
 
 def end_pass(output: Any, cache: LosslessCache) -> Any:
@@ -124,8 +144,7 @@ class Drafter(CandidateGenerator):
         """Draft tokens behind input_ids [1,N]; return [1,N+g], and the logits [1,g,V] that they were drawn from."""
         before, self.drafted, drafts = input_ids.shape[1], 0, self.cache.drafts
         wanted = min(self.length, self.longest - before - 1)
-        # the first pass reads the prompt; one that was interrupted has left no cache to draft from
-        if not self.cache.ids or wanted <= 0 or drafts.unfinished or drafts.seen != before - 1:
+        if not self.cache.drafting or wanted <= 0 or drafts.seen != before - 1:  # a pass reads the text first
             return input_ids, None
         text, logits = input_ids, []
         for _ in range(wanted):
@@ -196,6 +215,7 @@ def generate(
             raise KVPatchError("lossless=True generates greedily or by sampling: leave beams and other searches out.")
         if len(input_ids) != 1:
             raise KVPatchError("lossless=True drafts for one text at a time: leave num_return_sequences out.")
+        check_room(model, input_ids[:, read:], cache, state)
         piece = generation_config.prefill_chunk_size
         if (read or piece) and input_ids.shape[1] > read + 1:  # else the loop's first pass reads the text
             for ids_1Q in input_ids[:, read:-1].split(piece or input_ids.shape[1], 1):

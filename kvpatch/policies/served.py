@@ -277,11 +277,6 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     # what a patch offers
     "prefix": {"lossless": "lossless=True keeps each text's own cache: leave lossless out, or give generate() the whole text."},
-    "chat": {
-        "lossless": "patch.chat() is not served with lossless=True: give generate() the whole conversation and the cache that "
-        "it returned, or leave lossless out."
-    },
-    "cache files": {"lossless": "lossless=True keeps all tokens, which no file of a cache holds: leave lossless out."},
     # of a model's attention module
     "rotations undone": {
         "obstacle": "policy {name} reads queries or keys without their rotation, but in {it.adapter} {it.obstacle}: use "
@@ -347,7 +342,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "the text anew without these tokens.",
     },
     "replace": {
-        "lossless": "replace() is not served with lossless=True: take the span out with cache.forget(), or leave lossless out.",
+        "lossless": "replace() leaves what has seen the old tokens as it is, and lossless=True is exact: write "
+        "cache.crop(start) and give generate() the new text; of a chat change chat.messages. What follows is then read anew.",
         "states": "replace(): layers {it.states} of this hybrid keep a state of all that was read, and no token can be taken "
         "out of it. Read the text anew.",
         "tensor parallel": "replace() changes how many tokens heads hold, and other processes hold some of these heads: read "

@@ -233,6 +233,17 @@ CACHE = FileKind(
     (Field.of_table("model"), Field.of_table("settings"), Field("cache"), Field("layers")),
     outdated="{path} is no cache saved by this version of kvpatch ({format!r}): read its text again.",
 )
+LOSSLESS = FileKind(
+    "lossless cache",
+    1,
+    "saved lossless cache",
+    "save_cache()",
+    "Save it anew with patch.save_cache().",
+    (Field.of_table("model"), Field.of_count("edited")),
+    {"ids": FixedArray(torch.int64, ("T",)), "places": FixedArray(torch.int64, ("N",))},  # and, of the model's sizes, rows
+    outdated="{path} is no cache that this version of kvpatch saved under lossless=True ({format!r}): load it by a patch "
+    "without lossless, or read its text again.",
+)
 _NO_RECORD = "its description names no model, or no layers"
 RECORD = FileKind(
     "record",
@@ -266,4 +277,4 @@ SETTINGS = FileKind(
     (Field("kvpatch"), Field("policy"), Field("k"), Field("options")),
     subject="settings file",
 )
-KINDS = {one.name: one for one in (CACHE, RECORD, CALIBRATION, SETTINGS)}
+KINDS = {one.name: one for one in (CACHE, LOSSLESS, RECORD, CALIBRATION, SETTINGS)}

@@ -187,19 +187,20 @@ def _read_file(
     """Read the description and the tensors of a file, and check that they fit the empty cache `cache`."""
 
     def check_header(about: Description, found: dict[str, Entry]) -> None:
-        _compare_tables("model", about["model"], model, path)
-        _compare_tables("settings", about["settings"], json.loads(json.dumps(cache.settings.described())), path)
+        compare_tables("model", about["model"], model, path)
+        compare_tables("settings", about["settings"], json.loads(json.dumps(cache.settings.described())), path)
         schema.check_header(about, found, cache, shapes)
 
     return CACHE.read_file(path, check_header)
 
 
-def _compare_tables(what: str, saved: Description, mine: Description, path: object) -> None:
+def compare_tables(what: str, saved: Description, mine: Description, path: object) -> None:
+    """Raise KVPatchError, naming the first value that differs, unless a file was saved under the same model or settings."""
     for name in [*saved, *(name for name in mine if name not in saved)]:
         old, new = saved.get(name), mine.get(name)
         if old != new:
             if isinstance(old, dict) and isinstance(new, dict):
-                _compare_tables(f"{what}'s {name}", old, new, path)
+                compare_tables(f"{what}'s {name}", old, new, path)
             there, here = _unite_layers(old), _unite_layers(new)
             raise KVPatchError(
                 f"{path} was saved under another {what}: {name} is {there!r} there and {here!r} here. A cache only continues "

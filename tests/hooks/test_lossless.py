@@ -2,6 +2,7 @@
 
 import gc
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 import kvpatch
 from kvpatch.arch.upstream import cache_of
 from kvpatch.backends import torch_backend
-from kvpatch.cache.host import HostLayer
+from kvpatch.cache.host import HostLayer, find_free
 from kvpatch.cache.lossless import LosslessCache
 from kvpatch.hooks import lossless
 from tests.helpers import tiny_families
@@ -302,7 +303,7 @@ def _resident(name):
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps"), reason="needs Linux's /proc")
 def test_memory_holds_two_layers_of_the_full_cache_at_most(tmp_path):
     model, most = make("llama_gqa", layers=6, dtype=torch.float64), []
-    with kvpatch.patched(model, "h2o", 0.1, lossless=str(tmp_path)):
+    with kvpatch.patched(model, "h2o", 0.1, lossless=True, offload_folder=tmp_path):
         cache = cache_of(generate(model, prompt(1, 3000), max_new_tokens=1))
         exchange = LosslessCache.exchange
 
@@ -347,7 +348,7 @@ def test_budgets_and_wrappers_keep_their_invariants(policy, k, options):
 
 def test_the_file_goes_with_the_cache(tmp_path):
     model = make("llama_gqa")
-    with kvpatch.patched(model, "h2o", 0.3, lossless=str(tmp_path)):
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True, offload_folder=tmp_path):
         cache = cache_of(generate(model, prompt(1, 40)))
         assert _open_files(tmp_path) and not list(tmp_path.iterdir())
         del cache
@@ -373,6 +374,49 @@ def test_a_full_disk_is_said_before_it_is_written(monkeypatch):
     model = make("llama_gqa")
     with kvpatch.patched(model, "h2o", 0.3, lossless=True), pytest.raises(kvpatch.KVPatchError, match="which has no room"):
         generate(model, prompt(1, 40))
+
+
+@pytest.mark.parametrize(("call", "tokens"), [("pass", 40), ("generate", 40), ("pieces", 40), ("turn", 256)])
+def test_no_room_on_the_host_is_said_before_anything_is_read(call, tokens, monkeypatch):
+    """With the bytes: the rows that the store would have, of all layers."""
+    model, read = make("llama_gqa", layers=3), []
+    row = 3 * 2 * 2 * model.config.head_dim * 4
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True) as patch:
+        cache = patch.new_cache()
+        if call == "turn":
+            model(prompt(1, 40), past_key_values=cache)
+        needed = (296 - 256 if call == "turn" else 256) * row
+        model.model.layers[0].register_forward_pre_hook(lambda _, args: read.append(args[0].shape[1]))
+        free = needed - 1
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+        ids = prompt(1, tokens) if call != "turn" else torch.cat([prompt(1, 40), prompt(1, tokens, 2)], 1)
+        options = {"max_new_tokens": 2, "past_key_values": cache} | ({"prefill_chunk_size": 8} if call == "pieces" else {})
+        said = f"{needed:,} bytes more for these {tokens} tokens, and {free:,} are free"
+        with pytest.raises(kvpatch.KVPatchError, match=said):
+            model(ids, past_key_values=cache) if call == "pass" else generate(model, ids, **options)
+        assert not read and len(cache.ids) == (40 if call == "turn" else 0)
+        free = needed if call != "turn" else 2**40  # the store grows by a quarter then
+        assert generate(model, ids, **options).sequences.shape[1] == ids.shape[1] + 2
+
+
+def test_free_memory_beside_a_device(monkeypatch, tmp_path):
+    monkeypatch.setattr("kvpatch.cache.host.MEMORY", tmp_path / "meminfo")
+    device = torch.device("cuda")
+    assert find_free(None, device) == ("host memory", None)
+    (tmp_path / "meminfo").write_text("MemTotal:  90 kB\nMemAvailable:   12 kB\n")
+    assert find_free(None, device) == ("host memory", 12 * 1024)
+    assert find_free(tmp_path, device)[0] == str(tmp_path)
+
+
+def test_entries_of_another_dtype_are_refused():
+    """They would be rounded to those that are there."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True):
+        cache = cache_of(model(prompt(1, 40)))
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(kvpatch.KVPatchError, match="under the same autocast"):
+            model(prompt(1, 3), past_key_values=cache)
+        model(prompt(1, 3), past_key_values=cache)
+        assert len(cache.ids) == 43
 
 
 class Elsewhere(LosslessCache):
@@ -492,11 +536,8 @@ def test_other_texts_rows_and_caches_are_refused():
                 cache.forget(spans)
         with pytest.raises(kvpatch.KVPatchError, match="leave lossless out"):
             patch.prefix(ids)
-        with pytest.raises(kvpatch.KVPatchError, match="leave lossless out"):
-            patch.load_cache("none.safetensors")
-        for call in (lambda: patch.save_cache(cache, "some.safetensors"), lambda: patch.replace(cache, (0, 3), [1])):
-            with pytest.raises(kvpatch.KVPatchError, match="lossless=True"):
-                call()
+        with pytest.raises(kvpatch.KVPatchError, match="lossless=True"):
+            patch.replace(cache, (0, 3), [1])
         with pytest.raises(kvpatch.KVPatchError, match="has read 63 tokens"):
             cache.crop(-64)
 
@@ -504,8 +545,11 @@ def test_other_texts_rows_and_caches_are_refused():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"lossless": "no such folder"}, "a folder that exists"),
-        ({"lossless": 3}, "must be True, False"),
+        ({"lossless": "a folder"}, "offload_folder='a folder', beside lossless=True"),
+        ({"lossless": 3}, "lossless=3 must be True or False"),
+        ({"offload_folder": "no such folder"}, "offload_folder='no such folder' must be a folder that exists"),
+        ({"offload_folder": 3}, "offload_folder=3 must be a folder that exists"),
+        ({"lossless": False, "offload_folder": "."}, "give both, or neither"),
         ({"k": 1.0}, "evicts nothing"),
         ({"policy": "kvzip"}, "use 'h2o'"),
         ({"protect": [3]}, "leave protect= out"),

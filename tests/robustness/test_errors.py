@@ -99,7 +99,8 @@ def test_bad_arguments(arguments, words):
 def test_patched_and_patch_take_the_same():
     one, other = (inspect.signature(function).parameters for function in (kvpatch.patched, kvpatch.patch))
     assert {name: (p.kind, p.default) for name, p in one.items()} == {name: (p.kind, p.default) for name, p in other.items()}
-    assert tuple(one) == ("model", "policy", "k", *SETTINGS, "record", "graphs", "auto", "lossless", "policy_options")
+    others = ("record", "graphs", "auto", "lossless", "offload_folder")
+    assert tuple(one) == ("model", "policy", "k", *SETTINGS, *others, "policy_options")
     for name in one:
         assert re.search(rf"^ +\*{{0,2}}{name}: ", kvpatch.patched.__doc__, re.MULTILINE), f"{name} is not documented"
 

@@ -23,6 +23,7 @@ from . import agents as agents_runs
 from . import drafts as drafts_runs
 from . import quotas as quotas_runs
 from .choices import list_rows
+from .offloaded import count_offloaded
 from .page import write_section
 from .report import write_page
 from .runs import run_task
@@ -109,6 +110,8 @@ def drafts(
     for line in drafts_runs.run(loaded, tokenizer, samples, out / "drafts.jsonl"):
         print(line, flush=True)
     print(drafts_runs.write_table(out / "drafts.jsonl"))
+    _, _, ids_1N = drafts_runs.make_texts(tokenizer, 1)[0]
+    print("offloaded cache, full caches a token: read {:.2f}, written {:.2f}".format(*count_offloaded(loaded, ids_1N, 4)))
     drafts_runs.draw(out / "drafts.jsonl", Path("docs/results/lossless.png"))
 
 

@@ -1,0 +1,97 @@
+"""Saved lossless caches: the entries of all tokens. A file is of no policy and no budget: each pass chooses what is held."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+import torch
+from torch import Tensor
+
+from ..cache.lossless import LosslessCache
+from ..cache.tensors import FLOATS
+from ..errors import InvalidError, KVPatchError
+from .header import Entry
+from .kinds import LOSSLESS, Description
+from .save_load import compare_tables
+from .schema import LayerShape
+
+ROWS = "rows"  # of a layer, by token
+
+
+def save_lossless(cache: LosslessCache, path: str | PathLike[str], model: Description) -> None:
+    """Write the entries of all tokens to the file `path`; `model` holds the values that identify the model.
+
+    Raises:
+        KVPatchError: the cache is empty, or the file cannot be written.
+    """
+    if not cache.places:
+        raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
+    tensors = {"ids": torch.tensor(cache.ids), "places": torch.tensor(cache.places)}
+    for index, layer in enumerate(cache.whole):
+        layer.store.wait()
+        tensors[f"{index}.{ROWS}"] = layer.store.rows_NE[: len(cache.places)]
+    LOSSLESS.write_file(path, LOSSLESS.make_description(model=model, edited=cache.edited), tensors)
+    for layer in cache.whole:
+        layer.store.release()
+
+
+def load_lossless(
+    cache: LosslessCache,
+    path: str | PathLike[str],
+    model: Description,
+    shapes: list[LayerShape],
+    devices: list[torch.device],
+) -> LosslessCache:
+    """Read a file into `cache`, an empty one; the other arguments are those of `save_load.load`.
+
+    Raises:
+        KVPatchError: the file is missing, truncated or altered, or of another model.
+    """
+
+    def check_header(about: Description, found: dict[str, Entry]) -> None:
+        compare_tables("model", about["model"], model, path)
+        _check_rows(found, shapes)
+
+    with LOSSLESS.reading(path):
+        about, tensors, _ = LOSSLESS.read_file(path, check_header)
+        rows = [tensors.pop(f"{index}.{ROWS}") for index in range(len(shapes))]
+        _check_places(tensors["ids"], tensors["places"], about["edited"])
+        _check_numbers(rows)
+    cache.ids, cache.places, cache.edited = tensors["ids"].tolist(), tensors["places"].tolist(), about["edited"]
+    for layer, device, shape in zip(cache.whole, devices, shapes, strict=True):
+        layer.begin((shape.heads, shape.key, shape.value), rows[0].dtype, device)
+        layer.append(*layer.view(rows.pop(0)))
+        layer.store.release()
+    return cache
+
+
+def _check_rows(found: dict[str, Entry], shapes: list[LayerShape]) -> None:
+    """Raise InvalidError unless a file has the rows of all layers, alike in length and type, and nothing else."""
+    wanted = {f"{index}.{ROWS}": shape.heads * (shape.key + shape.value) for index, shape in enumerate(shapes)}
+    if found.keys() != {"ids", "places", *wanted}:
+        raise InvalidError(f"it holds {', '.join(sorted(found)):.80}, not ids, places and the rows of {len(shapes)} layers")
+    dtype, (count, *_) = found[f"0.{ROWS}"].dtype, found["places"].shape
+    if dtype not in FLOATS:
+        raise InvalidError(f"its rows are {dtype}")
+    for name, width in wanted.items():
+        own = found[name]
+        if own != Entry(dtype, (count, width)):
+            raise InvalidError(f"{name} is {own.dtype} {list(own.shape)} where {dtype} [{count}, {width}] belongs")
+
+
+def _check_places(ids_T: Tensor, places_N: Tensor, edited: int) -> None:
+    """Raise InvalidError unless places are those of the tokens read, and only edited ones are missing."""
+    T, newest = len(ids_T), places_N[places_N >= edited]
+    if bool((ids_T < 0).any()):
+        raise InvalidError("ids holds a number that is no token")
+    if edited > T or not torch.equal(newest, torch.arange(edited, T)):
+        raise InvalidError(f"places are not those of {T} tokens, of which the first {edited} were edited")
+    if bool((places_N < 0).any()) or bool((places_N.diff() <= 0).any()):
+        raise InvalidError("places are not in order")
+
+
+def _check_numbers(rows: list[Tensor]) -> None:
+    """Raise InvalidError for entries that are not finite."""
+    for index, rows_NE in enumerate(rows):
+        if not bool(rows_NE.isfinite().all()):
+            raise InvalidError(f"layer {index}: keys or values are not finite")
