@@ -75,6 +75,15 @@ def test_values_that_stay(what):
     assert torch.equal(Refit().values(k, v, kept, layer), kept.gather(v))
 
 
+def test_tokens_of_equal_keys_change_alike():
+    """X has equal columns there: the ridge shares out what they lack."""
+    layer, (k, v) = Layer(), entries()
+    k = torch.stack([*k.unbind(2)[:3], k[:, :, 4], *k.unbind(2)[4:]], 2)  # token 3 as token 4
+    change = Refit(ridge=1e-6).values(k, v, KEPT, layer) - KEPT.gather(v)
+    assert change.isfinite().all()
+    torch.testing.assert_close(change[:, 0, 1], change[:, 0, 2])
+
+
 def test_of_some_kept_tokens_at_a_time(monkeypatch):
     """The same values to rounding whatever the blocks, of queries and of kept tokens."""
     layer, (k, v) = Layer(), entries()
