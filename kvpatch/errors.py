@@ -17,9 +17,15 @@ class KVPatchError(ValueError):
 
 def suggest(name: object, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'h2o'?"`` with the nearest of `known`, or an empty string if none is near."""
+    near = find_nearest(name, known)
+    return "" if near is None else f" Did you mean {near!r}?"
+
+
+def find_nearest(name: object, known: Iterable[str]) -> str | None:
+    """Return the nearest of `known`, or None if none is near."""
     names = {_plain(one): one for one in known}
     near = difflib.get_close_matches(_plain(str(name)), names, n=1)
-    return f" Did you mean {names[near[0]]!r}?" if near else ""
+    return names[near[0]] if near else None
 
 
 def match_name(name: object, known: Iterable[str]) -> str | None:

@@ -63,6 +63,7 @@ class Report:
         size: the budget in bytes, as it was given; "" for others.
         answers_nbytes: bytes of the newest answer's tokens, where a policy that evicts after the prompt keeps them all.
         readers: numbers of layers that hold nothing and use the keys of another, each with that layer's number.
+        unfitted: heads that the last prompt's end left their values, because new ones were not finite (merged, refit).
         verified: with lossless=True, of its last cache: passes over all tokens, tokens drafted and accepted, and bytes moved.
         seconds: of the last generate(): "first_token", "per_token" (of the further ones) and "total"; empty after other calls.
 
@@ -99,6 +100,7 @@ class Report:
     readers: tuple[tuple[int, int], ...] = ()
     size: str = ""
     answers_nbytes: int = 0
+    unfitted: int = 0
     verified: Verified | None = None
 
     @classmethod
@@ -140,6 +142,7 @@ class Report:
             state_nbytes=snapshot.state_nbytes,
             record_nbytes=0 if snapshot.lifetimes is None else snapshot.lifetimes.nbytes,
             answers_nbytes=_count_answers(snapshot),
+            unfitted=sum(int(part.unfitted_BH.sum()) for part in parts if part.unfitted_BH is not None),
         )
 
     @property
@@ -200,6 +203,7 @@ class Report:
             "record_nbytes": self.record_nbytes,
             "size": self.size,
             "answers_nbytes": self.answers_nbytes,
+            "unfitted": self.unfitted,
             "readers": [list(pair) for pair in self.readers],
             "mass": [None if mass is None else mass.tolist() for mass in self.mass],
             "acted": self.acted,
@@ -245,6 +249,8 @@ class Report:
             mean, least = torch.stack(masses).mean(), min(float(mass.min()) for mass in masses)
             kept = f"{mean:.1%} of the mass that the prompt's rows gave; least in one head {least:.1%}"
             rows.append(("attention kept", kept))
+        if self.unfitted:
+            rows.append(("values", f"left as they were in {self.unfitted:,} heads, where new ones were not finite"))
         if self.seconds:
             rows.append(("time", text.format_times(self.seconds)))
         return rows + [("" if i else "attention by", line) for i, line in enumerate(text.list_backends(self.backends))]

@@ -331,7 +331,7 @@ def _compress_layer(
 
 
 def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tensor | None:
-    """Return the kept tokens' new values [B,H,K,D]; None where they stay as they are."""
+    """Return the kept tokens' new values [B,H,K,D]; None where they stay. A head without finite ones keeps its own."""
     slots, merging = call.slots, call.policy.merging
     if merging is None or index is None:
         return None
@@ -339,7 +339,11 @@ def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tenso
         real = torch.ones_like(index, dtype=torch.bool)
     with torch.set_grad_enabled(slots.graph is not None):
         k, v = call.held() if slots.graph is None else slots.graph
-        return merging.values(k, v, Kept(index, real, call.live(newest(call))), call)
+        kept = Kept(index, real, call.live(newest(call)))
+        values = merging.values(k, v, kept, call)
+        fits_BH11 = (values.isfinite() | ~real[..., None]).all(-1, keepdim=True).all(-2, keepdim=True)
+        slots.unfitted_BH = 1 - fits_BH11[..., 0, 0].long()
+        return torch.where(fits_BH11, values, kept.gather(v))
 
 
 def _move_kept(call: Call, index: Tensor | None, kept: Tensor | None, values: Tensor | None, layout: Layout) -> None:

@@ -356,13 +356,28 @@ class Call(LayerRead):
         # the least number rather than -inf: a query that sees no candidate is not NaN
         return x.masked_fill(~seen, torch.finfo(x.dtype).min), candidate
 
-    def weigh(self, q_BHGWD: Tensor, k_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor) -> tuple[Tensor, Tensor]:
-        positions, rows, geometry = self._used_positions, positions_BW[:, None, None, :, None], self.geometry
-        seen = (positions[:, :, None, None] >= 0) & (rows >= 0)
-        if geometry.sliding is not None:
-            seen = seen & (positions[:, :, None, None] >= find_oldest(geometry.sliding, rows))
-        x = window_logits(q_BHGWD, k_BHTD, positions, positions_BW, geometry)
-        return _weigh_seen(x, seen, geometry), _weigh_seen(x, seen & kept_BHT[:, :, None, None], geometry)
+    def attend_behind(
+        self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x, seen = self._look_behind(q_BHGWD, k_BHTD, positions_BW, self._used_positions)
+        (own, some), (all_seen, any_seen) = map(_mask_seen, (x, x), (seen & kept_BHT[:, :, None, None], seen))
+        p = torch_backend.weigh_logits(all_seen, self.geometry).masked_fill(~any_seen, 0.0)
+        lse = torch_backend.sum_logits(own, self.geometry).masked_fill(~some[..., 0], torch.inf)
+        return (p.flatten(2, 3) @ v_BHTD).unflatten(2, p.shape[2:4]), lse
+
+    def weigh_behind(
+        self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor
+    ) -> Tensor:
+        x, seen = self._look_behind(q_BHGWD, k_BHMD, positions_BW, self._used_positions.gather(2, index_BHM))
+        return (x - lse_BHGW[..., None]).masked_fill(~seen, -torch.inf).exp()
+
+    def _look_behind(self, q_BHGWD: Tensor, k: Tensor, positions: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [B,H,G,W,M] of queries behind the used slots, and which of these they see [B,H,1,W,M]."""
+        rows = positions[:, None, None, :, None]
+        seen = (at[:, :, None, None] >= 0) & (rows >= 0)
+        if self.geometry.sliding is not None:
+            seen = seen & (at[:, :, None, None] >= find_oldest(self.geometry.sliding, rows))
+        return window_logits(q_BHGWD, k, at, positions, self.geometry), seen
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Return keys and values [B,H,T,D] of the used slots; a ragged layer copies them, and rounded ones are unpacked."""
@@ -468,11 +483,10 @@ class Call(LayerRead):
         return cache.shared
 
 
-def _weigh_seen(x_BHGWT: Tensor, seen: Tensor, geometry: Geometry) -> Tensor:
-    """Return the attention to the tokens that are seen; 0 in rows that see none."""
+def _mask_seen(x_BHGWT: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits without those of what is not seen, but in rows that see nothing, and which rows see something."""
     some = seen.any(-1, keepdim=True)
-    x_BHGWT = x_BHGWT.masked_fill(~seen & some, -torch.inf)
-    return torch_backend.weigh_logits(x_BHGWT, geometry).masked_fill(~some, 0.0)
+    return x_BHGWT.masked_fill(~seen & some, -torch.inf), some
 
 
 def _rank_positions(positions_BHT: Tensor) -> Tensor:

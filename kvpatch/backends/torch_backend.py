@@ -283,6 +283,12 @@ def weigh_logits(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> 
     return torch.cat([x, sinks.to(x.dtype).expand(*x.shape[:-1], 1)], -1).softmax(-1)[..., :-1]
 
 
+def sum_logits(x: Tensor, geometry: Geometry) -> Tensor:
+    """Return the log-sum-exp of logits [B,H,G,...,M], attention sinks included."""
+    lse = x.logsumexp(-1)
+    return lse if geometry.sinks_HG is None else torch.logaddexp(lse, geometry.sinks_HG[..., None].to(x.dtype))
+
+
 def _find_columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tuple[int, int]:
     """Return the range of key columns that rows [start, stop) can see."""
     lo = 0
@@ -609,7 +615,8 @@ def window_folds(
 def window_logits(q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_BW: Tensor, geometry: Geometry) -> Tensor:
     """Return the logits [B,H,G,W,T] of queries at positions `rows_BW`, without masks, in the dtype of scores."""
     dtype = accumulator(q_BHGWD.dtype)
-    x = (q_BHGWD.to(dtype) * geometry.scale) @ k_BHTD.to(dtype).transpose(-1, -2)[:, :, None]
+    q = q_BHGWD.to(dtype) * geometry.scale
+    x = (q.flatten(2, 3) @ k_BHTD.to(dtype).mT).unflatten(2, q.shape[2:4])  # keys are not copied for each query head
     if geometry.slopes_HG is not None:
         slopes = geometry.slopes_HG[None, :, :, None, None].to(dtype)
         x = x + _find_alibi(slopes, positions_BHT[:, :, None, None], rows_BW[:, None, None, :, None], geometry)

@@ -73,6 +73,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.geometry: Geometry | None = None
         self.output_rows: Tensor | None = None  # of a projection whose weight had to be dequantized or gathered
         self.mass_BH: Tensor | None = None  # share of the prompt's attention that the kept tokens received
+        self.unfitted_BH: Tensor | None = None  # 1 where a prompt's end left a head's values, for new ones were not finite
         self.traced = False  # the pass is a traced step (compiled.py)
         # keys and values of the used columns with their graph, while a pass computes gradients
         self.graph: tuple[Tensor, Tensor] | None = None

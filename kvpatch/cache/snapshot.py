@@ -17,13 +17,14 @@ from .state import TextState
 class LayerPart:
     """Part of a layer that a report needs.
 
-    positions_BHT: of the held tokens, not copied; -1 in an empty slot. mass_BH: as in SlotLayer. nbytes: allocated for keys and
-    values. full_nbytes: of a layer that keeps every column, or the layer's own sliding window. token_nbytes: of a token that
-    every head holds, in all rows.
+    positions_BHT: of the held tokens, not copied; -1 in an empty slot. mass_BH, unfitted_BH: as in SlotLayer. nbytes: allocated
+    for keys and values. full_nbytes: of a layer that keeps every column, or the layer's own sliding window. token_nbytes: of a
+    token that every head holds, in all rows.
     """
 
     positions_BHT: Tensor
     mass_BH: Tensor | None
+    unfitted_BH: Tensor | None
     nbytes: int
     full_nbytes: int
     token_nbytes: int = 0
@@ -35,7 +36,8 @@ class LayerPart:
         kept = min(layer.seen, bound or layer.seen)
         full = B * H * kept * layer.kv.full_size * layer.dtype.itemsize
         token = B * H * entry_bytes(layer.bits, *layer.kv.sizes, layer.dtype, layer.latent)
-        return cls(layer.positions[:, :, : layer.used], layer.mass_BH, layer.kv.nbytes, full, token)
+        noted = layer.mass_BH, layer.unfitted_BH
+        return cls(layer.positions[:, :, : layer.used], *noted, layer.kv.nbytes, full, token)
 
 
 @dataclass(frozen=True)

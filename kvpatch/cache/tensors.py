@@ -60,4 +60,5 @@ HEAD_TENSORS = (
     HeadTensor("keep_BH1", (torch.int64,), wanted="evicting"),
     HeadTensor("lost_BH1", FLOATS[:2], stepped=True, wanted="weighing"),
     HeadTensor("mass_BH", FLOATS, missing=1.0),  # None: all of that prompt was kept
+    HeadTensor("unfitted_BH", (torch.int64,), missing=0),
 )

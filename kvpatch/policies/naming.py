@@ -7,10 +7,11 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import KVPatchError, match_name, suggest
+from ..errors import KVPatchError, find_nearest, match_name, suggest
 from .facts import COMBINATIONS, FACTS
 
 COMBINED = re.compile(rf"\s*({'|'.join(COMBINATIONS)})\((.+)\)\s*", re.IGNORECASE)
+_CALL = re.compile(r"\s*([^()]+)\((.+)\)\s*")
 _SHARED = {"adaptive": "layer", "global_topk": "model"}
 _AFTER_PROMPTS = ("chunked", "merged", "refit")  # combinations that evict where a prompt ends and at no other time
 
@@ -69,6 +70,16 @@ def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -
     return Division(when, every_option["every"], every_option.get("beta"), protects, shared)
 
 
+def suggest_policy(name: object, known: Collection[str]) -> str:
+    """Return ``" Did you mean 'refit(h2o)'?"`` with the nearest policy, or combination of one; an empty string if none is."""
+    around, base = [], str(name)
+    while (call := _CALL.fullmatch(base)) is not None:
+        around.append(find_nearest(call[1], COMBINATIONS))
+        base = call[2]
+    parts = [*around, find_nearest(base, known)]
+    return "" if None in parts else f" Did you mean {'('.join(map(str, parts)) + ')' * len(around)!r}?"
+
+
 def check_policy(name: str, options: Collection[str] | None = None) -> None:
     """Refuse a misspelt policy or option without importing torch; the library checks the rest.
 
@@ -79,7 +90,7 @@ def check_policy(name: str, options: Collection[str] | None = None) -> None:
     if (known_as := match_name(name, FACTS)) is None:
         if name in _list_registered():
             return
-        raise KVPatchError(f"Unknown policy {name!r}.{suggest(name, FACTS)} Known: {', '.join(FACTS)}.")
+        raise KVPatchError(f"Unknown policy {name!r}.{suggest_policy(name, FACTS)} Known: {', '.join(FACTS)}.")
     known = {**FACTS[known_as].list_options(), **{key: None for one in around for key in COMBINATIONS[one]}}
     for option in options or ():
         if option not in known:

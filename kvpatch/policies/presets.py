@@ -13,7 +13,7 @@ from .decoding import LastUse, Recurrence, Redundancy, SampledAttention
 from .expected import ExpectedAttention
 from .learned import Learned
 from .merging import Merge
-from .naming import COMBINED
+from .naming import COMBINED, suggest_policy
 from .outputs import OutputChange
 from .policy import Policy
 from .refitting import Refit
@@ -247,7 +247,7 @@ def get_policy(name: str) -> Policy:
     known = match_name(name, POLICIES)
     if known is None:
         shown = repr(name) if name is None or isinstance(name, str | int | float | type) else f"of type {type(name).__name__}"
-        raise KVPatchError(f"Unknown policy {shown}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
+        raise KVPatchError(f"Unknown policy {shown}.{suggest_policy(name, POLICIES)} Known: {', '.join(POLICIES)}.")
     return POLICIES[known]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from ..errors import KVPatchError
 from .context import accumulator
 from .merging import Kept, Merging
 from .needs import AnyNeed, LayerRead, RepeatQueries
+from .needs.second_reading import Asked
 
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 22, 1 << 26  # logits at a time
 
@@ -58,32 +60,62 @@ class Refit(Merging):
         asked = layer.notes.get(RepeatQueries.name)
         if asked is None:  # nothing was read again
             return own
-        x_BHNK, error_BHND = _attend_twice(k_BHTD, v_BHTD, kept, layer, asked.q_BHGWD, asked.positions_BW)
-        count_BH11 = kept.real_BHK.sum(-1)[..., None, None].clamp_min(1)
-        l_BH11 = self.ridge * x_BHNK.square().sum((-2, -1), keepdim=True) / count_BH11
+        looks = _Looks.of(k_BHTD, v_BHTD, kept, layer, asked)
         # V' - V = X^T (X X^T + l)^-1 (Y - X V): of the queries' size, however many tokens a head keeps
-        gram_BHNN = x_BHNK @ x_BHNK.mT
-        gram_BHNN.diagonal(dim1=-2, dim2=-1).add_(l_BH11[..., 0].clamp_min(torch.finfo(gram_BHNN.dtype).tiny))
+        gram_BHNN, lacking_BHND = torch.zeros((), device=own.device), looks.out_BHND
+        for some, x_BHNM in looks.blocks():
+            gram_BHNN = gram_BHNN + x_BHNM @ x_BHNM.mT
+            lacking_BHND = lacking_BHND - x_BHNM @ own[:, :, some].to(x_BHNM.dtype)
+        diagonal_BHN = gram_BHNN.diagonal(dim1=-2, dim2=-1)
+        l_BH1 = self.ridge * diagonal_BHN.sum(-1, keepdim=True) / kept.real_BHK.sum(-1, keepdim=True).clamp_min(1)
+        diagonal_BHN.add_(l_BH1.masked_fill(l_BH1 == 0, 1.0))  # where no query sees a kept token: there X is 0
         factor_BHNN, failed_BH = torch.linalg.cholesky_ex(gram_BHNN)
-        change_BHKD = x_BHNK.mT @ torch.cholesky_solve(error_BHND, factor_BHNN)
-        fits_BH11 = (failed_BH == 0)[..., None, None] & change_BHKD.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+        solved_BHND = torch.cholesky_solve(lacking_BHND, factor_BHNN).masked_fill(failed_BH[..., None, None] != 0, torch.nan)
+        change_BHKD = torch.cat([x_BHNM.mT @ solved_BHND for _, x_BHNM in looks.blocks()], 2)
         evicts_BH11 = (kept.live_BHT & ~kept.stays_BHT).any(-1)[..., None, None]
-        return torch.where(fits_BH11 & evicts_BH11, own + change_BHKD, own).to(v_BHTD.dtype)
+        return torch.where(evicts_BH11, own + change_BHKD, own).to(v_BHTD.dtype)
 
 
-def _attend_twice(
-    k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead, q_BHGWD: Tensor, positions_BW: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return attention to the kept tokens [B,H,N,K], were they all, and what outputs [B,H,N,D] lack; N = W * G queries."""
-    (B, H, G, W, _), wide = q_BHGWD.shape, accumulator(v_BHTD.dtype)
-    stays_BHT, v_BH1TD, index = kept.stays_BHT, v_BHTD.to(wide)[:, :, None], kept.index_BHK[:, :, None, None]
-    at_once = _CPU_BLOCK if q_BHGWD.device.type == "cpu" else _DEVICE_BLOCK
-    size = max(at_once // (B * H * G * k_BHTD.shape[2]), 1)
-    found, lacking = [], []
-    for at in range(0, W, size):
-        some = slice(at, at + size)
-        all_BHGWT, kept_BHGWT = layer.weigh(q_BHGWD[:, :, :, some], k_BHTD, positions_BW[:, some], stays_BHT)
-        lacking.append((all_BHGWT - kept_BHGWT) @ v_BH1TD)
-        own = kept_BHGWT.gather(-1, index.expand(*kept_BHGWT.shape[:-1], -1))
-        found.append(own.masked_fill(~kept.real_BHK[:, :, None, None], 0.0))
-    return torch.cat(found, 3).flatten(2, 3), torch.cat(lacking, 3).flatten(2, 3)
+@dataclass
+class _Looks:
+    """What N = G * W queries of each KV head find, and what they give to kept tokens, in blocks of these.
+
+    Attributes:
+        out_BHND: their outputs over all tokens.
+        lse_BHGW: log-sum-exps of their logits, were the kept tokens all.
+        asked: the queries.
+        k_BHKD: keys of the kept tokens.
+    """
+
+    out_BHND: Tensor
+    lse_BHGW: Tensor
+    asked: Asked
+    k_BHKD: Tensor
+    kept: Kept
+    layer: LayerRead
+
+    @classmethod
+    def of(cls, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead, asked: Asked) -> _Looks:
+        """Attend to all tokens, some queries at a time."""
+        (B, H, G, W, _), stays_BHT = asked.q_BHGWD.shape, kept.stays_BHT
+        v_BHTD = v_BHTD.to(accumulator(v_BHTD.dtype))
+        found = [
+            layer.attend_behind(asked.q_BHGWD[:, :, :, some], k_BHTD, v_BHTD, asked.positions_BW[:, some], stays_BHT)
+            for some in _split(W, B * H * G * k_BHTD.shape[2], v_BHTD)
+        ]
+        out, lse = (torch.cat(parts, 3) for parts in zip(*found, strict=True))
+        return cls(out.flatten(2, 3), lse, asked, kept.gather(k_BHTD), kept, layer)
+
+    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield which of the kept tokens, and the attention [B,H,N,M] that they get, were the kept ones all."""
+        kept, asked = self.kept, self.asked
+        for some in _split(kept.index_BHK.shape[2], self.lse_BHGW.numel(), self.out_BHND):
+            index, real = kept.index_BHK[:, :, some], kept.real_BHK[:, :, None, None, some]
+            x = self.layer.weigh_behind(asked.q_BHGWD, self.k_BHKD[:, :, some], asked.positions_BW, index, self.lse_BHGW)
+            yield some, x.masked_fill(~real, 0.0).flatten(2, 3)
+
+
+def _split(count: int, each: int, like: Tensor) -> Iterator[slice]:
+    """Split so many rows or columns of `each` numbers into blocks of a bounded size."""
+    size = max((_CPU_BLOCK if like.device.type == "cpu" else _DEVICE_BLOCK) // each, 1)
+    return (slice(at, at + size) for at in range(0, count, size))

@@ -5,11 +5,10 @@ import functools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import kvpatch
 from tests.helpers.comparing import SMALL, draw
+from tests.helpers.counting import Largest
 from tests.helpers.running import logits_of, no_dropout
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
 from tests.helpers.training import gradients
@@ -196,17 +195,6 @@ def test_masks_are_made_again_for_the_gradient():
             model(text)
         kept.append(max(seen))
     assert kept[1] <= 5 * kept[0], "a mask of all rows"
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(one.numel() for one in tree_leaves(out) if isinstance(one, torch.Tensor))])
-        return out
 
 
 def test_in_a_patched_block_passes_with_a_cache_are_on_the_budget():

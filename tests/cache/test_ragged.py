@@ -52,6 +52,8 @@ def test_long_texts_agree_with_the_oracle():
 @pytest.mark.parametrize("name", FIVE)
 def test_half_precision(name, dtype, policy):
     """Close to the same model in float32 while both keep the same tokens: right after the prompt, which is exact in both."""
+    if policy.merging is not None:
+        pytest.skip("a masked model has no changed values")
     ids, fed = prompt(2, 40), prompt(2, 1, seed=2)
     half, single = make(name, dtype=dtype), make(name)
     single.load_state_dict(half.state_dict())

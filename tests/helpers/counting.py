@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import kvpatch
 
@@ -73,3 +74,14 @@ class _Operators(TorchDispatchMode):
         if name in READS or by_mask:
             self.waits.note(name)
         return operator(*args, **(kwargs or {}))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(one.numel() for one in tree_leaves(out) if isinstance(one, torch.Tensor))])
+        return out

@@ -14,6 +14,7 @@ RAGGED = {
     "adaptive_roco": combined("roco", ("adaptive",)).with_options(recent=2, protected=0.2),
     "critical_adaptive_keyformer": combined("keyformer", ("adaptive", "critical")),
     "global_topk_snapkv": combined("snapkv", ("global_topk",)).with_options(window=5, kernel=3),
+    "refit_kvzip": combined("kvzip", ("refit",)).with_options(chunk=11, floor=0.2, queries=9),
     "critical_global_topk_roco": combined("roco", ("global_topk", "critical")).with_options(recent=2, protected=0.2),
 }
 

@@ -35,6 +35,9 @@ SETTINGS = {
     "renumbered": ("h2o", 0.4, {"positions": "renumbered"}),
     "block": ("h2o", 0.4, {"block": 5, "sinks": 2}),
     "heads and layers": (combined("roco", ("pyramid", "adaptive", "critical")), 0.4, {"protected": 0.2, "recent": 1}),
+    "refitted": (combined("h2o", ("refit",)), 0.4, {"recent": 3, "queries": 9}),
+    "refitted, 8 bits": (combined("expected_attention", ("refit",)), 0.4, {"future": 9, "bits": 8}),
+    "refitted, 4 bits, ragged": (RAGGED["refit_kvzip"], 0.4, {"bits": 4}),
     **{name: (name, k, SMALL_STEPS[name]) for name, k in (("raas", 4), ("lazy", 5), ("r_kv", 9), ("vase", 9))},
 }
 
@@ -46,5 +49,6 @@ def test_each_row_goes_on_as_alone(name, tmp_path):
     with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
         loop = Loop(model, patch)
         loop.add((40, 1), (23, 3))
-        for deed, number in ONE_PROMPT if name in ("while decoding", *SMALL_STEPS) else DEEDS:
+        one_prompt = name in ("while decoding", *SMALL_STEPS) or name.startswith("refitted")  # which reads no joined rows again
+        for deed, number in ONE_PROMPT if one_prompt else DEEDS:
             do(loop, deed, number, tmp_path / "cache.safetensors")

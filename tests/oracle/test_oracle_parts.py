@@ -115,8 +115,15 @@ REFITTED = [
     ("h2o", ("adaptive", "refit"), {"recent": 3, "queries": 7, "bits": 8}),
     ("roco", ("global_topk", "refit"), {"recent": 3, "instruction": (2,), "chunk": 9}),
     ("snapkv", ("critical", "refit"), {"window": 5, "kernel": 3, "ridge": 1e-3, "queries": 3}),
-    ("leverage", ("chunked", "refit"), {"size": 4, "ridge": 10.0}),
+    ("leverage", ("chunked", "refit"), {"size": 4, "ridge": 10.0, "bits": 4}),
+    ("adakv", ("pyramid", "refit"), {"window": 5, "kernel": 3, "turns": "each", "queries": 40}),
 ]
+SINGULAR = {
+    "one token kept": {"k": 1},
+    "one token but for one": {"k": 1, "n": 11},
+    "more kept than asked": {"k": 0.9, "queries": 1},
+    "nothing but its own values": {"k": 0.4, "ridge": 1e6},
+}
 
 
 @pytest.mark.parametrize(("policy", "wrap", "options"), REFITTED, ids=[f"{p}-{'+'.join(w)}" for p, w, _ in REFITTED])
@@ -124,6 +131,13 @@ def test_refitted(policy, wrap, options):
     shapes = (("llama_gqa", (0, 9)), ("mistral_sliding", (0,)), ("gptj", (0, 4)), ("mpt", (0, 0)), ("gpt2", (3, 0)))
     for name, pads in shapes:
         certain(name, policy, 0.4, pads=pads, wrap=wrap, **options)
+
+
+@pytest.mark.parametrize("what", SINGULAR)
+def test_refitted_where_little_is_known(what):
+    for name, pads in (("llama_gqa", (0, 9)), ("mistral_sliding", (0,)), ("mpt", (3, 0))):
+        for policy in ("kvzip", "tova"):
+            certain(name, policy, wrap=("refit",), pads=pads, **{"chunk": 11, **SINGULAR[what]})
 
 
 @pytest.mark.parametrize("wrap", WHOLE, ids="+".join)

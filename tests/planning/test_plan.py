@@ -118,6 +118,7 @@ WRONG = (
     ({"k": [0.5, 0.3]}, "k has 2 entries, but the model has 32 layers: give one for each."),
     ({"k": kvpatch.Mass(0.9)}, "follows the text"),
     ({"policy": "snapvk"}, "Unknown policy 'snapvk'. Did you mean 'snapkv'?"),
+    ({"policy": "refti(kvzip)"}, "Unknown policy 'refti(kvzip)'. Did you mean 'refit(kvzip)'?"),
     ({"policy": "duo"}, "plan another policy, such as 'snapkv'"),
     ({"policy": kvpatch.get_policy("h2o")}, "must be a policy's name, such as 'snapkv'"),
     ({"widow": 3}, "has no option 'widow'. Did you mean 'window'?"),

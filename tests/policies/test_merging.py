@@ -1,13 +1,15 @@
 """Changed values of kept tokens: gradients, rounded entries, options; the oracle has the values."""
 
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kvpatch
-from kvpatch.policies import Merge, Refit
+from kvpatch.policies import Merge, Refit, refitting
 from kvpatch.policies.merging import Kept
+from tests.helpers.counting import Largest
 from tests.helpers.tiny import make, prompt
 
 NUMBERS = torch.Generator().manual_seed(0)
@@ -28,11 +30,14 @@ class Layer:
         )
         self.notes = {"asked": self.asked}
 
-    def weigh(self, q, k, positions, kept):
+    def attend_behind(self, q, k, v, positions, kept):
         x = torch.einsum("bhgwd,bhtd->bhgwt", q, k)
-        own = x.masked_fill(~kept[:, :, None, None], -torch.inf)
-        real = (positions >= 0)[:, None, None, :, None]
-        return x.softmax(-1) * real, own.softmax(-1) * real
+        real = (positions >= 0)[:, None, None]
+        lse = x.masked_fill(~kept[:, :, None, None], -torch.inf).logsumexp(-1).masked_fill(~real, torch.inf)
+        return x.softmax(-1) @ v[:, :, None] * real[..., None], lse
+
+    def weigh_behind(self, q, k, positions, index, lse):
+        return (torch.einsum("bhgwd,bhtd->bhgwt", q, k) - lse[..., None]).exp()
 
 
 def entries():
@@ -49,14 +54,15 @@ def test_a_refit_without_ridge_gives_what_attention_gave_where_it_can():
     """Four values a head and eight queries: the least squares' residual has no part that the kept values could give."""
     layer, (k, v) = Layer(), entries()
     values = Refit(ridge=1e-7).values(k, v, KEPT, layer)
-    everything, own = layer.weigh(layer.asked.q_BHGWD, k, layer.asked.positions_BW, KEPT.stays_BHT)
-    x = own.gather(-1, KEPT.index_BHK[:, :, None, None].expand(1, 2, 2, 5, 4)) * KEPT.real_BHK[:, :, None, None]
-    left = x @ values[:, :, None] - everything @ v[:, :, None]
-    before = x @ KEPT.gather(v)[:, :, None] - everything @ v[:, :, None]
+    q, positions = layer.asked.q_BHGWD, layer.asked.positions_BW
+    outputs, lse = layer.attend_behind(q, k, v, positions, KEPT.stays_BHT)
+    x = layer.weigh_behind(q, KEPT.gather(k), positions, KEPT.index_BHK, lse) * KEPT.real_BHK[:, :, None, None]
+    left = x @ values[:, :, None] - outputs
+    before = x @ KEPT.gather(v)[:, :, None] - outputs
     assert (x.mT @ left).sum(2).abs().max() < 1e-5 < 1e-2 < (x.mT @ before).sum(2).abs().max()
 
 
-@pytest.mark.parametrize("what", ["nothing is evicted", "nothing was read again", "no number"])
+@pytest.mark.parametrize("what", ["nothing is evicted", "nothing was read again", "no query sees a kept token"])
 def test_values_that_stay(what):
     layer, kept, (k, v) = Layer(), KEPT, entries()
     if what == "nothing is evicted":
@@ -65,11 +71,72 @@ def test_values_that_stay(what):
     elif what == "nothing was read again":
         layer.notes = {}
     else:
-        layer.asked.q_BHGWD[0, 0, 0, 0] = torch.nan
-    values = Refit().values(k, v, kept, layer)
-    heads = slice(0, 1) if what == "no number" else slice(None)
-    assert torch.equal(values[:, heads], kept.gather(v)[:, heads])
-    assert what != "no number" or not torch.equal(values[:, 1], kept.gather(v)[:, 1])
+        layer.asked.positions_BW = torch.full((1, 5), -1)
+    assert torch.equal(Refit().values(k, v, kept, layer), kept.gather(v))
+
+
+def test_tokens_of_equal_keys_change_alike():
+    """X has equal columns there: the ridge shares out what they lack."""
+    layer, (k, v) = Layer(), entries()
+    k = torch.stack([*k.unbind(2)[:3], k[:, :, 4], *k.unbind(2)[4:]], 2)  # token 3 as token 4
+    change = Refit(ridge=1e-6).values(k, v, KEPT, layer) - KEPT.gather(v)
+    assert change.isfinite().all()
+    torch.testing.assert_close(change[:, 0, 1], change[:, 0, 2])
+
+
+def test_of_some_kept_tokens_at_a_time(monkeypatch):
+    """The same values to rounding whatever the blocks, of queries and of kept tokens."""
+    layer, (k, v) = Layer(), entries()
+    want = Refit().values(k, v, KEPT, layer)
+    for size in (1, 45, 80, 170):  # 1 query and 1 token; 1 and 2; 2 and 4; 4 and 8
+        monkeypatch.setattr(refitting, "_CPU_BLOCK", size)
+        torch.testing.assert_close(Refit().values(k, v, KEPT, layer), want)
+
+
+@pytest.mark.parametrize("kept", [20, 200])
+def test_a_fit_holds_blocks_however_many_tokens_a_head_keeps(kept, monkeypatch):
+    """No tensor is larger than a block, the entries, or a matrix of the queries' size: queries x kept tokens is."""
+    model, ids, made, block = make("llama_gqa"), prompt(1, 240), Largest(), 1 << 12
+    (T, D), H, G, N = (240, 8), 2, 2, 2 * 40
+    own = Refit.values
+
+    def values(*given):
+        with made:
+            return own(*given)
+
+    monkeypatch.setattr(refitting, "_CPU_BLOCK", block)
+    monkeypatch.setattr(Refit, "values", values)
+    with torch.no_grad(), kvpatch.patched(model, "refit(snapkv)", kept, queries=40):
+        cache = model(ids).past_key_values
+    assert cache.layers[0].kv.sizes == (D, D)
+    assert N * N < made.numel <= max(block, H * T * D, H * G * T, H * N * N) < H * N * 200
+
+
+@dataclass(frozen=True)
+class Unsound(Refit):
+    """Finds no finite values in the second head."""
+
+    def values(self, k_BHTD, v_BHTD, kept, layer):
+        values = super().values(k_BHTD, v_BHTD, kept, layer)
+        values[:, 1, 0] = torch.nan
+        return values
+
+
+def test_a_head_without_finite_values_keeps_its_own_and_is_counted(tmp_path):
+    model, ids, held = make("llama_gqa"), prompt(2, 40), {}
+    refit = kvpatch.refit("snapkv")
+    for name, policy in (("base", "snapkv"), ("refit", refit), ("unsound", replace(refit, merging=Unsound()))):
+        with torch.no_grad(), kvpatch.patched(model, policy, 12) as patch:
+            cache = model(ids).past_key_values
+            held[name] = [layer.kv.numbers(layer.used)[1] for layer in cache.layers]
+            patch.save_cache(cache, tmp_path / name)
+            report, loaded = patch.report(), kvpatch.Report.of(patch.load_cache(tmp_path / name))
+    for base, fit, unsound in zip(*held.values(), strict=True):
+        assert torch.equal(unsound[:, 0], fit[:, 0]) and torch.equal(unsound[:, 1], base[:, 1])
+        assert not torch.equal(unsound[:, 0], base[:, 0])
+    assert report.unfitted == report.to_dict()["unfitted"] == 2 * 2  # rows, layers
+    assert "left as they were in 4 heads" in str(report)
+    assert kvpatch.Report.of(cache.clone()).unfitted == loaded.unfitted == 4
 
 
 @pytest.mark.parametrize("given", [0, -0.1, True, "0.5", None, float("nan"), float("inf")])

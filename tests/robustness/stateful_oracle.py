@@ -145,22 +145,22 @@ def chosen_settings(choose: Any, name: str | None = None) -> Chosen:
     if policy == "duo":
         k, wrap = choose(st.sampled_from((0.3, 0.5, 0.8, 1.0))), ()
     if policy in EVICTING and choose(st.integers(0, 4)) == 0:
-        wrap = (*wrap, "merged")
+        wrap = (*wrap, choose(st.sampled_from(("merged", "refit"))))
     options |= own_options(choose, name, policy, wrap, k)
     options |= {"lag": 3} if policy == "lag_kv" else SMALL[policy] if policy in PLACED else {}
     anew = policy == "tova" and isinstance(k, kvpatch.Mass)  # a row's scores, which add up to nothing over steps
-    if "schedule" in options and ("merged" in wrap or anew):
+    if "schedule" in options and ({"merged", "refit"} & {*wrap} or anew):
         options["schedule"] = "prompt"
     if policy == "roco" and "protected" not in options:
         options |= {"recent": 1, "protected": 0.3}
     if policy != "full" and choose(st.integers(0, 3)) == 0:
         options["sinks"] = choose(st.integers(1, 2))
-    blocks = options.get("schedule") != "decode" and policy not in WAITING
+    blocks = options.get("schedule") != "decode" and policy not in WAITING and "refit" not in wrap
     block = choose(st.one_of(st.none(), st.integers(1, 5))) if blocks else None
     if policy == "keyformer" and block is None:
         options["shared"] = choose(st.booleans()) and k != (1.0, 2)  # which is refused
     turns = choose(st.sampled_from(("all", "each", "first"))) if once(policy, options) else "all"
-    placed = policy in (*PLACED, *CALIBRATED)
+    placed = policy in (*PLACED, *CALIBRATED) or "refit" in wrap
     positions = "renumbered" if name != "gpt2" and not placed and choose(st.integers(0, 2)) == 0 else "original"
     bits = choose(st.sampled_from((16, 16, 16, 8, 4)))
     if policy != "full" and not once(policy, options) and not isinstance(k, Rule):

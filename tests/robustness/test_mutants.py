@@ -306,6 +306,12 @@ MUTANTS = {
         f"{PARTS}::test_merged[h2o-merged]"),
     "refitted values pulled towards zero": (
         "policies/refitting.py", "own + change_BHKD, own)", "change_BHKD, own)", f"{PARTS}::test_refitted[kvzip-refit]"),
+    "values that are not finite are written": (
+        "attention/compress.py", "return torch.where(fits_BH11, values, kept.gather(v))", "return values",
+        "tests/policies/test_merging.py::test_a_head_without_finite_values_keeps_its_own_and_is_counted"),
+    "a refit takes the first kept tokens for all blocks": (
+        "policies/refitting.py", "self.k_BHKD[:, :, some]", "self.k_BHKD[:, :, : index.shape[2]]",
+        "tests/policies/test_merging.py::test_of_some_kept_tokens_at_a_time"),
     "a refit asks the first tokens that repeat the prompt": (
         "policies/needs/second_reading.py", "(column % on_device(every_B, column.device)[:, None] == 0)",
         "(column * on_device(every_B, column.device)[:, None] < positions_BQ.shape[1])",

@@ -45,9 +45,10 @@ ROWS = {
         Row("defensive_snapkv", "defensive_snapkv", beside=True),
         Row("layer_defensive", "layer_defensive", beside=True),
         Row("refit(kvzip)", "refit(kvzip)", {"floor": 0.2}),
+        Row("refit(snapkv)", "refit(snapkv)", beside=True),
         *(
-            Row(f"{name}, {bits} bits", name, {"bits": bits, **({"floor": 0.2} if name == "kvzip" else {})}, beside=True)
-            for name in ("h2o", "snapkv", "kvzip")
+            Row(f"{name}, {bits} bits", name, {"bits": bits, **({"floor": 0.2} if "kvzip" in name else {})}, beside=True)
+            for name in ("h2o", "snapkv", "kvzip", "refit(kvzip)")
             for bits in (8, 4)
         ),
     )

@@ -74,11 +74,21 @@ class LayerRead(Protocol):
     def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
         """Return the mean rotation [B,1,1,D,D] of each row's next `future` positions; None if nothing is rotated."""
 
-    def weigh(self, q_BHGWD: Tensor, k_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention [B,H,G,W,T] that queries behind the used slots give, and would give if only `kept` were held.
+    def attend_behind(
+        self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs [B,H,G,W,D] of queries behind the used slots, and the log-sum-exps [B,H,G,W] of `kept` alone.
 
-        k_BHTD: keys of the used slots. positions_BW: of the queries. A row that sees no token, as one at a position of -1,
-        gives 0.
+        k_BHTD, v_BHTD: of the used slots. positions_BW: of the queries. A row that sees nothing, as one at a position of -1,
+        gives 0; one that sees no kept token has a log-sum-exp of infinity.
+        """
+
+    def weigh_behind(
+        self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor
+    ) -> Tensor:
+        """Return the attention [B,H,G,W,M] that such queries give to some slots, by the log-sum-exps of all that count.
+
+        k_BHMD: keys of the slots `index_BHM`.
         """
 
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, newest_B11: Tensor) -> tuple[Tensor, Tensor]:
