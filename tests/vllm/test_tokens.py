@@ -200,10 +200,17 @@ def test_what_the_log_says(answers):
         ]
     )
     cached = "[kvpatch] prefix caching is off under a budget."
-    start = "[kvpatch] policy h2o, k={}: a request takes pages of {} slots in 3 layers, {} MB of keys and values."
-    few, all_ = start.format(24, 16, "0.0492"), start.format(512, 16, "0.786")  # a slot has 2 * 2 * 32 numbers of 4 bytes
-    assert usual["said"] == [cached, few] and off["said"] == [few]
-    assert none["said"] == [cached, "[kvpatch] k=512 is not below max_model_len=512: nothing is evicted.", all_]
+    few, all_ = "k=24: a request takes 2 pages", "k=512: a request takes 32 pages"  # a slot has 2 * 2 * 32 numbers of 4 bytes
+    assert all(
+        found["said"][-1].startswith(f"[kvpatch] policy h2o, {few} of 16 slots in 3 layers, 0.0492 MB of keys and")
+        for found in (usual, off)
+    )
+    assert none["said"][-1].startswith(f"[kvpatch] policy h2o, {all_} of 16 slots in 3 layers, 0.786 MB of keys and values")
+    assert all(
+        "such requests fit, and prompts are read in pieces of at most" in found["said"][-1] for found in (usual, off, none)
+    )
+    assert usual["said"][:-1] == [cached] and off["said"][:-1] == []
+    assert none["said"][:-1] == [cached, "[kvpatch] k=512 is not below max_model_len=512: nothing is evicted."]
     assert first(none) == answers.generated("Llama", TEXTS[:1], None)
 
 

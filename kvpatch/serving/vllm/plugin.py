@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import KVPatchError
 from .choice import BUDGETED, OWN
+from .figures import offer_figures
 from .versions import VARIABLE, describe_refusal, is_tested, sees_settings
 
 CPU = {name: f"kvpatch.serving.vllm.choice.{name}" for name in BUDGETED}
@@ -47,6 +48,8 @@ def _register_backends(asked: bool) -> None:
             raise describe_refusal(vllm.__version__, _runs_on_cpu())
         _LOG.debug("[kvpatch] vLLM %s was not tested, and nothing is registered.", vllm.__version__)
         return
+    if asked or sees_settings():
+        offer_figures()
     # from here on a later configuration may ask for a budget, which a plugin cannot know: choice.py says how it stays out
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
