@@ -104,4 +104,4 @@ def test_refused_alone(answers):
     assert not unchecked["refused"] and unchecked["tokens"] == checked["tokens"]
     assert sum("'64' of a request is not served: it has the k of the start" in one for one in unchecked["said"]) == 1
     (refused,) = divided["refused"]
-    assert "policy 'pyramid(h2o)' gives layers different numbers of tokens, which a request cannot choose" in refused
+    assert "policy 'pyramid_h2o' gives layers different numbers of tokens, which a request cannot choose" in refused

@@ -216,7 +216,7 @@ def compare(load: Load, when: str, texts: list[list[dict[str, str]]], expected: 
 def run(process: int, address: str, given: argparse.Namespace) -> Load:
     """Let the clients loose on a server; returns what came of it."""
     load = Load(address, given.model, 0.0, given.edits)
-    texts = [[user(load.cut(random.Random(seed), 40 + 15 * seed))] for seed in range(EQUAL)]
+    texts = [[user(load.cut(random.Random(seed), 40 + 12 * seed))] for seed in range(EQUAL)]
     expected = generate(given, texts)
     compare(load, "before", texts, expected)
     began = time.monotonic()

@@ -10,14 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LaterLogitsProcessor
 
-from ...errors import KVPatchError
-from .callers import iterate_callers
-from .configuration import settings_of
+from .configuration import settings_now
 
 
 class Budgets(LogitsProcessor, LaterLogitsProcessor):
@@ -26,8 +23,7 @@ class Budgets(LogitsProcessor, LaterLogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raise KVPatchError, which vLLM answers with status 400, if a request asks for a budget that it cannot have."""
-        terms = settings_of(_find_config())
-        if terms is not None:
+        if (terms := settings_now()) is not None:
             terms.check_request(sampling_params.extra_args)
 
     def __init__(self, *told: Any) -> None:
@@ -45,12 +41,3 @@ class Budgets(LogitsProcessor, LaterLogitsProcessor):
 
     def apply(self, logits: Tensor, *told: Any) -> Tensor:
         return logits
-
-
-def _find_config() -> VllmConfig:
-    """Return the configuration of the engine that checks a request: vLLM tells a processor the parameters alone."""
-    for told in iterate_callers():
-        config = getattr(told.get("self"), "vllm_config", None)
-        if isinstance(config, VllmConfig):
-            return config
-    raise KVPatchError("kvpatch did not find the settings of the engine that admits a request: leave its logits processor out.")

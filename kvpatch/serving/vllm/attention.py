@@ -34,7 +34,7 @@ from ...policies.budgets import Budget, Size
 from ...policies.parallel import WHOLE, Parallel
 from .callers import iterate_callers
 from .configuration import check, settings_of
-from .pages import BudgetSpec, Held
+from .pages import BudgetSpec, Held, check_manager
 from .requests import Requests
 from .scheduled import Pass
 
@@ -215,7 +215,9 @@ class Worker:
     def spec(self, layer: BudgetedAttention, spec: AttentionSpec) -> BudgetSpec:
         """Return the spec of a layer, for which vLLM has made `spec`. vLLM asks again and again."""
         model, cache = self.config.model_config, self.config.cache_config
-        return BudgetSpec.of(spec, self.held[layer.index], model.max_model_len, cache)
+        own = BudgetSpec.of(spec, self.held[layer.index], model.max_model_len, cache)
+        check_manager(own)
+        return own
 
     def _note_holder(self, module: nn.Module, name: str, child: Any) -> None:
         """Note the module that gets one of the layers' attention as a child: it has the output projection too."""

@@ -17,10 +17,11 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
-from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheGroupRole, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ...cache.holding import count_tokens
+from ...errors import KVPatchError
 from ...policies.budgets import Size
 from .account import Account, read_own
 from .callers import iterate_callers
@@ -170,6 +171,16 @@ def _find_scheduler() -> Callable[[], Any]:
         if isinstance(one, SchedulerInterface) and hasattr(one, "requests"):
             return weakref.ref(one)
     return lambda: None
+
+
+def check_manager(spec: BudgetSpec) -> None:
+    """Raise KVPatchError if vLLM would manage the pages of layers under a budget by another manager."""
+    manager = KVCacheSpecRegistry.get_manager_class(spec, KVCacheGroupRole.DEFAULT)
+    if manager is not BudgetManager:
+        raise KVPatchError(
+            f"Pages under kvpatch's budget would be managed by {manager.__name__ if manager else None}, which another plugin "
+            "has registered: leave that plugin or kvpatch's settings out."
+        )
 
 
 KVCacheSpecRegistry._ensure_registered()  # else vLLM leaves its own out
