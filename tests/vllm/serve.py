@@ -7,6 +7,7 @@ A job is an engine and what it is asked: {model, settings, options, prompts, sam
 - `schedules`: several such seeds, one after another;
 - `lengths`: tokens to generate for each prompt, all of which are there from the beginning;
 - `asks`: what each prompt asks for in SamplingParams.extra_args;
+- `beside`: another job, whose engine is made before the first one is asked;
 - `first`: prompts that are asked one by one before, each perhaps refused; or `first_asks`: such requests of the first prompt.
 
 Its answer has the tokens of each sequence, or the error that the engine was refused with; `refused`: the errors of the
@@ -52,7 +53,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         engine = LLM(model=job["model"], **{**usual, **job["options"]})
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return {**_asked(engine, job), "said": said}
+    beside = run(job["beside"]) if "beside" in job else None
+    return {**_asked(engine, job), "said": said, "beside": beside}
 
 
 def _asked(engine: Any, job: dict[str, Any]) -> dict[str, Any]:

@@ -23,14 +23,12 @@ READ = {
         "scheduler_config speculative_config"
     ),
     "vllm.config:ModelConfig": (
-        "attention_chunk_size dtype get_head_size get_total_num_kv_heads is_hybrid logits_processors "
-        "max_model_len use_mla"
+        "attention_chunk_size dtype get_head_size get_total_num_kv_heads is_hybrid logits_processors max_model_len use_mla"
     ),
     "vllm.config:CacheConfig": "block_size enable_prefix_caching user_specified_block_size",
     "vllm.config:SchedulerConfig": "enable_chunked_prefill max_num_batched_tokens",
     "vllm.config:ParallelConfig": (
-        "decode_context_parallel_size distributed_executor_backend pipeline_parallel_size "
-        "tensor_parallel_size"
+        "decode_context_parallel_size distributed_executor_backend pipeline_parallel_size tensor_parallel_size"
     ),
     "vllm.config:CompilationConfig": "static_forward_context",
     "vllm.distributed.parallel_state:GroupCoordinator": "device_group rank_in_group world_size",
@@ -44,16 +42,14 @@ READ = {
     "vllm.v1.attention.backend:AttentionImpl": "forward process_weights_after_loading",
     "vllm.v1.attention.backend:AttentionMetadataBuilder": "build",
     "vllm.v1.attention.backend:CommonAttentionMetadata": (
-        "block_table_tensor is_prefilling num_actual_tokens query_start_loc_cpu seq_lens "
-        "seq_lens_cpu_upper_bound"
+        "block_table_tensor is_prefilling num_actual_tokens query_start_loc_cpu seq_lens seq_lens_cpu_upper_bound"
     ),
     "vllm.v1.attention.backends.registry:AttentionBackendEnum": "AMX_MLA CPU_ATTN CPU_MLA CUSTOM get_path is_overridden",
     "vllm.v1.core.block_pool:BlockPool": "blocks null_block touch",
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id is_null ref_cnt",
     "vllm.v1.core.sched.scheduler:Scheduler": "kv_cache_config requests vllm_config",
     "vllm.v1.core.single_type_kv_cache_manager:CircularBufferManager": (
-        "allocate_new_blocks block_pool get_num_blocks_to_allocate kv_cache_group_id pop_blocks_for_free "
-        "req_to_blocks"
+        "allocate_new_blocks block_pool get_num_blocks_to_allocate kv_cache_group_id pop_blocks_for_free req_to_blocks"
     ),
     "vllm.v1.engine.input_processor:InputProcessor": "vllm_config",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups num_blocks",
