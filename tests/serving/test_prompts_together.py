@@ -74,7 +74,7 @@ class Engine:
 
     def kept(self, name):
         """The positions that each head of each layer holds."""
-        rows = self.requests.rows.gather([str(1 + 8 * name)])
+        rows = self.requests.rows[0].gather([str(1 + 8 * name)])
         heads = (head for layer in range(LAYERS) for head in rows.cache.positions(layer)[0].tolist())
         return [sorted(position for position in head if position >= 0) for head in heads]
 
@@ -138,9 +138,9 @@ def test_prompts_of_one_length_are_one_part():
     engine.step(*reversed(READ))
     assert engine.calls == 3
     engine.step(*decode(0, 0, 2, 3))
-    assert engine.calls == 1 and [part.names for part in engine.requests.rows.parts] == [["1", "17", "25"]]
+    assert engine.calls == 1 and [part.names for part in engine.requests.rows[0].parts] == [["1", "17", "25"]]
     engine.step(*decode(0, 1, 4, 5, 6), *decode(1, 0, 2, 3))
-    assert engine.calls == 1 and len(engine.requests.rows.parts) == 1 and not engine.requests.reading
+    assert engine.calls == 1 and len(engine.requests.rows[0].parts) == 1 and not engine.requests.reading
 
 
 def test_a_pass_of_prompts_waits_as_often_for_many_as_for_one():

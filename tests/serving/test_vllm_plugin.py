@@ -14,7 +14,7 @@ from kvpatch.serving.vllm import choice, plugin
 BUDGET = '{"policy": "h2o", "k": 16}'
 NAMES = ("CPU_ATTN", "CPU_MLA", "AMX_MLA", "FLASH_ATTN", "CUSTOM")
 REGISTRY = "vllm.v1.attention.backends.registry"
-VERSIONS = ("0.11.0", "0.20.2", "0.27.1", "0.30.0", "0.31.0", "0.33.0", "1.0", "dev")
+VERSIONS = ("0.11.0", "0.20.2", "0.27.1", "0.30.0", "0.31.0", "0.34.0", "1.0", "dev")
 
 
 class Member:
@@ -105,7 +105,9 @@ def test_a_budget_is_refused_in_other_versions(stub, monkeypatch, version, platf
     monkeypatch.setenv("KVPATCH_VLLM", BUDGET)
     with pytest.raises(kvpatch.KVPatchError) as refused:
         plugin.register()
-    assert f"vLLM 0.32; this is {version}: pip install '{package}>=0.32,<0.33'" in str(refused.value) and vllm.named == {}
+    assert (
+        f"vLLM 0.32 and 0.33; this is {version}: pip install '{package}>=0.32,<0.34'" in str(refused.value) and vllm.named == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,6 +149,38 @@ def test_a_budget_of_a_configuration_that_is_being_made_is_seen(stub, key):
             Arguments({key: {"policy": "h2o", "k": 16}})
 
 
+@pytest.mark.parametrize(
+    ("changed", "variable", "words"),
+    [
+        ({}, None, None),
+        ({"pipeline_parallel_size": 2}, None, "layers are on several processes. Use tensor_parallel_size"),
+        ({"pipeline_parallel_size": 2}, BUDGET, "layers are on several processes. Use tensor_parallel_size"),
+        ({"distributed_executor_backend": "ray"}, None, None),
+        ({"distributed_executor_backend": "ray"}, BUDGET, "Ray does not hand KVPATCH_VLLM to workers on other hosts"),
+        ({"distributed_executor_backend": type("RayExecutor", (), {})}, BUDGET, "Ray does not hand KVPATCH_VLLM"),
+        ({"distributed_executor_backend": "mp", "data_parallel_backend": "ray"}, BUDGET, "Ray does not hand KVPATCH_VLLM"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_processes_that_a_budget_does_not_reach(stub, monkeypatch, changed, variable, words, nested):
+    """Refused where arguments are read, or where an engine's process begins: before workers are made."""
+    stub()
+    told = {"pipeline_parallel_size": 1, "distributed_executor_backend": None, "data_parallel_backend": "mp", **changed}
+    own = type("Told", (), {"__module__": "vllm.config"})()
+    vars(own).update({"parallel_config": SimpleNamespace(**told)} if nested else told)
+
+    def begin(vllm_config):
+        plugin.register()
+
+    monkeypatch.setenv("KVPATCH_VLLM", variable or "")
+    for own.additional_config in ({}, {} if variable else {"kvpatch": {"policy": "h2o", "k": 16}}):
+        if words is None or not (variable or own.additional_config):
+            begin(own)
+            continue
+        with pytest.raises(kvpatch.KVPatchError, match=words):
+            begin(own)
+
+
 @pytest.mark.parametrize("lacking", [("CPU_MLA",), (REGISTRY,), ("vllm.platforms",), ("vllm",)])
 def test_a_tested_version_that_lacks_something(stub, monkeypatch, lacking, caplog):
     """It runs without kvpatch, unless a budget is asked for: then the error says what to install."""
@@ -155,7 +189,7 @@ def test_a_tested_version_that_lacks_something(stub, monkeypatch, lacking, caplo
     run_entry_point()
     assert [one.levelno for one in caplog.records] == [logging.DEBUG]
     monkeypatch.setenv("KVPATCH_VLLM", BUDGET)
-    with pytest.raises(kvpatch.KVPatchError, match=r"KVPATCH_VLLM is set, but .*pip install 'vllm>=0.32,<0.33'"):
+    with pytest.raises(kvpatch.KVPatchError, match=r"KVPATCH_VLLM is set, but .*pip install 'vllm>=0.32,<0.34'"):
         plugin.register()
 
 

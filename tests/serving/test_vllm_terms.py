@@ -5,7 +5,7 @@ import json
 import pytest
 
 import kvpatch
-from kvpatch.serving.vllm.terms import configured, terms_of
+from kvpatch.serving.vllm.terms import OWN, configured, find_own, terms_of
 from kvpatch.serving.vllm.versions import asks_for_budget
 
 
@@ -72,6 +72,9 @@ def test_where_they_are_given():
         ({"policy": "h2o", "k": "3MeB"}, "not a size"),
         ({"policy": "h2o", "k": 0}, "k=0 tokens keeps nothing"),
         ({"policy": "h2o", "k": 3, "seed": "x"}, "seed='x' must be an int"),
+        ({"policy": "h2o", "k": 64, "max_k": 32}, "max_k=32 is below k=64, which requests have that ask for nothing"),
+        ({"policy": "h2o", "k": 64, "max_k": "1GiB"}, "max_k='1GiB' must be a number of tokens, at least 1"),
+        ({"policy": "pyramidkv", "k": 64, "max_k": 64}, "gives layers different numbers of tokens, for which pages are sized"),
         ({"policy": "h2o", "k": 3, "block": 64}, "max_num_batched_tokens is their size"),
         ({"policy": "h2o", "k": 3, "bits": 4}, "bits=4 is not served"),
         ({"policy": "h2o", "k": 3, "protect": [1]}, "sees no token ids"),
@@ -116,8 +119,46 @@ def test_a_misspelt_key():
 
 
 def test_the_line_of_a_start():
-    """It says the policy, k, the slots of a page and the bytes of a request."""
-    said = terms_of({"policy": "h2o", "k": 512}).describe_request(513, 30, 23_639_040)
-    assert said == "[kvpatch] policy h2o, k=512: a request takes pages of 513 slots in 30 layers, 23.6 MB of keys and values."
-    for given in ({"policy": "h2o", "k": 0.5}, {"policy": "snapkv", "k": 64}):
-        assert "in 30 layers, at most 23.6 MB" in terms_of(given).describe_request(16, 30, 23_639_040)
+    """It says the policy, k, the pages and the bytes of a request, how many fit, and where prompts are cut."""
+    said = terms_of({"policy": "h2o", "k": 512}).describe_start("33 pages of 16 slots in 30 layers", 23_639_040, 40, 2048)
+    assert said == (
+        "[kvpatch] policy h2o, k=512: a request takes 33 pages of 16 slots in 30 layers, 23.6 MB of keys and values; 40 such "
+        "requests fit, and prompts are read in pieces of at most 2048 tokens."
+    )
+    for given, words in (
+        ({"policy": "h2o", "k": 0.5}, "k=0.5: a request takes at most 9 pages, 1 MB"),
+        ({"policy": "snapkv", "k": 64}, "k=64: a request takes at most 9 pages, 1 MB"),
+        ({"policy": "h2o", "k": 64, "max_k": 256}, "k=64 (of its own up to 256): a request takes at most 9 pages, 1 MB"),
+    ):
+        said = terms_of(given).describe_start("9 pages", 1_000_000, 40, None)
+        assert words in said and said.endswith("fit, and prompts are read whole.")
+
+
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        ({"policy": "h2o", "k": 64}, 64),
+        ({"policy": "h2o", "k": 64, "max_k": 256}, 256),
+        ({"policy": "h2o", "k": 0.5}, 0),
+        ({"policy": "h2o", "k": 0.5, "max_k": 256}, 256),
+        ({"policy": "h2o", "k": "64MiB"}, 0),
+        ({"policy": "pyramidkv", "k": 64}, 0),
+    ],
+)
+def test_what_a_request_may_ask_for(given, most):
+    terms = terms_of(given)
+    assert terms.most == most
+    for asked, own in ((1, 1), (most, most), (most + 1, 0), (0, 0), (True, 0), ("8", 0), (2.0, 0)):
+        assert find_own({OWN: asked}, most) == (own if most else 0)
+        if own and most:
+            terms.check_request({OWN: asked, "other": 1})
+            continue
+        with pytest.raises(
+            kvpatch.KVPatchError, match=rf"kvpatch_k={asked!r} .*(from 1 to {most},|is not served: .*Leave it out)"
+        ):
+            terms.check_request({OWN: asked})
+    for asked in (None, {}, {"session_id": "a"}):
+        terms.check_request(asked)
+    for name in ("kvpatch", "kvpatch_policy", "KVPatch_K", "kvpach_k"):
+        with pytest.raises(kvpatch.KVPatchError, match=f"vllm_xargs has '{name}', which nothing reads: of a request's budget"):
+            terms.check_request({name: 8})

@@ -1,7 +1,8 @@
 """Ask one engine of whichever vLLM is found first: `python -m tests.vllm.plain job.json answer.json`.
 
 The engine runs in a process of its own, as vLLM's usually do. The answer has vLLM's version, the tokens, the classes of the
-attention of its layers, and the modules of kvpatch that the engine has loaded; or the error.
+attention of its layers, the modules of kvpatch that the engine has loaded, and kvpatch's figures among those of this process;
+or the error.
 """
 
 from __future__ import annotations
@@ -46,7 +47,16 @@ def ask(job: dict[str, Any]) -> dict[str, Any]:
     sampling = vllm.SamplingParams(detokenize=False, ignore_eos=True, max_tokens=job["new"], temperature=0)
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    return {"version": vllm.__version__, "tokens": tokens, **engine.apply_model(plain.look)[0]}
+    answer = {"version": vllm.__version__, "tokens": tokens, **engine.apply_model(plain.look)[0]}
+    return {**answer, "figures": read_figures()}
+
+
+def read_figures() -> dict[str, float]:
+    """Read kvpatch's figures where vLLM's are told."""
+    from prometheus_client import REGISTRY, generate_latest
+
+    lines = generate_latest(REGISTRY).decode().splitlines()
+    return {name: float(value) for name, value in (line.split() for line in lines if line.startswith("kvpatch_"))}
 
 
 if __name__ == "__main__":

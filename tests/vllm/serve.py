@@ -6,7 +6,9 @@ A job is an engine and what it is asked: {model, settings, options, prompts, sam
 - `arrivals`: the seed of a random schedule of the prompts, and `cancelled`: how likely one is cancelled at a step;
 - `schedules`: several such seeds, one after another;
 - `lengths`: tokens to generate for each prompt, all of which are there from the beginning;
-- `first`: prompts that are asked one by one before, each perhaps refused.
+- `asks`: what each prompt asks for in SamplingParams.extra_args;
+- `beside`: another job, whose engine is made before the first one is asked;
+- `first`: prompts that are asked one by one before, each perhaps refused; or `first_asks`: such requests of the first prompt.
 
 Its answer has the tokens of each sequence, or the error that the engine was refused with; `refused`: the errors of the
 first prompts; `running`: with `lengths`, the requests in each step; `said`: what kvpatch's log said; `seen`: with `--cuda`,
@@ -51,13 +53,15 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         engine = LLM(model=job["model"], **{**usual, **job["options"]})
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return {**_asked(engine, job), "said": said}
+    beside = run(job["beside"]) if "beside" in job else None
+    return {**_asked(engine, job), "said": said, "beside": beside}
 
 
 def _asked(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(detokenize=False, ignore_eos=True, **job["sampling"])
+    asks = job.get("asks") or [None] * len(job["prompts"])
+    sampling = [SamplingParams(detokenize=False, ignore_eos=True, extra_args=one, **job["sampling"]) for one in asks]
     if "schedules" in job:
         return {"schedules": [_scheduled(engine.llm_engine, {**job, "arrivals": seed}, sampling) for seed in job["schedules"]]}
     if "lengths" in job:
@@ -65,9 +69,11 @@ def _asked(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     if "arrivals" in job:
         return {"tokens": _scheduled(engine.llm_engine, job, sampling), "pages": _pages(engine.llm_engine)}
     refused = []
-    for ids in job.get("first", ()):
+    trials = [(ids, None) for ids in job.get("first", ())] + [(job["prompts"][0], one) for one in job.get("first_asks", ())]
+    for ids, one in trials:
         try:
-            engine.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
+            told = SamplingParams(detokenize=False, ignore_eos=True, extra_args=one, **job["sampling"])
+            engine.generate([{"prompt_token_ids": ids}], told, use_tqdm=False)
         except Exception as error:
             refused.append(str(error))
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
@@ -84,7 +90,7 @@ def _listen() -> list[str]:
     return said
 
 
-def _scheduled(engine: Any, job: dict[str, Any], sampling: Any) -> list[list[list[int]] | None]:
+def _scheduled(engine: Any, job: dict[str, Any], sampling: list[Any]) -> list[list[list[int]] | None]:
     """Give requests at random steps and cancel some: None in their place."""
     rnd, ended = random.Random(job["arrivals"]), dict[str, list[list[int]] | None]()
     waiting, most = list(enumerate(job["prompts"])), 0
@@ -92,7 +98,7 @@ def _scheduled(engine: Any, job: dict[str, Any], sampling: Any) -> list[list[lis
     while waiting or engine.has_unfinished_requests():
         while waiting and rnd.random() < 0.3:
             index, ids = waiting.pop(0)
-            engine.add_request(str(index), {"prompt_token_ids": ids}, sampling)
+            engine.add_request(str(index), {"prompt_token_ids": ids}, sampling[index])
         for output in engine.step():
             if output.finished:
                 ended[output.request_id] = [list(one.token_ids) for one in output.outputs]
@@ -110,8 +116,9 @@ def _counted(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Give all requests at once, each with a number of tokens to generate, and count those that run in each step."""
     from vllm import SamplingParams
 
-    for index, (ids, new) in enumerate(zip(job["prompts"], job["lengths"], strict=True)):
-        sampling = SamplingParams(detokenize=False, ignore_eos=True, temperature=0, max_tokens=new)
+    asks = job.get("asks") or [None] * len(job["prompts"])
+    for index, (ids, new, ask) in enumerate(zip(job["prompts"], job["lengths"], asks, strict=True)):
+        sampling = SamplingParams(detokenize=False, ignore_eos=True, temperature=0, max_tokens=new, extra_args=ask)
         engine.add_request(str(index), {"prompt_token_ids": ids}, sampling)
     running, ended, scheduler = list[int](), dict[str, list[list[int]]](), engine.engine_core.engine_core.scheduler
     while engine.has_unfinished_requests():

@@ -33,7 +33,7 @@ def metadata(rows, told_on_host):
 
 def builder():
     made = object.__new__(PassBuilder)
-    made.kv_cache_spec = SimpleNamespace(pages=lambda prompt: -(-prompt // 16) + 1)
+    made.kv_cache_spec = SimpleNamespace(most_pages=lambda prompt: -(-prompt // 16) + 1)
     return made
 
 
@@ -47,11 +47,12 @@ def test_requests_of_a_pass(told_on_host):
             columns = {"begins": draw.randrange(1, 70), "piece": draw.randrange(2, 70), "empty": 0}.get(kind, 1)
             past = 0 if kind in ("begins", "empty", "nobody") else draw.randrange(1, 500)
             own = [100 * (request + 1) + page for page in range(draw.randrange(1, -(-columns // 16) + 2))]
-            pages = [NOBODY] if kind == "nobody" else [*own, NOBODY, 7, 8, 9]  # behind it, what an ended request had
+            k = draw.choice((0, 12, 4096))  # its own
+            pages = [NOBODY] if kind == "nobody" else [*own, NOBODY, k, 8, 9]  # behind it, what an ended request had
             rows.append((columns, past, kind in ("begins", "piece"), pages))
             if kind not in ("empty", "nobody"):
-                seen = own if past == 0 else own[:1]
-                want.append((seen, start, columns, past, kind in ("begins", "piece")))
+                seen, k = (own, k) if past == 0 else (own[:1], 0)
+                want.append((seen, start, columns, past, kind in ("begins", "piece"), k))
             start += columns
         found = builder().build(0, metadata(rows, told_on_host))
         assert [tuple(one) for one in found.scheduled] == want and found.num_actual_tokens == start
@@ -63,5 +64,5 @@ def test_one_look_at_the_device_and_few_pages_of_a_wide_table(monkeypatch):
     rows = [(1, 900, False, [7 * row + 1]) for row in range(250)] + [(40, 0, True, [5000, 5001, 5002, 5003, NOBODY])] * 6
     with HostWaits() as waits:
         builder().build(0, metadata(rows, told_on_host=True))
-    assert max(taken) <= 256 + 6 * 5, "the table of 256 requests has 2.1 million entries"
+    assert max(taken) <= 256 + 6 * 6, "the table of 256 requests has 2.1 million entries"
     assert sum(waits.at.values()) <= 4, "starts, lengths and marks are on the host already; pages are read at once"

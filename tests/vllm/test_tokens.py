@@ -36,11 +36,7 @@ class Answers:
         return self.models[family]
 
     def of(self, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        for job in jobs:
-            self.model(job["model"])
-        asked = [{"options": {}, "sampling": {"max_tokens": NEW, "temperature": 0}, **job} for job in jobs]
-        for job in asked:
-            job["model"] = str(self.folder / job["model"])
+        asked = [self._complete(job) for job in jobs]
         (self.folder / "jobs.json").write_text(json.dumps(asked))
         run = [sys.executable, "-m", "tests.vllm.serve", str(self.folder / "jobs.json"), str(self.folder / "answers.json")]
         environment = {**os.environ, "TRITON_INTERPRET": "1"} if self.cuda else None
@@ -48,6 +44,13 @@ class Answers:
         done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=3000, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads((self.folder / "answers.json").read_text())
+
+    def _complete(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Return a job with what most have in common, whose model is in its folder."""
+        self.model(job["model"])
+        usual = {"options": {}, "sampling": {"max_tokens": NEW, "temperature": 0}}
+        beside = {"beside": self._complete(job["beside"])} if "beside" in job else {}
+        return {**usual, **job, **beside, "model": str(self.folder / job["model"])}
 
     def generated(
         self, family: str, texts: list[list[int]], policy: str | None, k: int | float | str = K, new: int = NEW, **settings: Any
@@ -200,10 +203,17 @@ def test_what_the_log_says(answers):
         ]
     )
     cached = "[kvpatch] prefix caching is off under a budget."
-    start = "[kvpatch] policy h2o, k={}: a request takes pages of {} slots in 3 layers, {} MB of keys and values."
-    few, all_ = start.format(24, 16, "0.0492"), start.format(512, 16, "0.786")  # a slot has 2 * 2 * 32 numbers of 4 bytes
-    assert usual["said"] == [cached, few] and off["said"] == [few]
-    assert none["said"] == [cached, "[kvpatch] k=512 is not below max_model_len=512: nothing is evicted.", all_]
+    few, all_ = "k=24: a request takes 2 pages", "k=512: a request takes 32 pages"  # a slot has 2 * 2 * 32 numbers of 4 bytes
+    assert all(
+        found["said"][-1].startswith(f"[kvpatch] policy h2o, {few} of 16 slots in 3 layers, 0.0492 MB of keys and")
+        for found in (usual, off)
+    )
+    assert none["said"][-1].startswith(f"[kvpatch] policy h2o, {all_} of 16 slots in 3 layers, 0.786 MB of keys and values")
+    assert all(
+        "such requests fit, and prompts are read in pieces of at most" in found["said"][-1] for found in (usual, off, none)
+    )
+    assert usual["said"][:-1] == [cached] and off["said"][:-1] == []
+    assert none["said"][:-1] == [cached, "[kvpatch] k=512 is not below max_model_len=512: nothing is evicted."]
     assert first(none) == answers.generated("Llama", TEXTS[:1], None)
 
 
@@ -232,6 +242,17 @@ def test_without_settings_vllm_is_vllm(answers):
     own, budgeted, again = answers.of([plain, variable, plain])
     assert first(own) == first(again) == answers.generated("Llama", TEXTS, None)
     assert first(budgeted) == answers.generated("Llama", TEXTS, "h2o") != first(own)
+
+
+def test_two_engines_of_one_process(answers):
+    """Each has its own settings, or none, whichever was made last."""
+    few = {"model": "Llama", "prompts": TEXTS[2:4]}
+    jobs = {one: {**few, "settings": one and {"policy": one, "k": K}} for one in ("h2o", "streaming_llm", None)}
+    pairs = [("h2o", None), (None, "h2o"), ("h2o", "streaming_llm")]
+    found = answers.of([{**jobs[one], "beside": jobs[other]} for one, other in pairs])
+    for (one, other), answer in zip(pairs, found, strict=True):
+        for policy, got in ((one, answer), (other, answer["beside"])):
+            assert first(got) == answers.generated("Llama", TEXTS[2:4], policy), (one, other)
 
 
 DRAFT = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}

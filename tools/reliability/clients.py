@@ -3,10 +3,11 @@
     python -m tools.reliability.clients .models/smollm2 --clients 8 --minutes 15 [--keep-conversations 64MiB] [--edits]
 
 Each client draws what it does: short questions, prompts as long as the model takes, conversations that go on, whose old turns
-are dropped at times, streams that it hangs up in the midst, and malformed requests. Before and after, a few prompts are asked
-alone, whose answers must be equal. The server is a process of its own. Resident memory is looked at every two seconds; its
-slope is of all but the first fifth. An error is a status of 500 or more, a good request that is refused, a malformed one that
-is not, another answer afterwards, or a request that the engine still runs at the end. Any error makes the exit status 1.
+are dropped at times, streams that it hangs up in the midst, and malformed requests. Before and after, 20 prompts are asked
+alone, whose answers must be those of generate() under the same patch. The server is a process of its own. Resident memory is
+looked at every two seconds; its slope is of all but the first fifth. An error is a status of 500 or more, a good request that
+is refused, a malformed one that is not, another answer than generate()'s, or a request that the engine still runs at the end.
+Any error makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 
 PAGES = Path(__file__).parents[1] / "evidence" / "texts" / "pages.txt"
 EVERY, NEW, LONGEST, TURNS = 2.0, 16, 400, 8  # seconds; tokens of an answer; words of a prompt; turns of a conversation
+EQUAL = 20  # prompts whose answers are compared
 MALFORMED: tuple[Any, ...] = (
     b"{not json",
     {"messages": []},
@@ -186,11 +188,37 @@ def count_running(address: str) -> float:
     )
 
 
+def generate(given: argparse.Namespace, texts: list[list[dict[str, str]]]) -> list[str]:
+    """Return what generate() answers to each text, under the server's patch."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import kvpatch
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(given.model).float(), AutoTokenizer.from_pretrained(given.model)
+    answers = list[str]()
+    with kvpatch.patched(model, given.policy, given.k), torch.no_grad():
+        for text in texts:
+            told = tokenizer.apply_chat_template(text, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+            output = model.generate(**told, max_new_tokens=NEW, do_sample=False)[0, told["input_ids"].shape[1] :]
+            answers.append(tokenizer.decode(output, skip_special_tokens=True))
+    return answers
+
+
+def compare(load: Load, when: str, texts: list[list[dict[str, str]]], expected: list[str]) -> None:
+    """Ask for each text alone; another answer than the expected one is an error."""
+    for text, answer in zip(texts, expected, strict=True):
+        said = load.ask(f"alone, {when}", text, temperature=0.0)
+        if said != answer:
+            load.errors.append(f"{when} {said!r} in place of {answer!r}")
+
+
 def run(process: int, address: str, given: argparse.Namespace) -> Load:
     """Let the clients loose on a server; returns what came of it."""
     load = Load(address, given.model, 0.0, given.edits)
-    texts = [[user(load.cut(random.Random(seed), 40))] for seed in range(4)]
-    before = [load.ask("alone", one, temperature=0.0) for one in texts]
+    texts = [[user(load.cut(random.Random(seed), 40 + 12 * seed))] for seed in range(EQUAL)]
+    expected = generate(given, texts)
+    compare(load, "before", texts, expected)
     began = time.monotonic()
     load.until = began + 60 * given.minutes
     threads = [Thread(target=load.work, args=(given.seed + number,)) for number in range(given.clients)]
@@ -206,9 +234,7 @@ def run(process: int, address: str, given: argparse.Namespace) -> Load:
         time.sleep(0.1)
     else:
         load.errors.append("the engine still has requests that nobody waits for")
-    for one, said in zip(texts, before, strict=True):
-        if load.ask("alone", one, temperature=0.0) != said:
-            load.errors.append(f"another answer than before to {one}")
+    compare(load, "afterwards", texts, expected)
     first, last = points[0][1], points[-1][1]
     print(f"memory: {first / 2**20:.0f} to {last / 2**20:.0f} MiB, {find_slope(points) * 60 / 1e6:+.2f} MB a minute")
     return load

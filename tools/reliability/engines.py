@@ -4,8 +4,9 @@
     python -m tools.reliability.engines --prompts 2 --schedules 5
     python -m tools.reliability.engines --schedules 0 --processes 2      vLLM with tensor parallelism
 
-vLLM takes part where it is installed (`make test-vllm` makes such an environment). All runs are greedy, in float32, on the
-small models of tests/vllm; with several processes all prompts are one batch. A difference is printed, and makes the exit
+vLLM takes part where it is installed (`make test-vllm` makes such an environment), with pages of 16 slots; two of three of its
+requests have a k of their own. All runs are greedy, in float32, on the small models of tests/vllm; with several processes all
+prompts are one batch, and schedules run on one. A difference is printed, and makes the exit
 status 1.
 """
 
@@ -22,13 +23,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvpatch.serving.vllm.terms import OWN
 from tests.helpers.schedules import Schedules
 from tests.helpers.serving import alone, batched
 from tests.vllm.models import POLICIES, prompts, save
 
 TEN = ("h2o", "roco", "keyformer", "scissorhands", "snapkv", "tova", "streaming_llm", "window", "key_diff", "critical(h2o)")
 FAMILIES = ("Llama", "Qwen3", "GPT2")
-K, NEW = 24, 16  # tokens of the budget, and new ones
+K, NEW, MOST = 24, 16, 64  # tokens of the budget, new ones, and the most that a request asks for
 
 
 def texts(count: int) -> list[list[int]]:
@@ -70,7 +72,7 @@ def equal(models: dict[str, Any], folder: Path, asked: list[list[int]], processe
     answers = vllm([job(folder, family, policy, asked, processes) for policy, family in cases])
     for (policy, family), answer in zip(cases, answers, strict=False):
         got = [one[0] for one in answer["tokens"]] if "tokens" in answer else [[answer["error"]]] * len(asked)
-        differ = [*differing("vLLM", family, policy, got, generated(models[family], policy, asked))]
+        differ = [*differing("vLLM", family, policy, got, generated_apart(models[family], policy, asked))]
         print(f"vLLM, processes: {processes}, {family}, {policy}: {len(differ)} of {len(asked)} prompts differ", flush=True)
         yield from differ
 
@@ -94,7 +96,7 @@ def scheduled(model: Any, folder: Path, count: int) -> Iterator[str]:
     answers = [*vllm(jobs)]
     compared = cancelled = 0
     for policy, own, answer in zip(policies, seeds, answers, strict=False):
-        wanted = generated(model, policy, asked)
+        wanted = generated_apart(model, policy, asked)
         for seed, found in zip(own, answer.get("schedules", ()), strict=True):
             gone = [one for one in found if one is None]
             compared, cancelled = compared + len(found) - len(gone), cancelled + len(gone)
@@ -105,18 +107,29 @@ def scheduled(model: Any, folder: Path, count: int) -> Iterator[str]:
         print(f"vLLM: {done}, in {time.monotonic() - began:.0f} s", flush=True)
 
 
-def generated(model: Any, policy: str, asked: list[list[int]]) -> list[list[int]]:
+def own_budgets(count: int) -> list[int | None]:
+    """The k that each request asks vLLM for, in turn; None: it has the server's."""
+    return [(None, 12, MOST)[index % 3] for index in range(count)]
+
+
+def generated(model: Any, policy: str, asked: list[list[int]], k: int = K) -> list[list[int]]:
     import kvpatch
 
-    with kvpatch.patched(model, policy, K, **POLICIES[policy]):
+    with kvpatch.patched(model, policy, k, **POLICIES[policy]):
         return [alone(model, ids, NEW) for ids in asked]
+
+
+def generated_apart(model: Any, policy: str, asked: list[list[int]]) -> list[list[int]]:
+    """What generate() gives each prompt under the k that it asks vLLM for."""
+    return [generated(model, policy, [ids], k or K)[0] for ids, k in zip(asked, own_budgets(len(asked)), strict=True)]
 
 
 def job(folder: Path, family: str, policy: str, asked: list[list[int]], processes: int = 1, **more: Any) -> dict[str, Any]:
     own = {"generation_length": NEW} if policy == "keyformer" else {}  # generate() knows it from max_new_tokens
-    settings = {"policy": policy, "k": K, **POLICIES[policy], **own}
+    settings = {"policy": policy, "k": K, "max_k": MOST, **POLICIES[policy], **own}
     sampling = {"max_tokens": NEW, "temperature": 0}
-    named = {"model": str(folder / family), "settings": settings, "prompts": asked, "sampling": sampling}
+    asks = [k and {OWN: k} for k in own_budgets(len(asked))]
+    named = {"model": str(folder / family), "settings": settings, "prompts": asked, "asks": asks, "sampling": sampling}
     options = {"max_num_batched_tokens": 4096, "tensor_parallel_size": processes, "num_gpu_blocks_override": 512}
     if processes > 1:  # they wait for each other in every layer of every pass: few passes
         options["max_num_seqs"] = len(asked)

@@ -34,7 +34,7 @@ from ...policies.budgets import Budget, Size
 from ...policies.parallel import WHOLE, Parallel
 from .callers import iterate_callers
 from .configuration import check, settings_of
-from .pages import BudgetSpec, Held
+from .pages import BudgetSpec, Held, check_manager
 from .requests import Requests
 from .scheduled import Pass
 
@@ -167,7 +167,6 @@ class Worker:
         assert terms is not None
         check(config, terms)
         self.terms, self.config, self.layers = terms, config, list[BudgetedAttention]()
-        self._bytes, self._described = dict[int, int](), False
         self._notes = register_module_module_registration_hook(self._note_holder) if terms.policy.weighs_values else None
         self.requests: Requests | None = None
         if terms.policy.over_layers is not None:
@@ -207,19 +206,17 @@ class Worker:
     def held(self) -> list[Held]:
         """The budget of each layer: the most that a prompt of any length gives it, if layers differ."""
         settings, longest = self.settings, self.config.model_config.max_model_len
+        budgets = [rule.k if isinstance(rule, Size) else rule.highest(longest, 1)[0] for rule in settings.rules]
         return [
-            Held(rule.k if isinstance(rule, Size) else rule.highest(longest, 1)[0], keeps_new(settings, layer))
-            for layer, rule in enumerate(settings.rules)
+            Held(budget, keeps_new(settings, layer), settings.bounds[layer] is not None, self.terms.most)
+            for layer, budget in enumerate(budgets)
         ]
 
     def spec(self, layer: BudgetedAttention, spec: AttentionSpec) -> BudgetSpec:
         """Return the spec of a layer, for which vLLM has made `spec`. vLLM asks again and again."""
         model, cache = self.config.model_config, self.config.cache_config
         own = BudgetSpec.of(spec, self.held[layer.index], model.max_model_len, cache)
-        self._bytes[layer.index] = own.max_memory_usage_bytes(self.config)
-        if len(self._bytes) == len(self.layers) and not self._described and self.settings.parallel.rank == 0:
-            self._described, size = True, sum(self._bytes.values()) * self.settings.parallel.size
-            _LOG.info(self.terms.describe_request(own.block_size, len(self.layers), size))
+        check_manager(own)
         return own
 
     def _note_holder(self, module: nn.Module, name: str, child: Any) -> None:

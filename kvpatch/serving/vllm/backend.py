@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
@@ -15,32 +15,25 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from .attention import BudgetedAttention, budgeted_spec
 from .configuration import settings_now
 from .scheduled import PassBuilder
-from .terms import Terms
 
 
 class Backend(CPUAttentionBackend):
-    """The backend CPU_ATTN.
-
-    terms: of the newest model, found when its layers are made; no terms without settings: all is vLLM's own.
-    """
-
-    terms: ClassVar[Terms | None] = None
+    """The backend CPU_ATTN. It asks for the settings of the model at hand each time: a process may have several."""
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        return spec if cls.terms is None else budgeted_spec(spec)
+        return spec if settings_now() is None else budgeted_spec(spec)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        if Backend.terms is None:
+        if settings_now() is None:
             return CPUAttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)
         return [MultipleOf(1)]
 
     @staticmethod
     def get_impl_cls() -> Any:
-        Backend.terms = settings_now()
-        return CPUAttentionBackendImpl if Backend.terms is None else BudgetedAttention
+        return CPUAttentionBackendImpl if settings_now() is None else BudgetedAttention
 
     @staticmethod
     def get_builder_cls() -> Any:
-        return CPUAttentionMetadataBuilder if Backend.terms is None else PassBuilder
+        return CPUAttentionMetadataBuilder if settings_now() is None else PassBuilder

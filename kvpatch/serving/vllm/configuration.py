@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 
 import vllm
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from ...errors import KVPatchError
 from ...policies.served import Combination, refuse
+from .callers import iterate_callers
 from .terms import Terms, configured
-from .versions import VARIABLE, describe_refusal, is_tested
+from .versions import VARIABLE, describe_refusal, is_tested, refuse_parallel
 
 
 def settings_of(config: VllmConfig) -> Terms | None:
@@ -19,16 +20,28 @@ def settings_of(config: VllmConfig) -> Terms | None:
     return configured(config.additional_config, os.environ.get(VARIABLE))
 
 
+def find_config() -> VllmConfig | None:
+    """Return the configuration of the engine at hand: that of the model that is being made, or one of a function that runs."""
+    if (current := get_current_vllm_config_or_none()) is not None:
+        return current
+    for told in iterate_callers():
+        for one in (told.get("vllm_config"), getattr(told.get("self"), "vllm_config", None)):
+            if isinstance(one, VllmConfig):
+                return one
+    return None
+
+
 def settings_now() -> Terms | None:
-    """Return the settings of the model that is being made, or None."""
-    return settings_of(get_current_vllm_config())
+    """Return the settings of the engine at hand, or None."""
+    config = find_config()
+    return None if config is None else settings_of(config)
 
 
 def check_now() -> None:
     """Raise KVPatchError if the model that is being made has settings that cannot be served."""
-    config = get_current_vllm_config()
-    terms = settings_of(config)
-    if terms is not None:
+    config = find_config()
+    terms = None if config is None else settings_of(config)
+    if config is not None and terms is not None:
         check(config, terms)
 
 
@@ -36,12 +49,12 @@ def check(config: VllmConfig, terms: Terms) -> None:
     """Raise KVPatchError for what vLLM cannot do under a budget, before it loads weights."""
     if not is_tested(vllm.__version__):
         raise describe_refusal(vllm.__version__, current_platform.is_cpu())
+    refuse_parallel(config.parallel_config, VARIABLE in os.environ)
     parallel, model = config.parallel_config, config.model_config
     heads, size = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
     refused = (
         (config.speculative_config is not None, "speculative decoding takes tokens back", "leave speculative_config out"),
         (config.kv_transfer_config is not None, "a KV connector moves blocks of a whole text", "leave kv_transfer_config out"),
-        (parallel.pipeline_parallel_size > 1, "layers are on several processes", "use tensor_parallel_size"),
         (parallel.decode_context_parallel_size > 1, "a text is on several processes", "use tensor_parallel_size"),
         (heads % size > 0, f"{size} processes cannot share {heads} KV heads evenly", f"use a number that divides {heads}"),
         (

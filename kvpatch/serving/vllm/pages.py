@@ -1,8 +1,8 @@
 """The pages of a request: a spec of a layer's keys and values, and the manager that claims all of them at admission.
 
 A request claims pages for all that it will ever hold when it begins, and needs none later: vLLM never has to preempt one, which
-would read a text again whose tokens were evicted. Behind its pages the block table has page 0, which is nobody's: the worker is
-told of a request's pages alone, and sees there that it has no more.
+would read a text again whose tokens were evicted. Behind its pages the block table has page 0, which is nobody's, and then the
+request's own k, or 0: the worker is told of a request's pages alone, and sees there that it has no more, and what it may hold.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
-from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec, KVCacheGroupRole, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from ...cache.holding import count_tokens
+from ...errors import KVPatchError
 from ...policies.budgets import Size
+from .account import Account, read_own
 from .callers import iterate_callers
+from .figures import find_figures
 from .free_pages import choose_pages
 
 SLOTS = 16
@@ -30,43 +33,58 @@ SLOTS = 16
 
 
 class Held(NamedTuple):
-    """A layer's budget: tokens, or a share of the prompt. grows: what is generated is kept too."""
+    """A layer's budget: tokens, or a share of the prompt.
+
+    grows: what is generated is kept too. bound: it is a sliding window, whatever a request's k. most: the most tokens that a
+    request may ask for; 0 if it may not.
+    """
 
     budget: int | float
     grows: bool
+    bound: bool
+    most: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetSpec(CircularBufferSpec):
     """Pages of `block_size` slots. Layers of one spec have one block table; others have pages, as large, of their own.
 
-    budget: of a head: a number of tokens, or a share of the request's prompt. longest: tokens of the longest text. grows: what
-    is generated is kept too.
+    held: the layers' budget. longest: tokens of the longest text.
     """
 
-    budget: int | float
+    held: Held
     longest: int
-    grows: bool
 
     @classmethod
     def of(cls, spec: AttentionSpec, layer: Held, longest: int, cache: CacheConfig) -> BudgetSpec:
         """Return a layer's spec, for which vLLM has made `spec`."""
-        budget, grows = layer
         own = {field.name for field in fields(cls)}
         same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in own}
         size = cache.block_size if cache.user_specified_block_size else SLOTS
-        return cls(**{**same, "block_size": size, "budget": budget, "longest": longest, "grows": grows})
+        return cls(**{**same, "block_size": size, "held": layer, "longest": longest})
 
-    def pages(self, prompt: int, total: int | None = None) -> int:
+    def count_held(self, prompt: int, new: int, own: int = 0) -> int:
+        """Return the tokens that a head holds after a prompt and new ones. own: the request's k, 0 for the settings'."""
+        budget, schedule = own if own and not self.held.bound else self.held.budget, "prompt" if self.held.grows else "both"
+        (held,) = count_tokens(Size(budget), schedule, prompt, new)
+        return held
+
+    def pages(self, prompt: int, total: int | None = None, own: int = 0) -> int:
         """Return the pages of a request: for the tokens that it will hold, and the one being written.
 
         A share is of the whole prompt: it is then read in one pass.
 
         prompt: tokens of its prompt, or some of them if `total` is None. total: its tokens in the end; None: as many as fit.
+        own: its own k, or 0.
         """
-        schedule, last = "prompt" if self.grows else "both", min(total or self.longest, self.longest)
-        (held,) = count_tokens(Size(self.budget), schedule, prompt, max(last - 1 - prompt, 0))
+        last = min(total or self.longest, self.longest)
+        held = self.count_held(prompt, max(last - 1 - prompt, 0), own)
         return cdiv(min(held + 1, self.longest), self.block_size)
+
+    def most_pages(self, prompt: int | None = None) -> int:
+        """Return the most pages of a request whose prompt begins with so many tokens; None: of any."""
+        prompts = (1, self.longest) if prompt is None else (prompt,)
+        return max(self.pages(n, own=own) for n in prompts for own in (0, self.held.most))
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         """Tell if all layers have one block table."""
@@ -74,11 +92,11 @@ class BudgetSpec(CircularBufferSpec):
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Return the bytes of the largest request."""
-        return max(self.pages(1), self.pages(self.longest)) * self.page_size_bytes
+        return self.most_pages() * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
-        """Return the width of the block table, page 0 behind the last: positions are looked up there, but not written."""
-        return cdiv(max_len, self.block_size) + 2
+        """Return the width of the block table: positions are looked up in it, but not written."""
+        return cdiv(max_len, self.block_size) + 3
 
 
 class BudgetManager(CircularBufferManager):
@@ -89,29 +107,57 @@ class BudgetManager(CircularBufferManager):
     def __init__(self, *told: Any, **more: Any) -> None:
         super().__init__(*told, **more)
         self._scheduler = _find_scheduler()
-
-    def _count_pages(self, request_id: str, num_tokens: int) -> int:
-        """Count the pages of a request that begins with so many tokens."""
         scheduler = self._scheduler()
-        request = None if scheduler is None else scheduler.requests.get(request_id)
-        if request is None or request.resumable:  # whose text may become longer than its max_tokens say
-            return self.kv_cache_spec.pages(num_tokens)
-        return self.kv_cache_spec.pages(request.num_tokens, request.num_prompt_tokens + request.max_tokens)
+        self._figures = find_figures()
+        # the first group's manager keeps the account of all
+        self._account = None if scheduler is None or self.kv_cache_group_id else Account(scheduler, self._figures)
+
+    def _find_request(self, request_id: str) -> Any:
+        """Return a request, or None if its scheduler is not known."""
+        scheduler = self._scheduler()
+        return None if scheduler is None else scheduler.requests.get(request_id)
+
+    def _count_pages(self, request_id: str, num_tokens: int) -> tuple[int, int]:
+        """Count the pages of a request that begins with so many tokens; returns its own k, too, or 0."""
+        request = self._find_request(request_id)
+        if request is None:
+            return self.kv_cache_spec.pages(num_tokens), 0
+        own = read_own(request.sampling_params, self.kv_cache_spec.held.most)
+        if request.resumable:  # its text may become longer than its max_tokens say
+            return self.kv_cache_spec.pages(num_tokens, own=own), own
+        return self.kv_cache_spec.pages(request.num_tokens, request.num_prompt_tokens + request.max_tokens, own), own
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *told: Any, **more: Any) -> int:
         """Return the pages that a new request needs; none for one that was admitted."""
-        return 0 if self.req_to_blocks.get(request_id) else self._count_pages(request_id, num_tokens)
+        return 0 if self.req_to_blocks.get(request_id) else self._count_pages(request_id, num_tokens)[0]
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *told: Any, **more: Any) -> Sequence[KVCacheBlock]:
-        """Claim a new request's pages."""
-        blocks, pool = self.req_to_blocks[request_id], self.block_pool
+        """Claim a new request's pages, and write its own k behind them: the worker sees no more of a request than this."""
+        blocks, pool, request = self.req_to_blocks[request_id], self.block_pool, self._find_request(request_id)
+        if self._account is not None and request is not None:
+            self._account.note_pass(request, num_tokens, begins=not blocks)
         if blocks:
             return []
+        count, own = self._count_pages(request_id, num_tokens)
         free = bytes(one.ref_cnt == 0 and not one.is_null for one in pool.blocks)
-        new = [pool.blocks[page] for page in choose_pages(free, self._count_pages(request_id, num_tokens))]
+        new = [pool.blocks[page] for page in choose_pages(free, count)]
         pool.touch(new)  # takes them from the free ones
-        blocks.extend([*new, pool.null_block])
+        self._note_claim(len(new))
+        blocks.extend([*new, pool.null_block, KVCacheBlock(block_id=own, is_null=True)])  # a null block is never freed
         return [*blocks]
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """Return the pages of a request that has ended."""
+        request = self._find_request(request_id)
+        if self._account is not None and request is not None:
+            self._account.note_end(request)
+        blocks = super().pop_blocks_for_free(request_id)
+        self._note_claim(-sum(not block.is_null for block in blocks))
+        return blocks
+
+    def _note_claim(self, pages: int) -> None:
+        if self._figures is not None:
+            self._figures.add("blocks_claimed", pages)
 
 
 def _find_scheduler() -> Callable[[], Any]:
@@ -125,6 +171,16 @@ def _find_scheduler() -> Callable[[], Any]:
         if isinstance(one, SchedulerInterface) and hasattr(one, "requests"):
             return weakref.ref(one)
     return lambda: None
+
+
+def check_manager(spec: BudgetSpec) -> None:
+    """Raise KVPatchError if vLLM would manage the pages of layers under a budget by another manager."""
+    manager = KVCacheSpecRegistry.get_manager_class(spec, KVCacheGroupRole.DEFAULT)
+    if manager is not BudgetManager:
+        raise KVPatchError(
+            f"Pages under kvpatch's budget would be managed by {manager.__name__ if manager else None}, which another plugin "
+            "has registered: leave that plugin or kvpatch's settings out."
+        )
 
 
 KVCacheSpecRegistry._ensure_registered()  # else vLLM leaves its own out

