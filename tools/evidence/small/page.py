@@ -7,11 +7,8 @@ from pathlib import Path
 
 from ..statistics import Estimate
 from ..tables import markdown, shown
-from .ablate import FAMILIES, label_variant
-from .bits import BITS, label_bits
 from .mass import FIXED, HELD, MASS
 from .reasoning import RHYTHMS
-from .recall import TITLES
 from .runs import TASKS
 from .table import WHOLE, Table
 
@@ -19,7 +16,7 @@ INTRODUCTION = """\
 # What small models show
 
 [Results](results.md) decide which policy to take: they are a pretrained model's. This page has what those do not measure:
-policies for questions after compression, long traces, budgets by mass, bits beside tokens, and single options of policies.
+policies for questions after compression, long traces, and budgets by mass.
 The models are small (half a million to a million parameters) and trained by this repository; their texts have some two
 hundred tokens, but for the long traces. They show exactly which tokens a policy drops and what that breaks. How policies rank
 on a large model they show only as far as the mechanism is the same.
@@ -64,21 +61,6 @@ rhythm alone, as published; tri_attention has a calibration of four other walks,
 keeps. A record is needed once more, when its node is visited again, and never after. Intervals are over walks of one trained
 model; they know nothing of other models.
 """
-
-BESIDE = """\
-## Bits beside tokens
-
-The bytes are those of a share of the text in 16 bits. The same bytes hold 1.8 times the tokens in 8 bits and 3.2 times in 4
-(scales and zeros count; heads have 32 numbers), at most the whole text. `right`, and how much higher it is than with 16 bits;
-in bfloat16.
-"""
-
-CHOSEN = """\
-## One choice at a time
-
-Recall's `right`, all else as published; differences are from the first row.
-"""
-
 
 def write_page(tables: dict[str, Table], docs: Path) -> None:
     """Write docs/small-models.md from the tasks that have lines."""
@@ -141,50 +123,10 @@ def write_reasoning(table: Table) -> str:
     return "\n".join([*lines, *table.list_errors(), ""])
 
 
-def write_bits(table: Table) -> str:
-    """Recall with 16 bits at each budget, and how much better 8 and 4 bits are at the same bytes."""
-    lines = [BESIDE, write_source(table, "bits")]
-    for scenario in table.scenarios:
-        here, rows = table.select(scenario), []
-        for policy in dict.fromkeys(label.partition(",")[0] for label in here.labels):
-            for k in here.budgets:
-                wide, *narrow = (label_bits(policy, bits) for bits in BITS)
-                gains = [here.difference((label, k), (wide, k), "right") for label in narrow]
-                own = shown(here.mean((wide, k), "right"))
-                rows.append([policy, f"{k:g}", own, *(shown(gain, signed=True) for gain in gains)])
-        header = ("policy", "bytes, share of full", "16 bits", "8 bits, difference", "4 bits, difference")
-        lines += [f"### {TITLES[scenario]}", "", markdown(header, rows), ""]
-    return "\n".join(lines)
-
-
-def write_ablations(table: Table) -> str:
-    """A table for each family, with each variant's difference from the first."""
-    lines = [CHOSEN, write_source(table, "ablate")]
-    parts = [(scenario, table.select(scenario), k) for scenario in table.scenarios for k in table.budgets]
-    for family, (about, variants) in FAMILIES.items():
-        labels = [label_variant(family, variant) for variant, _, _ in variants]
-        if labels[0] not in table.labels:
-            continue
-        rows = [
-            [label.partition(": ")[2], *(write_step(here, label, labels[0], k) for _, here, k in parts)] for label in labels
-        ]
-        header = ["", *(f"{scenario}, k = {k:g}" for scenario, _, k in parts)]
-        lines += [f"### {family}", "", f"{about}.", "", markdown(header, rows), ""]
-    return "\n".join([*lines, *table.list_errors(), ""])
-
-
-def write_step(table: Table, label: str, first: str, k: float) -> str:
-    """A mean, and its difference from the first row's."""
-    step = table.difference((label, k), (first, k), "right") if label != first else None
-    return shown(table.mean((label, k), "right")) + (f", {shown(step, signed=True)}" if step else "")
-
-
 SECTIONS: dict[str, Callable[[Table], str]] = {
     "later": write_later,
     "mass": write_mass,
     "reasoning": write_reasoning,
-    "bits": write_bits,
-    "ablate": write_ablations,
 }
 
 

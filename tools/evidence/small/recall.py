@@ -23,7 +23,6 @@ from .together import ROWS_PER_DRAW, Known, feed_answers
 
 QUESTIONS = 8
 IN, AFTER = "in", "after"
-TITLES = {IN: "The question is in the prompt", AFTER: "Questions come after the prompt"}
 
 
 def ask(index: int) -> dict[str, tasks.Batch]:
