@@ -45,6 +45,7 @@ class Patch:
         self.settings, self._target = settings, target
         self._state = self._hook_state(target)
         self._state.graphs, self._state.lossless = graphs, whole
+        self._state.log.exact = bool(whole)
         self._installation = Installation(target, self._state)
 
     def install(self) -> None:

@@ -17,6 +17,7 @@ from . import checks, editing
 from .cache import EvictingCache
 from .host import HostLayer, find_free
 from .messages import Messages
+from .pickling import Unpicklable
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Verified:
         return self.moved_nbytes / (self.accepted + self.passes) if self.passes else 0.0
 
 
-class LosslessCache(Cache):
+class LosslessCache(Unpicklable, Cache):
     """The entries of all tokens of one text on the host, as the unpatched model computes them, beside a budget that drafts.
 
     A pass over it reads new tokens as the end of a prompt: layer by layer the entries of all earlier tokens come to where the
@@ -217,6 +218,10 @@ class LosslessCache(Cache):
         new.whole, new.ids, new.places = [layer.copy() for layer in self.whole], list(self.ids), list(self.places)
         new.edited = self.edited
         new.layers = list(new.whole)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LosslessCache:
+        new = memo[id(self)] = self.clone()
         return new
 
     @property

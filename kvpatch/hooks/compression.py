@@ -24,6 +24,7 @@ from .target import Target
 
 def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: Any) -> EvictingCache:
     """Return a cache under the budget with what the policy keeps of `past`; see Patch.compress."""
+    refuse("compress", state.combine())
     if isinstance(past, EvictingCache):
         past, mask = _take_entries(past)
     _check_past(target.decoder, state, past, ids, mask)

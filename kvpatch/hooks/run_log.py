@@ -48,6 +48,7 @@ class RunLog:
         self.last: Snapshot | None = None
         self.replayed: dict[str, tuple[str, str]] = {}  # who served the last replay, as in Snapshot.ran
         self.verified: Verified | None = None  # of the last lossless cache
+        self.exact = False  # lossless: a pass in which nothing is evicted is as good as any, so that no word is said of it
         self.number = self.newest = 0  # uses of caches, counted, and the last one
         self._cache: weakref.ref[EvictingCache] | None = None  # a record would close a circle
         self._warned: set[str] = set()
@@ -202,7 +203,7 @@ class RunLog:
     def _warn_once(self, kind: str, Q: int) -> None:
         """Warn once that the budget cannot act in passes of a kind, and name the argument that would change it."""
         with self._lock:
-            if kind in self._warned:
+            if self.exact or kind in self._warned:
                 return
             self._warned.add(kind)
         pass_, remedy = _TEXTS[kind]

@@ -277,6 +277,10 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     # what a patch offers
     "prefix": {"lossless": "lossless=True keeps each text's own cache: leave lossless out, or give generate() the whole text."},
+    "compress": {
+        "lossless": "patch.compress() keeps what a budget holds of a prompt, and lossless=True keeps all of it: give "
+        "generate() the prompt itself, or leave lossless out."
+    },
     # of a model's attention module
     "rotations undone": {
         "obstacle": "policy {name} reads queries or keys without their rotation, but in {it.adapter} {it.obstacle}: use "

@@ -16,8 +16,7 @@ pytestmark = pytest.mark.skipif(not HYBRIDS, reason="models of this transformers
 WIDTHS = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
 
 
-@pytest.fixture(scope="module")
-def model():
+def make():
     """Qwen3-Next: two gated delta nets around each of two attention layers, the last of them behind both."""
     torch.manual_seed(0)
     kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
@@ -27,6 +26,11 @@ def model():
         attn_implementation="sdpa",
     )  # fmt: skip
     return Qwen3NextForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make()
 
 
 @pytest.fixture(scope="module")
