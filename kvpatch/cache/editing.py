@@ -7,7 +7,7 @@ code here. Nothing is written in place, so that a cache that shares tensors, suc
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -64,6 +64,8 @@ def mark_spans(cache: TextState, spans: Sequence[Span], row: int | None, what: s
     rows = list(range(len(lengths))) if row is None else [row]
     gone_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.bool)
     known: list[Span] = []
+    if not isinstance(spans, Iterable):
+        raise KVPatchError(f"{what} was given {spans!r}: give a list of (start, stop), such as [(12, 80)].")
     for span in spans:
         start, stop = read_span(span)
         for one in rows:
@@ -85,9 +87,11 @@ def mark_spans(cache: TextState, spans: Sequence[Span], row: int | None, what: s
 def read_span(span: object, empty: bool = False) -> Span:
     """Return a span. Raises KVPatchError for anything else, and for one without tokens unless it may be `empty`."""
     wanted = "give (start, stop), positions of the text with stop left out, such as (12, 80)."
-    if not isinstance(span, Sequence) or isinstance(span, str) or len(span) != 2:
+    if not isinstance(span, Sequence) or isinstance(span, str) or len(span) != 2 or not all(type(one) is int for one in span):
         raise KVPatchError(f"{span!r} is not a span: {wanted}")
-    if any(isinstance(one, bool) or not isinstance(one, int) for one in span) or not 0 <= span[0] < span[1] + empty:
+    if span[0] < 0:
+        raise KVPatchError(f"The span {tuple(span)!r} begins before the text: {wanted}")
+    if not span[0] < span[1] + empty:
         raise KVPatchError(f"The span {tuple(span)!r} has no tokens: {wanted}")
     return int(span[0]), int(span[1])
 

@@ -85,6 +85,8 @@ def begun(prefix: Prefix, state: PatchState) -> EvictingCache:
 
 def check_own(cache: object, state: PatchState) -> None:
     """Raise KVPatchError if `cache` is no EvictingCache of this patch."""
+    if isinstance(cache, Prefix):
+        raise KVPatchError("Other texts share a Prefix: give its copy(), which is a cache of its own.")
     if not isinstance(cache, EvictingCache):
         raise KVPatchError(
             f"This is a {type(cache).__name__}: give a cache that the patched model filled, such as patch.new_cache() after a "

@@ -7,13 +7,11 @@ import random
 
 import pytest
 import torch
-from transformers import Lfm2Config, Lfm2ForCausalLM
 
 import kvpatch
-from kvpatch.arch.upstream import HYBRIDS
 from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.check import Checks
-from tests.helpers import tiny
+from tests.helpers.edited import entries, same
 from tests.helpers.tiny import left_pad, make, prompt
 
 POLICIES = (
@@ -38,28 +36,6 @@ def read(model, patch, n=40, rows=2, steps=3, **options):
     for t in range(steps):
         model(prompt(rows, 1, seed=t), past_key_values=cache)
     return cache
-
-
-def entries(cache, layer):
-    """Of each row and head: key, value and score state by position."""
-    one = cache.layers[layer]
-    keys, values = one.kv.numbers(one.used)
-    if one.kv.head_offsets is not None:
-        keys, values = (one.kv.offsets.unpack_entries(t, *one.positions.shape[:2], one.kv.width) for t in (keys, values))
-    found = {}
-    for (b, h, slot), position in zip(
-        torch.cartesian_prod(*(torch.arange(n) for n in one.positions[:, :, : one.used].shape)).tolist(),
-        one.positions[:, :, : one.used].flatten().tolist(),
-        strict=True,
-    ):
-        if position >= 0:
-            state = [one.state[name][b, h, slot].clone() for name in sorted(one.state)]
-            found[b, h, position] = [keys[b, h, slot].clone(), values[b, h, slot].clone(), *state]
-    return found
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(x, y) for key in a for x, y in zip(a[key], b[key], strict=True))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -249,56 +225,3 @@ def test_a_prefix_that_others_use_keeps_its_tokens():
         first, second = prefix.copy(), prefix.copy()
         first.forget([(0, 20)])
         assert same(entries(second, 0), entries(prefix.copy(), 0)) and len(entries(first, 0)) == 10 * 2
-
-
-@pytest.mark.parametrize(
-    ("spans", "row", "words"),
-    [
-        ([], None, "was given no span"),
-        ([(3, 3)], None, r"The span \(3, 3\) has no tokens"),
-        ([(5, 2)], None, "has no tokens"),
-        ([(-4, 2)], None, "has no tokens"),
-        ([(1.0, 2)], None, "has no tokens"),
-        ([(True, 2)], None, "has no tokens"),
-        ([7], None, "7 is not a span: give"),
-        ([(1, 2, 3)], None, "is not a span"),
-        (["ab"], None, "is not a span"),
-        ([(3, 44)], None, "row 0 has read 43 tokens: spans end there or before; give row= where rows differ"),
-        ([(3, 44)], 1, "row 1 has read 43 tokens: spans end there or before."),
-        ([(3, 9), (8, 12)], None, r"The spans \(3, 9\) and \(8, 12\) overlap: join them"),
-        ([(3, 9)], 2, "row=2: the cache has the rows 0 to 1"),
-        ([(3, 9)], True, "row=True: the cache has"),
-    ],
-)
-def test_a_wrong_span_changes_nothing(spans, row, words):
-    model = make("llama_gqa")
-    with torch.no_grad(), kvpatch.patched(model, "h2o", 12) as patch:
-        cache = read(model, patch)
-        before = [entries(cache, layer) for layer in range(2)]
-        with pytest.raises(KVPatchError, match=words):
-            cache.forget(spans, row)
-        assert all(same(entries(cache, layer), before[layer]) for layer in range(2))
-        model(prompt(2, 1), past_key_values=cache)
-        cache.check_invariants()
-
-
-def test_a_cache_that_cannot_forget_says_so():
-    model = make("llama_gqa")
-    with torch.no_grad(), kvpatch.patched(model, "h2o", 12) as patch:
-        with pytest.raises(KVPatchError, match="The cache is empty"):
-            patch.new_cache().forget([(0, 1)])
-        roomy = patch.new_cache(room=8)
-        model(prompt(1, 20), past_key_values=roomy)
-        with pytest.raises(KVPatchError, match=r"this cache was made with room=8 .* make it without room"):
-            roomy.forget([(0, 4)])
-
-
-@pytest.mark.skipif(not HYBRIDS, reason="models of this transformers take states from the cache's layers")
-def test_a_hybrids_states_cannot_forget():
-    kinds = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "vocab_size": tiny.VOCAB, "hidden_size": 32}
-    model = Lfm2ForCausalLM(Lfm2Config(**kinds, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32)).eval()
-    with torch.no_grad(), kvpatch.patched(model, "h2o", 8) as patch:
-        cache = patch.new_cache()
-        model(prompt(1, 20), past_key_values=cache)
-        with pytest.raises(KVPatchError, match="of this hybrid keep a state of all that was read"):
-            cache.forget([(0, 4)])

@@ -12,7 +12,7 @@ import torch
 import kvpatch
 from kvpatch.arch.upstream import cache_of
 from kvpatch.errors import KVPatchError
-from tests.cache.test_forget import entries, same
+from tests.helpers.edited import entries, same
 from tests.helpers.tiny import left_pad, make, prompt
 
 RENUMBERED = {"positions": "renumbered"}
@@ -219,34 +219,3 @@ def test_a_prefix_that_others_use_keeps_its_positions():
         patch.replace(first, (3, 3), prompt(1, 9, seed=3))
         for other in (second, prefix.copy()):
             assert all(same(entries(other, layer), before[layer]) for layer in range(2)) and other.ids.ids_BT.equal(ids)
-
-
-@pytest.mark.parametrize(
-    ("policy", "options", "span", "ids", "words"),
-    [
-        ("h2o", {}, (3, 3), [1], "span inserts, and what follows has its positions: patch with positions='renumbered'"),
-        ("h2o", {}, (3, 5), [1, 2, 3], "3 tokens for a span of 2, whose positions they take: give 2 or fewer"),
-        ("h2o", RENUMBERED, (43, 43), [1], r"replace\(\) at 43: row 0 has read 43 tokens, and nothing follows there. Read on"),
-        ("h2o", RENUMBERED, (44, 44), [1], r"row 0 has read 43 tokens"),
-        ("h2o", RENUMBERED, (5, 4), [1, 2], "has no tokens"),
-        ("h2o", RENUMBERED, (3, 3), [], "no token|ids of torch.float32"),
-        ("r_kv", {**RENUMBERED, "window": 4, "every": 4}, (3, 3), [1], "'r_kv' does not go with that: it keeps"),
-        ("raas", RENUMBERED, (3, 3), [1], "'raas' does not go with that: it knows the steps that used a token by"),
-        ("h2o", {**RENUMBERED, "schedule": "decode"}, (3, 3), [1], "schedule='decode' keeps a prompt by its own"),
-        ("snapkv", {**RENUMBERED, "turns": "each"}, (3, 3), [1], "turns='each' counts by those of a turn"),
-    ],
-)  # fmt: skip
-def test_a_wrong_insertion_changes_nothing(policy, options, span, ids, words):
-    model = make("llama_gqa")
-    with torch.no_grad(), kvpatch.patched(model, policy, 14, **options) as patch:
-        cache = patch.new_cache()
-        model(prompt(2, 40), past_key_values=cache)
-        for t in range(3):
-            model(prompt(2, 1, seed=t), past_key_values=cache)
-        before, text = [entries(cache, layer) for layer in range(2)], cache.ids.ids_BT.clone()
-        with pytest.raises(KVPatchError, match=words):
-            patch.replace(cache, span, ids)
-        assert all(same(entries(cache, layer), before[layer]) for layer in range(2))
-        assert cache.ids.ids_BT.equal(text) and cache.rows.edited == 0 and cache.get_seq_length() == 43
-        model(prompt(2, 1), past_key_values=cache)
-        cache.check_invariants()

@@ -14,7 +14,8 @@ from kvpatch.arch.upstream import cache_of
 from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.masked import masked_predictions
 from kvpatch.hooks.target import Target
-from tests.cache.test_forget import entries, read, same
+from tests.cache.test_forget import read
+from tests.helpers.edited import entries, same
 from tests.helpers.tiny import left_pad, make, prompt
 
 POLICIES = ("full", "h2o", "roco", "keyformer", "tova", "snapkv", "adakv", "critical_adakv", "kvzip", "layer_defensive")
@@ -335,65 +336,6 @@ def test_a_cache_is_saved_joined_and_copied_after_an_edit(tmp_path):
                 other.check_invariants()
             model(prompt(2, 9, seed=4), past_key_values=cache)
             cache.check_invariants()
-
-
-@pytest.mark.parametrize(
-    ("span", "ids", "options", "words"),
-    [
-        ((3, 9), list(range(7)), {}, "7 tokens for a span of 6, whose positions they take: give 6 or fewer"),
-        ((3, 9), [], {}, "no token|ids of torch.float32"),
-        ((3, 9), torch.empty(2, 0, dtype=torch.long), {}, r"no token: to take the span out, write cache.forget\(\[span\]\)"),
-        ((3, 9), [1.5], {}, r"ids of torch.float32 and shape \[1\]: give token ids"),
-        ((3, 9), "text", {}, "a str as ids: give token ids"),
-        ((3, 9), torch.ones(3, 2, dtype=torch.long), {}, r"shape \[3, 2\]: give token ids, int64 \[N\] or \[2, N\]"),
-        ((3, 9), [97], {}, "token 97, but the model knows 97"),
-        ((3, 44), [1], {}, r"replace\(\) was given the span \(3, 44\), and row 0 has read 43"),
-        ((9, 3), [1], {}, "has no tokens"),
-        ((3, 9), [1], {"reread": -1}, "reread=-1: give the number of tokens"),
-        ((3, 9), [1], {"reread": True}, "reread=True"),
-        ((3, 9), [1], {"reread": 35}, "row 0 has read 43"),
-    ],
-)
-def test_a_wrong_edit_changes_nothing(span, ids, options, words):
-    model = make("llama_gqa")
-    with torch.no_grad(), kvpatch.patched(model, "h2o", 12) as patch:
-        cache = read(model, patch)
-        before, text = [entries(cache, layer) for layer in range(2)], cache.ids.ids_BT.clone()
-        with pytest.raises(KVPatchError, match=words):
-            patch.replace(cache, span, ids, **options)
-        assert all(same(entries(cache, layer), before[layer]) for layer in range(2))
-        assert cache.ids.ids_BT.equal(text) and cache.rows.edited == 0
-        model(prompt(2, 1), past_key_values=cache)
-        cache.check_invariants()
-
-
-def test_a_cache_that_cannot_be_edited_says_so():
-    model = make("llama_gqa")
-    with torch.no_grad(), kvpatch.patched(model, "h2o", 12) as patch:
-        with pytest.raises(KVPatchError, match="The cache is empty"):
-            patch.replace(patch.new_cache(), (0, 1), [1])
-        roomy, cache = patch.new_cache(room=8), read(model, patch)
-        model(prompt(1, 20), past_key_values=roomy)
-        with pytest.raises(KVPatchError, match=r"replace\(\) moves buffers, and this cache was made with room=8"):
-            patch.replace(roomy, (0, 4), [1])
-        joined = kvpatch.EvictingCache.concatenate([cache.select_rows(0), cache.select_rows(1)])
-        with pytest.raises(KVPatchError, match=r"take a row with cache.select_rows\(0\), replace, and join"):
-            patch.replace(joined, (0, 4), [1])
-        with pytest.raises(KVPatchError, match="This is a Cache: give a cache"):
-            patch.replace(kvpatch.arch.upstream.Cache(layers=[]), (0, 4), [1])
-        padded = patch.new_cache()
-        model(prompt(2, 20), attention_mask=left_pad(prompt(2, 20), [9, 20]), past_key_values=padded)
-        with pytest.raises(KVPatchError, match="rows are at different columns"):
-            patch.replace(padded, (0, 4), [1])
-    with torch.no_grad(), kvpatch.patched(model, "h2o", 12, record=True) as patch:
-        cache = read(model, patch)
-        with pytest.raises(KVPatchError, match="record=True knows one token for each position"):
-            patch.replace(cache, (0, 4), [1])
-    model = make("mistral_sliding")
-    with torch.no_grad(), kvpatch.patched(model, "h2o", 12) as patch:
-        cache = read(model, patch)
-        with pytest.raises(KVPatchError, match="see a window of 12 tokens, and the tokens in front of the span may be gone"):
-            patch.replace(cache, (0, 4), [1])
 
 
 def test_a_row_that_leaves_a_joined_batch():

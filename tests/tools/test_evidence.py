@@ -218,23 +218,31 @@ def test_the_chooser_names_what_the_lines_say(tmp_path):
     assert chooser.describe_use(find_use("later"), folder=tmp_path) == "not measured"
 
 
-def test_a_page_is_dropped_before_the_last_turn(tokenizer, model, monkeypatch, tmp_path):
-    turns = tuple(
-        tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in ("a = 1", "f(x)<|im_end|>\nthen", "last")
-    )
+def test_old_results_go_before_the_last_message(tokenizer, monkeypatch):
+    """All but the newest two of four; calls and messages stay, and every way is measured."""
+    texts = ("a = 1", "f(x)\ng(y)<|im_end|>\nthen", "h(z)\nk(w)<|im_end|>\nlast")
+    turns = tuple(tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in texts)
     sample = Sample("one", turns, (Probe("call", (5,), (6, 7, 8)),))
     monkeypatch.setattr(agents.tools, "make_samples", lambda tokenizer, count: [sample])
-    (found,) = agents.make_conversations(tokenizer, 1)
-    text = [token for turn in found.sample.turns for token in turn]
-    start, stop = found.span
-    page = tokenizer.decode(text[start:stop])
-    assert page.startswith(agents.sentences()[0][:20]) and stop - start > 0.9 * agents.PAGE
-    assert agents.sentences()[0][:20] not in tokenizer.decode(text[:start] + text[stop:])
-    monkeypatch.setattr(agents, "PAGE", 60)
-    (found,) = agents.make_conversations(tokenizer, 1)
-    ways = agents.measure_conversation(make_model(found), found)
+    for name, value in {"STAY": 2, "LEAST": 240, "MOST": 241, "SUMMARY": 9, "BUDGET": 60}.items():
+        monkeypatch.setattr(agents, name, value)
+    monkeypatch.setattr(agents, "AGAIN", dict(zip(agents.AGAIN, (0, 3, 9), strict=True)))
+    (loop,) = agents.make_loops(tokenizer, 1)
+    history, last = loop.sample.turns
+    assert len(loop.spans) == 4 and loop.dropped == loop.spans[:2]
+    left, at = [], 0
+    for start, stop in loop.spans:
+        left, at = [*left, *history[at:start]], stop
+    said = tokenizer.decode([*left, *history[at:], *last])
+    assert [said.find(call) for call in ("f(x)", "g(y)", "then", "h(z)", "k(w)", "last")] == sorted(
+        said.find(call) for call in ("f(x)", "g(y)", "then", "h(z)", "k(w)", "last")
+    )
+    assert agents.sentences()[0][:20] in tokenizer.decode(history) and agents.sentences()[0][:20] not in said
+    model = make_model(loop)
+    ways = agents.measure_loop(model, loop)
     assert set(ways) == set(agents.WAYS) and ways["read anew"]["kl"] == 0 < ways["kept"]["kl"]
-    assert ways["forgotten"]["nats"] != ways["kept"]["nats"]
+    assert ways["forgotten"]["nats"] != ways["kept"]["nats"] != ways["budget"]["nats"]
+    assert ways["forgotten"]["bytes"] < ways["kept"]["bytes"] and ways["budget, forgotten"]["bytes"] < ways["kept"]["bytes"]
 
 
 def test_quotas_are_of_the_instructions(tokenizer, monkeypatch, tmp_path):

@@ -1,13 +1,16 @@
-"""An agent drops a tool result from its history: what that costs the next call, beside keeping it and reading anew.
+"""An agent drops old tool results from its history: what that costs the next call, beside keeping them and reading anew.
 
-BFCL's conversations (tasks/tools.py) with a page of prose as the result of their first calls. Before the last turn it goes:
+BFCL's conversations (tasks/tools.py) with prose and code as the results of their calls, 4,000 to 6,000 tokens in all. Before
+the user's last message all results but the newest STAY go:
 
-    kept        nothing is dropped: the full cache
-    read anew   the conversation is read again without the page
-    forgotten   `cache.forget()`: what was read behind the page has seen it, and stays
-    summary, read anew; summary in place    the same with the page's first tokens in its place, the latter by `patch.replace()`
+    kept            nothing is dropped: the full cache
+    read anew       what stands behind the first of them is read again without them, on what stands before
+    forgotten       `cache.forget()`: what was read behind a result has seen it, and stays
+    summary         `patch.replace()`: each result's first tokens stay in its place, and some tokens behind are read again
+    budget          h2o with 1,024 tokens a head, which evicts by itself; the same, and results are forgotten too
 
-Judged are the last turn's right calls. Time is that of the process from the edit to the end of the last turn.
+Judged are the right calls after the last message. Time is that of the process from the edit to the end of this message; bytes
+are those of keys and values then.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,105 +27,166 @@ import torch
 
 import kvpatch
 
-from .measure import judge, read_ids
+from .measure import count_bytes, judge, read_ids
 from .runs import cut_unfinished_line, read_lines
 from .samples import Sample
 from .statistics import estimate
-from .tables import markdown
+from .tables import markdown, shown
 from .tasks import tools
-from .texts import group_parts, sentences
+from .texts import functions, group_parts, sentences
 
-PAGE, SUMMARY = 500, 48
-ANEW, SHORT = "read anew", "summary, read anew"
-WAYS = {"kept": ANEW, ANEW: "", "forgotten": ANEW, SHORT: "", "summary in place": SHORT}
-"""With each way the one that it stands beside."""
+STAY, SUMMARY, BUDGET, LEAST, MOST = 3, 48, 1024, 4000, 6000
+ANEW = "read anew"
+AGAIN = {"summary in place": 0, "summary, and 64 tokens read again": 64, "summary, and 256 read again": 256}
+"""Tokens behind a result that are read again."""
+WHOLE, BUDGETED = ("kept", "forgotten", *AGAIN), ("budget", "budget, forgotten")
+WAYS = ("kept", ANEW, "forgotten", *AGAIN, *BUDGETED)
+
+Span = tuple[int, int]
+Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """A sample whose second turn holds a page at `span`, positions of the whole text."""
+class Loop:
+    """A conversation of an agent.
+
+    sample: its turns are the history up to the last message, and this; the probe is what is called then.
+    spans: of the results, positions of the text.
+    """
 
     sample: Sample
-    span: tuple[int, int]
+    spans: tuple[Span, ...]
+
+    @property
+    def dropped(self) -> tuple[Span, ...]:
+        """The results that go before the last message."""
+        return self.spans[:-STAY]
 
 
-def make_conversations(tokenizer: Any, count: int) -> list[Conversation]:
-    """Put a page behind the first calls of each of BFCL's conversations; no two get the same page."""
-    pages = group_parts(tokenizer, sentences(), PAGE, " ")
-    found = []
-    for i, sample in enumerate(tools.make_samples(tokenizer, min(count, len(pages)))):
-        first, second, *rest = sample.turns
-        calls, _, question = tokenizer.decode(second).partition("<|im_end|>")
-        encode = lambda text: tuple(tokenizer(text, add_special_tokens=False).input_ids)  # noqa: E731
-        before = encode(calls + "<|im_end|>\n<|im_start|>tool\n")
-        page, after = encode(" ".join(pages[i])), encode("<|im_end|>" + question)
-        start = len(first) + len(before)
-        turns = (first, before + page + after, *rest)
-        found.append(Conversation(Sample(sample.name, turns, sample.probes), (start, start + len(page))))
-    random.Random("agents").shuffle(found)
+def make_loops(tokenizer: Any, count: int) -> list[Loop]:
+    """Make loops of BFCL's conversations that have more results than stay; these are cut from one text, one after another."""
+    draw, found = random.Random("agents"), list[Loop]()
+    parts = zip(group_parts(tokenizer, sentences(), 200, " "), group_parts(tokenizer, functions(), 200, "\n"), strict=False)
+    pool = [token for pair in parts for part in pair for token in _encode(tokenizer, " ".join(part) + "\n")]
+    samples = tools.make_samples(tokenizer, 10**6)
+    draw.shuffle(samples)
+    for sample in samples:
+        calls = [tokenizer.decode(turn).partition("<|im_end|>")[0].split("\n") for turn in sample.turns[1:]]
+        if (results := sum(map(len, calls))) > STAY and len(found) < count:
+            size = (draw.randrange(LEAST, MOST) - sum(map(len, sample.turns))) // results
+            found.append(_put_results(tokenizer, sample, calls, [pool[i * size : (i + 1) * size] for i in range(results)]))
+            pool = pool[results * size :] + pool[: results * size]
     return found
+
+
+def _encode(tokenizer: Any, text: str) -> Ids:
+    return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _put_results(tokenizer: Any, sample: Sample, calls: list[list[str]], pages: list[list[int]]) -> Loop:
+    """Put a page behind each call of a conversation."""
+    end, ids, spans, left, message = "<|im_end|>\n<|im_start|>", sample.turns[0], list[Span](), iter(pages), Ids()
+    for turn, own in zip(sample.turns[1:], calls, strict=True):
+        ids += message
+        for i, call in enumerate(own):
+            ids += _encode(tokenizer, (f"{end}assistant\n" if i else "") + f"{call}{end}tool\n")
+            page = tuple(next(left))
+            spans.append((len(ids), len(ids) + len(page)))
+            ids += page
+        message = _encode(tokenizer, "<|im_end|>" + tokenizer.decode(turn).partition("<|im_end|>")[2])
+    return Loop(Sample(sample.name, (ids, message), sample.probes), tuple(spans))
+
+
+class Meter:
+    """Measures the last message of a loop in several ways."""
+
+    def __init__(self, model: Any, loop: Loop) -> None:
+        self.model, self.loop = model, loop
+        self.history, self.message = loop.sample.turns
+        self.full: torch.Tensor | None = None
+        self.found: dict[str, dict[str, float]] = {}
+
+    def measure(self, way: str, cache: Any, edit: Callable[[Any], None], ids: Ids) -> None:
+        """Edit a cache, read ids, and judge the call."""
+        began = time.process_time()
+        edit(cache)
+        read_ids(self.model, ids, cache)
+        seconds, size = time.process_time() - began, count_bytes(cache)
+        judged, logp = judge(self.model, self.loop.sample.probes[0], cache, self.full)
+        self.full = logp if self.full is None else self.full
+        found = {"nats": judged.nats, "kl": judged.kl, "right": judged.right}
+        self.found[way] = {name: round(value, 5) for name, value in found.items()} | {"seconds": seconds, "bytes": size}
+
+    def read_anew(self) -> None:
+        """Read what stands behind the first result without those that go, by the unpatched model: others stand beside it."""
+        (start, at), *others = self.loop.dropped
+        _, cache = read_ids(self.model, self.history[:start], None)
+        left: Ids = ()
+        for span in others:
+            left, at = left + self.history[at : span[0]], span[1]
+        self.measure(ANEW, cache, lambda _: None, left + self.history[at:] + self.message)
+
+    def go_on(self, policy: str, k: Any, ways: tuple[str, ...]) -> None:
+        """Read the history once, and go on from it in each way."""
+        with kvpatch.patched(self.model, policy, k) as patch:
+            first, _ = self.loop.spans[0]
+            _, cache = read_ids(self.model, self.history[:first], None)
+            bounds = [first, *(stop for _, stop in self.loop.spans)]
+            for start, stop in zip(bounds, [*bounds[1:], len(self.history)], strict=True):
+                if start < stop:
+                    read_ids(self.model, self.history[start:stop], cache)
+            for way in ways:
+                self.measure(way, cache.clone(), lambda own, way=way: self._edit(patch, own, way), self.message)
+
+    def _edit(self, patch: Any, cache: Any, way: str) -> None:
+        if way.endswith("forgotten"):
+            cache.forget(self.loop.dropped)
+        for start, stop in self.loop.dropped if way in AGAIN else ():
+            patch.replace(cache, (start, stop), list(self.history[start:stop][:SUMMARY]))
+            if again := AGAIN[way]:  # a cache that evicts nothing keeps no ids, by which reread= would do the same
+                patch.replace(cache, (stop, stop + again), list(self.history[stop : stop + again]))
 
 
 @torch.no_grad()
-def measure_conversation(model: Any, conversation: Conversation) -> dict[str, dict[str, float]]:
-    """Judge the last turn in each way; return nats, KL from reading anew, and seconds."""
-    *history, last = conversation.sample.turns
-    start, stop = conversation.span
-    probe, text = conversation.sample.probes[0], tuple(token for turn in history for token in turn)
-    summary, found, anew = text[start:stop][:SUMMARY], dict[str, dict[str, float]](), {}
-    for way, new in ((ANEW, ()), (SHORT, summary)):
-        began = time.process_time()
-        _, cache = read_ids(model, text[:start] + new + text[stop:] + last, None)
-        seconds = time.process_time() - began
-        judged, anew[way] = judge(model, probe, cache, None)
-        found[way] = {"nats": judged.nats, "kl": 0.0, "seconds": seconds}
-    with kvpatch.patched(model, "full", 1.0) as patch:
-        for way, beside in WAYS.items():
-            if not beside:
-                continue
-            _, cache = read_ids(model, text, None)
-            began = time.process_time()
-            if way == "forgotten":
-                cache.forget([conversation.span])
-            elif way != "kept":
-                patch.replace(cache, conversation.span, list(summary))
-            _, cache = read_ids(model, last, cache)
-            seconds = time.process_time() - began
-            judged, _ = judge(model, probe, cache, anew[beside])
-            found[way] = {"nats": judged.nats, "kl": judged.kl, "seconds": seconds}
-    return found
+def measure_loop(model: Any, loop: Loop) -> dict[str, dict[str, float]]:
+    """Measure all ways."""
+    meter = Meter(model, loop)
+    meter.read_anew()
+    meter.go_on("full", 1.0, WHOLE)
+    meter.go_on("h2o", BUDGET, BUDGETED)
+    return {way: meter.found[way] for way in WAYS}
 
 
 def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str, Any]]:
-    """Measure the conversations that the file lacks, and append a line for each."""
+    """Measure the loops that the file lacks, and append a line for each."""
     cut_unfinished_line(path)
     known = {line["digest"] for line in read_lines(path)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for one in make_conversations(tokenizer, count):
-            if one.sample.digest in known:
+        for loop in make_loops(tokenizer, count):
+            if loop.sample.digest in known:
                 continue
-            tokens, dropped = sum(map(len, one.sample.turns)), one.span[1] - one.span[0]
-            line = {"sample": one.sample.name, "digest": one.sample.digest, "tokens": tokens, "dropped": dropped}
-            line |= {"ways": measure_conversation(model, one)}
+            tokens, dropped = sum(map(len, loop.sample.turns)), sum(stop - start for start, stop in loop.dropped)
+            line = {"sample": loop.sample.name, "digest": loop.sample.digest, "tokens": tokens, "dropped": dropped}
+            line |= {"ways": measure_loop(model, loop)}
             file.write(json.dumps(line) + "\n")
             file.flush()
             yield line
 
 
 def write_table(path: Path) -> str:
-    """A row for each way: nats of the next call, beside reading anew, and seconds."""
+    """A row for each way: nats of the next call and right calls, beside reading anew; seconds and bytes of the turn."""
     lines, rows = read_lines(path), []
-    for way, other in WAYS.items():
-        anew = [line["ways"][other or way] for line in lines]
+    for way in WAYS:
         own = [line["ways"][way] for line in lines]
-        nats, kl = estimate([one["nats"] for one in own]), estimate([one["kl"] for one in own])
-        apart = estimate([one["nats"] - its["nats"] for one, its in zip(own, anew, strict=True)])
+        nats, right, kl, size = (estimate([one[name] for one in own]) for name in ("nats", "right", "kl", "bytes"))
+        apart = estimate([line["ways"][way]["nats"] - line["ways"][ANEW]["nats"] for line in lines])
+        beside = ["", ""] if way == ANEW else [shown(apart, signed=True), f"{kl.mean:.3f}"]
         seconds = sorted(one["seconds"] for one in own)[len(own) // 2]
-        beside = [f"{apart.mean:+.3f} [{apart.low:+.3f}, {apart.high:+.3f}]", f"{kl.mean:.3f}"] if other else ["", ""]
-        rows.append([way, f"{nats.mean:.3f}", *beside, f"{seconds:.2f}"])
+        share = f"{right.mean:.0%} [{right.low:.0%}, {right.high:.0%}]"
+        rows.append([way, f"{nats.mean:.3f}", *beside, share, f"{seconds:.2f}", f"{size.mean / 2**20:.0f}"])
     tokens = sorted(line["tokens"] for line in lines)
     dropped = sum(line["dropped"] for line in lines) / max(len(lines), 1)
     said = f"{len(lines)} conversations of {tokens[0]} to {tokens[-1]} tokens, of which {dropped:.0f} on average are dropped."
-    header = ["before the last turn", "nats a token", "beside reading anew", "KL from it", "seconds"]
+    header = ["before the last message", "nats a token", "beside reading anew", "KL from it", "right calls", "seconds", "MiB"]
     return f"{said}\n\n{markdown(header, rows)}"

@@ -119,7 +119,7 @@ class Bench:
         with torch.no_grad():
             for turn in sample.turns[1:]:
                 _, cache = read_ids(model, turn, cache)
-            self.nbytes = _nbytes(cache)
+            self.nbytes = count_bytes(cache)
             self.judged, self.full = [], []
             for probe in sample.probes:
                 judged, logp_AV = judge(model, probe, _copy(cache), None)
@@ -141,7 +141,7 @@ class Bench:
                 _, cache = read_ids(self.model, self.sample.turns[0], None)
             for turn in self.sample.turns[1:]:
                 _, cache = read_ids(self.model, turn, cache)
-            share = _nbytes(cache) / self.nbytes
+            share = count_bytes(cache) / self.nbytes
             judged = [
                 judge(self.model, probe, cache.clone(), full)[0]
                 for probe, full in zip(self.sample.probes, self.full, strict=True)
@@ -149,7 +149,7 @@ class Bench:
         return judged, share
 
 
-def _nbytes(cache: Any) -> int:
+def count_bytes(cache: Any) -> int:
     if hasattr(cache, "nbytes"):
         return cache.nbytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
