@@ -29,7 +29,7 @@ from .hooks.identity import stamp_model
 from .hooks.install import Installation
 from .hooks.prefix import read_prefix, renew_prefix
 from .hooks.replay import find_record, follow
-from .hooks.state import PatchState
+from .hooks.state import PatchState, RunOptions
 from .hooks.target import Target
 from .hooks.warmup import warm_up
 from .policies.budgets import check_count
@@ -41,11 +41,9 @@ from .report_text import format_budget
 class Patch:
     """A patch in force, made by `patched` or `patch`."""
 
-    def __init__(self, target: Target, settings: CacheSettings, graphs: bool = True, whole: bool | str = False) -> None:
+    def __init__(self, target: Target, settings: CacheSettings, options: RunOptions) -> None:
         self.settings, self._target = settings, target
-        self._state = self._hook_state(target)
-        self._state.graphs, self._state.lossless = graphs, whole
-        self._state.log.exact = bool(whole)
+        self._state = self._hook_state(target, options)
         self._installation = Installation(target, self._state)
 
     def install(self) -> None:
@@ -56,12 +54,12 @@ class Patch:
         """
         self._installation.install()
 
-    def _hook_state(self, target: Target) -> PatchState:
+    def _hook_state(self, target: Target, options: RunOptions) -> PatchState:
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
         measured = stamp_model(target.decoder) if self.settings.policy.needs.find(Calibrated) else None
-        state = PatchState(self.settings, adapter, limit, target.shapes(), names, measured, target.places_itself())
+        state = PatchState(self.settings, adapter, limit, target.shapes(), names, measured, target.places_itself(), options)
         state.prefixes.renew = functools.partial(renew_prefix, target, weakref.ref(state))
         return state
 

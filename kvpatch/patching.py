@@ -28,6 +28,7 @@ from .handle import Patch
 from .hooks import settings
 from .hooks.install import unmark_module
 from .hooks.lossless import check_lossless
+from .hooks.state import RunOptions
 from .hooks.target import Target
 from .hooks.versions import check_versions, find_untested
 from .policies import Policy
@@ -143,17 +144,17 @@ class patched:
         bits = settings.bits_of(bits)
         settings.check_options(seed, block, strict=strict, record=record, graphs=graphs, auto=auto)
         chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
-        kept = check_lossless(lossless, offload_folder)
+        options = RunOptions(graphs, check_lossless(lossless, offload_folder))
         target = _find_target(model, auto)
         how = settings.settings_of(
             target, chosen, k, bits=bits, block=block, positions=positions, backend=backend, seed=seed, strict=strict,
             record=record,
         )  # fmt: skip
-        if kept:
+        if options.offload is not None:
             refuse("lossless", how.combine())
         if says_one_token(k):
             warnings.warn(ONE_TOKEN, stacklevel=3)  # the line that calls patched()
-        self._unused, self._patch = True, Patch(target, how, graphs, kept)
+        self._unused, self._patch = True, Patch(target, how, options)
 
     def __enter__(self) -> Patch:
         if self._patch is None or not self._unused:

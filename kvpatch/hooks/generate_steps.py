@@ -68,7 +68,7 @@ class GenerateSteps:
         """Return the graphs of a model, new ones if it has changed; None if its steps are left to itself."""
         state, device = self.state, next(model.parameters()).device
         make = RECORDERS.get(device.type)
-        if not state.graphs or make is None or STEP_CALL in vars(model):
+        if not state.options.graphs or make is None or STEP_CALL in vars(model):
             return None
         if state.settings.untraced or why_not("graph()", state.combine()):
             return None

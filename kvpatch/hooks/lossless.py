@@ -24,7 +24,7 @@ from ..cache.cache import EvictingCache
 from ..cache.lossless import LosslessCache
 from ..errors import KVPatchError
 from . import inputs
-from .state import PatchState
+from .state import Offload, PatchState
 
 FIRST, MOST = 8, 16  # tokens of a draft: of the first one, and of the longest
 TRIES = 8  # drafts in a row of which nothing is accepted, after which no more are made
@@ -36,12 +36,12 @@ HOPELESS = (
 
 def new_cache(state: PatchState) -> LosslessCache:
     """Make an empty cache."""
-    folder = Path(state.lossless) if isinstance(state.lossless, str) else None
-    return LosslessCache(state.new_cache(), len(state.shapes), folder)
+    assert state.options.offload is not None
+    return LosslessCache(state.new_cache(), len(state.shapes), state.options.offload.folder)
 
 
-def check_lossless(lossless: object, folder: object) -> bool | str:
-    """Return whether a patch is lossless, or the folder of the full cache's file.
+def check_lossless(lossless: object, folder: object) -> Offload | None:
+    """Return where a lossless patch keeps the entries of all tokens; None for a patch that is not lossless.
 
     lossless, folder: `lossless` and `offload_folder` of patched().
 
@@ -56,12 +56,12 @@ def check_lossless(lossless: object, folder: object) -> bool | str:
     if not isinstance(lossless, bool):
         raise KVPatchError(f"lossless={lossless!r} must be True or False.")
     if folder is None:
-        return lossless
+        return Offload() if lossless else None
     if not lossless:
         raise KVPatchError(f"offload_folder={folder!r} is where lossless=True keeps the full cache: give both, or neither.")
     if not isinstance(folder, str | PathLike) or not Path(folder).is_dir():
         raise KVPatchError(f"offload_folder={folder!r} must be a folder that exists, for the file of the full cache.")
-    return str(folder)
+    return Offload(Path(folder))
 
 
 def own_lossless(past: object, state: PatchState) -> LosslessCache:

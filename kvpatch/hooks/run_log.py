@@ -41,14 +41,14 @@ class RunLog:
     "full", over all tokens of a lossless cache.
     """
 
-    def __init__(self, settings: CacheSettings) -> None:
+    def __init__(self, settings: CacheSettings, exact: bool = False) -> None:
         self.settings = settings
+        self.exact = exact  # lossless: no word is said of a pass in which nothing is evicted
         self.passes = {kind: Passes() for kind in ("training", "no_cache", "prompt", "decode", "full")}
         self.dropped = 0  # prompts whose cache was freed without being used again
         self.last: Snapshot | None = None
         self.replayed: dict[str, tuple[str, str]] = {}  # who served the last replay, as in Snapshot.ran
         self.verified: Verified | None = None  # of the last lossless cache
-        self.exact = False  # lossless: a pass in which nothing is evicted is as good as any, so that no word is said of it
         self.number = self.newest = 0  # uses of caches, counted, and the last one
         self._cache: weakref.ref[EvictingCache] | None = None  # a record would close a circle
         self._warned: set[str] = set()

@@ -6,7 +6,8 @@ import copy
 import threading
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,17 +80,33 @@ class Merged(threading.local):
         return ids if ids is not None and ids.shape == (B, Q) else None
 
 
+class Offload(NamedTuple):
+    """Where a lossless patch keeps the entries of all tokens: in a file in this folder, or in host memory (None)."""
+
+    folder: Path | None = None
+
+
+class RunOptions(NamedTuple):
+    """How generate() runs under a patch, whatever its caches keep.
+
+    graphs: its steps may run by CUDA graphs (generate_steps.py). offload: it drafts and verifies against all entries
+    (lossless.py), which are kept there.
+    """
+
+    graphs: bool = True
+    offload: Offload | None = None
+
+
 class PatchState:
     """The settings of a patch and the facts about the model that its hooks need; it never keeps the Patch alive.
 
     max_positions: the number of positions that the model has. shapes: of the cache's layers. decoder_parameters: names of
     the parameters of the decoder's forward; cache_name: the cache's among them. aside: for each attribute of the decoder
     that changes during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the cache
-    whose step is traced for a graph. graphs: generate() may run its steps by graphs (generate_steps.py).
-    lossless: it drafts and verifies (lossless.py), True or the folder of the full cache. replayed: the record
-    that passes without a cache follow, or None. prefixes: compressed texts that others begin with. measured: the model that a
-    calibration is of, or None. merged: what a pass was given in front of the decoder, in each thread. places_itself: the
-    reason that the decoder counts positions by columns and can be told no others, or None.
+    whose step is traced for a graph. options: how generate() runs. replayed: the record that passes without a cache follow,
+    or None. prefixes: compressed texts that others begin with. measured: the model that a calibration is of, or None. merged:
+    what a pass was given in front of the decoder, in each thread. places_itself: the reason that the decoder counts positions
+    by columns and can be told no others, or None.
     """
 
     def __init__(
@@ -101,14 +118,14 @@ class PatchState:
         decoder_parameters: tuple[str, ...],
         measured: ModelStamp | None,
         places_itself: str | None,
+        options: RunOptions,
     ) -> None:
         self.settings, self.adapter, self.max_positions, self.shapes = settings, adapter, max_positions, shapes
-        self.decoder_parameters, self.log = decoder_parameters, RunLog(settings)
+        self.decoder_parameters, self.log = decoder_parameters, RunLog(settings, exact=options.offload is not None)
         self.cache_name = next((name for name in CACHE_NAMES if name in decoder_parameters), CACHE)
         self.aside: dict[str, tuple[Any, Any]] = {}
         self.capturing = Capturing()
-        self.graphs = True
-        self.lossless: bool | str = False
+        self.options = options
         self.replayed: Record | None = None
         self.prefixes, self.measured = Prefixes(), measured
         self.merged, self.places_itself = Merged(), places_itself
@@ -118,9 +135,14 @@ class PatchState:
 
     __reduce_ex__ = _refuse_pickle
 
+    @property
+    def lossless(self) -> bool:
+        """True if generate() drafts and verifies."""
+        return self.options.offload is not None
+
     def combine(self, **facts: Any) -> Combination:
         """Return what the patch asks for together; facts: what a gate knows beside it."""
-        return self.settings.combine(lossless=bool(self.lossless), untold=self.places_itself, **facts)
+        return self.settings.combine(lossless=self.lossless, untold=self.places_itself, **facts)
 
     def new_cache(self, layers: int | None = None) -> EvictingCache:
         """Make an empty cache. layers: number of first layers, for a model that exits early."""
