@@ -204,8 +204,9 @@ def test_a_choice_stands_beside_the_row_that_it_changes(tmp_path):
     for name in ("asked", "document"):
         write_lines(tmp_path / f"{name}.jsonl", losses, ("fact", "next tokens"))
     text = choices.write_tables(tmp_path)
-    assert text.count("####") == len(choices.FAMILIES)
-    assert "| `h2o` | 1.00 | 1.00 | 1.00 |  |" in text and "| `h2o, recent=0.1` | **-0.491 [" in text
+    assert text.count("### ") == len(choices.FAMILIES)
+    assert "| `h2o` | 1.00 | 1.00 | 1.00 |  |" in text and "nan" not in text
+    assert "| `h2o, recent=0.1` | **-0.491 [" in text
 
 
 def test_the_chooser_names_what_the_lines_say(tmp_path):

@@ -40,10 +40,9 @@ FAMILIES = (
         | {"roco, recent=0.5": ("roco", {"recent": 0.5})},
     ),
     Family(
-        "noise and temperature",
-        "Keyformer adds Gumbel noise to the logits and divides them by a temperature that rises from 1 to 2.",
-        {"keyformer, no noise": ("keyformer", {"noise": "none"})}
-        | _vary("keyformer", tau=(1.0, 1.0)) | _vary("keyformer", noise="none", tau=(1.0, 1.0)),
+        "noise",
+        "Keyformer adds Gumbel noise to the logits; its temperature is 1 until something is generated.",
+        {"keyformer, no noise": ("keyformer", {"noise": "none"})},
     ),
     Family("shared", "A score for each layer, or one for all.", _vary("keyformer", shared=True)),
     Family(
@@ -88,29 +87,39 @@ def base_of(label: str) -> str:
 
 
 def write_tables(folder: Path) -> str:
-    """Write a table for each family: the loss of base and variants, and the paired difference; Holm over all of them."""
+    """Write a table for each family that was measured: each policy's loss, and what a variant adds; Holm over all of them."""
     results = {use.task: Results(folder / f"{use.task}.jsonl") for use in USED}
-    found = {
-        (label, use): results[use.task].differences(use, (label, K), (base_of(label), K))
-        for family in FAMILIES
-        for label in family.variants
-        for use in USED
-    }
+    found = {}
+    for label in dict.fromkeys(label for family in FAMILIES for label in family.variants):
+        added = [results[use.task].differences(use, (label, K), (base_of(label), K)) for use in USED]
+        if all(added):
+            found |= {(label, use): values for use, values in zip(USED, added, strict=True)}
     sure = dict(zip(found, correct_holm([compare_with_zero(one) for one in found.values()]), strict=True))
-    return "\n\n".join(_write_family(family, results, found, sure) for family in FAMILIES)
+    texts = []
+    for family in FAMILIES:
+        rows = []
+        for base in dict.fromkeys(map(base_of, family.variants)):
+            own = [label for label in family.variants if base_of(label) == base and (label, USED[0]) in found]
+            if own:
+                rows += [_write_base(base, own[0], results), *(_write_variant(label, found, sure) for label in own)]
+        if rows:
+            grid = markdown(["", *(use.title for use in USED), "texts"], rows)
+            texts.append(f"### {family.title.capitalize()}\n\n{family.about}\n\n{grid}")
+    return "\n\n".join(texts)
 
 
-def _write_family(family: Family, results: dict[str, Results], found: dict[Any, list[float]], sure: dict[Any, float]) -> str:
-    rows = []
-    for base in dict.fromkeys(map(base_of, family.variants)):
-        own = [label for label in family.variants if base_of(label) == base]
-        cells = []
-        for use in USED:
-            shown = {*results[use.task].values(own[0], K, use)}
-            cells.append(f"{estimate(results[use.task].differences(use, (base, K), (FULL, 1.0), only=shown)).mean:.2f}")
-        rows.append([f"`{base}`", *cells, ""])
-        for label in own:
-            changes = [f"{estimate(found[label, use])}" for use in USED]
-            marked = [f"**{text}**" if sure[label, use] < 0.05 else text for text, use in zip(changes, USED, strict=True)]
-            rows.append([f"`{label}`", *marked, str(len(found[label, USED[0]]))])
-    return f"#### {family.title}\n\n{family.about}\n\n" + markdown(["", *(use.title for use in USED), "texts"], rows)
+def _write_base(base: str, variant: str, results: dict[str, Results]) -> list[str]:
+    """A policy's loss on the samples of its first variant."""
+    cells = []
+    for use in USED:
+        lost = results[use.task].differences(use, (base, K), (FULL, 1.0), only={*results[use.task].values(variant, K, use)})
+        cells.append(f"{estimate(lost).mean:.2f}")
+    return [f"`{base}`", *cells, ""]
+
+
+def _write_variant(label: str, found: dict[Any, list[float]], sure: dict[Any, float]) -> list[str]:
+    """What a variant adds to the loss."""
+    texts = [str(estimate(found[label, use])) for use in USED]
+    marked = [f"**{text}**" if sure[label, use] < 0.05 else text for text, use in zip(texts, USED, strict=True)]
+    counts = sorted({len(found[label, use]) for use in USED})
+    return [f"`{label}`", *marked, " to ".join(map(str, counts))]

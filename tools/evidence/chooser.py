@@ -12,10 +12,10 @@ from .tables import markdown
 
 LINES = Path(__file__).parents[2] / "benchmarks/evidence"
 MEASURED: dict[str, tuple[str, ...]] = {
-    "question": (USES[0].title, USES[3].title),
-    "later": (USES[1].title, USES[4].title),
+    "question": (USES[0].title, USES[3].title, USES[8].title),
+    "later": (USES[1].title, USES[4].title, USES[9].title),
     "once": (USES[1].title, USES[4].title),
-    "chat": (USES[5].title, USES[7].title),
+    "chat": (USES[5].title, USES[7].title, USES[11].title),
     "server": (USES[0].title, USES[5].title),
     "stream": (USES[2].title,),
 }
@@ -28,6 +28,9 @@ WORDS = {
     USES[4].title: "code, asked later",
     USES[5].title: "system prompt's rules",
     USES[7].title: "tool calls over turns",
+    USES[8].title: "list asked in the prompt",
+    USES[9].title: "list asked later",
+    USES[11].title: "facts over eight turns",
 }
 
 

@@ -39,6 +39,12 @@ USES = (
         "800 to 1,300 tokens of Python; the prompt ends with the request to repeat a function, whose next 48 tokens count."),
     Use("Code, the request after compression", "code-later", "body", "nats", "token",
         "The same functions, asked after compression."),
+    Use("Instructions of the system prompt", "instructions", "instruction", "nats", "token",
+        "Four rules in the system prompt, 560 tokens of prose, then a request for each rule's words."),
+    Use("The worst instruction", "instructions", "instruction", "worst", "token",
+        "The same, of each prompt the rule that lost most."),
+    Use("Tool calls over a conversation", "tools", "call", "nats", "token",
+        "BFCL's conversations of 480 to 1,110 tokens, the budget held over all turns; the last turn's calls are judged."),
     Use("A list, the question in the prompt", "lists", "code", "nats", "digit",
         "Forty keys with a four-digit code each, some 460 tokens; the prompt ends with the question for one."),
     Use("A list, the questions after compression", "lists-later", "code", "nats", "digit",
@@ -47,12 +53,6 @@ USES = (
         "Three solved problems and a fourth, whose published solution is judged to its 64th token."),
     Use("A chat of eight turns", "turns", "code", "nats", "digit",
         "A note of some hundred tokens in each turn, the budget held over all; the last turn asks for four of the codes."),
-    Use("Instructions of the system prompt", "instructions", "instruction", "nats", "token",
-        "Four rules in the system prompt, 560 tokens of prose, then a request for each rule's words."),
-    Use("The worst instruction", "instructions", "instruction", "worst", "token",
-        "The same, of each prompt the rule that lost most."),
-    Use("Tool calls over a conversation", "tools", "call", "nats", "token",
-        "BFCL's conversations of 480 to 1,110 tokens, the budget held over all turns; the last turn's calls are judged."),
 )  # fmt: skip
 
 

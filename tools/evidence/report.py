@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .choices import K, write_tables
 from .claims import write_claims
 from .page import USES, Results, Use, beats_null, write_section
 from .picture import draw
@@ -24,7 +25,7 @@ Made by `make results`; change `tools/evidence`, not this page. The model is [Sm
 layers with 9 query and 3 KV heads, in float32; the package that brings its weights (`make real`) rounded them to 4 bits. It
 reads prose and source of this repository, which it was not trained on, in its chat template. One model of this size is one
 model: a large one remembers more, and finds more of what is left. [Small models](small-models.md) have
-what is not measured here: long traces, bits beside tokens, single options of policies.
+what is not measured here: long traces, and budgets by mass.
 
 **How to read the tables.** Loss: nats of the right answer per token (or digit) above the full cache's, the mean over samples
 with its 95% interval (bootstrap over samples). The answer's leading words are given, so that every judged token is predicted
@@ -41,6 +42,15 @@ CLAIMED = """\
 
 Nats that one policy loses less the other's, at k = {k:g}: below zero the paper's policy is better. **Bold** agrees and
 *slanted* contradicts, after Holm's correction over the whole table.
+"""
+
+
+CHOSEN = """\
+## One choice at a time
+
+What a single option of a policy does at k = {k:g}, all else as it comes: the loss of the policy, and what the option adds to
+it, sample by sample. Below zero it helps. **Bold**: p below 0.05 after Holm's correction over all of these tables. The options
+are measured by `python -m tools.evidence run asked document --choices --budgets {k:g} --samples 24`.
 """
 
 
@@ -88,4 +98,6 @@ def write_page(folder: Path, docs: Path) -> None:
     first = "\n".join([f"At a fifth of the prompt, {count_samples(folder)} samples a use:", "", *sentences])
     text = HEAD.format(file=FILE, sentences=first, link=LINK, null=NULL)
     text += f"\n{CLAIMED.format(k=MIDDLE)}\n{write_claims(folder, MIDDLE)}\n\n## Tables\n\n{write_section(folder)}\n"
+    if choices := write_tables(folder):
+        text += f"\n{CHOSEN.format(k=K)}\n{choices}\n"
     (docs / "results.md").write_text(text, encoding="utf-8")

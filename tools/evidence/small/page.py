@@ -62,6 +62,7 @@ keeps. A record is needed once more, when its node is visited again, and never a
 model; they know nothing of other models.
 """
 
+
 def write_page(tables: dict[str, Table], docs: Path) -> None:
     """Write docs/small-models.md from the tasks that have lines."""
     found = {str(line["versions"]): line["versions"] for table in tables.values() for line in table.lines}
