@@ -56,8 +56,14 @@ def build(rows, padded=0):
 
 
 def test_blocks_that_an_ended_request_left_are_no_ones():
-    pages = build([(20, 0, True, [5, 6, 7, NOBODY, 12, 31, 32, 33, 34]), (1, 70, False, [9, 30, NOBODY, 0, 41])], padded=2)
-    assert [(one.pages, one.past, one.prompt) for one in pages] == [([5, 6, 7], 0, True), ([9], 70, False)]
+    left = [31, NOBODY, 32, 33]
+    rows = [
+        (20, 0, True, [5, NOBODY, 12, *left]),
+        (30, 0, True, [6, 7, 8, NOBODY, 0, *left]),
+        (1, 70, False, [9, 30, NOBODY, 0]),
+    ]
+    found = build(rows, padded=2)
+    assert [(one.pages, one.own, one.past) for one in found] == [([5], 12, 0), ([6, 7, 8], 0, 0), ([9], 0, 70)]
 
 
 def test_a_request_of_the_warm_up_has_a_block_that_holds_it():
