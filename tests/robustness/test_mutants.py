@@ -53,6 +53,27 @@ MUTANTS = {
     "memory keeps the full cache": (
         "cache/lossless.py", "self.whole[layer - 1].store.release()", "pass",
         "tests/hooks/test_lossless.py::test_memory_holds_two_layers_of_the_full_cache_at_most"),
+    "a later pass does not know which model has read a text": (
+        "cache/lossless.py", "new.read_by, new.messages = self.drafts.read_by, self.messages", "new.messages = self.messages",
+        "tests/storage/test_lossless_file.py::test_a_model_that_has_changed_is_refused"),
+    "a chat goes back behind an edit": (
+        "cache/lossless.py", "if common < max(self.edited, 1):", "if common < 1:",
+        "tests/hooks/test_lossless_chat.py::test_a_cache_goes_back_to_where_texts_differ"),
+    "a chat over all tokens forgets what a template drops": (
+        "hooks/chat.py", "            return False  # what stands behind has seen these tokens", "            pass",
+        "tests/hooks/test_lossless_chat.py::test_what_a_template_takes_back_is_read_from_there_on"),
+    "drafts are made from a budget that holds nothing": (
+        "cache/lossless.py", "drafts.turns.count > 0 and drafts.seen", "drafts.seen",
+        "tests/storage/test_lossless_file.py::test_a_copy_of_a_loaded_cache_reads_before_it_drafts"),
+    "a file's places are not those of its tokens": (
+        "storage/lossless.py", "if edited > T or not torch.equal(newest, torch.arange(edited, T)):", "if edited > T:",
+        "tests/storage/test_lossless_file.py::test_a_file_that_was_altered_is_refused"),
+    "room on the host is that of one layer": (
+        "hooks/lossless.py", "for shape in state.shapes)", "for shape in state.shapes[:1])",
+        "tests/hooks/test_lossless.py::test_no_room_on_the_host_is_said_before_anything_is_read"),
+    "entries are rounded to those that are there": (
+        "cache/host.py", "if k_1HQD.dtype != kept:", "if k_1HQD.dtype == 0:",
+        "tests/hooks/test_lossless.py::test_entries_of_another_dtype_are_refused"),
     "forget() leaves the last token of a span": (
         "cache/editing.py", "gone_BT[rows, start:stop] = True", "gone_BT[rows, start : stop - 1] = True",
         "tests/cache/test_forget.py::test_what_stays_is_bit_for_bit_what_it_was[16-h2o-12]"),

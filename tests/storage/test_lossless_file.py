@@ -9,6 +9,7 @@ from safetensors import safe_open
 import kvpatch
 from kvpatch.arch.upstream import cache_of
 from kvpatch.cache.lossless import LosslessCache
+from kvpatch.hooks.lossless import Drafter
 from kvpatch.storage.kinds import LOSSLESS
 from tests.helpers import tiny_families
 from tests.helpers.tiny import FIVE, make, prompt
@@ -95,6 +96,27 @@ def test_a_cache_without_drafts_is_edited_too(interrupted, tmp_path, monkeypatch
             cache.forget([(38, 41)])
         cache.forget(spans)
         torch.testing.assert_close(model(prompt(1, 9, 4), past_key_values=cache).logits, want, rtol=1e-6, atol=1e-6)
+
+
+def test_a_copy_of_a_loaded_cache_reads_before_it_drafts(tmp_path, monkeypatch):
+    """One more token than was read is all that a draft needs, of a budget that holds something."""
+    model, ids = make("llama_gqa", dtype=torch.float64), prompt(1, 40)
+    save_text(model, ids, tmp_path / "cache")
+    text, drafted, draft = torch.cat([ids, prompt(1, 1, 3)], 1), [], Drafter.get_candidates
+
+    def watch(self, input_ids, **others):
+        found = draft(self, input_ids, **others)
+        drafted.append(found[0].shape[1] - input_ids.shape[1])
+        return found
+
+    monkeypatch.setattr(Drafter, "get_candidates", watch)
+    want = generate(model, text)
+    with kvpatch.patched(model, "h2o", 0.4, lossless=True) as patch:
+        loaded = patch.load_cache(tmp_path / "cache")
+        for cache in (loaded.clone(), loaded):
+            drafted.clear()
+            assert_same(generate(model, text, past_key_values=cache), want)
+            assert drafted[0] == 0 < max(drafted)
 
 
 def interrupt(*args):

@@ -23,6 +23,7 @@ from .link import write_estimate
 from .page import markdown
 from .runs import cut_unfinished_line, read_lines
 from .settings import ROWS, Row
+from .statistics import estimate
 from .tasks import code
 from .texts import group_parts, sentences
 
@@ -105,10 +106,11 @@ def write_table(path: Path) -> str:
         by_kind = [[line for line in own if line["kind"] == kind] for kind in kinds]
         taken = sum(line["accepted"] for line in own) / max(sum(line["drafted"] for line in own), 1)
         moved = sum(line["moved"] for line in own) / max(len(own), 1)
-        cells = [*map(_tokens_a_pass, (*by_kind, own)), f"{taken:.0%}", f"{moved:.2f}"]
+        counts = list(map(_count_tokens_a_pass, own))
+        cells = [*map(_tokens_a_pass, by_kind), _estimate(counts), f"{len(own)}", f"{taken:.0%}", f"{moved:.2f}"]
         rows.append([f"`{label}`", f"{k}", f"{longest}", *cells])
     same = sum(line["same"] for line in lines)
-    header = ["policy", "k", "drafts up to", *kinds, "all", "of drafts", "bytes a token"]
+    header = ["policy", "k", "drafts up to", *kinds, "all", "texts", "of drafts", "bytes a token"]
     texts = len({line["text"] for line in lines})
     best = [line for line in lines if (line["label"], line["k"], line["longest"]) == (SHORT, 0.1, lossless.MOST)]
     estimate = ""
@@ -122,7 +124,16 @@ def write_table(path: Path) -> str:
 
 
 def _tokens_a_pass(lines: list[dict[str, Any]]) -> str:
-    return f"{sum(1 + line['accepted'] / line['passes'] for line in lines) / len(lines):.1f}" if lines else ""
+    return f"{sum(map(_count_tokens_a_pass, lines)) / len(lines):.1f}" if lines else ""
+
+
+def _estimate(counts: list[float]) -> str:
+    found = estimate(counts)
+    return f"{found.mean:.1f} [{found.low:.1f}, {found.high:.1f}]"
+
+
+def _count_tokens_a_pass(line: dict[str, Any]) -> float:
+    return 1 + line["accepted"] / line["passes"]
 
 
 def draw(lines: Path, path: Path) -> None:
