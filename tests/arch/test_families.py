@@ -121,6 +121,13 @@ def test_a_calibration_of_rotations(name):
     calibrated(name, "tri_attention", 5, steps=14, model=make(name, dtype=torch.float64), every=3, reach=64)
 
 
+@pytest.mark.parametrize("policy", ["refit(kvzip)", "refit(h2o)"])
+@pytest.mark.parametrize("name", THREE)
+def test_values_are_refitted(name, policy):
+    """With capped logits, attention sinks and layers that bound themselves."""
+    certain(name, policy[6:-1], 0.4, wrap=("refit",), queries=9)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_changes_nothing(name):
     model, ids, fed = make(name), prompt(2, 20), prompt(2, 4, seed=2)

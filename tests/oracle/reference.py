@@ -604,7 +604,11 @@ class Oracle:
                 distance = tokens_S - positions[:, None]
                 x = q[h] @ keys.T * self.decoder.scale(l) + self.decoder.slope(h) * distance
                 x = x if cap is None else cap * torch.tanh(x / cap)
-                a = torch.softmax(torch.where((distance <= 0) & (tokens_S >= oldest[:, None]), x, -math.inf), -1)
+                x = torch.where((distance <= 0) & (tokens_S >= oldest[:, None]), x, -math.inf)
+                sink = self.decoder.sink(l, h)
+                if sink is not None:  # in the denominator
+                    x = torch.cat([x, sink.expand(len(x), 1)], -1)
+                a = torch.softmax(x, -1)[:, : len(tokens_S)]
                 if among is held:
                     y[h] = a @ values
                     continue
@@ -1100,8 +1104,8 @@ class Oracle:
             self.values[l][g] |= values
             self.rounded[l][g] -= set(values)  # written anew; a key that is rounded twice stays what it is
             self.margin = min(self.margin, margin)
-        if "refit" in self.options["wrap"] and any(not self.dead(l, i) for i in victims):
-            stays = sorted(set(self.keys[l][g]) - victims)
+        stays = sorted(set(self.keys[l][g]) - victims)
+        if "refit" in self.options["wrap"] and stays and any(not self.dead(l, i) for i in victims):
             values = refit(stays, self.values[l][g], self.weights_of_asks(l, g, set(stays)), self.options["ridge"])
             self.values[l][g] |= values
             self.rounded[l][g] -= set(values)
@@ -1119,7 +1123,8 @@ class Oracle:
                         x[i] = float(q[h] @ key) * self.decoder.scale(l) + float(self.decoder.slope(h)) * (i - t)
                 cap = self.decoder.softcap(l)
                 x = x if cap is None else {i: cap * math.tanh(value / cap) for i, value in x.items()}
-                found.append((softmax(x), softmax({i: value for i, value in x.items() if i in stays})))
+                sink = None if self.decoder.sink(l, h) is None else float(self.decoder.sink(l, h))
+                found.append((softmax(x, sink), softmax({i: value for i, value in x.items() if i in stays}, sink)))
         return found
 
     def held(self) -> list[list[list[int]]]:

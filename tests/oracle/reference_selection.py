@@ -177,10 +177,11 @@ def merged(
     return {t: total[t] / weight[t] for t in stays}, margin
 
 
-def softmax(x: dict[int, float]) -> dict[int, float]:
+def softmax(x: dict[int, float], sink: float | None = None) -> dict[int, float]:
+    """sink: a logit that belongs to no key."""
     top = max(x.values(), default=0.0)
     e = {i: math.exp(value - top) for i, value in x.items()}
-    whole = math.fsum(e.values())
+    whole = math.fsum(e.values()) + (0.0 if sink is None else math.exp(sink - top))
     return {i: value / whole for i, value in e.items()}
 
 

@@ -163,7 +163,8 @@ class Base(RuleBasedStateMachine):
             live.shadow = Shadow(live.shadow.chosen)  # emptied, as was asked
         if not live.shadow.oracles:
             seen_B = live.cache.seen_B
-            ids = prompt(1 if seen_B is None else len(seen_B), 3)
+            pieces = live.cache.request.prompt_len is not None  # more may be tokens generated behind them, which some refuse
+            ids = prompt(1 if seen_B is None else len(seen_B), 1 if pieces else 3)
             usable = self.usable(lambda: self.forward(live.cache.clone(), ids))
             if usable and name == "prompt in pieces":  # it has those before the fault
                 live.cache.reset()
