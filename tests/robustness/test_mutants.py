@@ -34,6 +34,7 @@ GRAPHED = "tests/hooks/test_generate_steps.py"
 DECODES = "tests/policies/test_decoding.py::test"
 LATENT = "tests/arch/test_latent.py::test"
 CENTRE = "tests/cache/test_centre.py::test"
+EDITS = "tests/invariants/test_edits_are_masks.py::test_"
 INSERT = "tests/cache/test_insert.py::test_"
 REPLACE = "tests/cache/test_replace.py::test_"
 TALKS = "tests/serving/test_conversations.py::test_"
@@ -101,6 +102,22 @@ MUTANTS = {
     "sums that layers share stay where a text becomes longer": (
         "cache/replacing.py", "[before, before.new_zeros(*before.shape[:2], count), behind], 2)", "[before, behind], 2)",
         f"{INSERT}sums_that_layers_share_and_the_newest_turn_move_up"),
+    "shares of a budget count for nothing where a span is replaced": (
+        "attention/edit.py", "(keys == LAST) & ~kept, LAST - (edit.stop - positions)", "(keys == LAST) & ~kept, -LAST",
+        f"{EDITS}any_sequence[llama_gqa]"),
+    "the last of the tokens in a span's place counts as behind them": (
+        "hooks/editing.py", "Edit(start, int(places_Q[-1]) + 1)", "Edit(start, int(places_Q[-1]))",
+        f"{EDITS}any_sequence[llama_gqa]"),
+    "a place too many opens where a text becomes longer": (
+        "cache/replacing.py", "max(ids_BN.shape[1] - (stop - start), 0)",
+        "max(ids_BN.shape[1] - (stop - start) + int(stop == start), 0)", f"{EDITS}insertions_are_free_places[llama_gqa]"),
+    "a span goes before the model that replaces it is checked": (
+        "hooks/editing.py", "    ownership.check_reader(cache, reader, state)\n",
+        "    cache.forget([span])\n    ownership.check_reader(cache, reader, state)\n",
+        "tests/cache/test_bad_edits.py::test_a_cache_of_another_patch_is_not_edited"),
+    "a row of a batch forgets what a longer one has read": (
+        "cache/editing.py", "if stop > lengths[one]:", "if stop > max(lengths):",
+        "tests/cache/test_bad_edits.py::test_a_bad_edit_changes_nothing"),
     "a roll-back goes behind an edit": (
         "cache/editing.py", "if cache.seen - count < cache.rows.edited:", "if False:",
         "tests/cache/test_forget.py::test_a_roll_back_stops_at_an_edit"),

@@ -1,6 +1,6 @@
 """An agent drops old tool results from its history: what that costs the next call, beside keeping them and reading anew.
 
-BFCL's conversations (tasks/tools.py) with prose and code as the results of their calls, 4,000 to 6,000 tokens in all. Before
+BFCL's conversations (tasks/tools.py) with prose and code as the results of their calls, 4,000 to 4,800 tokens in all. Before
 the user's last message all results but the newest STAY go:
 
     kept            nothing is dropped: the full cache
@@ -35,7 +35,7 @@ from .tables import markdown, shown
 from .tasks import tools
 from .texts import functions, group_parts, sentences
 
-STAY, SUMMARY, BUDGET, LEAST, MOST = 3, 48, 1024, 4000, 6000
+STAY, SUMMARY, BUDGET, LEAST, MOST = 3, 48, 1024, 4000, 4800
 ANEW = "read anew"
 AGAIN = {"summary in place": 0, "summary, and 64 tokens read again": 64, "summary, and 256 read again": 256}
 """Tokens behind a result that are read again."""
