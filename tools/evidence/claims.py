@@ -11,6 +11,8 @@ from .statistics import compare_with_zero, correct_holm, estimate
 from .tables import markdown
 
 LEVEL = 0.05
+DECIDING = USES[:8]
+"""Uses on which all of the policies are measured; lists, HumanEval and the chat of eight turns have eight of them."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ CLAIMS = (
 )
 
 
-def write_claims(folder: Path, k: float, uses: tuple[Use, ...] = USES) -> str:
+def write_claims(folder: Path, k: float, uses: tuple[Use, ...] = DECIDING) -> str:
     """A row for each claim, a column for each use: nats that `a` loses less `b`'s; marked where Holm's correction leaves it."""
     measured = {use.title: (use, Results(folder / f"{use.task}.jsonl")) for use in uses}
     cells: dict[tuple[int, str], list[float]] = {}
