@@ -55,6 +55,7 @@ class Patch:
         self._installation.install()
 
     def _hook_state(self, target: Target, options: RunOptions) -> PatchState:
+        """Gather what the patch's hooks share."""
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]

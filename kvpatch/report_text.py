@@ -85,6 +85,7 @@ def format_sized(given: str, schedule: str, answers: int, name: str, ks: Sequenc
 
 
 def _format_budget(k: Any) -> str:
+    """Write one budget: a rule, tokens, or a share of the prompt."""
     if isinstance(k, Rule):
         return str(k)
     if isinstance(k, tuple | list):  # of one layer, head by head

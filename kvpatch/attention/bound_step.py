@@ -185,6 +185,7 @@ def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
 
 
 def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
+    """Return the step of a layer that is in no stack: fused where it appends, and neither scores nor evicts."""
     slots = call.slots
     entry = call.policy.stores or call.policy.keeps_norms
     scores = call.observes or slots.statistics or (call.evicts and entry)

@@ -135,6 +135,7 @@ class Call(LayerRead):
         head_norms(v_BN1D[:, :, 0].transpose(0, 1), rows, self.policy.selection.norm, out_NB)
 
     def _project_norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
+        """Return ||v W_O|| [B,H,Q], the mean over a group of query heads. wanted: the values that count."""
         assert isinstance(self.policy.selection, TwoStage)
         norm, H = self.policy.selection.norm, v_BHQD.shape[1]
         v_BNQD = self.bound_adapter.head_values(v_BHQD.detach())

@@ -53,6 +53,7 @@ class LayerStack:
         self.share_free()
 
     def _join_layers(self, first: SlotLayer) -> SlotLayer:
+        """Return a layer that has the positions, scores and free slots of all layers as rows, and no keys and values."""
         slots, layers = _Together(self.layers, first), self.layers
         slots.dtype, slots.device, slots.geometry = first.dtype, first.device, first.geometry
         slots.contiguous, slots.used, slots.seen = False, first.used, first.seen

@@ -92,6 +92,7 @@ class HeadOffsets:
         return self._blocks
 
     def _cut_blocks(self) -> Blocks:
+        """Cut the entries into blocks that lie in one head each, and the entries at the edges between heads."""
         F, N, device = self.rows, len(self.capacities), self.begin_N.device
         whole, head_F = F - F % BLOCK, self.slot_F.long() // self.width
         head_P = head_F[:whole:BLOCK]

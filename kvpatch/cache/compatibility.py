@@ -33,6 +33,7 @@ def check_compatible(caches: Sequence[TextState]) -> None:
 
 
 def _check_one(index: int, cache: TextState) -> None:
+    """Raise KVPatchError if a cache cannot be joined with any other."""
     if cache.turns.open:
         raise KVPatchError(f"Cache {index} is in the middle of a prompt: read it to its end, then concatenate.")
     if not cache.turns.count or cache.seen_B is None:
@@ -50,6 +51,7 @@ def _check_one(index: int, cache: TextState) -> None:
 
 
 def _check_same(index: int, first: TextState, cache: TextState) -> None:
+    """Raise KVPatchError if two caches differ in their settings or in the shapes of their layers."""
     theirs, mine = _describe_cache(first), _describe_cache(cache)
     of_layers = ((name, theirs.get(name), mine.get(name)) for name in dict.fromkeys((*theirs, *mine)))
     for name, there, here in (*first.settings.list_differences(cache.settings), *of_layers):

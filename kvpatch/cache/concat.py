@@ -55,6 +55,7 @@ def _take_layers(cache: TextState) -> Iterator[None]:
 
 
 def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
+    """Return the joined cache. consume: empty each layer of the parts once it has been joined."""
     first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _make_blank(first)
     new.rows.joined = True
@@ -136,6 +137,7 @@ class _Limits:
 
 
 def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None:
+    """Fill an empty layer with the rows of `parts`: where they lie if their storage allows, else in text order in new slots."""
     first = parts[0]
     new.dtype, new.device, new.is_initialized = first.dtype, first.device, True
     new.sliding, new.geometry = first.sliding, first.geometry

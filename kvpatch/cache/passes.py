@@ -345,6 +345,7 @@ def _prompt_columns(cache: TextState, seen: int, Q: int) -> int:
 
 
 def _refuse_padding(real_BQ: Tensor) -> None:
+    """Raise KVPatchError if a generated token is marked as padding."""
     message = "attention_mask marks a generated token as padding; pad prompts on the left, before their first token."
     if at_hand(real_BQ):
         if not bool(real_BQ.all()):
@@ -354,6 +355,7 @@ def _refuse_padding(real_BQ: Tensor) -> None:
 
 
 def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
+    """Raise KVPatchError for a row without tokens, or one padded on the right. last_B: the last column is no padding."""
     if min(n_B) == 0:
         raise KVPatchError(
             f"Row {n_B.index(0)} of the batch is all padding (its attention_mask is zero): drop it from the batch, in "

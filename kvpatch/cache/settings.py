@@ -76,6 +76,7 @@ class CacheSettings:
 
     @cached_property
     def _combine_settings(self) -> Combination:
+        """Describe what these settings ask for together, for the table of refusals."""
         stack = self.stack
         return Combination(
             self.policy,
@@ -161,6 +162,7 @@ class CacheSettings:
         return tuple(self._slope_rule(i) if bound is None else Size(bound) for i, bound in enumerate(self.bounds))
 
     def _slope_rule(self, layer: int) -> Rule:
+        """Return a layer's budget, its share of a pyramid where the policy divides the budget over layers."""
         rule, policy = self.budget.rules[layer], self.policy
         if policy.over_layers is None or not policy.evicts:
             return rule

@@ -149,6 +149,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         self._empty()
 
     def _empty(self) -> None:
+        """Make all state that a text has, as before its first token."""
         self.request, self.turns, self.counters, self.rows = Request(), Turns(), StepCounters(), Rows()
         self.ids = TokenIds()
         self.read_by: ModelStamp | None = None

@@ -41,6 +41,7 @@ class Evictions:
         return [self._see_layer(causal, index) for index in range(len(self.passes[0]))]
 
     def _see_layer(self, causal_QT: Tensor, index: int) -> Tensor:
+        """Return which tokens each query of a layer saw, [B,N,Q,T]."""
         rows = [one[index] for one in self.passes[:-1]]  # what the last pass left, no query sees
         B, H = rows[0].shape[:2]
         seen = causal_QT.expand(B, H, -1, -1).clone()
@@ -94,6 +95,7 @@ def masked_predictions(
 
 @contextmanager
 def _put_masks(attentions: Attentions, seen: list[Tensor], pads_B: Tensor) -> Iterator[None]:
+    """Show the queries of each attention module what `seen` says, inside the block."""
     hooks = []
     try:
         for (module, adapter), seen_BNQT in zip(attentions, seen, strict=True):

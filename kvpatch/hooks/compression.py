@@ -48,6 +48,7 @@ _EMPTY = "past has read nothing yet: call the model with it first."
 
 
 def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device]) -> None:
+    """Compress all layers, as the end of a prompt inside the block does."""
     shapes, now = target.shapes(), cache.running
     for layer, (module, adapter) in enumerate(target.attentions):
         shape = shapes[layer]
@@ -77,6 +78,7 @@ def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
 
 
 def _check_past(model: nn.Module, state: PatchState, past: Any, ids: Any, mask: Any) -> None:
+    """Raise KVPatchError for arguments of compress() that are not what the patch needs."""
     settings = state.settings
     refuse("compress()", settings.combine())
     shape = None

@@ -32,6 +32,7 @@ def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[i
 
 
 def _read(reader: nn.Module, state: PatchState, cache: EvictingCache, call: dict[str, Any], edit: Edit, places_Q: Any) -> None:
+    """Read an edit's tokens with the decoder, and put the cache in text order."""
     tokens_BQ, before = call["input_ids"], cache.now
     with torch.no_grad():
         with torch.inference_mode(False):

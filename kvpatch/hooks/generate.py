@@ -213,6 +213,7 @@ def _other_implementation(kwargs: dict[str, Any], *configs: Any) -> str | None:
 
 
 def _refuse_cache_implementation(kwargs: dict[str, Any], *configs: Any) -> None:
+    """Raise KVPatchError if another cache of transformers is asked for by name."""
     implementation = _other_implementation(kwargs, *configs)
     if implementation is not None:
         instead = {

@@ -89,6 +89,7 @@ class GenerateSteps:
         return type(model).__call__(model, *args, **inputs) if output is None else output
 
     def _step(self, graph: StepGraph, inputs: dict[str, Tensor], cache: EvictingCache) -> ModelOutput | None:
+        """Run a step by a graph; None where it cannot be captured, or none fits."""
         replays = graph.replays
         try:
             logits = graph.step(inputs, cache)

@@ -198,6 +198,7 @@ class StepGraph:
             self._drop_oldest()
 
     def _capture(self, inputs: Inputs, cache: EvictingCache) -> _Captured:
+        """Capture a step as a graph. Stacked layers are taken apart before, since the graph keeps addresses."""
         cache.drop_stack(due=cache.stacked)
         captured = _Captured(self.make(inputs["input_ids"].device), cache, inputs)
 

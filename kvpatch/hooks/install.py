@@ -64,6 +64,7 @@ class Installation:
             raise
 
     def _change_model(self, target: Target) -> None:
+        """Replace the forwards of the attention modules, and put hooks around the decoder, its shell and generate()."""
         state = self.state
         for layer, reads, (module, adapter) in target.modules():
             mark = self._mark_module(module)
@@ -87,6 +88,7 @@ class Installation:
             self._install_generate(generator, self._mark_module(generator))
 
     def _install_generate(self, generator: nn.Module, mark: Mark) -> None:
+        """Wrap generate() and the methods that it calls, and drop what it has compiled before."""
         state, changes = self.state, dict[str, object]()
         changes["generate"] = MethodType(wrap_generate(vars(generator).get("generate"), state), generator)
         changes[MAKE_MASKS] = masks_for_generate(getattr(generator, MAKE_MASKS, None))

@@ -68,6 +68,7 @@ def match(record: Record, ids_BQ: Tensor, real_BQ: Tensor) -> Tensor:
 
 
 def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
+    """Return the number of the recorded text that a row's ids are. Raises KVPatchError if it is none."""
     n = len(ids_Q)
     width = min(n, known_NT.shape[1])
     same_NT = known_NT[:, :width] == ids_Q[:width]

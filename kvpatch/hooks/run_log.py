@@ -166,6 +166,7 @@ class RunLog:
         return None if cache is None or cache.record is None else cache
 
     def _catch_up(self, cache: EvictingCache, record: PassRecord | None) -> None:
+        """Count the steps that ran inside a graph or under torch.compile, where no hook runs."""
         if not isinstance(record, TextRecord) or record.log is not self:
             return  # the cache goes on under another patch
         cache.catch_up()
@@ -176,6 +177,7 @@ class RunLog:
             self._count_pass("decode", missed, acted)
 
     def _count_pass(self, kind: str, count: int, acted: bool, record: TextRecord | None = None) -> None:
+        """Count passes of a kind. acted: something may have been evicted. record: of the cache that they used."""
         with self._lock:
             passes = self.passes[kind]
             passes.total += count

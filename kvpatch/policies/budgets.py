@@ -356,6 +356,7 @@ def _of_layer(
 
 
 def _tokens(k: int | float | str, bytes_per_token: int, reserved: int, fixed: int, beside: int) -> int | float:
+    """Return the tokens that a size in bytes holds; other budgets stay. Raises KVPatchError if it holds none."""
     if not isinstance(k, str):
         return k
     tokens = ((parse_bytes(k) or 0) - reserved - fixed) // bytes_per_token - beside

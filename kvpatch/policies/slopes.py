@@ -79,6 +79,11 @@ class Sloped(Rule):
 
 @functools.lru_cache(maxsize=1024)
 def _split_budget(beta: int | float, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
+    """Divide n_layers times the budget along a line from the first layer to the last, which gets budget / beta.
+
+    least: tokens that each layer gets in any case. most: of the first layer; None: no bound. Fractions are exact, so that all
+    processes round alike: up in the layers with the largest remainders.
+    """
     last = max(budget / Fraction(beta), Fraction(min(least, budget)))
     if most is not None:
         last = max(last, Fraction(2 * budget - most))

@@ -110,6 +110,7 @@ def _restore_cache(
     shapes: list[schema.LayerShape],
     devices: list[torch.device],
 ) -> None:
+    """Fill an empty cache with a file's tensors. about: the file's description; devices: of each layer."""
     _restore_history(cache, about["cache"])
     cache.ids = TokenIds.of(tensors["ids"].to(devices[0]) if "ids" in tensors else None)
     for name in schema.ROWS:
@@ -131,6 +132,7 @@ def _restore_layer(
     shape: schema.LayerShape,
     policy: Policy,
 ) -> None:
+    """Fill a layer with its tensors, by the attributes that they are of. described: its other attributes."""
     head_offsets, limits, mode = described.pop("head_offsets"), described.pop("limits"), MODES[described.pop("mode")]
     layer.dtype = schema.DTYPES[described.pop("dtype")]
     counts = {name: described.pop(name) for name in mode.saved}

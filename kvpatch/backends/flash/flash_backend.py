@@ -80,6 +80,7 @@ def _find_lack(kernel: Kernel, case: Case) -> str | None:
 
 
 def _ragged_reason(case: Case) -> str | None:
+    """Return why flash kernels cannot attend over heads of different lengths; None if they can."""
     if case.scores:
         return "a flash kernel returns no probabilities, and the scores of this step need them"
     for asked, word in (

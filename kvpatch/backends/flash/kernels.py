@@ -249,6 +249,7 @@ def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
 
 
 def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
+    """Yield the flash kernel that torch brings, if this build has one that runs."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     if operator is None or not torch.backends.cuda.is_flash_attention_available():
         return
