@@ -9,7 +9,7 @@ from typing import Any
 
 from .measure import Bench, Judged
 from .samples import Sample
-from .settings import BUDGETS, FULL, ROWS, UNREAD, Setting
+from .settings import BUDGETS, FULL, LABELS, ROWS, UNREAD, Setting
 from .tasks import TASKS
 
 
@@ -80,7 +80,7 @@ def run_task(model: Any, tokenizer: Any, name: str, count: int, labels: list[str
         for _ in measure(
             model,
             samples,
-            labels or [label for label, row in ROWS.items() if not row.beside],
+            labels or LABELS,
             budgets or list(BUDGETS),
             folder / f"{name}.jsonl",
         )
