@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import kvpatch
 from kvpatch.policies.uses import find_use
-from tools.evidence import agents, choices, chooser, claims, page, quotas, report, runs
+from tools.evidence import agents, choices, chooser, claims, page, quotas, refits, report, runs
 from tools.evidence.measure import Bench
 from tools.evidence.samples import Probe, Sample
 from tools.evidence.settings import FULL, NULL, ROWS, UNREAD, Setting
@@ -189,6 +189,9 @@ def test_a_table_marks_what_beats_the_null(tmp_path):
     assert [line.split("`")[1] for line in table[2:]] == ["kvzip", NULL, "h2o", "random"]
     assert "**1.10" in table[2] and "*3.00" in table[-1] and "**" not in table[-1]
     assert results.kept(use, "random", 0.2).mean == pytest.approx(0.25)
+    results.lines["random", 0.2].popitem()
+    assert results.kept(use, "random", 0.2).mean == pytest.approx(0.25)  # of its own samples
+    assert results.kept(use, "tova", 0.2) is None
     assert "Full cache 0.10, text not read 4.09" in page.describe(results, use)
 
 
@@ -207,6 +210,15 @@ def test_a_choice_stands_beside_the_row_that_it_changes(tmp_path):
     assert text.count("### ") == len(choices.FAMILIES)
     assert "| `h2o` | 1.00 | 1.00 | 1.00 |  |" in text and "nan" not in text
     assert "| `h2o, recent=0.1` | **-0.491 [" in text
+
+
+def test_a_refit_is_compared_with_what_it_goes_around_where_both_were_measured(tmp_path):
+    base, fit = [1.0, 2.0, 3.0, 5.0] * 5, [0.5, 1.0, 3.5, 4.0] * 5
+    losses = {(FULL, 1.0): [0.5] * 20, ("snapkv", 0.1): base, ("snapkv", 0.2): base, ("refit(snapkv)", 0.1): fit[:16]}
+    write_lines(tmp_path / "asked.jsonl", losses | {("kvzip, 8 bits", 0.1): base, ("refit(kvzip), 8 bits", 0.1): base})
+    eight, snapkv = refits.write_table(tmp_path).splitlines()[2:]
+    assert "`kvzip, 8 bits` | 0.1 | 2.250 | 2.250 | 0.000 [0.000, 0.000] | 1 | 20 |" in eight
+    assert "`snapkv` | 0.1 | 2.250 | 1.750 | -0.500 [" in snapkv and snapkv.endswith("| 16 |")
 
 
 def test_the_chooser_names_what_the_lines_say(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .runs import read_lines
-from .settings import FULL, NULL, ROWS, UNREAD
+from .settings import FULL, LABELS, NULL, UNREAD
 from .statistics import Estimate, compare_with_zero, correct_holm, estimate
 from .tables import markdown
 
@@ -87,12 +87,10 @@ class Results:
         return sum(found) / len(found)
 
     def kept(self, use: Use, label: str, k: float) -> Estimate | None:
-        """Share of the full cache's gain over not having read the text that is kept, by a bootstrap of the ratio."""
-        gained = self.differences(use, (UNREAD, 0.0), (FULL, 1.0))
+        """Share of the full cache's gain over not having read the text that is kept, by a bootstrap over its samples."""
         lost = self.differences(use, (label, k), (FULL, 1.0))
-        if not lost or len(lost) != len(gained):
-            return None
-        return ratio(lost, gained)
+        gained = self.differences(use, (UNREAD, 0.0), (FULL, 1.0), only=self.lines.get((label, k), {}))
+        return ratio(lost, gained) if lost else None
 
 
 def ratio(lost: list[float], gained: list[float]) -> Estimate:
@@ -109,7 +107,7 @@ def ratio(lost: list[float], gained: list[float]) -> Estimate:
 def beats_null(results: Results, use: Use) -> dict[tuple[str, float], int]:
     """+1 where a row loses less than the null, -1 where it loses more, 0 where neither is sure; Holm over the table."""
     found: dict[tuple[str, float], tuple[float, float]] = {}
-    for label in ROWS:
+    for label in LABELS:
         for k in results.budgets:
             if label != NULL and (difference := results.differences(use, (label, k), (NULL, k))):
                 found[label, k] = compare_with_zero(difference), sum(difference)
@@ -134,7 +132,7 @@ def write_table(results: Results, use: Use) -> str:
         side = sure.get((label, k), 0)
         return f"**{text}**" if side > 0 else f"*{text}*" if side < 0 else text
 
-    order = sorted((label for label in ROWS if loss(label, middle)), key=lambda label: loss(label, middle).mean)  # type: ignore[union-attr]
+    order = sorted((label for label in LABELS if loss(label, middle)), key=lambda label: loss(label, middle).mean)  # type: ignore[union-attr]
     rows = []
     for label in order:
         kept = results.kept(use, label, middle)

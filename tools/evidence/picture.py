@@ -7,10 +7,10 @@ from pathlib import Path
 from kvpatch.plotting import new_figure, save, style
 
 from .page import Results, Use
-from .settings import NULL, ROWS
+from .settings import LABELS, NULL, ROWS
 
-SHOWN = ("kvzip", "snapkv", "critical_adakv", "h2o", "roco", "streaming_llm")
-COLOURS = {NULL: ("#555555", "x")}
+SHOWN = ("refit(kvzip)", "kvzip", "snapkv", "critical_adakv", "h2o", "roco", "streaming_llm")
+COLOURS = {NULL: ("#555555", "x"), "refit(kvzip)": ("#d62728", "*")}
 
 
 def draw(folder: Path, uses: tuple[Use, ...], path: Path) -> None:
@@ -19,8 +19,9 @@ def draw(folder: Path, uses: tuple[Use, ...], path: Path) -> None:
     panels = figure.subplots(2, 2, sharex=True, sharey=True).flat
     for axes, use in zip(panels, uses, strict=True):
         results = Results(folder / f"{use.task}.jsonl")
-        for label in ROWS:
-            points = [(results.bytes(label, k), kept.mean) for k in results.budgets if (kept := results.kept(use, label, k))]
+        for label in LABELS:
+            budgets = sorted(k for own, k in results.lines if own == label)
+            points = [(results.bytes(label, k), kept.mean) for k in budgets if (kept := results.kept(use, label, k))]
             if not points:
                 continue
             x, y = zip(*points, strict=True)
@@ -40,5 +41,5 @@ def draw(folder: Path, uses: tuple[Use, ...], path: Path) -> None:
         axes.set_xlabel("bytes, share of the full cache", fontsize=9)
     for axes in figure.axes[::2]:
         axes.set_ylabel("gain kept", fontsize=9)
-    figure.axes[1].legend(fontsize=8, loc="lower right")
+    figure.axes[-1].legend(fontsize=8, loc="lower right")
     save(figure, path)

@@ -8,9 +8,9 @@ from .choices import K, write_tables
 from .claims import write_claims
 from .page import USES, Results, Use, beats_null, write_section
 from .picture import draw
-from .settings import NULL, ROWS
+from .settings import LABELS, NULL
 
-PICTURED = (USES[0], USES[1], USES[2], USES[3])
+PICTURED = (USES[0], USES[1], USES[2], USES[4])
 MIDDLE = 0.2
 FILE = "real.png"
 
@@ -57,7 +57,7 @@ are measured by `python -m tools.evidence run asked document --choices --budgets
 def best_rows(results: Results, use: Use, k: float) -> tuple[list[str], list[str]]:
     """Labels that beat the null at a budget, best first; and those that it beats."""
     sure = beats_null(results, use)
-    kept = {label: one.mean for label in ROWS if (one := results.kept(use, label, k))}
+    kept = {label: one.mean for label in LABELS if (one := results.kept(use, label, k))}
     order = sorted(kept, key=lambda label: -kept[label])
     return [label for label in order if sure.get((label, k), 0) > 0], [label for label in order if sure.get((label, k), 0) < 0]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from .measure import Bench, Judged
 from .samples import Sample
-from .settings import BUDGETS, FULL, ROWS, UNREAD, Row, Setting
+from .settings import BUDGETS, FULL, LABELS, ROWS, UNREAD, Row, Setting
 from .tasks import TASKS
 
 
@@ -80,7 +80,7 @@ def run_task(model: Any, tokenizer: Any, name: str, count: int, rows: list[Row],
         for _ in measure(
             model,
             samples,
-            rows or [row for row in ROWS.values() if not row.beside],
+            rows or [ROWS[label] for label in LABELS],
             budgets or list(BUDGETS),
             folder / f"{name}.jsonl",
         )

@@ -53,6 +53,8 @@ ROWS = {
         ),
     )
 }
+LABELS = tuple(label for label, row in ROWS.items() if not row.beside)
+"""Of the rows that stand in tables and pictures of all policies."""
 FULL, UNREAD = "full", "text not read"
 
 
