@@ -235,8 +235,9 @@ def run(process: int, address: str, given: argparse.Namespace) -> Load:
     else:
         load.errors.append("the engine still has requests that nobody waits for")
     compare(load, "afterwards", texts, expected)
-    first, last = points[0][1], points[-1][1]
-    print(f"memory: {first / 2**20:.0f} to {last / 2**20:.0f} MiB, {find_slope(points) * 60 / 1e6:+.2f} MB a minute")
+    each = points[:: max(len(points) // 15, 1)]
+    print("memory, MiB: " + ", ".join(f"{size / 2**20:.0f} ({at / 60:.1f} min)" for at, size in each))
+    print(f"slope of its last four fifths: {find_slope(points) * 60 / 1e6:+.2f} MB a minute")
     return load
 
 
