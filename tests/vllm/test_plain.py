@@ -88,7 +88,7 @@ def test_plain_vllm_answers(model, version):
 
 def test_a_budget_in_a_process_of_its_own(model):
     """The class that plain vLLM does not get is found where settings are given, and figures among vLLM's."""
-    found = ask(model[0], None, additional_config={"kvpatch": BUDGET}, max_num_batched_tokens=64, max_num_seqs=1)
+    found = ask(model[0], None, additional_config={"kvpatch": BUDGET})
     assert found["classes"] == ["kvpatch.serving.vllm.attention.BudgetedAttention", "kvpatch.serving.vllm.backend.Backend"]
     figures = found["figures"]
     blocks = figures.pop("kvpatch_blocks")
