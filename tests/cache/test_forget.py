@@ -11,7 +11,7 @@ import torch
 import kvpatch
 from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.check import Checks
-from tests.helpers.edited import entries, same
+from tests.helpers.comparing import entries, same
 from tests.helpers.tiny import left_pad, make, prompt
 
 POLICIES = (

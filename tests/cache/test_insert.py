@@ -12,7 +12,7 @@ import torch
 import kvpatch
 from kvpatch.arch.upstream import cache_of
 from kvpatch.errors import KVPatchError
-from tests.helpers.edited import entries, same
+from tests.helpers.comparing import entries, same
 from tests.helpers.tiny import left_pad, make, prompt
 
 RENUMBERED = {"positions": "renumbered"}

@@ -15,7 +15,7 @@ from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.masked import masked_predictions
 from kvpatch.hooks.target import Target
 from tests.cache.test_forget import read
-from tests.helpers.edited import entries, same
+from tests.helpers.comparing import entries, same
 from tests.helpers.tiny import left_pad, make, prompt
 
 POLICIES = ("full", "h2o", "roco", "keyformer", "tova", "snapkv", "adakv", "critical_adakv", "kvzip", "layer_defensive")

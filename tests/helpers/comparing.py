@@ -178,3 +178,25 @@ def agrees(
 def certain(*args, **kwargs):
     """Some weights for which the comparison is decided."""
     assert any(agrees(*args, weights=weights, **kwargs) for weights in range(6)), "every draw was too close to call"
+
+
+def entries(cache, layer):
+    """Of each row and head: key, value and score state by position."""
+    one = cache.layers[layer]
+    keys, values = one.kv.numbers(one.used)
+    if one.kv.head_offsets is not None:
+        keys, values = (one.kv.offsets.unpack_entries(t, *one.positions.shape[:2], one.kv.width) for t in (keys, values))
+    found = {}
+    for (b, h, slot), position in zip(
+        torch.cartesian_prod(*(torch.arange(n) for n in one.positions[:, :, : one.used].shape)).tolist(),
+        one.positions[:, :, : one.used].flatten().tolist(),
+        strict=True,
+    ):
+        if position >= 0:
+            state = [one.state[name][b, h, slot].clone() for name in sorted(one.state)]
+            found[b, h, position] = [keys[b, h, slot].clone(), values[b, h, slot].clone(), *state]
+    return found
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(x, y) for key in a for x, y in zip(a[key], b[key], strict=True))

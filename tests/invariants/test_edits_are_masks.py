@@ -11,7 +11,8 @@ import torch
 import kvpatch
 from tests.arch.test_families import ROTARY
 from tests.helpers import tiny, tiny_families
-from tests.helpers.edited import Editing, Inserting
+from tests.helpers.edited import Editing
+from tests.helpers.inserted import Inserting
 from tests.helpers.tiny_families import BY_COLUMNS, FAMILIES, OWN
 
 UNTOLD = (*BY_COLUMNS, "falcon_alibi")
