@@ -1,4 +1,4 @@
-"""Kept tokens and refitted values are those of Attention Matching's own code; tools/reliability/matching_scores.py wrote them."""
+"""Kept tokens and refitted values are those of Attention Matching's own code; matching_scores.py wrote them down."""
 
 import json
 

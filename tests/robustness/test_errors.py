@@ -66,7 +66,7 @@ ARGUMENTS = [
     ({"policy": "refit(h2o)", "block": 8}, r"block=8: policy 'refit_h2o' evicts after a second reading"),
     ({"policy": "refit(h2o)", "positions": "renumbered"}, r"policy 'refit_h2o', which reads a prompt a second time"),
     ({"policy": "refit(h2o)", "record": True}, r"record=True does not go with policy 'refit_h2o', which changes the values"),
-    ({"policy": "refit(h2o)", "lossless": True}, r"lossless=True chooses its budget anew.*'refit_h2o' reads the prompt a second"),
+    ({"policy": "refit(h2o)", "lossless": True}, r"lossless=True chooses its budget.*'refit_h2o' reads the prompt a second"),
     ({"policy": "critical_snapkv", "norm": 3}, r"norm=3 must be 1 or 2"),
     ({"policy": "critical_adakv", "schedule": "decode"}, r"schedule='decode': policy 'critical_adakv' scores tokens"),
     ({"policy": "h2o", "turns": "each"}, r"turns='each' says what later prompts.*schedule='both' does not allow"),

@@ -79,7 +79,7 @@ class Results:
         return sum(found) / len(found)
 
     def kept(self, use: Use, label: str, k: float) -> Estimate | None:
-        """Share of the full cache's gain over not having read the text that is kept, by a bootstrap of the ratio over its samples."""
+        """Share of the full cache's gain over not having read the text that is kept, by a bootstrap over its own samples."""
         lost = self.differences(use, (label, k), (FULL, 1.0))
         gained = self.differences(use, (UNREAD, 0.0), (FULL, 1.0), only=self.lines.get((label, k), {}))
         return ratio(lost, gained) if lost else None
