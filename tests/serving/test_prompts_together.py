@@ -30,10 +30,13 @@ class Plain(Adapter):
 
 
 class Engine:
-    """Passes of requests, of which each has random queries, keys and values of its own; `outs` of each, column by column."""
+    """Passes of requests, of which each has random queries, keys and values of its own; `outs` of each, column by column.
 
-    def __init__(self, policy, slots, **options):
-        budget = Budget.parse(K, n_layers=LAYERS, bytes_per_token=1)
+    own: the k of requests that have one of their own.
+    """
+
+    def __init__(self, policy, slots, k=K, own=None, **options):
+        self.own, budget = own or {}, Budget.parse(k, n_layers=LAYERS, bytes_per_token=1)
         settings = CacheSettings(get_policy(policy).with_options(**options), budget)
         self.requests, self.slots = Requests(settings, torch.device("cpu")), slots
         self.pools = [torch.full((2, 64 * H, slots, D), torch.nan, dtype=torch.float64) for _ in range(LAYERS)]
@@ -53,7 +56,7 @@ class Engine:
         for name, past, columns, prompt in spans:
             first = 1 + 8 * name
             pages = [*range(first, first + PAGES[self.slots])] if past == 0 else [first]
-            scheduled.append(Scheduled(pages, column, columns, past, prompt))
+            scheduled.append(Scheduled(pages, column, columns, past, prompt, self.own.get(name, 0) if past == 0 else 0))
             column += columns
         self.calls = 0
         for layer in range(LAYERS):
@@ -74,7 +77,7 @@ class Engine:
 
     def kept(self, name):
         """The positions that each head of each layer holds."""
-        rows = self.requests.rows[0].gather([str(1 + 8 * name)])
+        rows = self.requests.rows[self.own.get(name, 0)].gather([str(1 + 8 * name)])
         heads = (head for layer in range(LAYERS) for head in rows.cache.positions(layer)[0].tolist())
         return [sorted(position for position in head if position >= 0) for head in heads]
 
@@ -125,6 +128,23 @@ def test_each_prompt_gives_what_it_gives_alone(policy, options, case, slots):
     last = {name for name, *_ in passes[-1]}
     for name in {span[0] for spans in passes for span in spans}:
         one = Engine(policy, slots, **options).run(alone(passes, name))
+        for at, outs in one.outs.items():
+            for mine, theirs in zip(outs, together.outs[at], strict=True):
+                torch.testing.assert_close(theirs, mine, atol=1e-9, rtol=0)
+        if name in last:
+            assert one.kept(name) == together.kept(name), name
+
+
+@pytest.mark.parametrize("slots", PAGES)
+@pytest.mark.parametrize("case", PASSES)
+@pytest.mark.parametrize(("policy", "options"), [("h2o", {}), ("snapkv", {"window": 4})], ids=["h2o", "snapkv"])
+def test_requests_with_a_k_of_their_own(policy, options, case, slots):
+    """Each gives what it gives alone under settings with that k, beside requests that have another, or the server's."""
+    passes, own = PASSES[case], {0: 6, 1: 15, 3: 6, 5: 20}
+    together = Engine(policy, slots, own=own, **options).run(passes)
+    last = {name for name, *_ in passes[-1]}
+    for name in {span[0] for spans in passes for span in spans}:
+        one = Engine(policy, slots, own.get(name, K), **options).run(alone(passes, name))
         for at, outs in one.outs.items():
             for mine, theirs in zip(outs, together.outs[at], strict=True):
                 torch.testing.assert_close(theirs, mine, atol=1e-9, rtol=0)
