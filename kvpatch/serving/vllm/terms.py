@@ -64,15 +64,17 @@ class Terms:
                 )
         if OWN not in asked or find_own(asked, self.most):
             return
-        if self.policy.over_layers is not None:
-            why = f"policy {self.policy.name!r} gives layers different numbers of tokens, which a request cannot choose"
-        elif not self.most:
-            why = f"the server's k={self.k!r} is no number of tokens, and it has no max_k"
-        else:
+        if self.most:
             raise KVPatchError(
                 f"{OWN}={asked[OWN]!r} must be a number of tokens from 1 to {self.most}, the most that this server gives."
             )
-        raise KVPatchError(f"{OWN}={asked[OWN]!r} is not served: {why}. Leave it out.")
+        raise KVPatchError(f"{OWN}={asked[OWN]!r} is not served: {self._say_why_none()}. Leave it out.")
+
+    def _say_why_none(self) -> str:
+        """Say why no request may have a k of its own."""
+        if self.policy.over_layers is not None:
+            return f"policy {self.policy.name!r} gives layers different numbers of tokens, which a request cannot choose"
+        return f"the server's k={self.k!r} is no number of tokens, and it has no max_k"
 
     @property
     def of_the_prompt(self) -> bool:
