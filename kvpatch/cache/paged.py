@@ -27,30 +27,30 @@ from .slots import DenseSlots, Slots, fit_columns, gather_entries
 class Strips(NamedTuple):
     """Strips of each head of each row, in order [B,H,N]; then strip 0, which is nobody's, in rows with fewer than others.
 
-    extent_B2: on the host, of each row, how many strips a head has, and the first head's first one where all of the row's
+    place_B2: on the host, of each row, how many strips a head has, and the first head's first one where all of the row's
     follow each other, else 0.
     """
 
     index_BHN: Tensor
-    extent_B2: Tensor
+    place_B2: Tensor
 
     @property
     def run(self) -> int:
         """So many strips of each head lie one behind the other in every row, at least."""
-        return min(n if first else 1 for n, first in self.extent_B2.tolist())
+        return min(n if first else 1 for n, first in self.place_B2.tolist())
 
 
 def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.device) -> Strips:
     """Divide the pages of each row among its heads."""
     index_BHN, h_H1 = torch.zeros(len(pages), heads, max(map(len, pages)), dtype=torch.long), torch.arange(heads)[:, None]
-    extents = []
+    spans = []
     for row, own in enumerate(pages):
         n = len(own)
         follow = [*own] == [*range(own[0], own[0] + n)]
         index_BHN[row, :, :n] = own[0] * heads + h_H1 * n + torch.arange(n) if follow else torch.tensor(own) * heads + h_H1
-        extents.append((n, own[0] * heads if follow else 0))
+        spans.append((n, own[0] * heads if follow else 0))
     host = index_BHN.pin_memory() if device.type == "cuda" else index_BHN
-    return Strips(host.to(device, non_blocking=True), torch.tensor(extents))
+    return Strips(host.to(device, non_blocking=True), torch.tensor(spans))
 
 
 class PagedSlots(DenseSlots):
@@ -63,16 +63,16 @@ class PagedSlots(DenseSlots):
     """
 
     appends = in_place = False
-    by_row = ("strips_BHN", "extent_B2")  # rows can be selected and ordered, but not copied
+    by_row = ("strips_BHN", "place_B2")  # rows can be selected and ordered, but not copied
 
     def __init__(self, pool: Tensor, strips: Strips, width: int) -> None:
         self.pool, self.codecs, self._width = pool, EXACT, width
-        self.strips_BHN, self.extent_B2 = strips
+        self.strips_BHN, self.place_B2 = strips
         assert width <= self.strips_BHN.shape[2] * pool.shape[2], "a request has pages for all that it will ever hold"
 
     @property
     def strips(self) -> Strips:
-        return Strips(self.strips_BHN, self.extent_B2)
+        return Strips(self.strips_BHN, self.place_B2)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class PagedSlots(DenseSlots):
     @functools.cached_property
     def most(self) -> int:
         """Slots of the row that has most pages: no row ever needs more."""
-        return int(self.extent_B2[:, 0].max()) * self.pool.shape[2]
+        return int(self.place_B2[:, 0].max()) * self.pool.shape[2]
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
@@ -105,9 +105,9 @@ class PagedSlots(DenseSlots):
     @functools.cached_property
     def _together(self) -> slice | None:
         """The strips of all rows, if they lie one behind the other."""
-        heads, (n, first) = self.strips_BHN.shape[1], self.extent_B2[0].tolist()
-        begins = range(first, first + len(self.extent_B2) * n * heads, n * heads)
-        follow = first > 0 and self.extent_B2.tolist() == [[n, begin] for begin in begins]
+        heads, (n, first) = self.strips_BHN.shape[1], self.place_B2[0].tolist()
+        begins = range(first, first + len(self.place_B2) * n * heads, n * heads)
+        follow = first > 0 and self.place_B2.tolist() == [[n, begin] for begin in begins]
         return slice(first, begins.stop) if follow else None
 
     @property
@@ -179,7 +179,7 @@ class PagedSlots(DenseSlots):
         most = max(part.most for part in parts)
         N = most // self.pool.shape[2]
         index_BHN = torch.cat([F.pad(part.strips_BHN, (0, max(N - part.strips_BHN.shape[2], 0)))[:, :, :N] for part in parts])
-        strips = Strips(index_BHN, torch.cat([part.extent_B2 for part in parts]))
+        strips = Strips(index_BHN, torch.cat([part.place_B2 for part in parts]))
         return PagedSlots(self.pool, strips, min(max(width, *(part.width for part in parts)), most))
 
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> PagedSlots:
@@ -196,11 +196,11 @@ class PagedSlots(DenseSlots):
 class PromptSlots(DenseSlots):
     """Columns [B,H,C,D] of a prompt, in memory of their own; then, what is kept of them goes to these strips."""
 
-    by_row = ("stored", "strips_BHN", "extent_B2")
+    by_row = ("stored", "strips_BHN", "place_B2")
 
     def __init__(self, keys: Tensor, values: Tensor, pool: Tensor, strips: Strips) -> None:
         super().__init__(keys, values)
-        self.pool, (self.strips_BHN, self.extent_B2) = pool, strips
+        self.pool, (self.strips_BHN, self.place_B2) = pool, strips
 
     def close_columns(self, used: int) -> PagedSlots:
         return self._store_columns(self.keys[:, :, :used], self.values[:, :, :used], used)
@@ -212,7 +212,7 @@ class PromptSlots(DenseSlots):
     def _store_columns(self, k_BHKD: Tensor, v_BHKD: Tensor, width: int) -> PagedSlots:
         """Write columns to the strips, and zeros to the rest of the last one."""
         K, (_, _, P, D) = k_BHKD.shape[2], self.pool.shape
-        slots = PagedSlots(self.pool, Strips(self.strips_BHN, self.extent_B2), max(min(width, self.strips_BHN.shape[2] * P), K))
+        slots = PagedSlots(self.pool, Strips(self.strips_BHN, self.place_B2), max(min(width, self.strips_BHN.shape[2] * P), K))
         N = -(-slots.width // P)
         strips = self.strips_BHN[:, :, :N].flatten()
         for which, columns_BHKD in enumerate((k_BHKD, v_BHKD)):

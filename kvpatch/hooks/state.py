@@ -81,13 +81,13 @@ class Merged(threading.local):
 
 
 class Offload(NamedTuple):
-    """Where a lossless patch keeps the entries of all tokens: in a file in this folder, or in host memory (None)."""
+    """Place in which a lossless patch keeps the entries of all tokens: a file in this folder, or host memory (None)."""
 
     folder: Path | None = None
 
 
 class RunOptions(NamedTuple):
-    """How generate() runs under a patch, whatever its caches keep.
+    """Ways in which generate() runs under a patch, whatever its caches keep.
 
     graphs: its steps may run by CUDA graphs (generate_steps.py). offload: it drafts and verifies against all entries
     (lossless.py), which are kept there.

@@ -78,7 +78,7 @@ class Refit(Merging):
 
 @dataclass
 class _Looks:
-    """What N = G * W queries of each KV head find, and what they give to kept tokens, in blocks of these.
+    """Attention of N = G * W queries of each KV head: their outputs, and what they give to kept tokens, in blocks of these.
 
     Attributes:
         out_BHND: their outputs over all tokens.

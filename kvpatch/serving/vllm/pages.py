@@ -142,7 +142,7 @@ class BudgetManager(CircularBufferManager):
         free = bytes(one.ref_cnt == 0 and not one.is_null for one in pool.blocks)
         new = [pool.blocks[page] for page in choose_pages(free, count)]
         pool.touch(new)  # takes them from the free ones
-        self._note_claim(len(new))
+        self._note_taken(len(new))
         blocks.extend([*new, pool.null_block, KVCacheBlock(block_id=own, is_null=True)])  # a null block is never freed
         return [*blocks]
 
@@ -152,10 +152,10 @@ class BudgetManager(CircularBufferManager):
         if self._account is not None and request is not None:
             self._account.note_end(request)
         blocks = super().pop_blocks_for_free(request_id)
-        self._note_claim(-sum(not block.is_null for block in blocks))
+        self._note_taken(-sum(not block.is_null for block in blocks))
         return blocks
 
-    def _note_claim(self, pages: int) -> None:
+    def _note_taken(self, pages: int) -> None:
         if self._figures is not None:
             self._figures.add("blocks_claimed", pages)
 

@@ -189,7 +189,7 @@ def _check_max_k(terms: Terms) -> None:
     check_count("max_k", terms.max_k, "tokens")
     if isinstance(terms.k, int) and terms.k > terms.most > 0:
         raise KVPatchError(f"max_k={terms.max_k} is below k={terms.k}, which requests have that ask for nothing: give more.")
-    if terms.policy.over_layers is not None:
+    if not terms.most:
         raise KVPatchError(
             f"max_k={terms.max_k} lets requests choose, but policy {terms.policy.name!r} gives layers different numbers "
             "of tokens, for which pages are sized at the start: leave max_k out."
