@@ -25,7 +25,7 @@ Made by `make results`; change `tools/evidence`, not this page. The model is [Sm
 layers with 9 query and 3 KV heads, in float32; the package that brings its weights (`make real`) rounded them to 4 bits. It
 reads prose and source of this repository, which it was not trained on, in its chat template. One model of this size is one
 model: a large one remembers more, and finds more of what is left. [Small models](small-models.md) have
-what is not measured here: long traces, and budgets by mass.
+what is not measured here: long traces, single options of policies, and budgets by mass.
 
 **How to read the tables.** Loss: nats of the right answer per token (or digit) above the full cache's, the mean over samples
 with its 95% interval (bootstrap over samples). The answer's leading words are given, so that every judged token is predicted
