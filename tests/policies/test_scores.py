@@ -190,7 +190,7 @@ def test_the_last_row_s_attention_is_added_up_by_position_where_heads_hold_other
 @pytest.mark.parametrize("policy", ["dropkv", "defensive_snapkv"])
 def test_a_window_in_several_blocks_of_rows(policy, monkeypatch):
     found = []
-    monkeypatch.setattr(compress, "_watch", lambda call, value: found.append(value.clone()))
+    monkeypatch.setattr(compress, "_warn_of_scores", lambda call, value: found.append(value.clone()))
     for entries in (torch_backend.CPU_BLOCK, 1):  # all rows at once, and 64: 128 queries of a group of two
         monkeypatch.setattr(torch_backend, "CPU_BLOCK", entries)
         model = make("llama_gqa")

@@ -43,7 +43,7 @@ PASS = [
     (torch_backend, "observe"),
     (torch_backend, "window_sums"), (Call, "entry"), (Call, "sums"), (Call, "add"),
     (Call, "eviction_context"), (Policy, "eviction_keys"),
-    (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "limit"), (compress, "_compress"),
+    (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "limit"), (compress, "_compress_layer"),
     (compress, "top"),
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
     (SlotLayer, "allocate"), (SlotLayer, "_resize_slots"), (DenseSlots, "move_to_front"), (SlotLayer, "begin_prompt"),
