@@ -30,7 +30,6 @@ EXTRAS = {
     },
 }  # fmt: skip
 BROUGHT = {"jinja2", "huggingface_hub", "safetensors", "triton", "typing_extensions"}  # by transformers and torch
-BROUGHT_BY_VLLM = {"prometheus_client"}
 MODULE_OF = {"flash_attn": "flash-attn", "lm_eval": "lm-eval"}
 
 
@@ -97,7 +96,8 @@ def test_the_metadata_says_whose_it_is_and_what_it_needs(metadata):
 
 def test_every_import_is_declared():
     """A module of the package imports what the core or an extra that is meant for it brings."""
-    known = CORE | BROUGHT | BROUGHT_BY_VLLM | set().union(*(EXTRAS[name] for name in ("cli", "serve", "plot", "lm-eval", "flash", "vllm")))
+    extras = set().union(*(EXTRAS[name] for name in ("cli", "serve", "plot", "lm-eval", "flash", "vllm")))
+    known = CORE | BROUGHT | extras | {"prometheus_client"}  # which vLLM brings
     for name, path in modules().items():
         top = {one.split(".")[0] for one in imports(name, path)} - {"kvpatch", "__future__"} - set(sys.stdlib_module_names)
         unknown = {MODULE_OF.get(one, one) for one in top} - known
