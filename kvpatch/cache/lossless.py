@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -202,6 +202,7 @@ class LosslessCache(Unpicklable, Cache):
 
     def forget(self, spans: Sequence[tuple[int, int]], row: int | None = None) -> None:
         """Take tokens out of the text, as `EvictingCache.forget` does: later passes are as if they had been masked."""
+        spans = list(spans) if isinstance(spans, Iterable) else spans  # read twice below; others are refused in words
         if self.drafting:
             self.drafts.forget(spans, row)
         else:

@@ -41,9 +41,6 @@ ROWS = {
         Row("expected_attention", "expected_attention"),
         Row("leverage", "leverage"),
         Row("kvzip", "kvzip", {"floor": 0.2}),
-        Row("kvzip_plus", "kvzip_plus", {"floor": 0.2}, beside=True),
-        Row("defensive_snapkv", "defensive_snapkv", beside=True),
-        Row("layer_defensive", "layer_defensive", beside=True),
         Row("refit(kvzip)", "refit(kvzip)", {"floor": 0.2}),
         Row("refit(snapkv)", "refit(snapkv)", beside=True),
         *(
