@@ -64,7 +64,7 @@ SAVE = [
     (kinds, "checksum"), (save_load, "_list_limits"), (save_load, "_describe_history"), (safetensors.torch, "save_file"),
 ]  # fmt: skip
 LOAD = [
-    (save_load, "_read_file"), (kinds, "verify_checksum"), (save_load, "_compare_tables"), (save_load, "_restore_layer"),
+    (save_load, "_read_file"), (kinds, "verify_checksum"), (save_load, "compare_tables"), (save_load, "_restore_layer"),
     (files, "BoundAdapter"),
 ]  # fmt: skip
 ENTER = [
@@ -72,6 +72,8 @@ ENTER = [
     (install.Installation, "_mark_module"), (install, "put_hook"), (install, "wrap_generate"), (install, "masks_for_generate"),
     (install, "wrap_prepare_cache"), (handle, "PatchState"), (handle, "Installation"),
 ]  # fmt: skip
+
+HOPS = PASS + ROWS + CROP + CLONE + JOIN + SAVE + LOAD + ENTER
 
 
 @dataclass(frozen=True)
