@@ -110,7 +110,7 @@ class Call(LayerRead):
         """Compute what the score keeps about tokens."""
         key_codec, value_codec = self.slots.kv.codecs
         return self.policy.entry(
-            self._describe_tokens(key_codec.round_trip(k_BHQD), value_codec.round_trip(v_BHQD), positions_BQ)
+            self._describe_tokens(key_codec.cached(k_BHQD), value_codec.cached(v_BHQD), positions_BQ)
         )
 
     def _describe_tokens(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> NewTokens:
@@ -125,12 +125,12 @@ class Call(LayerRead):
         """
         if not self.evicts or not self.policy.keeps_norms:
             return {}
-        return {"norm": self._project_norms(self.slots.kv.codecs[1].round_trip(v_BHQD), None)}
+        return {"norm": self._project_norms(self.slots.kv.codecs[1].cached(v_BHQD), None)}
 
     def write_norms(self, v_BH1D: Tensor, out_NB: Tensor) -> None:
         """Write `selection_entry` of a decoded token for each query head [H*G,B]; whoever reads it takes the group's mean."""
         assert isinstance(self.policy.selection, TwoStage)
-        v_BN1D = self.bound_adapter.head_values(self.slots.kv.codecs[1].round_trip(v_BH1D))
+        v_BN1D = self.bound_adapter.head_values(self.slots.kv.codecs[1].cached(v_BH1D))
         rows = self._output_rows(v_BN1D, len(out_NB) // v_BN1D.shape[1])
         head_norms(v_BN1D[:, :, 0].transpose(0, 1), rows, self.policy.selection.norm, out_NB)
 

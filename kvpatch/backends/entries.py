@@ -39,7 +39,7 @@ class Exact:
         """Return the numbers [...,D] of entries."""
         return entries
 
-    def round_trip(self, x: Tensor) -> Tensor:
+    def cached(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache."""
         return x
 
@@ -102,7 +102,7 @@ class Rounded:
         wide_x = codes.mul_(scale).add_(zero).flatten(-2)
         return (wide_x if self.centre is None else wide_x + self.centre).to(self.dtype)
 
-    def round_trip(self, x: Tensor) -> Tensor:
+    def cached(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache."""
         return self.decode(self.encode(x))
 
@@ -155,12 +155,12 @@ class Latent:
         """Return the numbers [...,D] of entries."""
         return self.whole.decode(entries)[..., : self.D]
 
-    def round_trip(self, x: Tensor) -> Tensor:
+    def cached(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache; no group of a key's channels reaches beyond its value."""
         if isinstance(self.whole, Exact):
             return x
         whole, centre = self.whole, None if self.whole.centre is None else self.whole.centre[..., : self.D]
-        return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).round_trip(x)
+        return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)
 
     def size(self, entries: Tensor) -> int:
         """Return D."""

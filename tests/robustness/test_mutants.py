@@ -244,11 +244,11 @@ MUTANTS = {
         "backends/entries.py", ".round_().clamp_(0, top)", ".floor_().clamp_(0, top)", f"{NARROW}[llama-h2o-8]"),
     "bits: a prompt attends to rounded keys": (
         "cache/narrow.py", "    return ReadingSlots(keys, values, then, packed)",
-        "    return ReadingSlots(then[0].round_trip(keys), then[1].round_trip(values), then, packed)",
+        "    return ReadingSlots(then[0].cached(keys), then[1].cached(values), then, packed)",
         "tests/cache/test_narrow.py::test_the_prompt_attends_in_full[llama-4]"),
     "latents: values are noted unrounded": (
         "backends/entries.py",
-        "return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).round_trip(x)",
+        "return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)",
         "return x", f"{LATENT}_values_are_noted_as_they_are_rounded"),
     "CodeGen's values taken as keys": (
         "arch/gptj.py", "q, v, k = (heads_first(part", "q, k, v = (heads_first(part",
