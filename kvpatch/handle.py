@@ -116,19 +116,19 @@ class Patch:
         """Begin a conversation on one cache, under one budget: `send()` and `stream()` read what is new alone.
 
         Args:
-            tokenizer: with a chat template; `template={...}` among the options is what that takes beside messages, as tools.
+            tokenizer: with a chat template.
             system: the system prompt.
             keep_system: refuse a patch that might evict some of it.
-            options: of generate(), for every answer.
+            options: of generate(), for every answer; and `template={...}`: more arguments of apply_chat_template(), as tools.
 
         Raises:
-            KVPatchError: there is no template, an option is the chat's own, or the patch may evict the system prompt.
+            KVPatchError: no template, an option that the chat sets itself, or a patch that may evict the system prompt.
 
         Example:
             print(patch.chat(tokenizer, max_new_tokens=200).send("What is a KV cache?"))
         """
-        own = self._target, self.settings, self.new_cache, self.replace
-        return begin_chat(*own, tokenizer, system, keep_system and not self._state.lossless, options)
+        patch = self._target, self.settings, self.new_cache, self.replace
+        return begin_chat(*patch, tokenizer, system, keep_system and not self._state.lossless, options)
 
     def replace(self, cache: EvictingCache, span: tuple[int, int], ids: Tensor | Sequence[Any], *, reread: int = 0) -> None:
         """Read other tokens in place of a span of a cache's text, such as the summary of a tool's result.

@@ -31,7 +31,7 @@ def refuse_other_kinds(model: nn.Module) -> None:
     if attentions and any(vars(module).get("is_decoder") is False for module in text.modules()):
         raise decoder_wanted(model)
     crossed = next((at for at, module in text.named_modules() if is_cross_attention(at, module)), None)
-    if crossed is not None and not _reads_alone(model, text.get_submodule(crossed)):
+    if crossed is not None and not _is_lone_decoder(model, text.get_submodule(crossed)):
         raise KVPatchError(
             f"{name} attends to what an encoder read, too ({crossed} is cross-attention): kvpatch serves decoders that "
             "attend to their own text alone."
@@ -57,11 +57,14 @@ def _text_part(model: nn.Module) -> nn.Module:
     return part if isinstance(part, nn.Module) else model
 
 
-def _reads_alone(model: nn.Module, crossed: nn.Module) -> bool:
-    """Tell if a decoder skips its cross-attention without encoder_hidden_states, and no encoder stands beside it."""
+def _is_lone_decoder(model: nn.Module, cross_attention: nn.Module) -> bool:
+    """Tell if the model is one decoder without an encoder, so that its cross-attention never runs.
+
+    Decoders of transformers that take encoder_hidden_states skip cross-attention where those are None.
+    """
     holders = [one for one in model.modules() if isinstance(one, PreTrainedModel)]
-    decoder = holder_of(model, [crossed])
-    if decoder is None or any(crossed not in one.modules() for one in holders):
+    decoder = holder_of(model, [cross_attention])
+    if decoder is None or any(cross_attention not in one.modules() for one in holders):
         return False
     return "encoder_hidden_states" in inspect.signature(type(decoder).forward).parameters
 

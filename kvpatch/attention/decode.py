@@ -162,8 +162,9 @@ def _by_kernel(
 ) -> tuple[Tensor, bool] | None:
     """Run `attend` in kernels that write, attend and observe; True if they have also named the next slots.
 
-    Returns None, with all as before but for the free slots' contents, if the kernels cannot be launched. Of stacked layers only
-    the first may find that out.
+    Returns None if the kernels cannot be launched; all is then as before, but the free slots may hold the new entry already,
+    which torch overwrites. Of stacked layers only the first tries: a failure in a later one is raised, for the caches of those
+    before it have changed.
     """
     slots, wanted = call.slots, call.observes
     appends = not slots.mode.slotted
@@ -184,8 +185,8 @@ def _by_kernel(
         if call.launched or (stack is not None and call.layer > 0):
             out = step()
         else:
-            written = (slots.positions, slots.mode.free_BH, *slots.state.values())
-            out = call.cache.choice.attempt(*_describe_case(call, q_BHGD), step, written)
+            restored = (slots.positions, slots.mode.free_BH, *slots.state.values())
+            out = call.cache.choice.attempt(*_describe_case(call, q_BHGD), step, restored)
     call.launched = out is not None
     if out is None:
         slots.used -= appends

@@ -109,9 +109,7 @@ class Call(LayerRead):
     def score_entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> dict[str, Tensor]:
         """Compute what the score keeps about tokens."""
         key_codec, value_codec = self.slots.kv.codecs
-        return self.policy.entry(
-            self._describe_tokens(key_codec.cached(k_BHQD), value_codec.cached(v_BHQD), positions_BQ)
-        )
+        return self.policy.entry(self._describe_tokens(key_codec.cached(k_BHQD), value_codec.cached(v_BHQD), positions_BQ))
 
     def _describe_tokens(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> NewTokens:
         first = self.settings.parallel.first(k_BHQD.shape[1])

@@ -185,10 +185,11 @@ class Leverage(Score):
         keys, real = context.view(PlainKeys), among_BHT[..., None]
         keys = keys.masked_fill(~real, 0.0)
         keys = (keys - keys.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)).masked_fill(~real, 0.0)
-        # in float32 large keys would swallow the ridge, and what is singular without it has no factor
+        # float64: beside large keys float32 rounds the ridge away, and a singular matrix has no Cholesky factor
         sketched = (keys @ self._sketch_keys(context, *keys.shape[1::2]).to(keys.dtype)).double()
         ridge = _RIDGE * torch.eye(self.sketch, dtype=torch.float64, device=keys.device)
-        factor = torch.linalg.cholesky_ex(sketched.transpose(-1, -2) @ sketched + ridge).L  # a row that is NaN stays one
+        # cholesky_ex does not raise: keys that are NaN give scores that are NaN
+        factor = torch.linalg.cholesky_ex(sketched.transpose(-1, -2) @ sketched + ridge).L
         solved = torch.cholesky_solve(sketched.transpose(-1, -2), factor)
         return (sketched * solved.transpose(-1, -2)).sum(-1).clamp_min(0).to(keys.dtype)
 

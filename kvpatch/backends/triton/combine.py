@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ...policies import selection
 from . import plan
-from .split import places, rest
+from .split import find_scratch, finite_maximum
 
 LAST: tl.constexpr = tl.constexpr(selection.LAST)
 TIER: tl.constexpr = tl.constexpr(1 << 62)
@@ -26,9 +26,9 @@ def _merge_segments(found, parts, g, G: tl.constexpr, LANES: tl.constexpr):
         there = (s < parts)[:, None] & (g < G)[None, :]
         own = tl.load(at, mask=there, other=float("-inf"))
         higher = tl.maximum(maximum, tl.max(own, 0))
-        more = tl.load(at + G, mask=there, other=0.0) * tl.exp2(own - rest(higher)[None, :])
-        maximum, total = higher, total * tl.exp2(maximum - rest(higher)) + tl.sum(more, 0)
-    return rest(maximum), _invert_total(total)
+        more = tl.load(at + G, mask=there, other=0.0) * tl.exp2(own - finite_maximum(higher)[None, :])
+        maximum, total = higher, total * tl.exp2(maximum - finite_maximum(higher)) + tl.sum(more, 0)
+    return finite_maximum(maximum), _invert_total(total)
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _write_output(PARTIAL, found, OUT, n, segment, parts, e, G: tl.constexpr, D:
         there = (s < parts)[:, None] & real[None, :]
         own = tl.load(at, mask=there, other=float("-inf"))
         higher = tl.maximum(maximum, tl.max(own, 0))
-        fade, weight = tl.exp2(maximum - rest(higher)), tl.exp2(own - rest(higher)[None, :])
+        fade, weight = tl.exp2(maximum - finite_maximum(higher)), tl.exp2(own - finite_maximum(higher)[None, :])
         o = tl.load(PARTIAL + (segment + s[:, None]) * G * D + e[None, :], mask=there, other=0.0)
         acc = acc * fade + tl.sum(o * weight, 0)
         total = total * fade + tl.sum(tl.load(at + G, mask=there, other=0.0) * weight, 0)
@@ -110,7 +110,7 @@ def combine_kernel(
     if CAPACITY is not None:
         capacity = tl.load(CAPACITY + n).to(tl.int32)
     parts, most = tl.cdiv(capacity, SPAN), tl.cdiv(C, SPAN)
-    LOGITS, PARTIAL, SOFTMAX = places(SCRATCH, most, SPAN, G, D, OBSERVE)
+    LOGITS, PARTIAL, SOFTMAX = find_scratch(SCRATCH, most, SPAN, G, D, OBSERVE)
     found = SOFTMAX + n * most * 5 * G
     if job >= chunks:
         e = (job - chunks) * OUTPUTS + tl.arange(0, OUTPUTS)

@@ -104,7 +104,7 @@ def codes(
 
 
 @triton.jit
-def middle(
+def load_centre(
     CENTRE, PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ def middle(
 
 
 @triton.jit
-def numbers(
+def decode_codes(
     codes, ENTRIES, row, seen, centre, dtype: tl.constexpr, PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     GROUP: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +178,7 @@ def write(
     GROUPS: tl.constexpr = D // GROUP
     TOP: tl.constexpr = 2.0**BITS - 1.0
     STEPS: tl.constexpr = COLUMNS // SPAN
-    centre = middle(CENTRE, 0, D, HALF, STEP, SPAN, COLUMNS)
+    centre = load_centre(CENTRE, 0, D, HALF, STEP, SPAN, COLUMNS)
     low, scale, zero, group = _round_piece(X, CENTRE, centre, dtype, 0, D, HALF, WIDTH, TOP, GROUP, STEP, SPAN, COLUMNS)
     first = tl.reshape((low * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None] + centre).to(dtype), [COLUMNS])
     SCALES = ENTRIES.to(tl.pointer_type(dtype), bitcast=True) + row * ((HEAD + HALF) * 2 * GROUPS // HEAD)
@@ -187,7 +187,7 @@ def write(
     tl.store(SCALES + GROUPS + group, zero, mask=mine)
     byte, second = low.to(tl.uint8), first
     if BITS == 4:
-        centre = middle(CENTRE, 1, D, HALF, STEP, SPAN, COLUMNS)
+        centre = load_centre(CENTRE, 1, D, HALF, STEP, SPAN, COLUMNS)
         high, scale, zero, group = _round_piece(X, CENTRE, centre, dtype, 1, D, HALF, WIDTH, TOP, GROUP, STEP, SPAN, COLUMNS)
         second = tl.reshape((high * scale.to(tl.float32)[:, None] + zero.to(tl.float32)[:, None] + centre).to(dtype), [COLUMNS])
         mine = group < tl.where(own, GROUPS, 0)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rounded import channels, codes, middle, numbers, write
+from .rounded import channels, codes, decode_codes, load_centre, write
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def rest(maximum):
+def finite_maximum(maximum):
     """Return the maximum of an online softmax, or 0 before its first logit, so that -inf - maximum is no NaN."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
-def places(SCRATCH, parts, SPAN, G: tl.constexpr, D: tl.constexpr, OBSERVE: tl.constexpr):
+def find_scratch(SCRATCH, parts, SPAN, G: tl.constexpr, D: tl.constexpr, OBSERVE: tl.constexpr):
     """Find the logits [B*H,G,parts*SPAN], p V [B*H,parts,G,D] and softmaxes [B*H,parts,5,G] in the scratch buffer."""
     segments = tl.num_programs(0).to(tl.int64) * parts
     partial = SCRATCH
@@ -59,10 +59,14 @@ def split_kernel(
     """Attend to slots [lo, hi) of head n.
 
     Writes the new key, value and position if their slot lies there, then logits, p V, and the maximum and normalizer of the
-    segment's own softmax. Entries of 4 bits have a second piece of channels (rounded.py), `upper` below; those of BITS = 16 are
-    the numbers themselves; CENTRES is None or what the keys are rounded around.
-    A head's slots lie in one piece, or, PAGE of them in each, in the pieces that begin at BEGIN.
-    Logits in base 2 are unit * cap_products(q k, inner). The sink of a query head is one more logit in the new token's segment.
+    segment's own softmax.
+
+    Entries: K_* and V_* say which channel each column of a tile holds (rounded.Columns). At BITS = 16 columns are the channels
+    in their order, for keys and values alike; at 4 bits there is a second piece of channels, `upper` below. CENTRES is None or
+    what the keys are rounded around. A head's slots lie in one piece, or, PAGE of them in each, in those that begin at BEGIN.
+    Logits: unit * cap_products(q k, inner), in base 2, so that exp2 serves as exp (arguments.logit_units). The sink of a query
+    head is one more logit in the new token's segment.
+    GUMBEL: a second softmax, of (logit + log2 NOISE) / tau and without sinks, is kept beside the first, for Keyformer's score.
     """
     n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = n // H, n % H
@@ -76,7 +80,7 @@ def split_kernel(
     if lo >= capacity:
         return
     hi = tl.minimum(lo + SPAN, capacity)
-    LOGITS, PARTIAL, SOFTMAX = places(SCRATCH, tl.num_programs(1), SPAN, G, D, OBSERVE)
+    LOGITS, PARTIAL, SOFTMAX = find_scratch(SCRATCH, tl.num_programs(1), SPAN, G, D, OBSERVE)
     room = tl.num_programs(1).to(tl.int64) * SPAN
     slot, newest = tl.load(SLOT + n).to(tl.int32), tl.load(NEWEST + b)
     HALF: tl.constexpr = (D + 1) // 2 if BITS == 4 else D
@@ -104,8 +108,8 @@ def split_kernel(
         CENTRE, k_centre, k_centre_upper = CENTRES, None, None
         if CENTRES is not None:
             CENTRE = CENTRES + n * D
-            k_centre = middle(CENTRE, 0, D, HALF, K_STEP, K_SPAN, K_COLUMNS)
-            k_centre_upper = middle(CENTRE, 1, D, HALF, K_STEP, K_SPAN, K_COLUMNS)
+            k_centre = load_centre(CENTRE, 0, D, HALF, K_STEP, K_SPAN, K_COLUMNS)
+            k_centre_upper = load_centre(CENTRE, 1, D, HALF, K_STEP, K_SPAN, K_COLUMNS)
         k_new, k_upper = write(
             KEYS, entry, own, K + b * k_b + h * k_h, CENTRE, dtype, BITS, D, HALF, WIDTH,
             K_GROUP, K_HEAD, K_STEP, K_SPAN, K_COLUMNS,
@@ -125,8 +129,8 @@ def split_kernel(
     if SINKS is not None:
         sink = tl.load(SINKS + h * G + g, mask=own_g, other=float("-inf")).to(tl.float32) * LOG2_E
         maximum = tl.maximum(x_new, sink)
-        p_new = tl.exp2(x_new - rest(maximum))
-        total = p_new + tl.exp2(sink - rest(maximum))
+        p_new = tl.exp2(x_new - finite_maximum(maximum))
+        total = p_new + tl.exp2(sink - finite_maximum(maximum))
     acc = p_new[:, None] * v_new.to(tl.float32)[None, :]
     if BITS == 4:
         acc_upper = p_new[:, None] * v_upper.to(tl.float32)[None, :]
@@ -157,12 +161,12 @@ def split_kernel(
         else:
             code = codes(KEYS, row, visible, HALF, K_HEAD, K_STEP, K_SPAN, K_COLUMNS)
             if BITS == 4:
-                k = numbers(code >> 4, KEYS, row, visible, k_centre_upper, dtype, 1, D, HALF, K_GROUP, K_HEAD, K_STEP)
+                k = decode_codes(code >> 4, KEYS, row, visible, k_centre_upper, dtype, 1, D, HALF, K_GROUP, K_HEAD, K_STEP)
                 x = tl.dot(q_upper, tl.trans(k), input_precision="ieee")
-                k = numbers(code & 15, KEYS, row, visible, k_centre, dtype, 0, D, HALF, K_GROUP, K_HEAD, K_STEP)
+                k = decode_codes(code & 15, KEYS, row, visible, k_centre, dtype, 0, D, HALF, K_GROUP, K_HEAD, K_STEP)
                 x = tl.dot(q, tl.trans(k), x, input_precision="ieee")
             else:
-                k = numbers(code, KEYS, row, visible, k_centre, dtype, 0, D, HALF, K_GROUP, K_HEAD, K_STEP)
+                k = decode_codes(code, KEYS, row, visible, k_centre, dtype, 0, D, HALF, K_GROUP, K_HEAD, K_STEP)
                 x = tl.dot(q, tl.trans(k), input_precision="ieee")
         x = cap_products(x, inner) * unit
         if SLOPES is not None:
@@ -171,17 +175,17 @@ def split_kernel(
         if OBSERVE:
             tl.store(LOGITS + (n * G + g[:, None]) * room + c[None, :], x, mask=real_g[:, None] & old[None, :])
         higher = tl.maximum(maximum, tl.max(x, 1))
-        p, fade = tl.exp2(x - rest(higher)[:, None]), tl.exp2(maximum - rest(higher))
+        p, fade = tl.exp2(x - finite_maximum(higher)[:, None]), tl.exp2(maximum - finite_maximum(higher))
         if BITS == 16:
             v = tl.load(VALUES + row, mask=visible[:, None] & real_k[None, :], other=0.0)
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         else:
             code = codes(VALUES, row, visible, HALF, V_HEAD, V_STEP, V_SPAN, V_COLUMNS)
             if BITS == 4:
-                v = numbers(code >> 4, VALUES, row, visible, None, dtype, 1, D, HALF, V_GROUP, V_HEAD, V_STEP)
+                v = decode_codes(code >> 4, VALUES, row, visible, None, dtype, 1, D, HALF, V_GROUP, V_HEAD, V_STEP)
                 acc_upper = tl.dot(p.to(dtype), v, acc_upper * fade[:, None], input_precision="ieee")
                 code &= 15
-            v = numbers(code, VALUES, row, visible, None, dtype, 0, D, HALF, V_GROUP, V_HEAD, V_STEP)
+            v = decode_codes(code, VALUES, row, visible, None, dtype, 0, D, HALF, V_GROUP, V_HEAD, V_STEP)
             acc = tl.dot(p.to(dtype), v, acc * fade[:, None], input_precision="ieee")
         maximum, total = higher, total * fade + tl.sum(p, 1)
         seen += tl.sum(visible.to(tl.int32), 0)
@@ -190,7 +194,7 @@ def split_kernel(
                 noise = NOISE + (n * C + c[None, :]) * G + g[:, None]
                 x += tl.log2(tl.load(noise, mask=real_g[:, None] & visible[None, :], other=1.0))
             higher = tl.maximum(maximum_y, tl.max(x * cooling, 1))
-            p, fade = tl.exp2(x * cooling - rest(higher)[:, None]), tl.exp2(maximum_y - rest(higher))
+            p, fade = tl.exp2(x * cooling - finite_maximum(higher)[:, None]), tl.exp2(maximum_y - finite_maximum(higher))
             maximum_y, total_y = higher, total_y * fade + tl.sum(p, 1)
     segment = n * tl.num_programs(1) + part
     part_tile = PARTIAL + (segment * G + g[:, None]) * D
