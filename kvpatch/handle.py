@@ -223,7 +223,7 @@ class Patch:
         Raises:
             KVPatchError: nothing was recorded, for want of record=True or of a pass, or a text's beginning is not known.
         """
-        return find_record(self._state, self._target.kind(), cache)
+        return find_record(self._state, self._target.describe_class(), cache)
 
     def record_nbytes(self, texts: int, tokens: int) -> int:
         """Return the bytes of a record before it is made: 4 for each token, layer and KV head, and 8 for each token's id.
@@ -248,7 +248,7 @@ class Patch:
         Raises:
             KVPatchError: the record is of another model.
         """
-        return follow(self._state, self._target.kind(), record)
+        return follow(self._state, self._target.describe_class(), record)
 
     def save_cache(self, cache: Cache, path: str | PathLike[str]) -> None:
         """Write a compressed cache, with its scores, to a safetensors file; with lossless=True the entries of all tokens.

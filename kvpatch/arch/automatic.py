@@ -97,7 +97,7 @@ def _find_judged(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: E
 def _judge_rows(
     model: nn.Module, decoder: nn.Module, twin: nn.Module, attentions: list[nn.Module]
 ) -> InterfaceAdapter | KVPatchError:
-    """Return the first row that passes, or the error that names the first failure of the plain one."""
+    """Return the first row that passes, or the error that names the plain one's first failure or what stopped a trial."""
     failures = list[tuple[str, str]]()
     # what the attributes of a module do not tell: positions by the padding mask, a window that is in the mask alone, queries
     # that are scaled before attention
@@ -119,12 +119,13 @@ def _judge_rows(
         failures += [(result.detail, result.name) for result in table if not result.passed]
         if table.passed:
             return row
-    name, (own, why) = type(model).__name__, failures[0]
-    if own.startswith("KVPatchError: "):  # it says itself what stands in the way
-        return KVPatchError(f"No adapter for {name}, and no automatic row serves it: {own.removeprefix('KVPatchError: ')}")
+    name = type(model).__name__
+    detail, check = failures[0]
+    if detail.startswith("KVPatchError: "):  # it says itself what stands in the way
+        return KVPatchError(f"No adapter for {name}, and no automatic row serves it: {detail.removeprefix('KVPatchError: ')}")
     return KVPatchError(
-        f"No adapter for {name}, and an automatic row did not pass the checks ({why}: {own}): its attention does more than a "
-        f"row can say, or a row has to say it: {row_of(attentions[0])[:-2]}, ...)). kvpatch.check_model(model) compares it "
+        f"No adapter for {name}, and an automatic row did not pass the checks ({check}: {detail}): its attention does more "
+        f"than a row can say, or a row has to say it: {row_of(attentions[0])[:-2]}, ...)). kvpatch.check_model(model) compares it "
         "with the unpatched model."
     )
 

@@ -331,7 +331,10 @@ def _compress_layer(
 
 
 def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tensor | None:
-    """Return the kept tokens' new values [B,H,K,D]; None where they stay. A head without finite ones keeps its own."""
+    """Return the kept tokens' values by the evicted ones [B,H,K,D], or None if the policy drops those or nothing is evicted.
+
+    A head whose new values are not all finite keeps its own and is marked in slots.unfitted_BH.
+    """
     slots, merging = call.slots, call.policy.merging
     if merging is None or index is None:
         return None
@@ -412,8 +415,9 @@ def _set_quotas(call: Call) -> list[int]:
 
 def _say_cuts(call: Call) -> None:
     """Warn of sizes that were cut to fit the smallest budget of a row that evicts."""
-    settings, stays = call.settings, call.policy.schedule == "prompt"
-    rows = [(b, n) for b, n in zip(_list_budgets(call), call.now.budget_n_B, strict=True) if n > b or not stays]
+    settings, once = call.settings, call.policy.schedule == "prompt"
+    # a shorter text than its budget evicts if generated tokens fill the budget, which a policy that evicts once lets grow
+    rows = [(b, n) for b, n in zip(_list_budgets(call), call.now.budget_n_B, strict=True) if n > b or not once]
     if not rows:
         return
     budget, n = min(rows)

@@ -89,10 +89,10 @@ def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
 
 
 @contextmanager
-def follow(state: PatchState, kind: dict[str, Any], record: Record | Sequence[Record]) -> Iterator[None]:
-    """Let passes without a cache follow a record inside a with-block: see Patch.replay. kind: of the model."""
+def follow(state: PatchState, model: dict[str, Any], record: Record | Sequence[Record]) -> Iterator[None]:
+    """Let passes without a cache follow a record inside a with-block: see Patch.replay. model: its class and shapes."""
     joined = record if isinstance(record, Record) else Record.join(record)
-    same_model(joined.model, kind, "this one")
+    same_model(joined.model, model, "this one")
     if state.settings.renumbered:
         raise KVPatchError("A replay attends at original positions: patch with positions='original'.")
     before, state.replayed = state.replayed, joined
@@ -102,18 +102,18 @@ def follow(state: PatchState, kind: dict[str, Any], record: Record | Sequence[Re
         state.replayed = before
 
 
-def find_record(state: PatchState, kind: dict[str, Any], cache: EvictingCache | None) -> Record:
-    """Return what each query attended to in a cache, or in the one used last: see Patch.record. kind: of the model."""
+def find_record(state: PatchState, model: dict[str, Any], cache: EvictingCache | None) -> Record:
+    """Return what each query attended to in a cache, or in the one used last: see Patch.record. model: its class and shapes."""
     if not state.settings.record:
         raise KVPatchError("Nothing was recorded: write patched(model, ..., record=True).")
     if cache is not None:
         ownership.check_own(cache, state)
     last = state.log.snapshot() if cache is None else Snapshot.of(cache)
     if last is None or last.lengths_B is None:
-        raise KVPatchError("Nothing to record yet: call generate() or the model inside the block first.")
-    if last.lifetimes is None or None in last.lifetimes.deaths:
+        raise KVPatchError("Nothing was recorded yet: call generate() or the model inside the block first.")
+    if last.lifetimes is None or None in last.lifetimes.deaths:  # None: a layer that no whole prompt has passed
         raise KVPatchError(
             "These texts are not known from their beginning: the cache was loaded or converted, or is in the middle of a "
             "prompt. Read the text under record=True."
         )
-    return Record.of(last.lifetimes, last.lengths_B, kind)
+    return Record.of(last.lifetimes, last.lengths_B, model)

@@ -207,9 +207,9 @@ class Target:
 
     def identity(self) -> dict[str, Any]:
         """Describe what a file must agree with: shapes, dtype, weights, and the adapters that act."""
-        return {**self.kind(), "dtype": str(dtype_of(self.decoder)), **describe_weights(self.decoder)}
+        return {**self.describe_class(), "dtype": str(dtype_of(self.decoder)), **describe_weights(self.decoder)}
 
-    def kind(self) -> dict[str, Any]:
+    def describe_class(self) -> dict[str, Any]:
         """Describe what a record must agree with: class and shapes, but not weights, which training changes."""
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)

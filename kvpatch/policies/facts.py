@@ -8,23 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .uses import list_uses
 
 COMMON: dict[str, Any] = {"sinks": 0, "recent": 0, "protect": None, "turns": "all", "quota": None, "every": 1}
 """Options that every policy has, with the default of most."""
 
-COMBINATIONS: dict[str, dict[str, Any]] = {
-    "critical": {"alpha": 0.5, "eps": 0.0001, "norm": 1},
-    "adaptive": {"floor": 0.2},
-    "global_topk": {"floor": 0.2},
-    "pyramid": {"beta": 20},
-    "chunked": {"size": 20, "together": True},
-    "merged": {"threshold": 0.0},
-    "refit": {"ridge": 0.1, "queries": 256, "instruction": (), "chunk": 2048},
+
+class Combination(NamedTuple):
+    """Facts of a function that makes a policy of another one, as in "critical(h2o)".
+
+    Attributes:
+        options: defaults of the options that it adds.
+        schedule: in place of the other policy's, "" for that.
+        shared: as in `Fact`, "" for the other policy's.
+    """
+
+    options: Mapping[str, Any]
+    schedule: str = ""
+    shared: str = ""
+
+
+COMBINATIONS = {
+    "critical": Combination({"alpha": 0.5, "eps": 0.0001, "norm": 1}),
+    "adaptive": Combination({"floor": 0.2}, shared="layer"),
+    "global_topk": Combination({"floor": 0.2}, shared="model"),
+    "pyramid": Combination({"beta": 20}),
+    "chunked": Combination({"size": 20, "together": True}, schedule="prompt"),
+    "merged": Combination({"threshold": 0.0}, schedule="prompt"),
+    "refit": Combination({"ridge": 0.1, "queries": 256, "instruction": (), "chunk": 2048}, schedule="prompt"),
 }
-"""Functions that make a policy of another one, as in "critical(h2o)", with the options that they add."""
+"""The row of each function of presets.py that goes around a policy."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +109,9 @@ class Fact:
 
 
 _WINDOW: dict[str, Any] = {"window": 32, "kernel": 7, "pooling": "max"}
-_DEFENSIVE = _WINDOW | {"kernel": 5, "pooling": "avg", "floor": 0.0} | COMBINATIONS["critical"]
+_CRITICAL, _PYRAMID = COMBINATIONS["critical"].options, COMBINATIONS["pyramid"].options
+_ADAPTIVE, _CHUNKED = COMBINATIONS["adaptive"].options, COMBINATIONS["chunked"].options
+_DEFENSIVE = _WINDOW | {"kernel": 5, "pooling": "avg", "floor": 0.0} | _CRITICAL
 _REPEATED: dict[str, Any] = {"instruction": (), "chunk": 2048, "sinks": 4, "floor": 0.0}
 _KEYFORMER: dict[str, Any] = {
     "scores": "all", "noise": "gumbel", "resample": False, "tau": (1.0, 2.0), "generation_length": 256, "shared": False,
@@ -176,9 +193,9 @@ FACTS = {fact.name: fact for fact in (
         "long generation: the most attention so far under Gumbel noise, and the newest tokens", _KEYFORMER),
     Fact("snapkv", "#2ca02c", "^", "SnapKV", "prompt", "the prompt's last tokens choose what stays of the rest", _WINDOW),
     Fact("pyramidkv", "#00695c", "^", "PyramidKV", "prompt",
-        "as snapkv, with larger budgets for the lower layers", _WINDOW | COMBINATIONS["pyramid"]),
+        "as snapkv, with larger budgets for the lower layers", _WINDOW | _PYRAMID),
     Fact("adakv", "#d62728", "^", "AdaKV", "prompt",
-        "as snapkv, with one budget per layer that its heads share", _WINDOW | COMBINATIONS["adaptive"], "layer"),
+        "as snapkv, with one budget per layer that its heads share", _WINDOW | _ADAPTIVE, "layer"),
     Fact("dropkv", "#8ca252", "^", "DropKV", "prompt",
         "the question is at the prompt's end: keeps what its last tokens' outputs would change without",
         _WINDOW | {"pooling": "avg"}),
@@ -191,7 +208,7 @@ FACTS = {fact.name: fact for fact in (
         "attention costs too much to sum: keeps tokens that the next ones do not resemble", {"sinks": 4, "lag": 128}),
     Fact("chunk_kv", "#ad494a", "^", "ChunkKV", "prompt",
         "the question is at the prompt's end: as snapkv, but keeps whole chunks of the text",
-        _WINDOW | COMBINATIONS["chunked"]),
+        _WINDOW | _CHUNKED),
     Fact("leverage", "#8c6d31", "D", "Compactor", "prompt",
         "attention costs too much to sum: keeps keys that span what the others do not", {"sketch": 48}),
     Fact("compactor", "#bd9e39", "D", "Compactor", "prompt",
@@ -222,13 +239,13 @@ FACTS = {fact.name: fact for fact in (
         "long answers: keeps values of large range, and a sample of what the last tokens look at",
         {"window": 64, "kernel": 5, "pooling": "avg", "ranges": 0.25, "sinks": 4, "every": 64}),
     Fact("critical_snapkv", "#98df8a", "v", "CriticalKV", "prompt",
-        "as snapkv, and weighs attention with the size of the values", _WINDOW | COMBINATIONS["critical"]),
+        "as snapkv, and weighs attention with the size of the values", _WINDOW | _CRITICAL),
     Fact("critical_pyramidkv", "#80cbc4", "v", "CriticalKV", "prompt",
         "as pyramidkv, and weighs attention with the size of the values",
-        _WINDOW | COMBINATIONS["pyramid"] | COMBINATIONS["critical"]),
+        _WINDOW | _PYRAMID | _CRITICAL),
     Fact("critical_adakv", "#ff9896", "v", "CriticalKV", "prompt",
         "as adakv, and weighs attention with the size of the values",
-        _WINDOW | COMBINATIONS["adaptive"] | COMBINATIONS["critical"], "layer"),
+        _WINDOW | _ADAPTIVE | _CRITICAL, "layer"),
     Fact("kvzip", "#31a354", "P", "KVzip", "prompt",
         "reads the prompt a second time, and keeps what repeating it looks at", _REPEATED, "model"),
     Fact("kvzip_plus", "#006d2c", "P", "KVzip", "prompt",

@@ -12,8 +12,6 @@ from .facts import COMBINATIONS, FACTS
 
 COMBINED = re.compile(rf"\s*({'|'.join(COMBINATIONS)})\((.+)\)\s*", re.IGNORECASE)
 _CALL = re.compile(r"\s*([^()]+)\((.+)\)\s*")
-_SHARED = {"adaptive": "layer", "global_topk": "model"}
-_AFTER_PROMPTS = ("chunked", "merged", "refit")  # combinations that evict where a prompt ends and at no other time
 
 
 class Division(NamedTuple):
@@ -60,11 +58,12 @@ def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -
     fact = FACTS[known]
     every_option = {
         **fact.list_options(),
-        **{key: value for one in around for key, value in COMBINATIONS[one].items()},
+        **{key: value for one in around for key, value in COMBINATIONS[one].options.items()},
         **options,
     }
-    own = "prompt" if any(one in _AFTER_PROMPTS for one in around) else fact.schedule
-    shared = next((_SHARED[one] for one in around if one in _SHARED), fact.shared)
+    rows = [COMBINATIONS[one] for one in around]
+    own = next((row.schedule for row in rows if row.schedule), fact.schedule)
+    shared = next((row.shared for row in rows if row.shared), fact.shared)
     protects = 0 if known == "cur" else every_option.get("window", 0)  # whose window is one of keys, not of queries
     when = None if known == "full" else schedule or own
     return Division(when, every_option["every"], every_option.get("beta"), protects, shared)
@@ -91,7 +90,7 @@ def check_policy(name: str, options: Collection[str] | None = None) -> None:
         if name in _list_registered():
             return
         raise KVPatchError(f"Unknown policy {name!r}.{suggest_policy(name, FACTS)} Known: {', '.join(FACTS)}.")
-    known = {**FACTS[known_as].list_options(), **{key: None for one in around for key in COMBINATIONS[one]}}
+    known = {**FACTS[known_as].list_options(), **{key: None for one in around for key in COMBINATIONS[one].options}}
     for option in options or ():
         if option not in known:
             raise KVPatchError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import KVPatchError, match_name, suggest
@@ -218,12 +219,6 @@ for _name, _shared in (("defensive_snapkv", Adaptive(floor=0.0)), ("layer_defens
     POLICIES[_name] = Policy(_name, Defensive(), schedule="prompt", source="DefensiveKV", **_parts)
 
 
-_AROUND = {
-    "critical": critical, "adaptive": adaptive, "global_topk": global_topk, "pyramid": pyramid, "chunked": chunked,
-    "merged": merged, "refit": refit,
-}  # fmt: skip
-
-
 def list_policies() -> tuple[str, ...]:
     """Return the names of all registered policies, in the order of the table."""
     return tuple(POLICIES)
@@ -241,7 +236,8 @@ def get_policy(name: str) -> Policy:
         kvpatch.get_policy("snapkv").with_options(window=16)
     """
     if isinstance(name, str) and (combined := COMBINED.fullmatch(name)) is not None:
-        return _AROUND[combined[1].lower()](combined[2])
+        around: Callable[[str], Policy] = globals()[combined[1].lower()]  # each row of facts.COMBINATIONS has its function here
+        return around(combined[2])
     if isinstance(name, Score):
         raise KVPatchError(f"{name!r} is a score, which is one part of a policy: give Policy('my_policy', {name!r}).")
     known = match_name(name, POLICIES)

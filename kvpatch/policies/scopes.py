@@ -33,10 +33,10 @@ SYSTEM = "system"  # the word of `protect=` for the system message of a chat
 
 
 def fit_window(score: Score, room: int) -> int:
-    """Return the newest tokens that a score's window takes.
+    """Count the newest tokens that a score's window protects, `room` at most.
 
-    An observation window takes half of the room if it would else leave none to the score; the last queries of a score that
-    evicts while decoding take all.
+    A window that would fill the room takes half of it, rounded up, so that the score chooses the rest. One of the last queries,
+    which scores that evict while decoding read, may fill it.
     """
     window = protected_rows(score)
     if _reads_last_queries(score):

@@ -23,13 +23,13 @@ Span = tuple[int, int]
 class Conversation:
     """One request and the cache of all that it has read.
 
-    ids: the tokens of its text. places: the position that the cache has each of them at; others are forgotten. answer: tokens
-    before its last answer. cache: of one row, which nothing writes to. nbytes: of the cache. held: tokens of a KV head, the
-    mean of the heads, by layer.
+    ids: the tokens of its text. positions: the cache's position of each of them, with gaps where tokens were forgotten.
+    answer: tokens before its last answer. cache: of one row, which nothing writes to. nbytes: of the cache. held: tokens of a
+    KV head, the mean of the heads, by layer.
     """
 
     ids: list[int]
-    places: list[int]
+    positions: list[int]
     answer: int
     cache: EvictingCache
     nbytes: int = field(init=False)
@@ -44,20 +44,20 @@ class Conversation:
 class Beginning:
     """The first tokens of a request's text, which a conversation has read: like a Prefix, it has a length and can be copied.
 
-    places: of these tokens in the cache. columns: that the copy has read, with what is forgotten. held: as in Conversation.
+    positions: the cache's, of these tokens. columns: that the copy has read, with what is forgotten. held: as in Conversation.
     reused: tokens of the request that are not read again.
     """
 
     def __init__(self, conversation: Conversation, length: int, reused: int) -> None:
-        self.places, self.held, self.reused = conversation.places[:length], conversation.held, reused
+        self.positions, self.held, self.reused = conversation.positions[:length], conversation.held, reused
         self._cache: EvictingCache | None = conversation.cache
         seen = conversation.cache.seen
         cut = length < len(conversation.ids)
-        self.columns = self.places[-1] + 1 if cut else seen
+        self.columns = self.positions[-1] + 1 if cut else seen
         self._removed = seen - self.columns
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.positions)
 
     def copy(self) -> EvictingCache:
         """Return a cache of its own for the request, once: the conversation may go while the request runs."""
@@ -96,11 +96,11 @@ class Conversations:
         """Bytes of all."""
         return sum(one.nbytes for one in list(self._kept))
 
-    def keep(self, ids: list[int], places: list[int], answer: int, cache: EvictingCache) -> None:
+    def keep(self, ids: list[int], positions: list[int], answer: int, cache: EvictingCache) -> None:
         """Keep what a request has read. What its text began as goes first from now on: a turn is rarely asked for again."""
         before = [one for one in self._kept if one.ids == ids[: len(one.ids)] and len(one.ids) < len(ids)]
         others = [one for one in self._kept if one.ids != ids[: len(one.ids)]]
-        kept = [*before, *others, Conversation(ids, places, answer, cache)]
+        kept = [*before, *others, Conversation(ids, positions, answer, cache)]
         while sum(one.nbytes for one in kept) > self.most:
             kept = kept[1:]
         self._kept = kept  # at once, for whoever counts them in another thread
@@ -146,21 +146,22 @@ class Conversations:
         """Change a conversation into the edited text; None if its cache cannot be, and it stays as it is."""
         try:
             cache = one.cache.clone()
-            gone = [_place(one, start, stop) for start, stop, ids in edited.spans if not ids]
+            gone = [_find_positions(one, start, stop) for start, stop, ids in edited.spans if not ids]
             if gone:
                 cache.forget(gone)
             for start, stop, ids in edited.spans:
                 if ids:
                     assert self.replace is not None
-                    self.replace(cache, _place(one, start, stop), ids)
+                    self.replace(cache, _find_positions(one, start, stop), ids)
         except Exception as error:  # the text can still be read anew, and no request may end the engine
             _LOG.info("[kvpatch] a conversation was not edited, and is read anew: %s", error)
             return None
-        ids, places = [*one.ids], [*one.places]
+        ids, positions = [*one.ids], [*one.positions]
+        # from the last span on, so that the places of those before it stand; replace() puts new ids at a span's first positions
         for start, stop, new in reversed(edited.spans):
-            first = one.places[start]
-            ids[start:stop], places[start:stop] = new, range(first, first + len(new))
-        changed = Conversation(ids, places, _count_before(one.answer, edited), cache)
+            first = one.positions[start]
+            ids[start:stop], positions[start:stop] = new, range(first, first + len(new))
+        changed = Conversation(ids, positions, _count_before(one.answer, edited), cache)
         self._kept[_index(self._kept, one)] = changed
         return changed
 
@@ -180,7 +181,7 @@ def _can_cut(one: Conversation, length: int) -> bool:
         return True
     if not one.cache.settings.transparent and length < one.answer:  # a first reading would have evicted by another prompt
         return False
-    return can_crop(one.cache, one.cache.seen - one.places[length - 1] - 1)
+    return can_crop(one.cache, one.cache.seen - one.positions[length - 1] - 1)
 
 
 def _count_before(answer: int, edited: Edited) -> int:
@@ -191,9 +192,9 @@ def _count_before(answer: int, edited: Edited) -> int:
     return answer
 
 
-def _place(one: Conversation, start: int, stop: int) -> Span:
+def _find_positions(one: Conversation, start: int, stop: int) -> Span:
     """Return where a conversation's cache has a span of its text."""
-    return one.places[start], one.places[stop - 1] + 1
+    return one.positions[start], one.positions[stop - 1] + 1
 
 
 def _index(kept: list[Conversation], one: Conversation) -> int:

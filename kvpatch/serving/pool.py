@@ -158,9 +158,9 @@ class RequestPool:
                 return
             cache.settings = self.settings  # chunks are over
             begun = request.prefix if isinstance(request.prefix, Beginning) else None
-            places = list(range(cache.seen)) if begun is None else [*begun.places, *range(begun.columns, cache.seen)]
+            positions = list(range(cache.seen)) if begun is None else [*begun.positions, *range(begun.columns, cache.seen)]
             tokens = state.initial_tokens + state.generated_tokens
-            self.conversations.keep(tokens[: len(places)], places, len(state.initial_tokens), cache)
+            self.conversations.keep(tokens[: len(positions)], positions, len(state.initial_tokens), cache)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Drop a request, its row and its claim."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 
 import kvpatch
-from kvpatch.policies import POLICIES, presets
+from kvpatch.policies import POLICIES
 from kvpatch.policies.facts import COMBINATIONS, COMMON, FACTS, PAPERS
 from kvpatch.policies.naming import find_division
 from kvpatch.policies.options import PolicyOptions
@@ -30,13 +30,18 @@ def test_a_row_has_the_schedule_the_options_and_the_defaults_of_its_policy():
 
 
 def test_a_combination_adds_the_options_of_its_row():
-    assert COMBINATIONS.keys() == presets._AROUND.keys()
     base = kvpatch.get_policy("h2o").options()
-    for name, added in COMBINATIONS.items():
-        assert kvpatch.get_policy(f"{name}(h2o)").options() == base | added, name
+    for name, row in COMBINATIONS.items():
+        assert kvpatch.get_policy(f"{name}(h2o)").options() == {**base, **row.options}, name
 
 
-COMBINED = ("adaptive(h2o)", "global_topk(snapkv)", "pyramid(r_kv)", "critical(adaptive(roco))", "pyramid(cur)", "merged(h2o)")
+COMBINED = (
+    *(f"{name}(h2o)" for name in COMBINATIONS),
+    "pyramid(r_kv)",
+    "critical(adaptive(roco))",
+    "pyramid(cur)",
+    "refit(kvzip)",
+)
 
 
 @pytest.mark.parametrize("name", [*FACTS, *COMBINED, "chunked(pyramid(h2o))", "Ada-KV"])
@@ -78,7 +83,11 @@ def _fits(value: object, kind: Any) -> bool:
 
 def test_every_option_of_a_row_has_a_type_that_its_default_fits():
     hints = get_type_hints(PolicyOptions)
-    rows = {"every policy": COMMON, **COMBINATIONS, **{name: fact.options for name, fact in FACTS.items()}}
+    rows = {
+        "every policy": COMMON,
+        **{name: row.options for name, row in COMBINATIONS.items()},
+        **{name: fact.options for name, fact in FACTS.items()},
+    }
     assert hints.keys() == {option for options in rows.values() for option in options}
     for name, options in rows.items():
         for option, default in options.items():

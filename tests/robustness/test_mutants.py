@@ -171,7 +171,7 @@ MUTANTS = {
         "serving/conversations.py", "new, self._cache = self._cache.clone(), None", "new, self._cache = self._cache, None",
         f"{TALKS}two_requests_that_go_on_from_one_conversation"),
     "spans of an edited text are taken for those of the cache": (
-        "serving/conversations.py", "return one.places[start], one.places[stop - 1] + 1", "return start, stop",
+        "serving/conversations.py", "return one.positions[start], one.positions[stop - 1] + 1", "return start, stop",
         f"{TALKS}spans_that_are_replaced"),
     "what a conversation holds is not claimed": (
         "serving/request.py", "count = before + rest + new", "count = rest + new",

@@ -328,7 +328,7 @@ def test_a_span_that_is_gone_is_forgotten(policy, k, options):
         cache.forget([(30, 40)])
         ids = whole[:10] + whole[25:30] + whole[40:]
         assert kept.ask(ids) == ([go_on(model, cache, whole)], [48])
-        assert kept.conversations._kept[-1].places[:20] == [*range(10), *range(25, 30), *range(40, 45)]
+        assert kept.conversations._kept[-1].positions[:20] == [*range(10), *range(25, 30), *range(40, 45)]
 
 
 def test_an_edited_conversation_whose_last_answer_differs():
@@ -360,7 +360,7 @@ def test_spans_that_are_replaced():
         read = [*read[:20], 3, 4, 5, *read[23:], *second, *THIRD]
         third = go_on(model, cache, read)
         assert kept.ask(read[:2] + read[6:23] + read[30:]) == ([third], [59])
-        assert kept.conversations._kept[-1].places[:24] == [0, 1, *range(6, 23), *range(30, 35)]
+        assert kept.conversations._kept[-1].positions[:24] == [0, 1, *range(6, 23), *range(30, 35)]
         cache.forget([(21, 40)])
         read = [*read, *third, 7, 8, 9]
         assert kept.ask(read[:2] + read[6:21] + read[40:]) == ([go_on(model, cache, read)], [65])
