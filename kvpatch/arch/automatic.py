@@ -125,8 +125,8 @@ def _judge_rows(
         return KVPatchError(f"No adapter for {name}, and no automatic row serves it: {detail.removeprefix('KVPatchError: ')}")
     return KVPatchError(
         f"No adapter for {name}, and an automatic row did not pass the checks ({check}: {detail}): its attention does more "
-        f"than a row can say, or a row has to say it: {row_of(attentions[0])[:-2]}, ...)). kvpatch.check_model(model) compares it "
-        "with the unpatched model."
+        f"than a row can say, or a row has to say it: {row_of(attentions[0])[:-2]}, ...)). kvpatch.check_model(model) "
+        "compares it with the unpatched model."
     )
 
 
