@@ -87,7 +87,7 @@ def test_the_code_of_guides_takes_the_policy_of_the_use():
         assert found == {find_use(key).policy}, heading
     for heading, text in serving.items():
         assert {name for names in _policies(text) for name in names if name} <= NAMED, heading
-    for page, uses in {"chat": ["chat"], "many-questions": ["later", "once"]}.items():
+    for page, uses in {"chat": ["chat"], "many-questions": ["later"]}.items():
         text = (ROOT / f"docs/guides/{page}.md").read_text()
         found = {name for names in _policies(text) for name in names if name}
         assert found == {find_use(use).policy for use in uses}, page
@@ -97,7 +97,8 @@ def test_the_prose_of_choose_answers_each_use_with_the_policy_of_the_table():
     text = (ROOT / "docs/guides/choose.md").read_text().split("## Why")[1].split("\n## ")[0]
     answers = dict(re.findall(r"^\*\*(.+?): (`.+?)\*\*", text, re.MULTILINE))
     wanted = {
-        "The question is in the prompt": "question", "Read now, ask later": "later", "A chat": "chat", "A server": "server",
+        "The question is in the prompt": "question", "Read now, ask later": "later",
+        "Code, asked for in the prompt or later": "code", "A chat": "chat", "A server": "server",
         "A long answer": "long", "A stream without end": "stream",
     }  # fmt: skip
     assert answers.keys() == wanted.keys()

@@ -194,7 +194,7 @@ def uses(page: str) -> str:
         budget = ", ".join(f"{name}={value!r}" for name, value in {"k": use.k, **use.options}.items())
         measured = () if page == "readme" else (chooser.describe_use(use),)
         rows.append((f"**{use.name}**", names, f"`{budget}`", use.why, *measured))
-    kept = () if page == "readme" else ("gain kept at a fifth",)
+    kept = () if page == "readme" else ("gain kept",)
     return markdown(("use", "policy", "budget", "why", *kept), rows)
 
 

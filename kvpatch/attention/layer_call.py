@@ -256,7 +256,7 @@ class Call(LayerRead):
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
         """Return the eviction context for scores and scopes. t: column of the pass, for values that all layers share."""
         slots, limits = self.slots, self.slots.own_limits
-        positions, state = self._used_positions, slots.state_view()
+        positions, state = self.positions_BHT, slots.state_view()
         for one in self.policy.needs.sums:
             if one.across_layers:
                 state = {**state, one.key: self._find_shared_score(positions).gather(-1, positions + 1)}
@@ -327,7 +327,7 @@ class Call(LayerRead):
         return tensor if slots.used == tensor.shape[2] else tensor[:, :, : slots.used]
 
     def plain_keys(self) -> Tensor:
-        return self.rotated_back(self.held()[0], self._used_positions)
+        return self.rotated_back(self.held()[0], self.positions_BHT)
 
     def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
         now = self.now
@@ -340,7 +340,7 @@ class Call(LayerRead):
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, newest_B11: Tensor) -> tuple[Tensor, Tensor]:
         slots, geometry, newest = self.slots, self.geometry, newest_B11[:, 0]
         # if the budget has no room for all their tokens there is nothing to choose, and any logits will do
-        (k, v), positions = self.held(), self._used_positions
+        (k, v), positions = self.held(), self.positions_BHT
         candidate = (positions >= 0) & (positions <= newest[:, None] - positions_BW.shape[1])
         if self.settings.renumbered:
             keys = Keys(k, v, positions, holes=slots.holes, past=slots.used, ordered=False)
@@ -350,7 +350,7 @@ class Call(LayerRead):
         seen = candidate[:, :, None, None]
         if geometry.sliding is not None:
             seen = seen & (
-                self._used_positions[:, :, None, None] >= find_oldest(geometry.sliding, positions_BW[:, None, None, :, None])
+                self.positions_BHT[:, :, None, None] >= find_oldest(geometry.sliding, positions_BW[:, None, None, :, None])
             )
         # the least number rather than -inf: a query that sees no candidate is not NaN
         return x.masked_fill(~seen, torch.finfo(x.dtype).min), candidate
@@ -358,7 +358,7 @@ class Call(LayerRead):
     def attend_behind(
         self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        x, seen = self._look_behind(q_BHGWD, k_BHTD, positions_BW, self._used_positions)
+        x, seen = self._look_behind(q_BHGWD, k_BHTD, positions_BW, self.positions_BHT)
         (own, some), (all_seen, any_seen) = map(_mask_seen, (x, x), (seen & kept_BHT[:, :, None, None], seen))
         p = torch_backend.weigh_logits(all_seen, self.geometry).masked_fill(~any_seen, 0.0)
         lse = torch_backend.sum_logits(own, self.geometry).masked_fill(~some[..., 0], torch.inf)
@@ -367,7 +367,7 @@ class Call(LayerRead):
     def weigh_behind(
         self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor
     ) -> Tensor:
-        x, seen = self._look_behind(q_BHGWD, k_BHMD, positions_BW, self._used_positions.gather(2, index_BHM))
+        x, seen = self._look_behind(q_BHGWD, k_BHMD, positions_BW, self.positions_BHT.gather(2, index_BHM))
         return (x - lse_BHGW[..., None]).masked_fill(~seen, -torch.inf).exp()
 
     def _look_behind(self, q_BHGWD: Tensor, k: Tensor, positions: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,13 +385,13 @@ class Call(LayerRead):
 
     def live(self, newest_B11: Tensor) -> Tensor:
         """Return the tokens of the used slots that a later query can see, bool [B,H,T]."""
-        positions, sliding = self._used_positions, self.geometry.sliding
+        positions, sliding = self.positions_BHT, self.geometry.sliding
         live = positions >= 0
         return live if sliding is None else live & (positions >= find_oldest(sliding, newest_B11 + 1))
 
     @property
-    def _used_positions(self) -> Tensor:
-        """Return the positions of the used slots [B,H,T]."""
+    def positions_BHT(self) -> Tensor:
+        """Positions of the used slots [B,H,T]."""
         slots = self.slots
         return slots.positions if slots.used == slots.positions.shape[2] else slots.positions[:, :, : slots.used]
 
@@ -439,7 +439,7 @@ class Call(LayerRead):
         for one in self.policy.needs.sums:
             increment = sums[one.key]
             if one.across_layers:
-                self._add_shared(increment, self._used_positions, one.decay)
+                self._add_shared(increment, self.positions_BHT, one.decay)
                 continue
             total = slots.statistic(one.key)
             if total.shape[2] != increment.shape[2]:

@@ -64,8 +64,8 @@ USES = (
         "the question is in the prompt",
         "snapkv",
         0.3,
-        "It keeps what the prompt's last tokens look at: a fact that they ask for, but neither code nor a system prompt's "
-        "rules. `kvzip` keeps all of these, and reads the prompt twice.",
+        "It keeps what the prompt's last tokens look at: good for a fact that they ask for. Of code and of a system prompt's "
+        "rules it keeps less than eviction at random does.",
         also=("adakv",),
     ),
     Use(
@@ -73,38 +73,39 @@ USES = (
         "read now, ask later",
         "kvzip",
         0.3,
-        "It reads the text twice and keeps what repeating it needs, whatever will be asked.",
+        "It reads the text twice and keeps what repeating it needs, whatever will be asked. No server takes it. With one "
+        "reading no policy keeps facts that nothing points at.",
         {"floor": 0.2},
     ),
     Use(
-        "once",
-        "read now, ask later, with one reading",
+        "code",
+        "code, asked for in the prompt or later",
         "keyformer",
         0.5,
-        "It keeps what the text itself paid attention to. A fact that was mentioned once may be gone: keep more than you would "
-        "with `kvzip`.",
+        "Of policies that read once it keeps most of a function. `kvzip` keeps all of it, and reads the prompt twice.",
         {"noise": "none"},
     ),
     Use(
         "chat",
         "a chat",
         "h2o",
-        512,
-        "The budget holds in every turn, answers included. Protect what must not go, such as the system prompt.",
+        4096,
+        "The budget holds in every turn, answers included. Take as many tokens as memory allows, and protect the system "
+        "prompt.",
     ),
     Use(
         "server",
         "a server",
         "h2o",
-        1024,
+        4096,
         "Requests are of all kinds, and it keeps some of each. Where all end with a question about a fact, take `snapkv`.",
     ),
-    Use("long", "a long answer", "h2o", 1024, "The budget also holds while the model writes."),
+    Use("long", "a long answer", "h2o", 4096, "The budget also holds while the model writes."),
     Use(
         "stream",
         "an endless stream",
         "streaming_llm",
-        1024,
+        4096,
         "It keeps the first four tokens and the newest ones, and computes no scores. `roco` reads on a little better.",
     ),
 )

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ import kvpatch
 from kvpatch.backends import dispatch, refusals
 from kvpatch.backends.flash import flash_backend
 from kvpatch.policies import DeviationScope, Policy, Scope, Score, adaptive, critical, scores
-from kvpatch.policies.needs import NoisySums, Sums, WindowAttention
+from kvpatch.policies.needs import Need, NoisySums, Sums, WindowAttention
 from kvpatch.policies.statistics import STATISTICS, Statistic, kernel_of
 from kvpatch.policies.statistics import _sum_rows as plain_sum
 from tests.backends.test_flash import install  # noqa: F401
@@ -144,6 +145,43 @@ def wrapped_value(kind):
     return Wrapped
 
 
+def distances(block, need):
+    """The same as Drift, as a statistic."""
+    _, rows_NR, keys_NM = block.place()
+    return (block.p_NGRM.sum(1) * (rows_NR[:, :, None] - keys_NM[:, None])).sum(1)
+
+
+@dataclass(frozen=True)
+class Drift(Need):
+    """Probability times distance in tokens, summed by the need itself: of the newest turn's rows, and of decode steps."""
+
+    rows: ClassVar = "window"
+
+    def entry(self, new):
+        return {"drift": torch.zeros(new.k_BHQD.shape[:3], device=new.k_BHQD.device)}
+
+    def read(self, prompt):
+        layer, (keys, _) = prompt.layer, prompt.layer.held()
+        at, rows = layer.positions_BHT[:, :, None, None], prompt.rows_BQ[:, None, None, :, None]
+        seen = (at >= 0) & (at <= rows)
+        logits = (prompt.q_BHGQD @ keys[:, :, None].mT * layer.scale).masked_fill(~seen, -math.inf)
+        layer.statistic("drift").add_((logits.softmax(-1) * (rows - at)).masked_fill(~seen, 0.0).sum((2, 3)))
+
+    def step(self, step):
+        layer = step.layer
+        layer.statistic("drift").add_(step.p_BHGT.sum(2) * (step.positions_B1[:, None] - layer.positions_BHT))
+
+
+@dataclass(frozen=True)
+class Drifting(Score):
+    """What is looked at from afar stays."""
+
+    needs = (Drift(),)
+
+    def value(self, context):
+        return context.state["drift"]
+
+
 NAMED = {
     "sum": scores.Accumulated(), "count": scores.AccumulatedQuantized(), "mean": scores.Mean(),
     "gumbel": scores.GumbelSoftmax(), "observed": scores.Last(heads="each"), "recency": scores.Recency(),
@@ -193,9 +231,40 @@ def test_what_a_user_adds_is_computed_as_written(own, model, padded):
         for task, (name, why) in report.backends.items():
             assert name == ("triton" if task == "prompt" else "torch")
             known = task == "prompt" or (task == "decode" and policy.schedule == "prompt")  # appended
-            assert known or "triton: its kernels do not know the function that STATISTICS has for 'cubes'" in why
+            assert known or "triton: its kernels do not know the function that computes 'cubes'" in why
     else:
         assert {name for name, _ in report.backends.values()} == {"triton"}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_need_that_reads_the_probabilities_of_steps_gets_them(padded):
+    report = alike("llama_gqa", Policy("own", Drifting(), Scope(recent=2)), padded, steps=4)
+    name, why = report.backends["ragged" if padded else "decode"]
+    assert name == "torch" and report.backends["prompt"][0] == "triton"
+    assert "triton: its kernels do not know the function that computes 'Drift'" in why
+
+
+def test_a_need_tells_empty_slots_by_their_positions(monkeypatch):
+    """In a second turn it sums what a statistic sums, though gone tokens' keys still lie in slots."""
+    monkeypatch.setitem(STATISTICS, "distances", distances)
+    seen = []
+
+    class Compared(Drifting):
+        needs = (Drift(), Sums("distances"))
+
+        def value(self, context):
+            real, both = context.positions_BHT >= 0, (context.state["drift"], context.state["distances"])
+            seen.append([real.all(), *(one.masked_fill(~real, 0.0) for one in both)])
+            return both[0]
+
+    model = make("llama_gqa", layers=2)
+    with torch.no_grad(), kvpatch.patched(model, Policy("own", Compared(), Scope(recent=2)), 0.5) as patch:
+        cache = patch.new_cache()
+        for ids in (prompt(2, 20), *prompt(2, 5, seed=1).split(1, 1), prompt(2, 9, seed=2), *prompt(2, 3, seed=3).split(1, 1)):
+            model(ids, past_key_values=cache)
+    assert len(seen) > 12 and not all(full for full, *_ in seen)
+    for _, drift, summed in seen:
+        torch.testing.assert_close(drift, summed, atol=1e-4, rtol=1e-4)
 
 
 VALUES = [*itertools.product(NAMED, (reversed_value, wrapped_value))]

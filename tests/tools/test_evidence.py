@@ -223,8 +223,12 @@ def test_a_refit_is_compared_with_what_it_goes_around_where_both_were_measured(t
 
 def test_the_chooser_names_what_the_lines_say(tmp_path):
     noise = [0.1 * (i % 3) for i in range(20)]
-    losses = {(FULL, 1.0): noise, (UNREAD, 0.0): [4 + x for x in noise], (NULL, 0.2): [3 + x for x in noise]}
-    write_lines(tmp_path / "asked.jsonl", losses | {("snapkv", 0.2): [1 + x for x in noise]})
+    losses = {(FULL, 1.0): noise, (UNREAD, 0.0): [4 + x for x in noise]}
+    losses |= {(NULL, k): [3 + x for x in noise] for k in (0.2, 0.3)}
+    share, tokens = find_use("question"), find_use("server")
+    measured = {(share.policy, share.k): [1 + x for x in noise], (tokens.policy, 0.2): [2 + x for x in noise]}
+    write_lines(tmp_path / "asked.jsonl", losses | measured)
+    assert chooser.describe_use(tokens, folder=tmp_path) == "fact asked in the prompt: 50% [50, 50], null 25%"
     said = chooser.describe_use(find_use("question"), folder=tmp_path)
     assert said == "fact asked in the prompt: 75% [75, 75], null 25%"
     assert chooser.describe_use(find_use("long"), folder=tmp_path) == "not measured"

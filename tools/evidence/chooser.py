@@ -14,7 +14,7 @@ LINES = Path(__file__).parents[2] / "benchmarks/evidence"
 MEASURED: dict[str, tuple[str, ...]] = {
     "question": (USES[0].title, USES[3].title, USES[8].title),
     "later": (USES[1].title, USES[4].title, USES[9].title),
-    "once": (USES[1].title, USES[4].title),
+    "code": (USES[3].title, USES[4].title),
     "chat": (USES[5].title, USES[7].title, USES[11].title),
     "server": (USES[0].title, USES[5].title),
     "stream": (USES[2].title,),
@@ -34,8 +34,9 @@ WORDS = {
 }
 
 
-def describe_use(use: UseOfTable, k: float = 0.2, folder: Path = LINES) -> str:
-    """Say what its policy keeps of the full cache's gain at a share of the prompt, beside the null."""
+def describe_use(use: UseOfTable, folder: Path = LINES) -> str:
+    """Say what its policy keeps of the full cache's gain, beside the null: at its share of the prompt, or at a fifth."""
+    k = use.k if isinstance(use.k, float) else 0.2
     label = next((label for label, row in ROWS.items() if row.policy == use.policy and row.options == dict(use.options)), None)
     if label is None or use.key not in MEASURED:
         return "not measured"

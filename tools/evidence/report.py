@@ -27,21 +27,22 @@ reads prose and source of this repository, which it was not trained on, in its c
 model: a large one remembers more, and finds more of what is left. [Small models](small-models.md) have
 what is not measured here: long traces, single options of policies, and budgets by mass.
 
-**How to read the tables.** Loss: nats of the right answer per token (or digit) above the full cache's, the mean over samples
-with its 95% interval (bootstrap over samples). The answer's leading words are given, so that every judged token is predicted
-from the budget. Gain kept: 1 for the full cache, 0 for a model that has not read the text. Bytes are a share of the full
-cache's once the prompt is evicted. **Bold** loses less than the null, *slanted* more: paired over samples, p below 0.05 after
-Holm's correction over the table. The null, `{null}`, evicts at random and spares the first four and the last 64 tokens: what
-it keeps is due to the ends, not to a policy. `k` is a share of the prompt; at k = 0.1 the ends of the null fill its budget,
-which makes it a window. Samples are counted at a fifth; other budgets have 25 or more.
+**How to read the tables.** Loss: nats of the right answer per token (or digit) above the full cache's, the mean over
+samples with its 95% interval (bootstrap over samples). The model is given the start of the right answer, and only the
+tokens behind it count, so that all of them are predicted from what is left of the cache. Gain kept: 1 for the full cache, 0
+for a model that has not read the text. Bytes are a share of the full cache's once the prompt is evicted. **Bold** loses
+less than the null, *slanted* more: paired over samples, p below 0.05 after Holm's correction over the table. The null,
+`{null}`, evicts at random and spares the first four and the last 64 tokens: what it keeps is due to the ends, not to a
+policy. `k` is a share of the prompt; at k = 0.1 the ends of the null fill its budget, which makes it a window. Samples are
+counted at a fifth; other budgets have 16 or more.
 """
 LINK = "https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct"
 
 CLAIMED = """\
 ## What the papers say
 
-Nats that one policy loses less the other's, at k = {k:g}: below zero the paper's policy is better. **Bold** agrees and
-*slanted* contradicts, after Holm's correction over the whole table.
+The loss of the first policy minus that of the second, in nats, at k = {k:g}: below zero the paper's policy is better. **Bold**
+agrees and *slanted* contradicts, after Holm's correction over the whole table.
 """
 
 

@@ -65,7 +65,7 @@ def reason(task: Task, case: Case) -> str | None:
         return "it draws no noise for every query and key"
     for name, kernel in case.statistics:
         if kernel != name or kernel not in KNOWN:
-            return f"its kernels do not know the function that STATISTICS has for {name!r}"
+            return f"its kernels do not know the function that computes {name!r}"
     if task == "statistics":
         return None
     if case.gradients:

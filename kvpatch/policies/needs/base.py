@@ -52,6 +52,10 @@ class LayerRead(Protocol):
         """Protected sizes, once the prompt's end has set them."""
 
     @property
+    def positions_BHT(self) -> Tensor:
+        """Positions of the used slots, int64 [B,H,T]; -1 in empty ones, where keys and states are those of gone tokens."""
+
+    @property
     def scale(self) -> float:
         """Factor of q . k in a logit."""
 
@@ -110,7 +114,7 @@ class PromptRead:
         positions_BQ: positions of the columns, int64; -1 for padding.
         rows_BQ: the same, as attention's rows have them.
         lse_BHGQ: log-sum-exp of the queries' logits, if the kernel gave it.
-        past: used columns before.
+        past: used columns before, empty slots among them.
         ends: whether the prompt (or block) ends here, so that tokens are evicted next.
         newest: newest() returns the position of the newest token [B,1,1].
         sinks: first tokens that are protected.
@@ -146,7 +150,7 @@ class StepRead:
         layer: the layer, the new token included.
         q_BHGD: the token's queries as they came; None for stacked layers.
         k_BH1D, v_BH1D: its key and value; None for stacked layers.
-        p_BHGT: the token's probabilities; None if a kernel has added them to the statistics, or nobody needs them.
+        p_BHGT: the token's probabilities; given to needs whose `rows` are not "none", but to Sums: kernels may have added them.
         observes: whether statistics are up to date, so that tokens may be evicted by them.
         positions_B1: the token's position.
     """
@@ -169,7 +173,8 @@ class Need(Generic[View]):
         note: class of a note that lives on while decode steps evict; None if it keeps none, or of a prompt alone.
         states: names of the state tensors [B,H,T] that it keeps up to date.
         lasts: whether these stay where no later step evicts.
-        rows: rows of a prompt whose attention it needs: "none", "window" (the last few) or "all".
+        rows: rows of a prompt whose attention it needs: "none", "window" (the last few) or "all". All but "none" get the
+            probabilities of decode steps, too.
         alone: False promises that `step` and `view` read attention and state alone, no queries, keys, values or notes. Layers
             that are alike are then stepped as one, stacked along the batch.
         is_read: whether it reads a prompt as it passes, so that a cache filled elsewhere cannot be taken over.
@@ -191,6 +196,11 @@ class Need(Generic[View]):
     @property
     def projects(self) -> bool:
         return False
+
+    @property
+    def kernels(self) -> tuple[tuple[str, str | None], ...]:
+        """Name of what it makes of attention, and the kernels' name of the same or None; empty if they need not compute it."""
+        return () if self.rows == "none" else ((type(self).__name__, None),)
 
     @property
     def lookahead(self) -> int:

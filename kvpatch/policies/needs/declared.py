@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ...errors import KVPatchError
-from ..statistics import kernel_of
 from .base import AnyNeed, Need
 from .noisy_sums import NoisySums
 from .sums import Sums
@@ -80,8 +79,8 @@ class Needs(tuple[AnyNeed, ...]):
 
     @property
     def kernels(self) -> tuple[tuple[str, str | None], ...]:
-        """Each statistic's name, and the kernels' name for the same computation or None."""
-        return tuple((name, kernel_of(name)) for name in self.statistics)
+        """What the needs make of attention, each with the kernels' name of the same computation or None."""
+        return tuple(name for need in self for name in need.kernels)
 
     @property
     def fresh(self) -> bool:

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from ..context import EvictionContext
+from ..statistics import kernel_of
 from .base import Need
 
 
@@ -39,6 +40,10 @@ class Sums(Need[Tensor]):
     def fresh(self) -> bool:
         """Tell whether noise is drawn anew for every query and key."""
         return False
+
+    @property
+    def kernels(self) -> tuple[tuple[str, str | None], ...]:
+        return ((self.key, kernel_of(self.key)),)
 
     @property
     def refuses(self) -> Mapping[str, str]:

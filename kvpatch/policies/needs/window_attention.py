@@ -77,6 +77,10 @@ class WindowAttention(Need[Tensor]):
         if step.p_BHGT is not None:
             step.layer.statistic("observed").copy_(step.p_BHGT.mean(2))
 
+    @property
+    def kernels(self) -> tuple[tuple[str, str | None], ...]:
+        return ()  # those of decode steps write it
+
     def view(self, context: EvictionContext) -> Tensor:
         return context.state["observed"]
 
