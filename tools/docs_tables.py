@@ -16,7 +16,6 @@ from kvpatch.policies import POLICIES, Policy
 from kvpatch.policies.facts import COMMON, PAPERS
 from kvpatch.policies.served import NEED, QUIET, REFUSED
 from kvpatch.policies.uses import USES
-from tools import peer_presses
 from tools.bench.__main__ import read, tables
 from tools.evidence import agents, bits, chooser, grpo_table, quotas, refits
 from tools.reliability.peer_scores import CASES
@@ -156,11 +155,6 @@ def bench(name: str) -> str:
     return tables(read(BENCHMARKS[name])).split("\n\n")[0].rstrip()
 
 
-def peers(_: str) -> str:
-    """Every press of kvpress, after their count."""
-    return f"{peer_presses.summary()}\n\n{markdown(('press', 'here', ''), peer_presses.table())}"
-
-
 def goldens(_: str) -> str:
     """The presses whose scores a test compares."""
     return ", ".join(dict.fromkeys(f"`{press}`" for _, _, press, _ in CASES.values() if press != "DropKV"))
@@ -247,7 +241,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     "architectures": architectures,
     "api": api,
     "bench": bench,
-    "peers": peers,
     "goldens": goldens,
     "served": served,
     "grpo": grpo,
