@@ -96,7 +96,7 @@ upstream-tests: .venv/ok .upstream/packages/ok  ## transformers' own tests, unpa
 peer-env: .venv/ok .venv-kvpress/ok  ## NVIDIA kvpress in .venv-kvpress, for `python -m tools.bench --peer kvpress`
 
 peer-scores: peer-env  ## tests/policies/peer_scores.json: what kvpress' own code scores and keeps on a small model
-	PYTHONPATH=. .venv-kvpress/bin/python -m tools.reliability.peer_scores
+	PYTHONPATH=. .venv-kvpress/bin/python -m tests.policies.peer_scores
 
 .venv-kvpress/ok:
 	$(PYTHON) -m venv --clear .venv-kvpress

@@ -12,7 +12,7 @@ from kvpatch.attention import compress
 from kvpatch.hooks.target import Target
 from kvpatch.policies import content
 from kvpatch.policies.calibration import Calibration
-from tools.reliability.peer_scores import AREAS, CASES, RATIO, RECENT, SINKS, TABLE, TOKENS, sketch, small_model, text
+from tests.policies.peer_scores import AREAS, CASES, RATIO, RECENT, SINKS, TABLE, TOKENS, sketch, small_model, text
 
 PEER = json.loads(TABLE.read_text())
 ROOT = Path(__file__).parents[2]
@@ -43,6 +43,11 @@ def test_the_readme_and_the_page_count_the_presses():
     readme = (ROOT / "README.md").read_text()
     assert f"{len(ROWS)} of the {total} presses are policies here, {len(CALLS)} more are options" in readme
     assert f"Of its {total} presses {len(ROWS)} are policies here, {len(CALLS)} are options, and {none} have nothing" in PAGE
+
+
+def test_the_page_names_the_presses_that_are_compared():
+    compared = dict.fromkeys(f"`{press}`" for _, _, press, _ in CASES.values() if press != "DropKV")
+    assert f"by a\ntest:\n\n{', '.join(compared)}\n" in PAGE
 
 
 @pytest.fixture(scope="module")
