@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from ..context import EvictionContext
-from .base import Need
+from .base import AnyNeed, Need
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,11 @@ class Sums(Need[Tensor]):
 
     def view(self, context: EvictionContext) -> Tensor:
         return context.state[self.key]
+
+
+def has_sums(needs: Iterable[AnyNeed]) -> bool:
+    """Tell whether a score of these needs is a sum over the text, which steps add to instead of measuring it anew."""
+    return any(isinstance(need, Sums) for need in needs)
 
 
 _SHARED = {
