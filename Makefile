@@ -80,10 +80,9 @@ mutation: .venv/ok .mutation/packages/ok  ## docs/reliability.md: which small ch
 	$(PIP) --target .mutation/packages "cosmic-ray==8.7.0"
 	touch .mutation/packages/ok
 
-reliability: .venv/ok  ## the other sections of that page: memory, misuse, fuzzing
+reliability: .venv/ok  ## the other sections of that page: memory, fuzzing
 	.venv/bin/python -m tools.reliability.memory
 	.venv/bin/python -m tools.reliability.fuzz --minutes 10 --write
-	.venv/bin/python -m tools.reliability.misuse --write
 
 upstream-tests: .venv/ok .upstream/packages/ok  ## transformers' own tests, unpatched and patched: TRANSFORMERS=PATH, a checkout of its repository
 	.venv/bin/python -m tools.reliability.upstream "$(TRANSFORMERS)" --packages .upstream/packages --write
@@ -97,7 +96,7 @@ upstream-tests: .venv/ok .upstream/packages/ok  ## transformers' own tests, unpa
 peer-env: .venv/ok .venv-kvpress/ok  ## NVIDIA kvpress in .venv-kvpress, for `python -m tools.bench --peer kvpress`
 
 peer-scores: peer-env  ## tests/policies/peer_scores.json: what kvpress' own code scores and keeps on a small model
-	PYTHONPATH=. .venv-kvpress/bin/python -m tools.reliability.peer_scores
+	PYTHONPATH=. .venv-kvpress/bin/python -m tests.policies.peer_scores
 
 .venv-kvpress/ok:
 	$(PYTHON) -m venv --clear .venv-kvpress

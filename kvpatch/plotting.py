@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from io import BytesIO
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .errors import KVPatchError
 from .policies.facts import FACTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.figure import Figure
 
 _BLUES = ("#24557a", "#4f9bc4")  # alternate, to tell layers apart
 _OTHERS = ("#843c39", "#7b4173", "#a55194")
@@ -45,7 +50,7 @@ class Marks:
     question: Sequence[tuple[int, int]] = ()
 
 
-def new_figure(**options: Any) -> Any:
+def new_figure(**options: Any) -> Figure:
     """Create a matplotlib Figure without a window, which a notebook shows. Raises KVPatchError if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -64,7 +69,7 @@ def new_figure(**options: Any) -> Any:
     return figure
 
 
-def png(figure: Any, dpi: int = 90) -> bytes:
+def png(figure: Figure, dpi: int = 90) -> bytes:
     """Return a figure as a PNG."""
     data = BytesIO()
     figure.savefig(data, format="png", dpi=dpi)
@@ -81,10 +86,11 @@ def style(policy: str) -> tuple[str, str]:
     return _OTHERS[zlib.crc32(policy.encode()) % len(_OTHERS)], "P"
 
 
-def every_head(kept_LHT: Tensor, title: str) -> Any:
+def every_head(kept_LHT: Tensor, title: str) -> Figure:
     """Draw kept_LHT (bool [L,H,T]): a line per layer and head, a column per token, filled if the head holds the token."""
     L, H, n = kept_LHT.shape
-    axes = new_figure(figsize=(11, 1.4 + min(0.13 * L * H, 12)), layout="constrained").add_subplot()
+    figure = new_figure(figsize=(11, 1.4 + min(0.13 * L * H, 12)), layout="constrained")
+    axes = figure.add_subplot()
     from matplotlib.colors import ListedColormap
 
     turn = torch.arange(L) % 2 + 1
@@ -100,34 +106,35 @@ def every_head(kept_LHT: Tensor, title: str) -> Any:
     axes.set_xlabel("token of the text")
     axes.set_ylabel("a line per KV head")
     axes.set_title(title, loc="left", fontsize=11)
-    return axes.figure
+    return figure
 
 
-def budgets(held_LH: Tensor, title: str) -> Any:
+def budgets(held_LH: Tensor, title: str) -> Figure:
     """Draw held_LH (int [L,H]), the tokens that each head holds: a line per layer, a cell per head."""
     L, H = held_LH.shape
-    axes = new_figure(figsize=(2.5 + 0.7 * H, 1.6 + 0.35 * L), layout="constrained").add_subplot()
+    figure = new_figure(figsize=(2.5 + 0.7 * H, 1.6 + 0.35 * L), layout="constrained")
+    axes = figure.add_subplot()
     image = axes.imshow(held_LH.numpy(), cmap="Blues", vmin=0, aspect="auto")
     middle = held_LH.max() / 2
     for layer in range(L if H * L <= 512 else 0):
         for head in range(H):
             n = int(held_LH[layer, head])
-            axes.text(head, layer, n, ha="center", va="center", fontsize=7, color="white" if n > middle else "black")
+            axes.text(head, layer, str(n), ha="center", va="center", fontsize=7, color="white" if n > middle else "black")
     axes.set_xticks(range(H))
     axes.set_yticks(range(L))
     axes.set_xlabel("KV head")
     axes.set_ylabel("layer")
-    axes.figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    axes.figure.colorbar(image, label="tokens held")
-    return axes.figure
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    figure.colorbar(image, label="tokens held")
+    return figure
 
 
-def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Any:
+def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Figure:
     """Draw policies below one another and budgets side by side; the colour is the share of heads that kept a token."""
     depth = max(map(len, columns))
     figure = new_figure(figsize=(7.5 * len(columns), 1.2 + 1.05 * depth), layout="constrained")
     grid = figure.subplots(depth, len(columns), squeeze=False, sharex=True)
-    image = None
+    image: ScalarMappable | None = None
     for axes, panel in ((grid[i][j], panel) for j, column in enumerate(columns) for i, panel in enumerate(column)):
         image = axes.imshow(panel.share_LT.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
         L = panel.share_LT.shape[0]
@@ -140,11 +147,14 @@ def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Any:
     for j in range(len(columns)):
         grid[depth - 1][j].set_xlabel("token of the prompt", fontsize=8)
     _write_legend(figure, marks, title)
+    assert image is not None  # there is a policy
     figure.colorbar(image, ax=grid, label="share of heads that kept the token", shrink=0.5, pad=0.01)
     return figure
 
 
-def divergence(curves: Mapping[str, Sequence[tuple[int, float]]], chance: str, full: int, tolerance: float, title: str) -> Any:
+def divergence(
+    curves: Mapping[str, Sequence[tuple[int, float]]], chance: str, full: int, tolerance: float, title: str
+) -> Figure:
     """Draw the divergence in nats against the bytes of the cache at the end, a line per policy.
 
     The axis of nats is logarithmic above 1e-4 and linear below, so that 0, the value without eviction, has a place.
@@ -156,7 +166,8 @@ def divergence(curves: Mapping[str, Sequence[tuple[int, float]]], chance: str, f
         tolerance: nats, drawn as a dotted line.
         title: shown above.
     """
-    axes = new_figure(figsize=(8.5, 5), layout="constrained").add_subplot()
+    figure = new_figure(figsize=(8.5, 5), layout="constrained")
+    axes = figure.add_subplot()
     size, unit = (2**30, "GiB") if full >= 2**30 else (2**20, "MiB") if full >= 2**20 else (2**10, "KiB")
     for name, points in curves.items():
         color, marker = style(name)
@@ -172,14 +183,14 @@ def divergence(curves: Mapping[str, Sequence[tuple[int, float]]], chance: str, f
     axes.set_xlabel(f"keys and values held at the end, {unit}")
     axes.set_ylabel("KL(full || evicted), nats per token")
     axes.grid(alpha=0.3)
-    axes.figure.suptitle(title, x=0.01, ha="left", fontsize=10, wrap=True)
-    axes.figure.legend(loc="outside right center", frameon=False, fontsize=9)
-    return axes.figure
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, wrap=True)
+    figure.legend(loc="outside right center", frameon=False, fontsize=9)
+    return figure
 
 
 def draw_text(
     text: str, spans: Sequence[tuple[int, int]], pages: Sequence[tuple[str, Tensor]], asked: Sequence[str], title: str
-) -> Any:
+) -> Figure:
     """Draw a text once for each policy: the larger the share of heads that kept a token, the darker its letters.
 
     Args:
@@ -221,7 +232,7 @@ def draw_text(
     return figure
 
 
-def _point_at(axes: Any, spans: Sequence[tuple[int, int]], colour: str, L: int) -> None:
+def _point_at(axes: Axes, spans: Sequence[tuple[int, int]], colour: str, L: int) -> None:
     """Draw a bar above the panel and thin lines down the edges of each span."""
     for start, stop in spans:
         x, y = [start - 0.5, stop - 0.5], -0.5 - 0.09 * L
@@ -229,7 +240,7 @@ def _point_at(axes: Any, spans: Sequence[tuple[int, int]], colour: str, L: int) 
         axes.vlines(x, -0.5, L - 0.5, color=colour, lw=0.7)
 
 
-def _write_legend(figure: Any, marks: Marks, title: str) -> None:
+def _write_legend(figure: Figure, marks: Marks, title: str) -> None:
     from matplotlib.lines import Line2D
 
     labels = (
@@ -243,7 +254,7 @@ def _write_legend(figure: Any, marks: Marks, title: str) -> None:
         figure.legend(handles=lines, loc="outside lower left", ncols=len(lines), frameon=False, fontsize=9)
 
 
-def save(figure: Any, path: str | PathLike[str]) -> None:
+def save(figure: Figure, path: str | PathLike[str]) -> None:
     """Write a figure to a file. Raises KVPatchError if `path` cannot be written."""
     target = Path(path)
     if not target.parent.is_dir():

@@ -22,7 +22,7 @@ from tests import conftest
 from tests.helpers.contexts import small_context
 from tests.helpers.tiny import make, prompt
 from tests.test_layers import HUGGING_FACE, LINES, ROOT, circles, graph, modules
-from tools import docs_tables, house, peer_presses
+from tools import docs_tables, house
 
 HERE = ROOT.parent
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -57,12 +57,6 @@ def test_families_and_model_types_of_the_readme():
     """The sentence is written from the registry and the page of architectures."""
     assert said("README.md", r"\[(\d+) families\]") == (len(kvpatch.list_architectures()),)
     assert docs_tables.served("") in (HERE / "README.md").read_text()
-
-
-def test_presses():
-    rows, calls, _ = peer_presses.counts()
-    pattern = r"(\d+) of the (\d+) presses are policies here, (\d+) more are options"
-    assert said("README.md", pattern) == (rows, len(peer_presses.PRESSES), calls)
 
 
 def test_tasks_of_a_backend():

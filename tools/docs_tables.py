@@ -16,10 +16,8 @@ from kvpatch.policies import POLICIES, Policy
 from kvpatch.policies.facts import COMMON, PAPERS
 from kvpatch.policies.served import NEED, QUIET, REFUSED
 from kvpatch.policies.uses import USES
-from tools import peer_presses
 from tools.bench.__main__ import read, tables
 from tools.evidence import agents, bits, chooser, grpo_table, quotas, refits
-from tools.reliability.peer_scores import CASES
 
 DOCS = Path(__file__).parents[1] / "docs"
 BENCHMARKS = {
@@ -156,16 +154,6 @@ def bench(name: str) -> str:
     return tables(read(BENCHMARKS[name])).split("\n\n")[0].rstrip()
 
 
-def peers(_: str) -> str:
-    """Every press of kvpress, after their count."""
-    return f"{peer_presses.summary()}\n\n{markdown(('press', 'here', ''), peer_presses.table())}"
-
-
-def goldens(_: str) -> str:
-    """The presses whose scores a test compares."""
-    return ", ".join(dict.fromkeys(f"`{press}`" for _, _, press, _ in CASES.values() if press != "DropKV"))
-
-
 def served(_: str) -> str:
     """How many families have a row, and how many model types are served."""
     page = (DOCS / "architectures.md").read_text(encoding="utf-8")
@@ -198,16 +186,6 @@ def uses(page: str) -> str:
     return markdown(("use", "policy", "budget", "why", *kept), rows)
 
 
-def grpo(policy: str) -> str:
-    """What `python -m examples.grpo_under_budget` found with one policy."""
-    return grpo_table.table(grpo_table.read(DOCS / "grpo.jsonl", policy))
-
-
-def kept(policy: str) -> str:
-    """What a policy keeps on a pretrained model."""
-    return chooser.write_kept(policy)
-
-
 def combinations(_: str) -> str:
     """One row for each refused combination; a need's own words stand where the table leaves the word to it."""
     policies = (*POLICIES.values(), POLICIES["keyformer"].with_options(shared=True))
@@ -221,44 +199,22 @@ def combinations(_: str) -> str:
     return markdown(("asked for", "does not go with", "the words"), rows)
 
 
-def agents_table(_: str) -> str:
-    """What it costs to drop a tool result, as `python -m tools.evidence agents` has measured it."""
-    return agents.write_table(chooser.LINES / "agents.jsonl")
-
-
-def quotas_table(_: str) -> str:
-    """What quotas do for the worst instruction, as `python -m tools.evidence quotas` has measured it."""
-    return quotas.write_table(chooser.LINES / "quotas.jsonl")
-
-
-def refits_table(_: str) -> str:
-    """What refitted values gain, from lines of `python -m tools.evidence run document code-later`."""
-    return refits.write_table(chooser.LINES)
-
-
-def bits_table(_: str) -> str:
-    """Bits beside tokens at equal bytes, from lines of `python -m tools.evidence run document`."""
-    return bits.write_table(chooser.LINES)
-
-
-TABLES: dict[str, Callable[[str], str]] = {
+TABLES: dict[str, Callable[[str], str]] = {  # the argument is what stands behind the name in the mark
     "policies": policies,
     "options": options,
     "architectures": architectures,
     "api": api,
     "bench": bench,
-    "peers": peers,
-    "goldens": goldens,
     "served": served,
-    "grpo": grpo,
+    "grpo": lambda policy: grpo_table.table(grpo_table.read(DOCS / "grpo.jsonl", policy)),
     "uses": uses,
-    "kept": kept,
+    "kept": chooser.write_kept,
     "papers": papers,
     "combinations": combinations,
-    "agents": agents_table,
-    "quotas": quotas_table,
-    "refits": refits_table,
-    "bits": bits_table,
+    "agents": lambda _: agents.write_table(chooser.LINES / "agents.jsonl"),
+    "quotas": lambda _: quotas.write_table(chooser.LINES / "quotas.jsonl"),
+    "refits": lambda _: refits.write_table(chooser.LINES),
+    "bits": lambda _: bits.write_table(chooser.LINES),
 }
 
 

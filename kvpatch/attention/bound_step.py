@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backends import backend
+from ..backends.dispatch import backend
 from ..cache.modes import Appending
 from ..policies.context import accumulator
 from . import decode

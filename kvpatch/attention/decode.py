@@ -9,7 +9,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ..backends import backend, torch_backend
+from ..backends import torch_backend
+from ..backends.dispatch import backend
 from ..backends.protocol import Case, Task
 from ..backends.torch_backend import UNCOUNTED, Rows
 from ..policies.needs import StepRead

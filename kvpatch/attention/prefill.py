@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..backends import backend, torch_backend
+from ..backends import torch_backend
+from ..backends.dispatch import backend
 from ..backends.protocol import Attended, Keys, Noise
 from ..backends.torch_backend import Observer, Rows
 from ..policies import sampling

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..arch.bound import BoundAdapter
-from ..backends import Choice, backend, refusals, torch_backend
+from ..backends import refusals, torch_backend
+from ..backends.dispatch import Choice, backend
 from ..backends.protocol import Attended, Case, Geometry, Keys
 from ..cache.lifetimes import NEVER, Record
 from ..cache.settings import CacheSettings

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class EndAtDisconnect:
@@ -15,15 +18,16 @@ class EndAtDisconnect:
         app: the app.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        messages, begun = asyncio.Queue[Any](), asyncio.Event()
+        messages: asyncio.Queue[Message] = asyncio.Queue()
+        begun = asyncio.Event()
 
         async def read_messages() -> None:
             """Read what the client sends until it is gone: the app itself reads no more than the body."""
@@ -33,13 +37,13 @@ class EndAtDisconnect:
                 connected = message["type"] != "http.disconnect"
                 messages.put_nowait(message)
 
-        async def hand_on_message() -> Any:
+        async def hand_on_message() -> Message:
             message = await messages.get()
             if message["type"] == "http.disconnect":
                 messages.put_nowait(message)  # for whoever asks again
             return message
 
-        async def send_message(message: Any) -> None:
+        async def send_message(message: Message) -> None:
             begun.set()
             await send(message)
 

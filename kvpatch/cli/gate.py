@@ -7,11 +7,14 @@ import json
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .amending import Amended, add_reuse
 from .answering import Answers
 from .request_fields import PATHS, Asked, RefusedError, Served, read_request
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ID = b"x-request-id"  # transformers' app takes a request's id from it
 GONE = 499  # status, as nginx has it, of a request whose client hung up before an answer
@@ -31,17 +34,17 @@ class Gate:
         log: called with a line for each request.
     """
 
-    def __init__(self, app: Any, served: Served, answers: Answers, key: str | None, log: Callable[[str], None]) -> None:
+    def __init__(self, app: ASGIApp, served: Served, answers: Answers, key: str | None, log: Callable[[str], None]) -> None:
         self.app, self.served, self.answers, self.key, self.log = app, served, answers, key, log
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         began, status, name = time.monotonic(), 0, f"kv-{uuid.uuid4().hex}"
 
-        async def note_status(message: Any) -> None:
+        async def note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -61,7 +64,7 @@ class Gate:
             if path not in _OPEN:
                 self.log(_describe(scope, status, time.monotonic() - began, asked))
 
-    async def _pass(self, scope: Any, receive: Any, send: Any, name: str) -> None:
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, name: str) -> None:
         """Check a request, and have the app answer it."""
         method, path = scope["method"], scope["path"]
         allowed = "POST" if path in PATHS else "GET"
@@ -96,7 +99,7 @@ class Gate:
         return hmac.compare_digest(given, f"Bearer {self.key}".encode())
 
 
-async def answer(send: Any, status: int, text: str, kind: str = "application/json") -> None:
+async def answer(send: Send, status: int, text: str, kind: str = "application/json") -> None:
     """Send a whole answer."""
     body = text.encode()
     headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
@@ -104,7 +107,7 @@ async def answer(send: Any, status: int, text: str, kind: str = "application/jso
     await send({"type": "http.response.body", "body": body})
 
 
-async def _read_body(receive: Any) -> bytes:
+async def _read_body(receive: Receive) -> bytes:
     """Read the body of a request to its end."""
     body, more = b"", True
     while more:
@@ -132,17 +135,17 @@ def _encode(body: dict[str, Any]) -> bytes:
         raise RefusedError("The text has half a character (a surrogate without its other half).") from None
 
 
-def _replay(body: bytes, receive: Any) -> Callable[[], Any]:
+def _replay(body: bytes, receive: Receive) -> Receive:
     """Return what hands on a body that was read, and then what the client sends."""
-    waiting = [{"type": "http.request", "body": body, "more_body": False}]
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replay() -> Any:
+    async def replay() -> Message:
         return waiting.pop() if waiting else await receive()
 
     return replay
 
 
-def _mend_error(message: Any) -> Any:
+def _mend_error(message: Message) -> Message:
     """Give an error in the midst of a stream OpenAI's form."""
     before, found, told = message.get("body", b"").rpartition(_BROKEN)
     if not found or not told.endswith(_END):
@@ -151,7 +154,7 @@ def _mend_error(message: Any) -> Any:
     return {**message, "body": before + f"data: {json.dumps(error)}\n\n".encode()}
 
 
-def _describe(scope: Any, status: int, seconds: float, asked: Asked | None) -> str:
+def _describe(scope: Scope, status: int, seconds: float, asked: Asked | None) -> str:
     """Describe a request in one line."""
     path = scope["path"] if scope["path"].isprintable() else repr(scope["path"])
     facts = [f"{scope['method']} {path}", str(status or GONE), f"{seconds:.2f} s"]

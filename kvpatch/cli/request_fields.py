@@ -70,64 +70,64 @@ class Obeyed(NamedTuple):
     """A field that is obeyed: letters of PATHS that take it, and a check that returns how a wrong value reads, or None."""
 
     paths: str
-    check: Callable[[Any], str | None]
+    check: Callable[[object], str | None]
 
 
 class Refused(NamedTuple):
     """A field that is refused unless it asks for nothing: letters of PATHS, the values that do, and what to do instead."""
 
     paths: str
-    harmless: tuple[Any, ...]
+    harmless: tuple[object, ...]
     instead: str
 
 
-def _number(low: float, high: float, above: bool = False) -> Callable[[Any], str | None]:
+def _number(low: float, high: float, above: bool = False) -> Callable[[object], str | None]:
     bounds = f"above {low:g}, at most {high:g}" if above else f"from {low:g} to {high:g}"
 
-    def check(value: Any) -> str | None:
+    def check(value: object) -> str | None:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
         return None if fits and not (above and value == low) else f"must be a number {bounds}"
 
     return check
 
 
-def _integer(low: int, high: int) -> Callable[[Any], str | None]:
-    def check(value: Any) -> str | None:
+def _integer(low: int, high: int) -> Callable[[object], str | None]:
+    def check(value: object) -> str | None:
         fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
         return None if fits else f"must be a whole number from {low} to {high}"
 
     return check
 
 
-def _one(kind: type, word: str) -> Callable[[Any], str | None]:
+def _one(kind: type, word: str) -> Callable[[object], str | None]:
     return lambda value: None if isinstance(value, kind) else f"must be {word}"
 
 
-def _check_prompt(value: Any) -> str | None:
+def _check_prompt(value: object) -> str | None:
     if isinstance(value, list):
         return "must be one string: send a request for each prompt, and text in place of token ids"
     return None if isinstance(value, str) and value else "must be a string with at least one character"
 
 
-def _check_stop(value: Any) -> str | None:
+def _check_stop(value: object) -> str | None:
     given = [value] if isinstance(value, str) else value
     fits = isinstance(given, list) and len(given) <= 16 and all(isinstance(one, str) and one for one in given)
     return None if fits else "must be a string, or a list of at most 16, none of them empty"
 
 
-def _check_bias(value: Any) -> str | None:
+def _check_bias(value: object) -> str | None:
     fits = isinstance(value, dict) and all(
         str(token).isascii() and str(token).isdigit() and _number(-100, 100)(bias) is None for token, bias in value.items()
     )
     return None if fits else "must give a number from -100 to 100 for each token id"
 
 
-def _check_stream_options(value: Any) -> str | None:
+def _check_stream_options(value: object) -> str | None:
     fits = isinstance(value, dict) and set(value) <= {"include_usage"} and isinstance(value.get("include_usage", True), bool)
     return None if fits else "may have include_usage alone (usage comes with the last piece of every stream)"
 
 
-def _check_tool_choice(value: Any) -> str | None:
+def _check_tool_choice(value: object) -> str | None:
     return None if value == "auto" else "must be 'auto': nothing here makes a model call a tool, or keeps it from it"
 
 
@@ -231,7 +231,7 @@ def read_request(path: str, body: Any, served: Served) -> Asked:
     )
 
 
-def _check_field(letter: str, path: str, name: str, value: Any) -> None:
+def _check_field(letter: str, path: str, name: str, value: object) -> None:
     obeyed, refused = OBEYED.get(name), REFUSED.get(name)
     if obeyed is not None and letter in obeyed.paths:
         wrong = obeyed.check(value)

@@ -12,14 +12,14 @@ _ANSWERED = {"reasoning_content", "annotations"}  # of this server's answers, wh
 _TEXTS = {"text", "input_text", "output_text"}
 
 
-def check_messages(value: Any) -> str | None:
+def check_messages(value: object) -> str | None:
     """Check the messages of a chat."""
     if not isinstance(value, list) or not value:
         return "must be a list with at least one message"
     return next((f"[{i}]{wrong}" for i, one in enumerate(value) if (wrong := _check_message(one))), None)
 
 
-def check_input(value: Any) -> str | None:
+def check_input(value: object) -> str | None:
     """Check the input of a response: a string, parts of a message, or messages and calls of tools."""
     if isinstance(value, str):
         return None if value else "must have at least one character"
@@ -32,7 +32,7 @@ def check_input(value: Any) -> str | None:
     return next((f"[{i}]{wrong}" for i, one in enumerate(value) if (wrong := _check_item(one))), None)
 
 
-def check_tools(value: Any) -> str | None:
+def check_tools(value: object) -> str | None:
     """Check the tools that a model may call."""
     if not isinstance(value, list):
         return "must be a list of functions"
@@ -44,7 +44,7 @@ def check_tools(value: Any) -> str | None:
     return None
 
 
-def check_template_kwargs(value: Any) -> str | None:
+def check_template_kwargs(value: object) -> str | None:
     """Check values for a chat template: names of its own, and no parameter of the method that fills it in."""
     from transformers import PreTrainedTokenizerBase
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
 from ..hooks.target import Target
 from ..patching import patched
@@ -190,7 +191,7 @@ class Checks:
         watched, passes = Evictions(self.n, self.ids_BT.shape[1]), iter(range(self.n, self.ids_BT.shape[1] + 1))
         wrong: list[int] = []
 
-        def watch(cache: Any) -> None:
+        def watch(cache: EvictingCache) -> None:
             if (edit := edits.get(next(passes))) is not None:
                 before = [cache.positions(layer) for layer in range(len(cache.layers))]
                 cache.forget(*edit)

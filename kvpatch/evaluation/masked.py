@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..arch.adapter import Adapter
 from ..attention.steps import find_steps
+from ..cache.cache import EvictingCache
 from ..hooks.attention import parameters
 from ..hooks.target import Target
 from ..policies.windows import find_oldest
@@ -27,7 +28,7 @@ class Evictions:
         self.passes: list[list[Tensor]] = []
         self.groups: list[int] = []
 
-    def note_held(self, cache: Any) -> None:
+    def note_held(self, cache: EvictingCache) -> None:
         """Note the positions that each layer holds after a pass."""
         held = [cache.positions(layer).cpu() for layer in range(len(cache.layers))]
         self.groups = [find_steps(cache).calls[layer].group for layer in range(len(cache.layers))]

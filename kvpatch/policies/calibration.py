@@ -32,6 +32,12 @@ class CalibratedScore(Score):
     def needs(self) -> tuple[AnyNeed, ...]:
         return (Calibrated(self.calibrated, self.calibration),)
 
+    def read_calibration(self, new: NewTokens) -> Tensor:
+        """Return the first of its statistics for the KV heads of new tokens [H,...]; those of other processes are left out."""
+        assert self.calibration is not None and isinstance(new.layer, int)
+        H = new.k_BHQD.shape[1]
+        return self.calibration.of(new.layer, self.calibrated[0], new.k_BHQD)[new.first : new.first + H]
+
     def check(self) -> None:
         if self.calibration is not None and not isinstance(self.calibration, Calibration):
             raise KVPatchError(
@@ -56,9 +62,7 @@ class QueryFilter(CalibratedScore):
     calibrated: ClassVar[tuple[str, ...]] = ("direction",)
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        assert self.calibration is not None and isinstance(new.layer, int)
-        H = new.k_BHQD.shape[1]
-        direction = self.calibration.of(new.layer, "direction", new.k_BHQD)[new.first : new.first + H]
+        direction = self.read_calibration(new)
         return {"projection": (new.k_BHQD.to(direction.dtype) @ direction[None, :, :, None]).squeeze(-1)}
 
     def value(self, context: EvictionContext) -> Tensor:

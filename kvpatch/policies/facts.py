@@ -25,7 +25,7 @@ class Combination(NamedTuple):
         shared: as in `Fact`, "" for the other policy's.
     """
 
-    options: Mapping[str, Any]
+    options: dict[str, Any]
     schedule: str = ""
     shared: str = ""
 

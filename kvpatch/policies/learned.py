@@ -54,9 +54,7 @@ class Learned(CalibratedScore):
     calibrated: ClassVar[tuple[str, ...]] = ("weight",)
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        assert self.calibration is not None and isinstance(new.layer, int)
-        H = new.k_BHQD.shape[1]
-        weight_HF = self.calibration.of(new.layer, "weight", new.k_BHQD)[new.first : new.first + H]
+        weight_HF = self.read_calibration(new)
         return {"learned": (list_features(new.k_BHQD, new.v_BHQD, new.positions_BQ) @ weight_HF[None, :, :, None]).squeeze(-1)}
 
     def value(self, context: EvictionContext) -> Tensor:

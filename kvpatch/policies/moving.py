@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from .budgets import MAX_POSITION, Rule, check_k, share
 from .context import EvictionContext
-from .needs import Sums
+from .needs.sums import has_sums
 from .numbers import running_sum
 from .selection import FIRST, LAST
 from .served import Combination, refuse
@@ -149,7 +149,7 @@ class Mass(Rule):
         weight = _weigh_tokens(score, context, keys_BHT)
         order = keys_BHT.argsort(dim=-1, descending=True)  # protected tokens first, dead ones and empty slots last
         reached = running_sum(weight.gather(-1, order))
-        held, adds_up = reached[..., -1:], _is_sum(score)
+        held, adds_up = reached[..., -1:], has_sums(score.needs)
         lost = context.lost_BH1 if adds_up and context.lost_BH1 is not None else torch.zeros_like(held)
         enough = (reached < (held + lost) * self.share).sum(-1, keepdim=True) + 1
         outside = (context.positions_BHT >= 0) & (context.positions_BHT < context.limits.prompt)
@@ -202,11 +202,6 @@ class Threshold(Rule):
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
         above = (keys_BHT == LAST) | ((context.value >= self.x * score.unit(context.group)) & (keys_BHT >= 0))
         return _clamp_counts(above.sum(-1, keepdim=True), keys_BHT), None
-
-
-def _is_sum(score: Any) -> bool:
-    """Tell whether a score is a sum over the text."""
-    return any(isinstance(need, Sums) for need in score.needs)
 
 
 def _clamp_counts(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:

@@ -89,13 +89,24 @@ def check_policy(name: str, options: Collection[str] | None = None) -> None:
     if (known_as := match_name(name, FACTS)) is None:
         if name in _list_registered():
             return
-        raise KVPatchError(f"Unknown policy {name!r}.{suggest_policy(name, FACTS)} Known: {', '.join(FACTS)}.")
+        raise refuse_name(name, FACTS)
     known = {**FACTS[known_as].list_options(), **{key: None for one in around for key in COMBINATIONS[one].options}}
-    for option in options or ():
+    check_options(known_as, options or (), known)
+
+
+def check_options(policy: str, options: Collection[str], known: Collection[str]) -> None:
+    """Raise KVPatchError for an option that a policy, which has those of `known`, does not have."""
+    for option in options:
         if option not in known:
             raise KVPatchError(
-                f"Policy {known_as!r} has no option {option!r}.{suggest(option, known)} It has: {', '.join(known)}."
+                f"Policy {policy!r} has no option {option!r}.{suggest(option, known)} It has: {', '.join(known)}."
             )
+
+
+def refuse_name(name: object, known: Collection[str]) -> KVPatchError:
+    """Return the error for a policy that is none of `known`, with the nearest of them."""
+    shown = repr(name) if name is None or isinstance(name, str | int | float | type) else f"of type {type(name).__name__}"
+    return KVPatchError(f"Unknown policy {shown}.{suggest_policy(name, known)} Known: {', '.join(known)}.")
 
 
 def _list_registered() -> Collection[str]:

@@ -15,6 +15,7 @@ from .allocation import Adaptive
 from .budgets import check_count
 from .context import EvictionContext, NewTokens
 from .merging import Merging
+from .naming import check_options
 from .needs import AnyNeed, Need, Needs
 from .quotas import protect_shares
 from .scopes import Scope
@@ -113,11 +114,7 @@ class Policy:
             kvpatch.get_policy("h2o").with_options(recent=0.1)
         """
         known = self.options()
-        for name in options:
-            if name not in known:
-                raise KVPatchError(
-                    f"Policy {self.name!r} has no option {name!r}.{suggest(name, known)} It has: {', '.join(known)}."
-                )
+        check_options(self.name, options, known)
 
         def replace(part: Any) -> Any:
             own = {f.name for f in dataclasses.fields(part)}

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import KVPatchError, match_name, suggest
+from ..errors import KVPatchError, match_name
 from .allocation import Adaptive, Global
 from .calibration import QueryFilter, TriAttention, WholeHeads
 from .content import Compactor, Cur, KeyDiff, KeyNorm, LagKV, Leverage
@@ -14,7 +14,7 @@ from .decoding import LastUse, Recurrence, Redundancy, SampledAttention
 from .expected import ExpectedAttention
 from .learned import Learned
 from .merging import Merge
-from .naming import COMBINED, suggest_policy
+from .naming import COMBINED, refuse_name
 from .outputs import OutputChange
 from .policy import Policy
 from .refitting import Refit
@@ -242,8 +242,7 @@ def get_policy(name: str) -> Policy:
         raise KVPatchError(f"{name!r} is a score, which is one part of a policy: give Policy('my_policy', {name!r}).")
     known = match_name(name, POLICIES)
     if known is None:
-        shown = repr(name) if name is None or isinstance(name, str | int | float | type) else f"of type {type(name).__name__}"
-        raise KVPatchError(f"Unknown policy {shown}.{suggest_policy(name, POLICIES)} Known: {', '.join(POLICIES)}.")
+        raise refuse_name(name, POLICIES)
     return POLICIES[known]
 
 
@@ -283,5 +282,5 @@ def unregister_policy(name: str) -> None:
     """
     known = match_name(name, POLICIES)
     if known is None:
-        raise KVPatchError(f"Unknown policy {name!r}.{suggest(name, POLICIES)} Known: {', '.join(POLICIES)}.")
+        raise refuse_name(name, POLICIES)
     del POLICIES[known]

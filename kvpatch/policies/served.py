@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..errors import KVPatchError, suggest
-from .needs import Sums
 from .needs.second_reading import Rereading
+from .needs.sums import has_sums
 from .scopes import SYSTEM, protect_tensor
 
 
@@ -119,7 +119,7 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "eviction by steps": lambda it: it.policy.schedule != "prompt",
     "eviction layer by layer": lambda it: it.policy.needs.alone,
     "scores of the prompt's rows": lambda it: it.acts and any(need.is_read for need in it.policy.needs),
-    "scores measured anew by steps": lambda it: it.policy.schedule != "prompt" and not _adds_up(it.policy),
+    "scores measured anew by steps": lambda it: it.policy.schedule != "prompt" and not has_sums(it.policy.score.needs),
     "scores that are no weights": lambda it: it.policy.evicts and not it.policy.score.is_weight,
     "selection": lambda it: it.policy.selection is not None,
     "second reading": lambda it: it.policy.needs.find(Rereading) is not None,
@@ -155,10 +155,6 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "states": lambda it: it.states,
     "tensor parallel": lambda it: it.sharded,
 }
-
-
-def _adds_up(policy: Any) -> bool:
-    return any(isinstance(need, Sums) for need in policy.score.needs)
 
 
 def _has_protect(it: Combination, masked: bool) -> bool:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import kvpatch
-from kvpatch.backends import Case, dispatch
+from kvpatch.backends import dispatch
 from kvpatch.backends.dispatch import Choice, backend
-from kvpatch.backends.protocol import TASKS, Geometry, Keys
+from kvpatch.backends.protocol import TASKS, Case, Geometry, Keys
 from kvpatch.backends.triton import triton_backend
 from tests.helpers.tiny import force, make, prompt
 

@@ -9,8 +9,9 @@ import torch
 from triton.runtime.errors import InterpreterError, OutOfResources, PTXASError
 
 import kvpatch
-from kvpatch.backends import Case, refusals
+from kvpatch.backends import refusals
 from kvpatch.backends.dispatch import Choice
+from kvpatch.backends.protocol import Case
 from kvpatch.backends.triton import columns, decode, triton_backend
 from tests.helpers.marks import slow_but
 from tests.helpers.tiny import force, make, prompt

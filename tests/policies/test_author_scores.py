@@ -1,4 +1,4 @@
-"""What r_kv, vase and tri_attention keep is what the authors' code keeps; tools/reliability/author_scores.py wrote it down."""
+"""What r_kv, vase and tri_attention keep is what the authors' code keeps; author_scores.py wrote it down."""
 
 import json
 
@@ -11,7 +11,7 @@ from kvpatch.policies.calibration import Calibration
 from kvpatch.policies.context import EvictionContext, Limits
 from kvpatch.policies.needs import Held, LastQueries, Looks
 from tests.helpers.contexts import reading
-from tools.reliability.author_scores import CASES, SHAPE, TABLE, queries_of, random_text, turns
+from tests.policies.author_scores import CASES, SHAPE, TABLE, queries_of, random_text, turns
 
 AUTHORS = json.loads(TABLE.read_text())
 

@@ -1,4 +1,4 @@
-"""Kept tokens and refitted values are Attention Matching's own code's; tools/reliability/matching_scores.py wrote them."""
+"""Kept tokens and refitted values are Attention Matching's own code's; matching_scores.py wrote them."""
 
 import json
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvpatch
-from tools.reliability.matching_scores import CASES, KEPT, SOLVED, TABLE
-from tools.reliability.peer_scores import small_model, text
+from tests.policies.matching_scores import CASES, KEPT, SOLVED, TABLE
+from tests.policies.peer_scores import small_model, text
 
 AUTHORS = json.loads(TABLE.read_text())
 

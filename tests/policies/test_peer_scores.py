@@ -1,6 +1,7 @@
 """Scores and kept tokens are those of NVIDIA kvpress' own code, as `make peer-scores` wrote them down."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,26 +12,42 @@ from kvpatch.attention import compress
 from kvpatch.hooks.target import Target
 from kvpatch.policies import content
 from kvpatch.policies.calibration import Calibration
-from tools.peer_presses import PRESSES, counts
-from tools.reliability.peer_scores import AREAS, CASES, RATIO, RECENT, SINKS, TABLE, TOKENS, sketch, small_model, text
+from tests.policies.peer_scores import AREAS, CASES, RATIO, RECENT, SINKS, TABLE, TOKENS, sketch, small_model, text
 
 PEER = json.loads(TABLE.read_text())
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/peers.md").read_text(encoding="utf-8")
+PRESSES = {name: (here, note) for name, here, note in re.findall(r"^\| `(\w+)` \| (.+?) \| (.*) \|$", PAGE, re.MULTILINE)}
+ROWS = [here for here, _ in PRESSES.values() if here.startswith("row")]
+CALLS = [here.removeprefix("option `").removesuffix("`") for here, _ in PRESSES.values() if here.startswith("option")]
 
 
-def test_the_table_names_every_press_and_builds_what_it_says():
+def test_the_page_names_every_press_in_order():
     assert sorted(PRESSES) == [name for name in PEER["presses"] if name not in ("BasePress", "ScorerPress")]
-    policies = {press.row for press in PRESSES.values() if press.row}
-    assert policies <= set(kvpatch.list_policies())
-    assert all(press.note for press in PRESSES.values() if not press.row)
-    for press in PRESSES.values():
-        if press.call:
-            eval(f"kvpatch.patch(small_model(), {press.call})").remove()
+    assert list(PRESSES) == sorted(PRESSES, key=str.lower)
+    assert all(note or here in ROWS for here, note in PRESSES.values()), "an option or a gap is explained"
 
 
-def test_the_readme_counts_the_presses():
-    rows, options, _ = counts()
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert f"{rows} of the {len(PRESSES)} presses" in readme and f"{options} more" in readme
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_of_the_page_is_a_policy(row):
+    assert row in [f"row [{name}](policies/{name}.md)" for name in kvpatch.list_policies()]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_option_of_the_page_patches_a_model(call):
+    eval(f"kvpatch.patch(small_model(), {call})").remove()
+
+
+def test_the_readme_and_the_page_count_the_presses():
+    none, total = len(PRESSES) - len(ROWS) - len(CALLS), len(PRESSES)
+    readme = (ROOT / "README.md").read_text()
+    assert f"{len(ROWS)} of the {total} presses are policies here, {len(CALLS)} more are options" in readme
+    assert f"Of its {total} presses {len(ROWS)} are policies here, {len(CALLS)} are options, and {none} have nothing" in PAGE
+
+
+def test_the_page_names_the_presses_that_are_compared():
+    compared = dict.fromkeys(f"`{press}`" for _, _, press, _ in CASES.values() if press != "DropKV")
+    assert f"by a\ntest:\n\n{', '.join(compared)}\n" in PAGE
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Misuses of a cache, a patch and a model: what is done, the class of the error, and its words.
 
-test_misuse.py tries each row; `python -m tools.reliability.misuse` prints them. Arguments of policies and registries are in
+test_misuse.py tries each row. Arguments of policies and registries are in
 misuse_arguments.py, those of `patched` also in test_errors.py.
 """
 

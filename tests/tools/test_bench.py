@@ -230,7 +230,7 @@ def test_full_sizes_are_refused_without_a_gpu(monkeypatch, arguments):
 # ---- the GPU's cases, in tiny ----
 
 
-@pytest.mark.parametrize("case", slow_but(("gpu_decode",), ("gpu_prompt", "gpu_decode", "gpu_generate")))
+@pytest.mark.parametrize("case", slow_but(("gpu_decode",), ("gpu_prompt", "gpu_decode")))
 def test_gpu_lines_are_whole_and_become_tables(case):
     given = {"lengths": [16], "policies": ["keyformer"], "batches": [2], "repeats": 1}
     (line,) = bench_gpu.lines(case, "cpu", tiny=True, **given)
@@ -240,8 +240,6 @@ def test_gpu_lines_are_whole_and_become_tables(case):
     if case == "gpu_decode":
         assert line["bytes"] == 2 * 17 * TOKEN and line["bytes_unpatched"] == 2 * 32 * TOKEN
         assert line["over_floor"] == pytest.approx(line["ms"] / line["ms_floor"])
-    if case == "gpu_generate":
-        assert line["cache_bytes"] == 2 * 9 * 2 * 2 * 128 * 4  # half of 16 and a slot to write to
     assert "keyformer" in bench.tables([line])
 
 

@@ -13,22 +13,13 @@ from tools.evidence.measure import Bench
 from tools.evidence.samples import Probe, Sample
 from tools.evidence.settings import FULL, NULL, ROWS, UNREAD, Setting
 from tools.evidence.statistics import compare_with_zero, correct_holm, estimate
-from tools.evidence.tasks import TASKS, code, document, facts, human_eval, instructions, lists, turns
+from tools.evidence.tasks import TASKS, human_eval, instructions, turns
 from tools.evidence.tasks.tools import DATA
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-TASKS_OF_TEXTS = (
-    facts.make_samples,
-    document.make_samples,
-    code.make_samples,
-    code.make_later_samples,
-    instructions.make_samples,
-    lists.make_samples,
-    lists.make_later_samples,
-    turns.make_samples,
-)
+TASKS_OF_TEXTS = ("asked", "document", "code", "code-later", "instructions", "lists", "lists-later", "turns")
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +51,9 @@ def make_sample(name, tokens=60, turns=1, seed=0):
     return Sample(name, parts, (Probe("fact", ids(4), ids(5)), Probe("fact", ids(3), ids(5)), Probe("rest", ids(1), ids(9))))
 
 
-@pytest.mark.parametrize("make", TASKS_OF_TEXTS, ids=lambda make: f"{make.__module__.split('.')[-1]}-{make.__name__}")
-def test_answers_stand_in_the_prompt_and_samples_share_no_text(tokenizer, make):
+@pytest.mark.parametrize("task", TASKS_OF_TEXTS)
+def test_answers_stand_in_the_prompt_and_samples_share_no_text(tokenizer, task):
+    make = TASKS[task].make
     samples = make(tokenizer, 6)
     assert len({sample.digest for sample in samples}) == 6
     starts = set()
@@ -78,12 +70,12 @@ def test_answers_stand_in_the_prompt_and_samples_share_no_text(tokenizer, make):
 
 
 def test_a_later_question_is_not_in_the_prompt(tokenizer):
-    for make in (document.make_samples, code.make_later_samples, lists.make_later_samples):
-        for sample in make(tokenizer, 4):
+    for task in ("document", "code-later", "lists-later"):
+        for sample in TASKS[task].make(tokenizer, 4):
             text = tokenizer.decode(sample.turns[0])
             assert not any(asks in text for asks in ("Question:", "Repeat the whole", "What is the access code"))
-    for make in (facts.make_samples, code.make_samples, lists.make_samples):
-        for sample in make(tokenizer, 4):
+    for task in ("asked", "code", "lists"):
+        for sample in TASKS[task].make(tokenizer, 4):
             assert tokenizer.decode(sample.turns[0]).endswith("<assistant>")
 
 

@@ -38,6 +38,7 @@ from . import counting as counting  # first: it sets what Triton reads when it i
 # isort: split
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -49,8 +50,7 @@ from tools.frames import roomy
 from . import counts as bench_counts
 from . import gpu as bench_gpu
 from . import paper, peer
-from .decode import batch_lines, decode_lines, ragged_lines
-from .host import host_lines
+from .decode import decode_lines, plain_lines, ragged_lines
 from .launches import launch_lines
 from .launches import markdown as launches_markdown
 from .lines import (
@@ -126,8 +126,8 @@ def plan(case: str, policies: str, lengths: list[int], folder: str | None = None
 # cases that measure all policies on one model
 SEVERAL_LINES = {
     "ragged": ragged_lines,
-    "host": host_lines,
-    "batch": batch_lines,
+    "host": partial(plain_lines, "host"),
+    "batch": partial(plain_lines, "batch"),
     "launches": launch_lines,
     "counts": bench_counts.count_lines,
     "replay": replay_lines,
@@ -167,7 +167,7 @@ TABLES = (
     (("launches",), launches_markdown),
     (("counts",), bench_counts.markdown),
     (("gpu_decode",), bench_gpu.markdown),
-    (("gpu_generate", "paper"), paper.markdown),
+    (("paper",), paper.markdown),
     (("peer",), peer.markdown),
 )
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 import kvpatch
 
-from .lines import BATCH, BATCH_ARCH, FLOOR, RAGGED_BASE, K, Line, record
+from .lines import BATCH, BATCH_ARCH, FLOOR, HOST_ARCH, RAGGED_BASE, K, Line, record
 from .models import STEPS, build, cache_bytes, forward, tokens, twin
 from .prompt import summary
 from .roofline import beside, ceilings, decode_ms
@@ -133,14 +133,19 @@ def ragged_lines(policies: Iterable[str], n: int, repeats: int, tiny: bool, step
             yield record("ragged", "llama", policy, n, repeats, model, figures)
 
 
-def batch_lines(policies: Iterable[str], n: int, repeats: int, tiny: bool, steps: int = STEPS) -> Iterable[Line]:
-    """One line per policy: steps of a batch of BATCH texts, patched and unpatched in turns."""
-    model = build(BATCH_ARCH, n, tiny)
-    ids = tokens(model, n + steps, BATCH)
+def plain_lines(case: str, policies: Iterable[str], n: int, repeats: int, tiny: bool, steps: int = STEPS) -> Iterable[Line]:
+    """One line per policy: steps patched and unpatched in turns, of BATCH texts, or for `host` of one in many narrow layers.
+
+    There is no lower bound beside them: of a narrow layer's step, memory and multipliers need a small part.
+    """
+    arch, batch = (BATCH_ARCH, BATCH) if case == "batch" else (HOST_ARCH, 1)
+    model = build(arch, n, tiny)
+    ids = tokens(model, n + steps, batch)
     full = forward(model, ids[:, :n])[0]
+    more = {"steps": steps, **({"batch": BATCH} if case == "batch" else {"layers": model.config.num_hidden_layers})}
     for policy in policies:
         other = twin(model)
         with kvpatch.patched(other, policy, k=K):
             figures = alternate([(model, full), (other, forward(other, ids[:, :n])[0])], ids, steps, repeats)
         figures.pop("sizes")
-        yield record("batch", BATCH_ARCH, policy, n, repeats, model, figures | {"batch": BATCH, "steps": steps})
+        yield record(case, arch, policy, n, repeats, model, figures | more)

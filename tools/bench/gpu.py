@@ -1,9 +1,8 @@
-"""What a GPU is measured on: the pass that sums columns, prompts and decode steps of an 8B Llama, generate() on MPT-7B.
+"""What a GPU is measured on beside paper.py: the pass that sums columns, prompts and decode steps of an 8B Llama.
 
     gpu_side      column sums of the probabilities beside flash attention's forward, H = 32 heads of size 128, bfloat16
     gpu_prompt    a prompt of 32768 tokens, unpatched and patched in turns
     gpu_decode    a token for 16 rows that hold 2048 tokens each: unpatched, floor and policy in turns
-    gpu_generate  4096 tokens after 4096 on MPT-7B's shape: a full cache and Keyformer's half, at one batch and a larger one
 
 Weights are random. Times are of the wall until the device is done; `device_ms` adds up what kernels took, without the gaps
 in which the host launches them. All of them take `tiny` sizes, which run on a CPU too, except gpu_side's kernel.
@@ -33,11 +32,11 @@ from .models import build, cache_bytes, forward, tokens, twin
 from .prompt import summary
 from .roofline import Ceilings, beside, ceilings, decode_ms, fastest, prompt_ms
 
-CASES = ("gpu_side", "gpu_prompt", "gpu_decode", "gpu_generate")
+CASES = ("gpu_side", "gpu_prompt", "gpu_decode")
 POLICIES = ("full", "h2o", "roco", "keyformer", "snapkv")
 DECODE_POLICIES = ("h2o", "roco", "keyformer", "window")
-LENGTHS = {"gpu_side": (8192, 32768), "gpu_prompt": (32768,), "gpu_decode": (2048,), "gpu_generate": (4096,)}
-BATCHES = {"gpu_decode": (16,), "gpu_generate": (8, 16)}
+LENGTHS = {"gpu_side": (8192, 32768), "gpu_prompt": (32768,), "gpu_decode": (2048,)}
+ROWS = 16  # of gpu_decode
 TINY = 64
 
 
@@ -57,8 +56,8 @@ def lines(
     """
     paper.need_device(device, tiny)
     lengths = lengths or ((TINY,) if tiny else LENGTHS[case])
-    batches = batches or ((1, 2) if tiny else BATCHES.get(case, (1,)))
-    measure = {"gpu_side": side_pass, "gpu_prompt": prompts, "gpu_decode": steps, "gpu_generate": throughput}[case]
+    batches = batches or ((1, 2) if tiny else (ROWS,))
+    measure = {"gpu_side": side_pass, "gpu_prompt": prompts, "gpu_decode": steps}[case]
     for figures in measure(device, tiny, policies, lengths, batches, repeats):
         yield {**where(device), "case": case, "repeats": repeats, "limits": {}, "holds": None, **figures}
 
@@ -223,31 +222,6 @@ def device_ms(model: PreTrainedModel, one: Tensor, past: Cache, count: int = 8) 
     return sum(event.self_device_time_total for event in kernels) / 1000 / count
 
 
-# ---- generate() ----
-
-
-def throughput(
-    device: str, tiny: bool, policies: Sequence[str], lengths: Sequence[int], batches: Sequence[int], _: int
-) -> Iterable[Line]:
-    """Tokens/s of greedy generation: every policy at the first batch, those that evict at the larger ones too."""
-    dtype = dtype_of(device)
-    model = build(paper.ARCH, max(lengths), tiny, device, dtype, steps=max(lengths))
-    best = ceilings(device, dtype, small=tiny)
-    for n in lengths:
-        full = None
-        for batch in batches:
-            for policy in policies or ("full", "keyformer"):
-                if policy == "full" and batch != batches[0]:
-                    continue
-                figures = paper.throughput(model, policy, n, batch, beams=1)
-                if "tokens_per_s" in figures:
-                    full = figures["tokens_per_s"] if policy == "full" else full
-                    figures |= {} if full is None else {"speedup": figures["tokens_per_s"] / full}
-                    figures |= paper.beside(model, policy, n, batch, figures["tokens_per_s"], best, beams=1)
-                line = {"arch": paper.ARCH, "parameters": model.num_parameters(), "policy": policy, "k": paper.BUDGETS[policy]}
-                yield line | {"n": n, "batch": batch, "beams": 1, **figures}
-
-
 # ---- table ----
 
 COLUMNS = ("policy", "tokens", "rows", "unpatched ms", "patched ms", "ratio", "over floor", "kernels ms")
@@ -255,7 +229,7 @@ COLUMNS += ("x roof", "KV GB/s", "policy's share", "backend")
 
 
 def markdown(lines: list[Line]) -> str:
-    """The table of gpu_decode; the other cases are shown as prompts and as generate()."""
+    """The table of gpu_decode; the other cases are shown as prompts."""
     return rows(COLUMNS, [cells(line) for line in latest(lines)], left=1)
 
 

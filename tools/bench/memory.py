@@ -1,10 +1,11 @@
-"""Peak memory of a process, for both sides of a comparison: nothing but Python is needed."""
+"""Memory of a process, its peak and its slope: nothing but Python is needed."""
 
 import ctypes
 import multiprocessing
+import os
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -34,6 +35,19 @@ def reset_peak() -> int:
     except (AttributeError, OSError):
         pass  # the peak before may then lie above what is in use, and the growth comes out smaller
     return peak()
+
+
+def measure_resident(process: int | str = "self") -> int:
+    """The bytes that a process has in memory now."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def find_slope(points: Sequence[tuple[float, float]], warm: float) -> float:
+    """The slope of (x, y) by least squares, over all but the first `warm` of x: that is where allocators warm up."""
+    kept = [point for point in points if point[0] >= warm * points[-1][0]]
+    mean_x, mean_y = (sum(column) / len(kept) for column in zip(*kept, strict=True))
+    spread = sum((x - mean_x) ** 2 for x, _ in kept)
+    return sum((x - mean_x) * (y - mean_y) for x, y in kept) / spread if spread else 0.0
 
 
 def peak() -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import transformers
-import typer
 from torch import Tensor
 from transformers import Cache, GPTJConfig, LlamaConfig, MptConfig, PreTrainedModel
 
@@ -48,7 +47,7 @@ def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConf
             tie_word_embeddings=True,
         )
     known = ("llama", CUT, "llama-narrow", "llama-even", "mpt", "gptj", *LARGE)
-    raise typer.BadParameter(f"no model of architecture {arch!r} here: {', '.join(known)}")
+    raise ValueError(f"no model of architecture {arch!r} here: {', '.join(known)}")
 
 
 def narrow(positions: int, layers: int) -> transformers.PreTrainedConfig:

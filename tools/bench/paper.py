@@ -84,7 +84,7 @@ def lines(
                 }
 
 
-def throughput(model: PreTrainedModel, policy: str, n: int, batch: int, beams: int = BEAMS) -> Line:
+def throughput(model: PreTrainedModel, policy: str, n: int, batch: int) -> Line:
     """`n` tokens generated after a prompt of `n`, after a short run that does not count.
 
     Returns tokens/s of whole runs and of all but the prompt and the first token, bytes of the cache at the end and of peak
@@ -93,9 +93,9 @@ def throughput(model: PreTrainedModel, policy: str, n: int, batch: int, beams: i
     ids = tokens(model, n, batch)
     try:
         if policy == "full":
-            return _figures(model, None, ids, beams)
+            return _figures(model, None, ids)
         with kvpatch.patched(model, policy, k=BUDGETS[policy]) as patch:
-            return _figures(model, patch, ids, beams)
+            return _figures(model, patch, ids)
     except torch.cuda.OutOfMemoryError:
         return {"out_of_memory": True}
     finally:
@@ -104,15 +104,15 @@ def throughput(model: PreTrainedModel, policy: str, n: int, batch: int, beams: i
             torch.cuda.empty_cache()
 
 
-def _figures(model: PreTrainedModel, patch: kvpatch.Patch | None, ids_Bn: Tensor, beams: int) -> Line:
+def _figures(model: PreTrainedModel, patch: kvpatch.Patch | None, ids_Bn: Tensor) -> Line:
     fresh = DynamicCache if patch is None else patch.new_cache
-    generate(model, ids_Bn, 4, beams, fresh())
-    first, _ = generate(model, ids_Bn, 1, beams, fresh())
+    generate(model, ids_Bn, 4, fresh())
+    first, _ = generate(model, ids_Bn, 1, fresh())
     on_cpu = ids_Bn.device.type == "cpu"
     before = reset_peak() if on_cpu else torch.cuda.reset_peak_memory_stats()
     batch, n = ids_Bn.shape
     cache = fresh()
-    seconds, length = generate(model, ids_Bn, n, beams, cache)
+    seconds, length = generate(model, ids_Bn, n, cache)
     assert length == 2 * n
     return {
         "seconds": seconds,
@@ -125,7 +125,7 @@ def _figures(model: PreTrainedModel, patch: kvpatch.Patch | None, ids_Bn: Tensor
     }
 
 
-def generate(model: PreTrainedModel, ids_Bn: Tensor, new: int, beams: int, cache: Cache) -> tuple[float, int]:
+def generate(model: PreTrainedModel, ids_Bn: Tensor, new: int, cache: Cache) -> tuple[float, int]:
     """Exactly `new` tokens for each row; the seconds that took, and how long the rows are then."""
     on_cpu = ids_Bn.device.type == "cpu"
     if not on_cpu:
@@ -134,7 +134,7 @@ def generate(model: PreTrainedModel, ids_Bn: Tensor, new: int, beams: int, cache
     out = model.generate(
         input_ids=ids_Bn,
         attention_mask=torch.ones_like(ids_Bn),
-        num_beams=beams,
+        num_beams=BEAMS,
         do_sample=False,
         min_new_tokens=new,
         max_new_tokens=new,
@@ -148,12 +148,10 @@ def generate(model: PreTrainedModel, ids_Bn: Tensor, new: int, beams: int, cache
     return time.perf_counter() - start, out.shape[1]
 
 
-def beside(
-    model: PreTrainedModel, policy: str, n: int, batch: int, measured: float, best: Ceilings, beams: int = BEAMS
-) -> Line:
+def beside(model: PreTrainedModel, policy: str, n: int, batch: int, measured: float, best: Ceilings) -> Line:
     """The most tokens per second that the ceilings allow: each row's prompt once, then every step the kept tokens."""
     config = model.config
-    per_token = 2 * config.hidden_size * config.num_hidden_layers * model.dtype.itemsize * batch * beams
+    per_token = 2 * config.hidden_size * config.num_hidden_layers * model.dtype.itemsize * batch * BEAMS
     held = n + n / 2 if policy == "full" else BUDGETS[policy] * n
     ms = prompt_ms(model, n, best, batch) + n * decode_ms(model, per_token * held, best)
     bound = 1000 * batch * n / ms
@@ -169,9 +167,8 @@ COLUMNS += ("roof tokens/s", "cache MB", "peak MB", "paper tokens/s", "paper to 
 def cells(line: Line) -> tuple[str, ...]:
     """One table row."""
     n, batch, policy = line["n"], line["batch"], line["policy"]
-    table = TABLE if line["case"] == "paper" else {}
-    paper, full = (table.get((n, batch), {}).get(name) for name in (policy, "full"))
-    full = full or table.get((n, 1), {}).get("full")
+    paper, full = (TABLE.get((n, batch), {}).get(name) for name in (policy, "full"))
+    full = full or TABLE.get((n, 1), {}).get("full")
 
     def mega(name: str) -> str:
         return number(line[name] / 1e6, 0) if name in line else ""
@@ -187,7 +184,7 @@ def cells(line: Line) -> tuple[str, ...]:
         number(line.get("roof_tokens_per_s"), 1),
         mega("cache_bytes"),
         mega("peak_bytes"),
-        "OOM" if (n, batch) in table and paper is None else number(paper, 2),
+        "OOM" if (n, batch) in TABLE and paper is None else number(paper, 2),
         "" if paper is None or full is None else number(paper / full, 2),
     )
 
@@ -199,13 +196,10 @@ def markdown(lines: list[Line]) -> str:
 
 def compared(lines: list[Line]) -> list[Line]:
     """The lines with their ratios to a full cache, also where that was measured by another call."""
-    full = {(x["case"], x["n"], x["batch"]): x["tokens_per_s"] for x in lines if x["policy"] == "full" and "tokens_per_s" in x}
+    full = {(x["n"], x["batch"]): x["tokens_per_s"] for x in lines if x["policy"] == "full" and "tokens_per_s" in x}
     found = []
     for line in lines:
-        bases = {
-            name: full.get((line["case"], line["n"], batch))
-            for name, batch in (("speedup", line["batch"]), ("speedup_batch_1", 1))
-        }
+        bases = {name: full.get((line["n"], batch)) for name, batch in (("speedup", line["batch"]), ("speedup_batch_1", 1))}
         known = {name: line["tokens_per_s"] / base for name, base in bases.items() if base and "tokens_per_s" in line}
         found.append(known | line)
     return found

@@ -5,7 +5,6 @@ JSON on stdin and its answer a line of JSON on stdout; what libraries print goes
 and compressed in turns: the prompt, then single tokens. Times are CPU ms of one thread.
 """
 
-import copy
 import gc
 import json
 import os
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 
 from tools.bench.memory import peak, reset_peak, return_freed_memory
+from tools.bench.models import cache_bytes, twin
 
 Answer = dict[str, Any]
 
@@ -75,7 +74,7 @@ class Worker:
             past, ms = forward(other, ids[:, :n])
             if not self.side.stays:
                 stack.close()
-            answer: Answer = {"prompt": [plain_ms, ms], "bytes": [nbytes(full), nbytes(past)]}
+            answer: Answer = {"prompt": [plain_ms, ms], "bytes": [cache_bytes(full), cache_bytes(past)]}
             if kept:
                 answer["kept"] = self.side.kept(other, full, past)
             times = []
@@ -106,8 +105,7 @@ class Worker:
 
     def twin(self, case: str | None) -> PreTrainedModel:
         """Another model object over the same weights, with the attention that the case needs."""
-        shared = {id(tensor): tensor for tensor in chain(self.model.parameters(), self.model.buffers())}
-        other = copy.deepcopy(self.model, shared)
+        other = twin(self.model)
         if case in self.side.eager:
             other.set_attn_implementation("eager")
         return other
@@ -119,12 +117,6 @@ def forward(model: PreTrainedModel, ids: Tensor, past: Cache | None = None, at: 
     start = time.process_time()
     out = model(ids, past_key_values=past, use_cache=True, logits_to_keep=1, **where)
     return out.past_key_values, 1000 * (time.process_time() - start)
-
-
-def nbytes(past: Cache) -> int:
-    """Bytes of keys and values really allocated."""
-    buffers = [t for layer in past.layers for t in (layer.keys, layer.values) if t is not None]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in buffers if t.numel()}.values())
 
 
 @contextmanager

@@ -100,25 +100,28 @@ def patched(one: LlamaForCausalLM, policy: str) -> AbstractContextManager[object
     return nullcontext() if k is None else kvpatch.patched(one, name, k)
 
 
-def in_transformers(asked: Requests, policy: str, load: Load) -> float:
-    """Serve by transformers' manager; returns the seconds it took."""
-    one = model()
+def in_transformers(
+    asked: Requests, policy: str, load: Load | None, one: LlamaForCausalLM | None = None, slots: int = SLOTS
+) -> float:
+    """Serve by transformers' manager; returns the seconds it took. load: None to leave its thread alone meanwhile."""
+    one = model() if one is None else one
     config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    engine = ContinuousBatchingConfig(num_blocks=SLOTS // PAGE, page_size=PAGE, max_batch_tokens=LONGEST)
+    engine = ContinuousBatchingConfig(num_blocks=slots // PAGE, page_size=PAGE, max_batch_tokens=LONGEST)
     with patched(one, policy):
         manager = one.init_continuous_batching(generation_config=config, continuous_batching_config=engine)
         for ids, new in asked:
             manager.add_request(ids, max_new_tokens=new)
         manager.start()
-        began = load.before = time.perf_counter()
-        ended = 0
+        began, ended = time.perf_counter(), 0
+        if load is not None:
+            load.before = began
         while ended < len(asked):
-            found = manager.get_result(timeout=0.005)
+            found = manager.get_result(timeout=0.5 if load is None else 0.005)
             if found is not None:
                 assert found.error is None, found.error
                 ended += 1
             scheduler = getattr(getattr(manager, "batch_processor", None), "scheduler", None)
-            if scheduler is not None:
+            if scheduler is not None and load is not None:
                 load.look(len(scheduler.active_requests), len(scheduler.waiting_requests))
         took = time.perf_counter() - began
         manager.stop(block=True)
@@ -224,24 +227,11 @@ def steps_in_transformers(policies: list[str]) -> Iterator[dict[str, float]]:
 
     one.register_forward_pre_hook(note, with_kwargs=True)
     asked = [(ids, 2 * STEPS) for ids, _ in batch()]
-    config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    engine = ContinuousBatchingConfig(num_blocks=BATCH * LONGEST // PAGE, page_size=PAGE, max_batch_tokens=LONGEST)
     for _ in range(ROUNDS):
         took = {}
         for policy in policies:
             moments.clear()
-            with patched(one, policy):
-                manager = one.init_continuous_batching(generation_config=config, continuous_batching_config=engine)
-                for ids, new in asked:
-                    manager.add_request(ids, max_new_tokens=new)
-                manager.start()
-                ended = 0
-                while ended < len(asked):
-                    found = manager.get_result(timeout=0.5)
-                    if found is not None:
-                        assert found.error is None, found.error
-                        ended += 1
-                manager.stop(block=True)
+            in_transformers(asked, policy, None, one, BATCH * LONGEST)
             whole = [moment for columns, moment in moments if columns == BATCH]
             took[policy] = median_between(whole[1:])  # the first joins rows
         yield took

@@ -35,3 +35,12 @@ class Sample:
         """Eight characters for the ids, so that lines of another text are never taken for this one's."""
         parts = [self.turns, [(probe.kind, probe.lead, probe.answer) for probe in self.probes]]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
+
+
+def ask(name: str, i: int, later: bool, read: tuple[int, ...], asked: list[tuple[tuple[int, ...], Probe]]) -> Sample:
+    """Make the i-th sample of a text and (question, probe) pairs: one question ends the prompt, or all come `later`."""
+    if later:
+        probes = tuple(Probe(one.kind, question + one.lead, one.answer) for question, one in asked)
+        return Sample(f"{name} later {i}", (read,), probes)
+    (question, probe), *_ = asked
+    return Sample(f"{name} {i}", (read + question,), (probe,))

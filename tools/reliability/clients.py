@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import socket
 import subprocess
@@ -28,6 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
+
+from tools.bench.memory import find_slope, measure_resident
 
 PAGES = Path(__file__).parents[1] / "evidence" / "texts" / "pages.txt"
 EVERY, NEW, LONGEST, TURNS = 2.0, 16, 400, 8  # seconds; tokens of an answer; words of a prompt; turns of a conversation
@@ -166,20 +167,6 @@ def serve(model: str, options: list[str]) -> Iterator[tuple[int, str]]:
         process.wait(60)
 
 
-def measure_memory(process: int) -> int:
-    """Return the bytes that a process has in memory."""
-    with open(f"/proc/{process}/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def find_slope(points: list[tuple[float, int]]) -> float:
-    """Return bytes a second, least squares over all but the first fifth of the time."""
-    kept = [point for point in points if point[0] >= points[-1][0] / 5]
-    mean_x, mean_y = (sum(column) / len(kept) for column in zip(*kept, strict=True))
-    spread = sum((x - mean_x) ** 2 for x, _ in kept)
-    return sum((x - mean_x) * (y - mean_y) for x, y in kept) / spread if spread else 0.0
-
-
 def count_running(address: str) -> float:
     """Return how many requests the engine of a server has."""
     lines = urllib.request.urlopen(f"{address}/metrics", timeout=60).read().decode().splitlines()
@@ -226,7 +213,7 @@ def run(process: int, address: str, given: argparse.Namespace) -> Load:
         thread.start()
     points = list[tuple[float, int]]()
     while any(thread.is_alive() for thread in threads):
-        points.append((time.monotonic() - began, measure_memory(process)))
+        points.append((time.monotonic() - began, measure_resident(process)))
         time.sleep(EVERY)
     for _ in range(100):
         if not count_running(address):
@@ -237,7 +224,7 @@ def run(process: int, address: str, given: argparse.Namespace) -> Load:
     compare(load, "afterwards", texts, expected)
     each = points[:: max(len(points) // 15, 1)]
     print("memory, MiB: " + ", ".join(f"{size / 2**20:.0f} ({at / 60:.1f} min)" for at, size in each))
-    print(f"slope of its last four fifths: {find_slope(points) * 60 / 1e6:+.2f} MB a minute")
+    print(f"slope of its last four fifths: {find_slope(points, 0.2) * 60 / 1e6:+.2f} MB a minute")
     return load
 
 

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import gc
 import multiprocessing
-import os
 import platform
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpatch
+from tools.bench.memory import find_slope, measure_resident
 from tools.reliability.page import FOLDER, put
 
 ROWS, PROMPT, HELD, VOCAB = 2, 256, 128, 97
@@ -58,12 +58,8 @@ class Series:
     wall: float
 
     def slope(self, name: str) -> float:
-        """Least squares per 1,000 steps or cycles, over all but the first tenth: that is where allocators warm up."""
-        last = self.samples[-1].at
-        points = [(one.at, getattr(one, name)) for one in self.samples if one.at >= last / 10]
-        mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
-        spread = sum((x - mean_x) ** 2 for x, _ in points)
-        return 1000 * sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+        """Least squares per 1,000 steps or cycles, over all but the first tenth."""
+        return 1000 * find_slope([(one.at, getattr(one, name)) for one in self.samples], 0.1)
 
 
 def tiny(positions: int = 16384) -> Any:
@@ -82,9 +78,7 @@ def look(at: int) -> Sample:
     """gc.freeze() was called before: what was there then is not counted."""
     alive = [thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter)]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
-    with open("/proc/self/statm") as statm:
-        rss = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return Sample(at, rss, len(alive), sum(storages.values()))
+    return Sample(at, measure_resident(), len(alive), sum(storages.values()))
 
 
 def decode(model: Any, name: str, steps: int, every: int) -> Iterator[Sample]:

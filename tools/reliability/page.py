@@ -20,7 +20,6 @@ SECTIONS = {
     "Fuzzing the loader": "python -m tools.reliability.fuzz --write",
     "Mutation testing": "make mutation",
     "Versions": "make test-matrix",
-    "Misuse": "python -m tools.reliability.misuse --write",
     "transformers' own tests": "make upstream-tests TRANSFORMERS=PATH",
 }
 
@@ -45,10 +44,6 @@ FACTS = {
     "Versions": (
         r"\A(?!.*\| fail).*?\| (5[\d.]+) \| .*\n\| (5[\d.]+) \|",
         "**transformers {} to {}**, and several versions of torch: the tests pass.",
-    ),
-    "Misuse": (
-        r"(\d+) misuses",
-        "**{} mistakes of a caller:** each is an error that says what to type instead, and the model is bit for bit as before.",
     ),
     "transformers' own tests": (
         r"transformers ([\d.]+)",

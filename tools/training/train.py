@@ -1,11 +1,10 @@
-"""Train the small shipped models, measure them, and write their cards.
+"""Train a small shipped model, measure it, and write its card.
 
     python -m tools.training llama --seed 1     train one into out/models/llama-1 (or --out DIR)
     python -m tools.training llama-walks        one that writes long traces: seven minutes
-    python -m tools.training --retrain          train every shipped model again (1.5 hours by the cards); compare with the cards
-    python -m tools.training --evaluate         measure the committed weights again; compare with the cards
 
-Nothing touches the committed weights but `--out tools/models`. All train on one CPU core.
+Nothing touches the committed weights but `--out tools/models`, after which git shows the cards' differences. All train on one
+CPU core.
 
 A synthetic model starts on rows of 16 tokens and goes on to longer ones as it masters them: a model that starts on long
 rows stays for very long on the plateau of guessing among the values it has seen. Muon makes that plateau shorter still.
@@ -274,48 +273,18 @@ def train(recipe_name: str, seed: int, out: Path, sequences: int) -> dict[str, A
     return card
 
 
-def compare(old: dict[str, Any], new: dict[str, Any]) -> float:
-    """Print card against measurement; the largest absolute difference, 0 where the two are not comparable."""
-    key = "accuracy" if "accuracy" in old else "held_out"
-    if key == "held_out" and old["versions"]["python"] != platform.python_version():
-        typer.echo(f"{old['name']:14} was measured on the library of Python {old['versions']['python']}: not compared")
-        return 0.0
-    gaps = [0.0]
-    for what, before in old[key].items():
-        if isinstance(before, float):
-            gaps.append(abs(new[key][what] - before))
-            typer.echo(f"{old['name']:14} {what:16} card {before:.4f}  now {new[key][what]:.4f}")
-    return max(gaps)
-
-
 def card_of(name: str) -> dict[str, Any]:
     return json.loads((tasks.shipped()[name] / "card.json").read_text())
 
 
 def main(
-    name: Annotated[str | None, typer.Argument(help=f"one of {', '.join(RECIPES)}")] = None,
+    name: Annotated[str, typer.Argument(help=f"one of {', '.join(RECIPES)}")],
     seed: Annotated[int, typer.Option(help="of the first weights and of the training rows")] = 0,
     out: Annotated[Path, typer.Option(help="the folder in which the model's folder is written")] = Path("out/models"),
     sequences: Annotated[int, typer.Option(help="how many to measure with, per task")] = 256,
-    retrain: Annotated[bool, typer.Option("--retrain", help="train every shipped model; compare with its card")] = False,
-    evaluate: Annotated[bool, typer.Option("--evaluate", help="measure the committed models; compare")] = False,
 ) -> None:
-    """Train one small model, or check the shipped ones."""
+    """Train one small model."""
     transformers.logging.set_verbosity_error()
-    if sum((name is not None, retrain, evaluate)) != 1:
-        raise typer.BadParameter("give one of: a NAME, --retrain, --evaluate")
-    if name is not None:
-        if name not in RECIPES:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(RECIPES)}", param_hint="NAME")
-        typer.echo(json.dumps(train(name, seed, out, sequences), indent=2))
-        return
-    gap = 0.0
-    for shipped, (recipe, its_seed) in SHIPPED.items():
-        old = card_of(shipped)
-        if retrain:
-            new = train(recipe, its_seed, out, sequences)
-        else:
-            new = measure(shipped, tasks.shipped()[shipped].parent, old["sequences"], RECIPES[recipe])
-        gap = max(gap, compare(old, new))
-    typer.echo(f"largest difference {gap:.4f}")
-    raise typer.Exit(int(evaluate and gap > 0.01))
+    if name not in RECIPES:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(RECIPES)}", param_hint="NAME")
+    typer.echo(json.dumps(train(name, seed, out, sequences), indent=2))

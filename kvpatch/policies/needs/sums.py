@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..context import EvictionContext
 from ..statistics import kernel_of
-from .base import Need
+from .base import AnyNeed, Need
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Sums(Need[Tensor]):
 
     def view(self, context: EvictionContext) -> Tensor:
         return context.state[self.key]
+
+
+def has_sums(needs: Iterable[AnyNeed]) -> bool:
+    """Tell whether a score of these needs is a sum over the text, which steps add to instead of measuring it anew."""
+    return any(isinstance(need, Sums) for need in needs)
 
 
 _SHARED = {

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from ..chat import Frame
-from ..samples import Probe, Sample
+from ..samples import Probe, Sample, ask
 from ..texts import functions, group_parts
 
 TOKENS, BODY = 760, 48
@@ -14,27 +14,15 @@ HEAD = "Read these Python functions.\n\n"
 ASK = "\n\nRepeat the whole function `{name}`."
 
 
-def make_samples(tokenizer: Any, count: int) -> list[Sample]:
-    """Make samples whose prompt ends with the request."""
-    return _make_samples(tokenizer, count, later=False)
-
-
-def make_later_samples(tokenizer: Any, count: int) -> list[Sample]:
-    """Make samples whose request comes after the functions were read and compressed."""
-    return _make_samples(tokenizer, count, later=True)
-
-
-def _make_samples(tokenizer: Any, count: int, later: bool) -> list[Sample]:
+def make_samples(tokenizer: Any, count: int, later: bool = False) -> list[Sample]:
+    """Make samples whose prompt ends with the request; later: it comes after the functions were read and compressed."""
     frame, samples = Frame(tokenizer), []
     for i, parts in enumerate(group_parts(tokenizer, functions(), TOKENS, "\n\n")[:count]):
         chosen = random.Random(f"code {i}").choice(parts[:-1] or parts)
         start = chosen.index("def ")
         signature, _, body = chosen[start:].partition("\n")
-        ask = frame.encode(ASK.format(name=signature[4 : signature.index("(")])) + frame.after
+        request = frame.encode(ASK.format(name=signature[4 : signature.index("(")])) + frame.after
         text = frame.before + frame.encode(HEAD + "\n\n".join(parts))
         lead, answer = frame.encode("```python\n" + signature + "\n"), frame.encode(body)[:BODY]
-        if later:
-            samples.append(Sample(f"code later {i}", (text,), (Probe("body", ask + lead, answer),)))
-        else:
-            samples.append(Sample(f"code {i}", (text + ask,), (Probe("body", lead, answer),)))
+        samples.append(ask("code", i, later, text, [(request, Probe("body", lead, answer))]))
     return samples

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from ..chat import Frame
-from ..samples import Probe, Sample
+from ..samples import Probe, Sample, ask
 from .hidden import PLACES
 
 ENTRIES, ASKED = 40, 4
@@ -16,17 +16,8 @@ LEAD = "\n\nWhat is the access code of the {place}? Answer with the code only."
 ANSWER = "- {place}:"
 
 
-def make_samples(tokenizer: Any, count: int) -> list[Sample]:
-    """Make samples whose prompt ends with the question."""
-    return _make_samples(tokenizer, count, later=False)
-
-
-def make_later_samples(tokenizer: Any, count: int) -> list[Sample]:
-    """Make samples whose questions come after the list was read and compressed."""
-    return _make_samples(tokenizer, count, later=True)
-
-
-def _make_samples(tokenizer: Any, count: int, later: bool) -> list[Sample]:
+def make_samples(tokenizer: Any, count: int, later: bool = False) -> list[Sample]:
+    """Make samples whose prompt ends with the question; later: several come after the list was read and compressed."""
     frame, samples = Frame(tokenizer), []
     for i in range(count):
         rng = random.Random(f"lists {i}")
@@ -37,11 +28,7 @@ def _make_samples(tokenizer: Any, count: int, later: bool) -> list[Sample]:
         found = []
         for place in asked:
             question = frame.encode(LEAD.format(place=place)) + frame.after
-            found.append((question, frame.encode(ANSWER.format(place=place) + " "), frame.encode(codes[place])))
-        if later:
-            probes = tuple(Probe("code", question + lead, answer) for question, lead, answer in found)
-            samples.append(Sample(f"lists later {i}", (read,), probes))
-        else:
-            question, lead, answer = found[0]
-            samples.append(Sample(f"lists {i}", (read + question,), (Probe("code", lead, answer),)))
+            lead = frame.encode(ANSWER.format(place=place) + " ")
+            found.append((question, Probe("code", lead, frame.encode(codes[place]))))
+        samples.append(ask("lists", i, later, read, found))
     return samples

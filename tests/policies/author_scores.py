@@ -1,6 +1,6 @@
 """What the authors' own code of R-KV, VaSE and TriAttention keeps of random queries, keys and values: numbers for the tests.
 
-    python -m tools.reliability.author_scores R-KV/rkv VaSE/eval/reasoning_tasks/modified/transformers/cache_utils.py \
+    python -m tests.policies.author_scores R-KV/rkv VaSE/eval/reasoning_tasks/modified/transformers/cache_utils.py \
         triattention/triattention
 
 R-KV is github.com/Zefan-Cai/R-KV, VaSE github.com/terarachang/VaSE, TriAttention github.com/WeianMao/triattention (its folder
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TABLE = Path(__file__).parents[2] / "tests/policies/author_scores.json"
+TABLE = Path(__file__).with_name("author_scores.json")
 SHAPE = {"heads": 2, "group": 3, "tokens": 60, "size": 16}
 # policy: what the tests give it and what the authors' code is given
 CASES: dict[str, dict[str, Any]] = {

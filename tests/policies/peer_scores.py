@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-TABLE = Path(__file__).parents[2] / "tests/policies/peer_scores.json"
+TABLE = Path(__file__).with_name("peer_scores.json")
 TOKENS, RATIO, QUESTION = 280, 0.5, 32
 # kvpatch's policy and its options, and kvpress' press and its options
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {

@@ -1,6 +1,6 @@
 """What the authors' own code of Attention Matching keeps and solves on a small model: numbers for the tests.
 
-    python -m tools.reliability.matching_scores compaction
+    python -m tests.policies.matching_scores compaction
 
 compaction is the folder of github.com/adamzweiger/compaction. Its keys of highest attention are asked by the queries that a
 policy's score looks at, its values are solved without biases.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .peer_scores import TOKENS, small_model, text
 
-TABLE = Path(__file__).parents[2] / "tests/policies/matching_scores.json"
+TABLE = Path(__file__).with_name("matching_scores.json")
 KEPT = 56
 # what kvpatch's policy is given, and whose attention counts how
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
