@@ -34,6 +34,7 @@ from .hooks.target import Target
 from .hooks.warmup import warm_up
 from .policies.budgets import check_count
 from .policies.needs import Calibrated
+from .policies.served import refuse
 from .report import Report
 from .report_text import format_budget
 
@@ -83,6 +84,7 @@ class Patch:
         """
         if room is not None:
             check_count("room", room, "tokens")
+            refuse("room=", self._state.combine())
         if self._state.lossless:
             return lossless.own_lossless(past, self._state)
         cache = self._state.new_cache()

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..errors import KVPatchError
+from ..errors import InvalidError, KVPatchError
+from ..policies.budgets import check_count
 from ..policies.numbers import on_device
 from . import checks, editing
 from .cache import EvictingCache
@@ -166,6 +167,32 @@ class LosslessCache(Unpicklable, Cache):
             rows_TE.record_stream(self._stream)
             return rows_TE, self._stream.record_event()
 
+    # ---- a look inside, as EvictingCache gives it ----
+
+    def positions(self, layer: int) -> Tensor:
+        """Positions of all tokens there, int64 [1, Hkv, T], on the host; those that the budget holds: `drafts.positions`."""
+        checks.layer_of("layer", layer, len(self.whole))
+        checks.check_filled(bool(self.ids))
+        return torch.tensor(self.places).repeat(1, self.whole[layer].sizes[0], 1)
+
+    def held(self, layer: int) -> Tensor:
+        """Count the tokens there for each KV head, int64 [1, Hkv]."""
+        return (self.positions(layer) >= 0).sum(-1)
+
+    def next_positions(self, Q: int = 1) -> Tensor:
+        """Return the positions of the next Q tokens, int64 [1,Q]."""
+        checks.check_filled(bool(self.ids))
+        check_count("Q", Q, "tokens")
+        return torch.arange(len(self.ids), len(self.ids) + Q)[None]
+
+    def check_invariants(self) -> None:
+        """Check the budgeted cache, and that each layer has the entries of all tokens there."""
+        for index, layer in enumerate(self.whole):
+            if layer.length < len(self.places):  # an interrupted pass leaves more
+                raise InvalidError(f"Layer {index} has the entries of {layer.length} tokens, and {len(self.places)} are there.")
+        if self.drafting:
+            self.drafts.check_invariants()
+
     # ---- what transformers asks of a cache ----
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -249,8 +276,8 @@ class LosslessCache(Unpicklable, Cache):
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise KVPatchError(
-            "lossless=True drafts for one text at a time: beams and several rows are not served. Leave lossless "
-            "out, or use the unpatched model."
+            "lossless=True drafts for one text at a time: beams and several rows are not served. Take cache.clone() for "
+            "several questions about it, leave lossless out, or use the unpatched model."
         )
 
-    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+    reorder_cache = batch_repeat_interleave = batch_select_indices = select_rows = concatenate = _refuse
