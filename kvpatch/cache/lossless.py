@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -14,6 +14,7 @@ from transformers import Cache
 from ..errors import InvalidError, KVPatchError
 from ..policies.budgets import check_count
 from ..policies.numbers import on_device
+from ..policies.served import refuse
 from . import checks, editing
 from .cache import EvictingCache
 from .host import HostLayer, find_free
@@ -229,16 +230,21 @@ class LosslessCache(Unpicklable, Cache):
 
     def forget(self, spans: Sequence[tuple[int, int]], row: int | None = None) -> None:
         """Take tokens out of the text, as `EvictingCache.forget` does: later passes are as if they had been masked."""
-        spans = list(spans) if isinstance(spans, Iterable) else spans  # read twice below; others are refused in words
+        spans = list(spans) if isinstance(spans, Iterator) else spans  # read twice
+        checks.check_filled(bool(self.ids))
+        gone_T = editing.mark_spans(self._make_drafts(), spans, row, "forget()")[0].tolist()
         if self.drafting:
             self.drafts.forget(spans, row)
-        else:
-            checks.check_filled(bool(self.ids))
-            editing.mark_spans(self._make_drafts(), spans, row, "forget()")
-        kept = [i for i, place in enumerate(self.places) if not any(start <= place < stop for start, stop in spans)]
+        kept = [i for i, place in enumerate(self.places) if not gone_T[place]]
         self.places, self.edited = [self.places[i] for i in kept], len(self.ids)
         for layer in self.whole:
             layer.keep(torch.tensor(kept))
+
+    def replace(self, *args: object, **kwargs: object) -> None:
+        """Refuse to read other tokens into the text: what follows has seen the old ones."""
+        refuse("replace", self.settings.combine(lossless=True))
+
+    insert = replace
 
     def clone(self) -> LosslessCache:
         """Return an independent copy, for several questions after one context."""
