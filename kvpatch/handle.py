@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache
 
-from .cache import from_dynamic
+from .cache import editing, from_dynamic
 from .cache.cache import EvictingCache
 from .cache.lifetimes import Record
 from .cache.prefix import Prefix, Prefixes
@@ -34,6 +34,7 @@ from .hooks.target import Target
 from .hooks.warmup import warm_up
 from .policies.budgets import check_count
 from .policies.needs import Calibrated
+from .policies.served import refuse
 from .report import Report
 from .report_text import format_budget
 
@@ -83,13 +84,13 @@ class Patch:
         """
         if room is not None:
             check_count("room", room, "tokens")
+            refuse("room=", self._state.combine())
         if self._state.lossless:
             return lossless.own_lossless(past, self._state)
         cache = self._state.new_cache()
         cache.request.room = room
-        if past is not None and isinstance(past, Cache):
-            ownership.check_layers(past, self._state)
         if past is not None:
+            ownership.check_layers(past, self._state)
             from_dynamic.absorb(cache, past)
         return cache
 
@@ -107,8 +108,7 @@ class Patch:
         Example:
             past = model(ids).past_key_values
             with kvpatch.patched(model, "key_diff", k=0.4) as patch:
-                cache = patch.compress(past)
-                answer = model.generate(torch.cat([ids, question], 1), past_key_values=cache.clone())
+                answer = model.generate(torch.cat([ids, question], 1), past_key_values=patch.compress(past))
         """
         return compress_past(self._target, self._state, past, ids, attention_mask)
 
@@ -152,6 +152,8 @@ class Patch:
             patch.replace(cache, (120, 865), tokenizer("(a page on limits)").input_ids)
         """
         replace_span(self._target.decoder, self._state, cache, span, ids, reread)
+
+    insert = editing.refuse_reading
 
     def prefix(self, ids: Tensor | Sequence[int]) -> Prefix:
         """Read and compress a text once that others begin with: a system prompt, or a document to be asked about.

@@ -82,8 +82,7 @@ class EvictingCache(TextState):
         """
         checks.check_filled(self.seen_B is not None)
         check_count("Q", Q, "tokens")
-        read_B = self.lengths_B if self.rows.gaps_B is None else self.lengths_B - self.rows.gaps_B
-        return read_B[:, None] + torch.arange(Q, device=read_B.device)
+        return self.read_B[:, None] + torch.arange(Q, device=self.read_B.device)
 
     def check_invariants(self) -> None:
         """Check the invariants that hold between passes; waits for the device.
@@ -265,6 +264,8 @@ class EvictingCache(TextState):
             cache.forget([(120, 865)])
         """
         editing.forget(self, spans, row)
+
+    replace = insert = editing.refuse_reading
 
     # ---- rollback ----
 

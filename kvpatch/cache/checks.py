@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from ..policies.budgets import as_python
 from ..policies.context import at_hand
 
 EMPTY = "The cache is empty, so that it has no rows yet: run a prompt through it first."
@@ -80,6 +83,15 @@ def _in_range(name: str, index: Tensor, low: int, B: int) -> None:
 
 
 # ---- tokens ----
+
+
+def read_whole(value: Any) -> Any:
+    """Return a whole number of any library as Python's; anything else as it is, a bool too."""
+    value = as_python(value)
+    try:
+        return value if isinstance(value, bool) else operator.index(value)
+    except (TypeError, RuntimeError):  # of torch's meta device
+        return value
 
 
 def count_removed(tokens: object, seen: int) -> int:

@@ -43,10 +43,11 @@ def _check_one(index: int, cache: TextState) -> None:
             f"Cache {index} was made with room={cache.request.room} (or by a generate() that compiles), for buffers that never "
             "change: concatenating makes new ones. Make it without room."
         )
-    if cache.rows.by_columns:
+    if cache.counts_padding:
         raise KVPatchError(
-            f"Cache {index} read a padded batch without position_ids, so that its positions count the padding, which is gone "
-            "here: pass position_ids (attention_mask.cumsum(-1) - 1, as generate() does), or read the prompts unpadded."
+            f"Cache {index} has rows with padding, and a pass without position_ids, so that its positions count the padding, "
+            "which is gone here: pass position_ids each time (attention_mask.cumsum(-1) - 1 for a prompt, as generate() does, "
+            "and cache.next_positions() for a token), or read the prompts unpadded."
         )
 
 

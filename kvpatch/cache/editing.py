@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from ..policies.budgets import as_python
 from ..policies.served import refuse
 from . import checks
 from .concat import lay_out_anew
@@ -39,6 +41,13 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
         cache.counters.device = None  # the next pass makes it anew
 
 
+def refuse_reading(*args: object, **kwargs: object) -> NoReturn:
+    """Refuse to read tokens into the middle of a text, and name the call that does."""
+    raise KVPatchError(
+        "The patch reads other tokens into a text: write patch.replace(cache, (start, stop), ids); (at, at) inserts."
+    )
+
+
 def check_state(cache: TextState, what: str) -> None:
     """Raise KVPatchError for a cache that cannot be edited now; `what` is the call."""
     checks.check_filled(cache.seen_B is not None)
@@ -57,9 +66,8 @@ def check_state(cache: TextState, what: str) -> None:
 
 def mark_spans(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -> Tensor:
     """Return which positions of each row's text go [B,T]. Raises KVPatchError for spans that are not of the text."""
-    gaps_B = cache.rows.gaps_B
-    lengths = (cache.lengths_B if gaps_B is None else cache.lengths_B - gaps_B).tolist()
-    if row is not None and (isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < len(lengths)):
+    lengths, row, spans = cache.read_B.tolist(), checks.read_whole(row), as_python(spans)
+    if row is not None and (type(row) is not int or not 0 <= row < len(lengths)):
         raise KVPatchError(f"row={row!r}: the cache has the rows 0 to {len(lengths) - 1}; give one of these, or None for all.")
     rows = list(range(len(lengths))) if row is None else [row]
     gone_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.bool)
@@ -87,13 +95,16 @@ def mark_spans(cache: TextState, spans: Sequence[Span], row: int | None, what: s
 def read_span(span: object, empty: bool = False) -> Span:
     """Return a span. Raises KVPatchError for anything else, and for one without tokens unless it may be `empty`."""
     wanted = "give (start, stop), positions of the text with stop left out, such as (12, 80)."
-    if not isinstance(span, Sequence) or isinstance(span, str) or len(span) != 2 or not all(type(one) is int for one in span):
+    given = as_python(span)
+    ends = [checks.read_whole(one) for one in given] if isinstance(given, Sequence) and not isinstance(given, str) else []
+    if len(ends) != 2 or not all(type(one) is int for one in ends):
         raise KVPatchError(f"{span!r} is not a span: {wanted}")
-    if span[0] < 0:
-        raise KVPatchError(f"The span {tuple(span)!r} begins before the text: {wanted}")
-    if not span[0] < span[1] + empty:
-        raise KVPatchError(f"The span {tuple(span)!r} has no tokens: {wanted}")
-    return int(span[0]), int(span[1])
+    start, stop = ends
+    if start < 0:
+        raise KVPatchError(f"The span {(start, stop)} begins before the text: {wanted}")
+    if not start < stop + empty:
+        raise KVPatchError(f"The span {(start, stop)} has no tokens: {wanted}")
+    return start, stop
 
 
 def _take_out(layer: SlotLayer, gone_BT: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..errors import KVPatchError
+from ..errors import InvalidError, KVPatchError
+from ..policies.budgets import check_count
 from ..policies.numbers import on_device
+from ..policies.served import refuse
 from . import checks, editing
 from .cache import EvictingCache
 from .host import HostLayer, find_free
@@ -166,6 +168,32 @@ class LosslessCache(Unpicklable, Cache):
             rows_TE.record_stream(self._stream)
             return rows_TE, self._stream.record_event()
 
+    # ---- a look inside, as EvictingCache gives it ----
+
+    def positions(self, layer: int) -> Tensor:
+        """Positions of all tokens there, int64 [1, Hkv, T], on the host; those that the budget holds: `drafts.positions`."""
+        checks.layer_of("layer", layer, len(self.whole))
+        checks.check_filled(bool(self.ids))
+        return torch.tensor(self.places).repeat(1, self.whole[layer].sizes[0], 1)
+
+    def held(self, layer: int) -> Tensor:
+        """Count the tokens there for each KV head, int64 [1, Hkv]."""
+        return (self.positions(layer) >= 0).sum(-1)
+
+    def next_positions(self, Q: int = 1) -> Tensor:
+        """Return the positions of the next Q tokens, int64 [1,Q]."""
+        checks.check_filled(bool(self.ids))
+        check_count("Q", Q, "tokens")
+        return torch.arange(len(self.ids), len(self.ids) + Q)[None]
+
+    def check_invariants(self) -> None:
+        """Check the budgeted cache, and that each layer has the entries of all tokens there."""
+        for index, layer in enumerate(self.whole):
+            if layer.length < len(self.places):  # an interrupted pass leaves more
+                raise InvalidError(f"Layer {index} has the entries of {layer.length} tokens, and {len(self.places)} are there.")
+        if self.drafting:
+            self.drafts.check_invariants()
+
     # ---- what transformers asks of a cache ----
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -202,16 +230,21 @@ class LosslessCache(Unpicklable, Cache):
 
     def forget(self, spans: Sequence[tuple[int, int]], row: int | None = None) -> None:
         """Take tokens out of the text, as `EvictingCache.forget` does: later passes are as if they had been masked."""
-        spans = list(spans) if isinstance(spans, Iterable) else spans  # read twice below; others are refused in words
+        spans = list(spans) if isinstance(spans, Iterator) else spans  # read twice
+        checks.check_filled(bool(self.ids))
+        gone_T = editing.mark_spans(self._make_drafts(), spans, row, "forget()")[0].tolist()
         if self.drafting:
             self.drafts.forget(spans, row)
-        else:
-            checks.check_filled(bool(self.ids))
-            editing.mark_spans(self._make_drafts(), spans, row, "forget()")
-        kept = [i for i, place in enumerate(self.places) if not any(start <= place < stop for start, stop in spans)]
+        kept = [i for i, place in enumerate(self.places) if not gone_T[place]]
         self.places, self.edited = [self.places[i] for i in kept], len(self.ids)
         for layer in self.whole:
             layer.keep(torch.tensor(kept))
+
+    def replace(self, *args: object, **kwargs: object) -> None:
+        """Refuse to read other tokens into the text: what follows has seen the old ones."""
+        refuse("replace", self.settings.combine(lossless=True))
+
+    insert = replace
 
     def clone(self) -> LosslessCache:
         """Return an independent copy, for several questions after one context."""
@@ -249,8 +282,8 @@ class LosslessCache(Unpicklable, Cache):
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise KVPatchError(
-            "lossless=True drafts for one text at a time: beams and several rows are not served. Leave lossless "
-            "out, or use the unpatched model."
+            "lossless=True drafts for one text at a time: beams and several rows are not served. Take cache.clone() for "
+            "several questions about it, leave lossless out, or use the unpatched model."
         )
 
-    reorder_cache = batch_repeat_interleave = batch_select_indices = _refuse
+    reorder_cache = batch_repeat_interleave = batch_select_indices = select_rows = concatenate = _refuse

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from ..policies.served import refuse
+from .checks import read_whole
 from .concat import lay_out_anew
 from .editing import Span, check_state, mark_spans, read_span
 from .state import TextState
@@ -29,7 +30,7 @@ def check_replaced(cache: TextState, span: Span, ids: object, reread: int, untol
     """
     check_state(cache, "replace()")
     refuse("replace", cache.settings.combine(untold=untold))
-    start, stop = read_span(span, empty=True)
+    (start, stop), reread = read_span(span, empty=True), read_whole(reread)
     ids_BN = _read_ids(ids, len(cache.lengths_B)).to(cache.lengths_B.device)
     opened = max(ids_BN.shape[1] - (stop - start), 0)
     _check_room(cache, ids_BN.shape[1], stop - start)
@@ -80,11 +81,7 @@ def _check_rows(cache: TextState, opened: int) -> None:
     """Raise KVPatchError where positions of the text are not those that the model is told, or windows have moved on."""
     if not cache.turns.count:
         raise KVPatchError("replace() before a prompt has ended: read on first.")
-    if (
-        (cache.rows.joined and len(cache.lengths_B) > 1)
-        or cache.rows.gaps_B is not None
-        or (cache.rows.padded and cache.rows.by_columns)
-    ):
+    if (cache.rows.joined and len(cache.lengths_B) > 1) or cache.counts_padding:
         raise KVPatchError(
             "replace() in a batch whose rows are at different columns of their texts: take a row with cache.select_rows(0), "
             "replace, and join them with concatenate()."
@@ -117,7 +114,7 @@ def _read_ids(ids: object, B: int) -> Tensor:
 
 def _check_reread(reread: object) -> None:
     """Raise KVPatchError unless `reread` is a number of tokens."""
-    if isinstance(reread, bool) or not isinstance(reread, int) or reread < 0:
+    if type(reread) is not int or reread < 0:
         raise KVPatchError(f"reread={reread!r}: give the number of tokens behind the span to read again, 0 or more.")
 
 

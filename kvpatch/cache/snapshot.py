@@ -70,9 +70,7 @@ class Snapshot:
         parts = cache.parts or {
             index: LayerPart.of(layer, bounds[index]) for index, layer in enumerate(every) if layer.is_initialized
         }
-        lengths_B = cache.seen_B
-        if lengths_B is not None and cache.rows.gaps_B is not None:
-            lengths_B = lengths_B - cache.rows.gaps_B
+        lengths_B = None if cache.seen_B is None else cache.read_B
         seen = cache.record.columns if cache.parts and cache.record is not None else cache.seen
         peak = max(cache.meter.peak, sum(part.nbytes for part in parts.values()))
         acted, seconds = (True, {}) if cache.record is None else (cache.record.acted, cache.record.seconds())

@@ -209,8 +209,8 @@ class TextState(Unpicklable, MutationGuard, WithStates):
 
     @property
     def keeps_ids(self) -> bool:
-        """True if the ids of tokens are kept: where nothing is evicted, any text may go on, as with the unpatched model."""
-        return not (self.scratch or self.settings.transparent)
+        """True if the ids of tokens are kept."""
+        return not self.scratch
 
     def note_ids(self, ids_BQ: Tensor | None, Q: int, real_BQ: Tensor | None = None) -> None:
         """Note the ids of Q columns behind those that were seen; see TokenIds.write."""
@@ -233,6 +233,17 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         """`seen_B` of a cache that is not empty."""
         assert self.seen_B is not None
         return self.seen_B
+
+    @property
+    def read_B(self) -> Tensor:
+        """Tokens of each row's text, without any padding."""
+        gaps_B = self.rows.gaps_B
+        return self.lengths_B if gaps_B is None else self.lengths_B - gaps_B.to(self.lengths_B.device)
+
+    @property
+    def counts_padding(self) -> bool:
+        """True if positions of some row count padding; rows that had it may have gone. Waits for the device."""
+        return self.rows.by_columns and bool((self.read_B < self.seen).any())
 
     @property
     def running(self) -> Forward:

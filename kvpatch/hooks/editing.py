@@ -23,7 +23,7 @@ def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[i
     call: dict[str, Any] = {"input_ids": tokens_BQ, "use_cache": True, state.cache_name: cache}
     inputs.tokens(call, reader)
     ownership.check_reader(cache, reader, state)
-    start, stop = span
+    start, stop, reread = (int(one) for one in (*span, reread))
     if stop + reread > start:
         cache.forget([(start, stop + reread)])
     if opened:

@@ -107,7 +107,7 @@ def check_shape(found: tuple[int, int], state: PatchState) -> None:
 
 def check_layers(past: Cache, state: PatchState) -> None:
     """Raise KVPatchError if another model has filled a transformers cache."""
-    if isinstance(past, EvictingCache):
+    if isinstance(past, EvictingCache) or not isinstance(past, Cache):
         return  # the conversion raises the error
     first = past.layers[0] if past.layers else None
     keys, values = getattr(first, "keys", None), getattr(first, "values", None)

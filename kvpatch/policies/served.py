@@ -273,6 +273,9 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     # what a patch offers
     "prefix": {"lossless": "lossless=True keeps each text's own cache: leave lossless out, or give generate() the whole text."},
+    "room=": {
+        "lossless": "room= is for steps that are compiled, and lossless=True drafts and verifies: leave one of them out."
+    },
     "compress": {
         "lossless": "patch.compress() keeps what a budget holds of a prompt, and lossless=True keeps all of it: give "
         "generate() the prompt itself, or leave lossless out."

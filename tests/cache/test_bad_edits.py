@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
 
 import kvpatch
 from kvpatch.arch.upstream import HYBRIDS
+from kvpatch.cache.lossless import LosslessCache
 from kvpatch.errors import KVPatchError
 from kvpatch.storage.save_load import _describe_cache
 from tests.cache.test_paged import paged, pool_of
@@ -53,6 +55,23 @@ def in_pages(model, patch):
     return read(model, paged(patch.new_cache(), [pool_of(8, 13) for _ in range(2)], [1, 2, 3, 4]), rows=1, steps=0)
 
 
+def unknown(model, patch):
+    """Read by the unpatched model's code, and three tokens by the patch."""
+    past = DynamicCache()
+    model(prompt(1, 40), past_key_values=past)
+    return read(model, patch.new_cache(past), n=1, rows=1, steps=2)
+
+
+def interrupted(model, patch):
+    """A lossless cache whose last pass has failed, so that nothing drafts."""
+    cache = read(model, patch.new_cache(), rows=1)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(prompt(1, 4), past_key_values=cache)
+    hook.remove()
+    return cache
+
+
 CACHES = {
     "plain": lambda model, patch: read(model, patch.new_cache()),
     "one row": lambda model, patch: read(model, patch.new_cache(), rows=1),
@@ -62,6 +81,9 @@ CACHES = {
         model, patch.new_cache(), 20, steps=0, attention_mask=left_pad(prompt(2, 20), [9, 20])
     ),
     "unfinished": unfinished,
+    "unknown": unknown,
+    "interrupted": interrupted,
+    "lossless": lambda model, patch: read(model, patch.new_cache(), rows=1),
     "room": lambda model, patch: read(model, patch.new_cache(room=8), rows=1),
     "pages": in_pages,
     "empty": lambda model, patch: patch.new_cache(),
@@ -72,6 +94,9 @@ CACHES = {
 
 def describe(cache):
     """All that a file of the cache would hold, in bytes."""
+    if isinstance(cache, LosslessCache):
+        held = [layer.used_TE[: len(cache.places)].tolist() for layer in cache.whole if layer.is_initialized]
+        return list(cache.ids), list(cache.places), cache.edited, held, describe(cache.drafts) if cache.drafting else None
     if isinstance(cache, kvpatch.Prefix):
         cache = cache._cache
     if not isinstance(cache, kvpatch.EvictingCache) or not cache.get_seq_length():
@@ -89,6 +114,13 @@ def replace(span, ids, **options):
     return lambda patch, cache: patch.replace(cache, span, ids, **options)
 
 
+def crop(count):
+    return lambda patch, cache: cache.crop(count)
+
+
+LOSSLESS = {"lossless": True}
+WHOLE = {"policy": "full", "k": 1.0}
+
 # cache, options of the patch beside h2o and 12 tokens, the edit, words of the error
 TABLE = [
     # no spans
@@ -101,6 +133,12 @@ TABLE = [
     ("plain", {}, forget([(1, 2, 3)]), "is not a span"),
     ("plain", {}, forget([(1.0, 2)]), r"\(1.0, 2\) is not a span"),
     ("plain", {}, forget([(True, 2)]), r"\(True, 2\) is not a span"),
+    ("plain", {}, forget([(np.True_, 2)]), r"\(np.True_, 2\) is not a span"),
+    ("plain", {}, forget([(0, torch.tensor(True))]), "is not a span"),
+    ("plain", {}, forget([(np.float32(1), 2)]), "is not a span"),
+    ("plain", {}, forget(np.array([3, 9])), "3 is not a span"),
+    ("plain", {}, forget(torch.tensor(3)), r"forget\(\) was given 3: give a list"),
+    ("plain", {}, forget([torch.empty(2, dtype=torch.long, device="meta")]), "is not a span"),
     ("plain", {}, forget([{1, 2}]), "is not a span"),
     ("plain", {}, forget([slice(1, 2)]), r"slice\(1, 2, None\) is not a span"),
     ("plain", {}, forget([(3, 3)]), r"The span \(3, 3\) has no tokens"),
@@ -125,6 +163,7 @@ TABLE = [
     ("plain", {}, forget([(3, 9)], -1), "row=-1: the cache has"),
     ("plain", {}, forget([(3, 9)], True), "row=True: the cache has"),
     ("plain", {}, forget([(3, 9)], "0"), "row='0': the cache has"),
+    ("plain", {}, forget([(3, 9)], np.int64(2)), "row=2: the cache has"),
     ("padded", {}, forget([(8, 12)]), "row 0 has read 9 tokens.*give row= where rows differ"),
     ("padded", {}, forget([(8, 12)], 0), "row 0 has read 9 tokens"),
     ("padded", {}, replace((8, 12), [1]), "row 0 has read 9 tokens"),
@@ -144,6 +183,12 @@ TABLE = [
     ("plain", {}, replace((3, 9), [1], reread=-1), "reread=-1: give the number of tokens"),
     ("plain", {}, replace((3, 9), [1], reread=True), "reread=True"),
     ("plain", {}, replace((3, 9), [1], reread=2.0), "reread=2.0"),
+    (
+        "unknown",
+        WHOLE,
+        replace((3, 9), [1], reread=2),
+        "reread=2: the cache does not know the ids of these tokens: leave reread",
+    ),
     # insertions
     ("plain", {}, replace((3, 3), [1]), "span inserts, and what follows has its positions: patch with positions='renumbered'"),
     ("plain", {}, replace((3, 5), [1, 2, 3]), "3 tokens for a span of 2, whose positions they take: give 2 or fewer"),
@@ -160,6 +205,36 @@ TABLE = [
     ("plain", {**MOVED, "policy": "raas"}, replace((3, 3), [1]), "'raas' does not go with that: it knows the steps"),
     ("plain", {**MOVED, "schedule": "decode"}, replace((3, 3), [1]), "schedule='decode' keeps a prompt by its own"),
     ("plain", {**MOVED, "policy": "snapkv", "turns": "each"}, replace((3, 3), [1]), "turns='each' counts by those of a turn"),
+    (
+        "plain",
+        {},
+        lambda patch, cache: cache.insert(3, [1]),
+        r"write patch.replace\(cache, \(start, stop\), ids\); \(at, at\) ins",
+    ),
+    ("plain", {}, lambda patch, cache: cache.replace((3, 9), [1]), r"write patch.replace\(cache, \(start, stop\), ids\)"),
+    ("plain", {}, lambda patch, cache: patch.insert(cache, 3, [1]), r"write patch.replace\(cache, \(start, stop\), ids\)"),
+    # the full cache on the host, and its drafts
+    ("lossless", LOSSLESS, forget([]), "was given no span"),
+    ("lossless", LOSSLESS, forget(7), r"forget\(\) was given 7: give a list"),
+    ("lossless", LOSSLESS, forget(torch.tensor(7)), r"forget\(\) was given 7: give a list"),
+    ("lossless", LOSSLESS, forget([(True, 2)]), r"\(True, 2\) is not a span"),
+    ("lossless", LOSSLESS, forget([(5, 5)]), "has no tokens"),
+    ("lossless", LOSSLESS, forget([(3, 44)]), "row 0 has read 43 tokens: spans end there or before."),
+    ("lossless", LOSSLESS, forget(iter([(3, 9), (8, 12)])), r"The spans \(3, 9\) and \(8, 12\) overlap"),
+    ("lossless", LOSSLESS, forget([(3, 9)], 1), "row=1: the cache has the rows 0 to 0"),
+    (
+        "lossless",
+        LOSSLESS,
+        replace((3, 9), [1]),
+        r"replace\(\) leaves what has seen the old tokens.* write cache.crop\(start\)",
+    ),
+    ("lossless", LOSSLESS, lambda patch, cache: cache.replace((3, 9), [1]), r"write cache.crop\(start\)"),
+    ("lossless", LOSSLESS, lambda patch, cache: cache.insert(3, [1]), r"write cache.crop\(start\)"),
+    ("lossless", LOSSLESS, crop(-44), r"crop\(-44\): the cache has read 43 tokens"),
+    ("interrupted", LOSSLESS, forget([(3, 44)]), "row 0 has read 43 tokens"),
+    ("interrupted", LOSSLESS, forget([(3, 9), (8, 12)]), "overlap"),
+    ("empty", LOSSLESS, forget([(0, 1)]), "The cache is empty"),
+    ("empty", LOSSLESS, replace((0, 1), [1]), r"write cache.crop\(start\)"),
     # caches
     ("empty", {}, forget([(0, 1)]), "The cache is empty"),
     ("empty", {}, replace((0, 1), [1]), "The cache is empty"),
@@ -184,8 +259,8 @@ def test_a_bad_edit_changes_nothing(name, options, edit, words):
         with pytest.raises(KVPatchError, match=words):
             edit(patch, cache)
         assert describe(cache) == before
-        if isinstance(cache, kvpatch.EvictingCache) and cache.get_seq_length():
-            model(prompt(len(cache.lengths_B), 1), past_key_values=cache)
+        if isinstance(cache, kvpatch.EvictingCache | LosslessCache) and cache.get_seq_length():
+            model(prompt(len(cache.next_positions()), 1), past_key_values=cache)
             cache.check_invariants()
 
 

@@ -74,8 +74,45 @@ def test_padded_batches_join_where_their_positions_leave_padding_out():
         loop.add((8, 2))
         loop.step(3)
         careless = model(ids, attention_mask=mask).past_key_values
-        with pytest.raises(KVPatchError, match="Cache 1 read a padded batch without position_ids"):
+        with pytest.raises(KVPatchError, match="Cache 1 has rows with padding, and a pass without position_ids"):
             EvictingCache.concatenate([loop.cache, careless])
+
+
+@pytest.mark.parametrize("leave", ["select_rows", "batch_select_indices"])
+def test_a_row_without_padding_is_joined_once_the_padded_ones_have_gone(leave):
+    """Its tokens need no position_ids; a row with padding says how to give them, here after an edit."""
+    model, ids = make("llama_gqa", dtype=torch.float64), prompt(2, 20)
+    mask, spans = left_pad(ids, [9, 20]), [(2, 5)]
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 14) as patch:
+        whole = patch.new_cache()
+        model(ids, attention_mask=mask, position_ids=places, past_key_values=whole)
+        alone = patch.new_cache()
+        model(ids[1:], past_key_values=alone)
+        careless = whole.clone()
+        careless.forget(spans)
+        model(prompt(2, 1), past_key_values=careless)
+        with pytest.raises(KVPatchError, match=r"Cache 0 has rows with padding.* cache\.next_positions\(\) for a token"):
+            EvictingCache.concatenate([careless])
+        careful = whole.clone()
+        careful.forget(spans)
+        model(prompt(2, 1), position_ids=careful.next_positions(), past_key_values=careful)
+        EvictingCache.concatenate([careful]).check_invariants()
+        for cache in (whole, careless):
+            if leave == "select_rows":
+                cache = cache.select_rows(1)
+            else:
+                cache.batch_select_indices(torch.tensor([1]))
+            if cache.get_seq_length() == 20:
+                cache.forget(spans)
+                model(prompt(2, 1)[1:], past_key_values=cache)
+            joined = EvictingCache.concatenate([cache, alone.clone()])
+            patch.replace(cache, (2, 5), [4])
+            text = alone.clone()
+            text.forget(spans)
+            model(prompt(2, 1)[1:], past_key_values=text)
+            want = model(prompt(1, 1, 5), past_key_values=text).logits
+            torch.testing.assert_close(model(prompt(1, 1, 5).expand(2, 1), past_key_values=joined).logits[:1], want)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "adakv", "full"])

@@ -5,6 +5,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +45,42 @@ def test_what_follows_is_as_if_it_were_masked(name, policy):
     checks = Checks(make(name), kvpatch.get_policy(policy), 0.4)
     result = checks._judge_difference("", checks.check_forgetting)
     assert result.passed, result.detail
+
+
+class Count:
+    """A whole number that is no int."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(np.int64(3), np.int64(9)), (20, np.uint8(31))],
+        np.array([[3, 9], [20, 31]]),
+        torch.tensor([[3, 9], [20, 31]]),
+        [torch.tensor([3, 9]), np.array([20, 31])],
+        [(torch.tensor(3), Count(9)), [20, 31]],
+    ],
+    ids=["numbers", "array", "tensor", "rows", "others"],
+)
+@pytest.mark.parametrize("lossless", [False, True])
+def test_whole_numbers_of_any_library_are_taken(spans, lossless):
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 1.0 if not lossless else 0.4, lossless=lossless) as patch:
+        one, other = (read(model, patch, rows=1) for _ in range(2))
+        one.forget(spans, np.int64(0))
+        other.forget([(3, 9), (20, 31)], 0)
+        assert one.positions(0).tolist() == other.positions(0).tolist() and int(one.held(0)[0, 0]) == 43 - 17
+        if not lossless:
+            for cache, span, reread in ((one, np.array([32, 34], dtype=np.uint8), np.uint8(5)), (other, (32, 34), 5)):
+                patch.replace(cache, span, [4], reread=reread)
+            for layer in range(2):
+                assert same(entries(one, layer), entries(other, layer))
 
 
 @pytest.mark.parametrize("k", BUDGETS, ids=str)

@@ -113,10 +113,10 @@ def test_what_follows_is_as_the_masked_model_reads_it(name, policy):
             assert len(now) >= min(len(outside) + 9, len(old)), "what was forgotten is room for what is new"
 
 
-@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
+@pytest.mark.parametrize(("policy", "k"), [("h2o", 0.95), ("snapkv", 0.95), ("h2o", 1.0), ("full", 1.0)])
 @pytest.mark.parametrize("reread", [1, 7])
-def test_tokens_behind_are_read_again(policy, reread):
-    _, after = follow(make("llama_gqa"), policy, 0.95, (11, 26), prompt(1, 9, seed=7)[0], reread)
+def test_tokens_behind_are_read_again(policy, k, reread):
+    _, after = follow(make("llama_gqa"), policy, k, (11, 26), prompt(1, 9, seed=7)[0], reread)
     assert (after[0] == 26).any(-1).all()
 
 

@@ -106,7 +106,7 @@ class Editing:
         pads = self.told and "quota" not in self.settings[2]
         self.cache, self.lengths = patch.new_cache(), [n - self.draw.randrange(0, 6) if pads and b else n for b in range(B)]
         self.columns = n
-        self.texts, self.joined, self.padded = [Text(0) for _ in range(B)], False, False
+        self.texts, self.joined = [Text(0) for _ in range(B)], False
         self.feed(n, first=True)
 
     @property
@@ -122,9 +122,8 @@ class Editing:
         ids, held = prompt(B, n, seed=self.seed), None if first else self.heads
         ends = self.lengths if first else [length + n for length in self.lengths]
         columns = n if first else self.columns + n
-        self.padded = self.padded or len({*ends, columns}) > 1
         given = {}
-        if self.padded and not self.joined:
+        if len({*ends, columns}) > 1 and not self.joined:  # rows with padding may have gone
             mask = torch.arange(columns)[None] >= columns - torch.tensor(ends)[:, None]
             places = (torch.arange(columns - n, columns) - (columns - torch.tensor(ends))[:, None]).clamp(min=0)
             given = {"attention_mask": mask.long(), "position_ids": places}
@@ -207,7 +206,7 @@ class Editing:
     def replace(self, start, stop, reread):
         """Read other tokens in place of a span, and some behind it again."""
         self.seed += 1
-        reread = min(reread, min(self.lengths) - stop) if self.cache.keeps_ids else 0
+        reread = min(reread, min(self.lengths) - stop)
         new = prompt(len(self.texts), self.draw.randrange(1, stop - start + 1), seed=self.seed)
         before, spans = self.heads, self.spans_held(range(start, stop + reread))
         try:

@@ -99,7 +99,7 @@ class Texts:
         seen, start = self.cache.get_seq_length(), number - 1
         span, reread = (start, min(seen, 3 * number)), number % 3
         new = prompt(self.rows, max(1, (span[1] - start) // (1 + number % 2)), seed=self.seed)
-        reread = reread if self.cache.keeps_ids and span[1] + reread <= seen else 0
+        reread = reread if span[1] + reread <= seen else 0
         if start >= span[1]:
             return
         try:

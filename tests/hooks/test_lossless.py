@@ -137,6 +137,36 @@ def test_tokens_that_are_taken_back_leave_the_budget_too():
         cache.drafts.check_invariants()
 
 
+def test_a_lossless_cache_answers_or_refuses_whatever_is_asked_of_an_evicting_one():
+    public = [name for name in vars(kvpatch.EvictingCache) if not name.startswith("_")]
+    assert [name for name in public if not hasattr(LosslessCache, name)] == []
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True):
+        cache = cache_of(model(prompt(1, 40)))
+        cache.forget([(3, 9)])
+        left = [*range(3), *range(9, 40)]
+        assert cache.positions(-1).tolist() == [[left] * model.config.num_key_value_heads]
+        assert cache.held(0).tolist() == [[34] * model.config.num_key_value_heads]
+        assert cache.next_positions(2).tolist() == [[40, 41]]
+        cache.check_invariants()
+        cache.whole[1].length = 33
+        with pytest.raises(kvpatch.errors.InvalidError, match="Layer 1 has the entries of 33 tokens, and 34 are there"):
+            cache.check_invariants()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_bits_round_the_budget_and_no_entry_on_the_host(bits):
+    model, ids = make("llama_gqa", dtype=torch.float64), prompt(1, 40)
+    want, cache = generate(model, ids), {}
+    for width in (16, bits):
+        with kvpatch.patched(model, "h2o", 0.4, lossless=True, bits=width):
+            cache[width] = cache_of(generate(model, ids))
+            assert cache[width].ids == want.sequences[0, :-1].tolist()
+    for rounded, whole in zip(cache[bits].whole, cache[16].whole, strict=True):
+        torch.testing.assert_close(rounded.used_TE, whole.used_TE, rtol=1e-10, atol=1e-10)
+    assert cache[bits].drafts.nbytes < cache[16].drafts.nbytes
+
+
 FORGETTING = ("llama_gqa", "mistral_sliding", "mpt", "gpt2")
 
 
