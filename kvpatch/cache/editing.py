@@ -66,15 +66,15 @@ def check_state(cache: TextState, what: str) -> None:
 
 def mark_spans(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -> Tensor:
     """Return which positions of each row's text go [B,T]. Raises KVPatchError for spans that are not of the text."""
-    lengths, row, spans = cache.read_B.tolist(), checks.read_whole(row), as_python(spans)
+    lengths, row, given = cache.read_B.tolist(), checks.read_whole(row), as_python(spans)
     if row is not None and (type(row) is not int or not 0 <= row < len(lengths)):
         raise KVPatchError(f"row={row!r}: the cache has the rows 0 to {len(lengths) - 1}; give one of these, or None for all.")
     rows = list(range(len(lengths))) if row is None else [row]
     gone_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.bool)
     known: list[Span] = []
-    if not isinstance(spans, Iterable):
+    if not isinstance(given, Iterable):
         raise KVPatchError(f"{what} was given {spans!r}: give a list of (start, stop), such as [(12, 80)].")
-    for span in spans:
+    for span in given:
         start, stop = read_span(span)
         for one in rows:
             if stop > lengths[one]:
