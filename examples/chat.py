@@ -27,7 +27,11 @@ TURNS = [
 
 
 def main(
-    model_name: str = str(MODELS / "llama-python"), policy: str = "h2o", k: Any = 48, new: int = 10, template: str = TEMPLATE
+    model_name: str = str(MODELS / "llama-python"),
+    policy: str = "streaming_llm",
+    k: Any = 48,
+    new: int = 10,
+    template: str = TEMPLATE,
 ) -> dict[str, Any]:
     model, tokenizer = load_model(model_name, "float32"), load_tokenizer(model_name)
     if tokenizer.chat_template is None:

@@ -88,10 +88,10 @@ USES = (
     Use(
         "chat",
         "a chat",
-        "h2o",
+        "streaming_llm",
         4096,
-        "The budget holds in every turn, answers included. Take as many tokens as memory allows, and protect the system "
-        "prompt.",
+        "With the system prompt protected, the newest turns answer most. Take as many tokens as memory allows. `h2o` keeps "
+        "more of code, and `kvzip` nearly all, by reading each turn twice.",
     ),
     Use(
         "server",
