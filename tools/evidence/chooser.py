@@ -16,7 +16,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "later": (USES[1].title, USES[4].title, USES[9].title),
     "code": (USES[3].title, USES[4].title),
     "chat": (USES[5].title, USES[7].title, USES[11].title),
-    "server": (USES[0].title, USES[5].title),
+    "server": (USES[0].title, USES[3].title, USES[5].title),
     "stream": (USES[2].title,),
 }
 """By key of kvpatch/policies/uses.py the measured uses that are nearest to it."""
