@@ -19,7 +19,8 @@ from tools.evidence.texts import group_parts, sentences
 pytestmark = [pytest.mark.real, pytest.mark.usefixtures("no_gradients")]
 K, TOKENS = 0.2, 240  # of prose behind the instruction
 SHOP = "You are the assistant of a shop."
-CLOSE, FAR = 0.5, 5.0  # nats a token: all policies are within 0.3 of the full cache or below, and without protection 6 above
+# nats a token: SmolLM2's are 1.6 under the full cache, at most 1.1 protected, and 12 or more where it is dropped
+CLOSE, FAR = 0.5, 5.0
 
 
 @dataclass
