@@ -92,7 +92,10 @@ MUTANTS = {
         f"{REPLACE}what_stays_is_bit_for_bit_what_it_was[tova-12-8]"),
     "tokens that are read again are those of other positions": (
         "cache/replacing.py", "stop + torch.arange(reread)", "start + torch.arange(reread)",
-        f"{REPLACE}tokens_behind_are_read_again[7-h2o]"),
+        f"{REPLACE}tokens_behind_are_read_again[7-h2o-0.95]"),
+    "padding counts when its rows have gone": (
+        "cache/state.py", "return self.rows.by_columns and bool((self.read_B < self.seen).any())", "return self.rows.by_columns",
+        "tests/cache/test_concat.py::test_a_row_without_padding_is_joined_once_the_padded_ones_have_gone[select_rows]"),
     "what is behind an insertion stays at its positions": (
         "cache/replacing.py", "positions >= at, positions + count", "positions > at, positions + count",
         f"{INSERT}what_follows_is_as_the_unpatched_models_entries_moved_up[llama_gqa]"),
