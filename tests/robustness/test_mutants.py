@@ -94,7 +94,7 @@ MUTANTS = {
         "cache/replacing.py", "stop + torch.arange(reread)", "start + torch.arange(reread)",
         f"{REPLACE}tokens_behind_are_read_again[7-h2o-0.95]"),
     "padding counts when its rows have gone": (
-        "cache/state.py", "return self.rows.by_columns and bool((self.read_B < self.seen).any())", "return self.rows.by_columns",
+        "cache/state.py", "self.rows.by_columns and bool((self.read_B < self.seen).any())", "self.rows.by_columns",
         "tests/cache/test_concat.py::test_a_row_without_padding_is_joined_once_the_padded_ones_have_gone[select_rows]"),
     "what is behind an insertion stays at its positions": (
         "cache/replacing.py", "positions >= at, positions + count", "positions > at, positions + count",
