@@ -221,7 +221,7 @@ def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
 
 
 def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: bool) -> None:
-    """Set the mode, by which the next token of a joined layer finds its slot. moved: tokens fill the first slots of each head."""
+    """Set the mode: how the next token of a joined layer finds its slot. moved: tokens fill the first slots of each head."""
     C, held = new.positions.shape[2], max(counts)
     next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
     if goals is not None:
