@@ -182,33 +182,18 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that JSON can hold."""
-        return {
-            "policy": self.policy,
-            "schedule": self.schedule,
+        plain = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in vars(self).items()
+            if name != "positions"
+        }
+        return plain | {
             "budget": Budget(self.budget).described(),
-            "bits": self.bits,
-            "backend": self.backend,
             "backends": {task: {"name": name, "why": why} for task, (name, why) in self.backends.items()},
-            "part": self.part,
-            "seen": self.seen,
-            "lengths": list(self.lengths),
-            "nbytes": self.nbytes,
-            "full_nbytes": self.full_nbytes,
-            "peak_nbytes": self.peak_nbytes,
             "held": [layer.tolist() for layer in self._count_held()],
-            "bounds": list(self.bounds),
-            "layers": list(self.layers),
-            "states": list(self.states),
-            "state_nbytes": self.state_nbytes,
-            "record_nbytes": self.record_nbytes,
-            "size": self.size,
-            "answers_nbytes": self.answers_nbytes,
-            "unfitted": self.unfitted,
             "readers": [list(pair) for pair in self.readers],
             "mass": [None if mass is None else mass.tolist() for mass in self.mass],
-            "acted": self.acted,
             "passes": {kind: {"total": total, "acted": acted} for kind, (total, acted) in self.passes.items()},
-            "dropped": self.dropped,
             "verified": None if self.verified is None else asdict(self.verified),
             "seconds": dict(self.seconds),
         }

@@ -36,7 +36,7 @@ def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
 
 
 def check_value(call: Call, value_BHT: Tensor) -> None:
-    """Check what the score's value() gives for the tokens in use, if that is not the fault of what it was given."""
+    """Raise if value() of the score is NaN for a token in use although the state that it reads is finite."""
     given = [tensor for tensor in call.slots.state_view().values() if tensor.is_floating_point()]
     if all(bool(tensor.isfinite().all()) for tensor in given):  # else check_outcome names it
         _refuse_bad(call, "scores (of value())", value_BHT.isnan(), call.slots.view()[2], "")
@@ -54,7 +54,7 @@ def check_cache(cache: TextState) -> None:
 
 
 def _refuse_bad(call: Call, hop: str, bad_BHT: Tensor, positions: Tensor, then: str) -> None:
-    """Raise where `bad` is True of a real token; positions [B,1|H,T]."""
+    """Raise KVPatchError, with rows and positions, if `bad_BHT` marks a token that is not padding; positions [B,1|H,T]."""
     bad_BHT = bad_BHT & (positions >= 0)
     if not bool(bad_BHT.any()):
         return

@@ -53,7 +53,7 @@ def _is_autocasting(device: str) -> bool:
 def _attend_writing(
     cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter
 ) -> Tensor:
-    """Attend by a record, or through a cache, outside inference mode: what the cache allocates must stay writable."""
+    """Attend by a record or through a cache, outside inference mode: decode steps write in place to the tensors made here."""
     if isinstance(cache, ReplayPass):
         return cache.attend(layer, q, k, v, bound_adapter)
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():

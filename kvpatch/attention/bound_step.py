@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class BoundStep:
     """A layer's part of a decode step: queries [B,H*G,1,D], keys and values [B,H,1,D] -> output [B,1,H*G*D].
 
-    owner: the stack, or the mode of a layer without one; another owner needs another step.
+    The attention module's forward calls it in place of attend.attend. owner: the stack, or the mode of a layer without one,
+    that the step was bound for; `bind_steps` makes a new step once the layer has another owner.
     """
 
     def __init__(self, call: Call) -> None:
@@ -50,7 +51,7 @@ class BoundStep:
 
 
 class Unbound(BoundStep):
-    """Of any other layer: decode.attend, without asking again what the first layer has answered."""
+    """Step of a layer that no fused step serves: it calls decode.attend, and repeats none of the checks of the first layer."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
         super().__init__(call)
@@ -62,7 +63,7 @@ class Unbound(BoundStep):
 
 
 class Fused(BoundStep):
-    """Of a layer in a stack, or of one that appends and neither scores nor evicts (stack: None).
+    """Step of a layer in a stack, or (stack: None) of one that appends tokens and neither scores nor evicts them.
 
     norms_NB: the layer's part of the stack's norms of projected values.
     """

@@ -29,11 +29,14 @@ from .layer_call import Call
 
 @dataclass(eq=False)
 class Ended:
-    """A layer whose prompt (or block) is read. Numbers are of all processes' heads, by row.
+    """A layer that has read a prompt (or a block of it) and is about to evict down to its budget.
 
-    nominal_B: protected tokens. budget_B: tokens that a head may hold, `fixed` aside. held: tokens of each head; fixed: those
-    of them that are kept outside the budget; keep: the most that it may hold. context, keys: the eviction context, and the
-    eviction keys by score alone, made where tokens are evicted. like_BHGD: a tensor like the queries of a coming step.
+    Lists of numbers have one list for each row, with a number for each head of all processes.
+
+    past: tokens held before the prompt. nominal_B: tokens of each row that the policy protects. budget_B: tokens that a head
+    may hold beside the `fixed` ones. held: tokens of each head. fixed: those of them that are kept outside the budget. keep:
+    the most that each head may hold. context, keys: the eviction context and the eviction keys by score alone; only layers
+    that evict have them. like_BHGD: an empty tensor with the shape of a decode step's queries.
     """
 
     call: Call
@@ -54,7 +57,7 @@ class Ended:
 
     @property
     def above(self) -> int:
-        """Tokens above its budget that a head may keep."""
+        """Tokens that a head may keep beyond its budget: none at a prompt's end."""
         return 0
 
     @property
@@ -109,11 +112,11 @@ class Ended:
 
 
 def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> None:
-    """Keep each head's budget, in buffers with room for the tokens that follow.
+    """Evict the layer's tokens down to its budget, and move the kept ones to buffers with room for the tokens that follow.
 
-    Where the heads of all layers share one budget, the last layer does so for all of them; if the prompt is read a second time,
-    `finish` does after that. nominal_B: protected tokens of each row. Numbers of tokens are the host's where it knows them
-    (`_count_held`): it then waits for the device only if heads share a budget by score.
+    Layers that share one budget wait until the last of them has come here. If the prompt is to be read a second time, all
+    layers wait, and the second reading calls `finish`. nominal_B: tokens of each row that the policy protects. The host waits
+    for the device only if heads share a budget by their scores, or if it cannot know how many tokens they hold (`_count_held`).
     """
     now, mine = call.now, Ended(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
     together = call.layer in call.settings.together
@@ -128,7 +131,7 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
 
 
 def finish(cache: TextState, now: Forward) -> None:
-    """End the prompt in all layers that wait."""
+    """Evict in all layers that wait in `now.ended`: those that share one budget together, the others one by one."""
     together = [one for one in now.ended if one.call.layer in cache.settings.together]
     for group in (*([one] for one in now.ended if one not in together), *([together] if together else [])):
         finish_group(group)
@@ -205,7 +208,7 @@ def _exceeds_budget(held: list[int], most: list[int], share: Adaptive | None) ->
 
 
 def _join_rows(layers: list[list[list[int]]]) -> list[list[int]]:
-    """Join the numbers of several layers' heads by row."""
+    """Put the numbers of several layers' heads one behind the other, in a list for each row."""
     return [[n for row in rows for n in row] for rows in zip(*layers, strict=True)]
 
 
@@ -256,12 +259,12 @@ def _count_held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[in
 
 
 def _fill_counts(call: Call, rows: list[list[int]]) -> Tensor:
-    """Return numbers of heads as a tensor [B,H]."""
+    """Copy numbers, a list of heads for each row, to the layer's device as a tensor [B,H]."""
     return call.now.copy([n for row in rows for n in row], call.slots.positions.device).view(len(rows), -1)
 
 
 def _divide_rest(most: list[int], count: list[int]) -> list[int]:
-    """Divide what the heads of a row may keep beyond what they do keep."""
+    """Share out the part of a row's budget that its heads do not use, to all of them alike."""
     rest, H = max(sum(most) - sum(count), 0), len(count)
     return [rest // H + (h < rest % H) for h in range(H)]
 
@@ -331,7 +334,9 @@ def _compress_layer(
 
 
 def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tensor | None:
-    """Return the kept tokens' values by the evicted ones [B,H,K,D], or None if the policy drops those or nothing is evicted.
+    """Return new values of the kept tokens that make up for the evicted ones [B,H,K,D].
+
+    None if the policy has no merging, or if nothing is evicted.
 
     A head whose new values are not all finite keeps its own and is marked in slots.unfitted_BH.
     """
@@ -365,7 +370,7 @@ def _count_spare(call: Call, tokens: int) -> int:
 
 
 def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
-    """Note the share of the observed attention that the tokens at `index` [B,H,K], where `kept`, received."""
+    """Store, for reports, the share of all observed attention that the kept tokens received; `index` [B,H,K] where `kept`."""
     slots = call.slots
     name = "sum" if "sum" in slots.state else "observed"
     if name not in slots.state:

@@ -107,7 +107,7 @@ class Call(LayerRead):
         return entry
 
     def score_entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> dict[str, Tensor]:
-        """Compute what the score keeps about tokens."""
+        """Compute what the score and its needs store with new tokens, from keys and values as the cache holds them."""
         key_codec, value_codec = self.slots.kv.codecs
         return self.policy.entry(self._describe_tokens(key_codec.cached(k_BHQD), value_codec.cached(v_BHQD), positions_BQ))
 
@@ -116,17 +116,17 @@ class Call(LayerRead):
         return NewTokens(k_BHQD, v_BHQD, positions_BQ, self.group, self.layer_B, self.settings.seed, first)
 
     def selection_entry(self, v_BHQD: Tensor) -> dict[str, Tensor]:
-        """Compute the projected value norms of tokens that decode steps will choose among.
+        """Compute the projected value norms of new tokens, if decode steps will choose among these by them.
 
-        Under a policy that evicts only once, at the end of the prompt, they are computed there, for the tokens that need them;
-        but not where that is after other layers, when this one's weights may have been offloaded.
+        A policy that evicts at the prompt's end alone computes them there, for fewer tokens. But if layers share a budget, they
+        evict after the last layer, when accelerate may have offloaded this one's weights: then they are computed here too.
         """
         if not self.evicts or not self.policy.keeps_norms:
             return {}
         return {"norm": self._project_norms(self.slots.kv.codecs[1].cached(v_BHQD), None)}
 
     def write_norms(self, v_BH1D: Tensor, out_NB: Tensor) -> None:
-        """Write `selection_entry` of a decoded token for each query head [H*G,B]; whoever reads it takes the group's mean."""
+        """Write the norms of a decoded token for each query head into out_NB [H*G,B]; readers take the mean over a group."""
         assert isinstance(self.policy.selection, TwoStage)
         v_BN1D = self.bound_adapter.head_values(self.slots.kv.codecs[1].cached(v_BH1D))
         rows = self._output_rows(v_BN1D, len(out_NB) // v_BN1D.shape[1])
@@ -244,9 +244,10 @@ class Call(LayerRead):
         return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k, codecs=codecs)
 
     def show(self, keys: Keys, copied: bool = False) -> None:
-        """Note what the queries of these columns see, for layers that use the same keys. copied: entries change in this pass.
+        """Keep the keys that the queries of these columns see, for later layers that use this layer's keys (reading.py).
 
-        An eviction empties positions at once; the entry itself stays until the next token's takes its slot.
+        Positions are copied, since an eviction changes them at once. copied: entries are copied too, since this pass overwrites
+        them; else they stay until the next token takes their slot.
         """
         if copied:
             keys = replace(keys, k_BHTD=keys.k_BHTD.clone(), v_BHTD=keys.v_BHTD.clone())
@@ -371,7 +372,7 @@ class Call(LayerRead):
         return (x - lse_BHGW[..., None]).masked_fill(~seen, -torch.inf).exp()
 
     def _look_behind(self, q_BHGWD: Tensor, k: Tensor, positions: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits [B,H,G,W,M] of queries behind the used slots, and which of these they see [B,H,1,W,M]."""
+        """Return the logits [B,H,G,W,M] of queries that come after all used slots, and a mask of the slots that they see."""
         rows = positions[:, None, None, :, None]
         seen = (at[:, :, None, None] >= 0) & (rows >= 0)
         if self.geometry.sliding is not None:
@@ -396,14 +397,14 @@ class Call(LayerRead):
         return slots.positions if slots.used == slots.positions.shape[2] else slots.positions[:, :, : slots.used]
 
     def _stored_norms(self, known: Tensor, out: Tensor | None) -> Tensor:
-        """Return projected value norms of the used slots, computed only for those neither `known` to stay nor `out`."""
+        """Return projected value norms of the used slots; if none are stored, of those neither `known` to stay nor `out`."""
         if "norm" in self.slots.state:
             return self.slots.state_view()["norm"]
         unwanted = known if out is None else known | out
         return self._project_norms(self.slots.view()[1], ~unwanted)
 
     def sums(self, rows: Rows, rows_BQ: Tensor, tau: float | Tensor) -> dict[str, Tensor]:
-        """Return the policy's statistics [N,M] of some rows' probabilities; rows_BQ are the positions of all rows."""
+        """Return the policy's statistics [N,M] of a block of rows. rows_BQ: positions of all rows of the pass."""
         slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
         if isinstance(tau, Tensor) and tau.ndim:  # one per row where rows are at different steps
             B, H, _ = slots.positions.shape
@@ -449,14 +450,14 @@ class Call(LayerRead):
             total.add_(increment)
 
     def _find_decay(self, total: Tensor, decay: float) -> float | Tensor:
-        """Return the factor of the old sums: 1 for rows whose text ended before this block."""
+        """Return the factor of the old sums: `decay`, but 1 for batch rows that have no token in this block."""
         if min(self.now.rows_B, default=1) > 0:
             return decay
         on = self.now.copy(self.now.rows_B, total.device)[:, None, None] > 0
         return torch.where(on, decay, 1.0).to(total.dtype)
 
     def _add_shared(self, increment: Tensor, positions: Tensor, decay: float) -> None:
-        """Add to the one sum that layers share, indexed by original position: a token evicted here may be held elsewhere."""
+        """Add to the sum that all layers share, by original position, since another layer may hold a token evicted here."""
         cache = self.cache
         B, H, _ = positions.shape
         needed = self.slots.seen + 1
@@ -483,7 +484,7 @@ class Call(LayerRead):
 
 
 def _mask_seen(x_BHGWT: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits without those of what is not seen, but in rows that see nothing, and which rows see something."""
+    """Return logits with -inf for unseen keys, except in rows that see none; and which rows see any."""
     some = seen.any(-1, keepdim=True)
     return x_BHGWT.masked_fill(~seen & some, -torch.inf), some
 

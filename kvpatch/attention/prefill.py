@@ -86,7 +86,7 @@ def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
 
 
 def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:
-    """Attend; noise: of logits whose log-sum-exp is returned too by a kernel that computes both at once."""
+    """Attend by the chosen backend, else by torch. noise: Triton also returns the log-sum-exp of the noisy logits."""
     choice, case, padding = call.cache.choice, call.case("prompt", q_BHGQD, keys), call.now.padding
     name = choice.of("prompt", case)
     if name != "torch" and padding is not None and padding.behind:
@@ -148,7 +148,7 @@ def _observed_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -
 
 
 def _spans(call: Call, name: str, rows_BQ: Tensor) -> Tensor:
-    """Return what a backend's kernels need to know of the rows of a pass, made once for all layers."""
+    """Return the tensor that describes a pass's rows to a backend's kernels; the first layer makes it for all."""
     return call.once(f"spans of {rows_BQ.shape[1]} rows", functools.partial(backend(name).spans, rows_BQ))
 
 
@@ -167,7 +167,7 @@ def _temperature(call: Call) -> float:
 
 
 def _observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor], Observer]:
-    """Return the policy's statistics [B,H,T], zero, and a function that adds what a block of rows gives."""
+    """Return zeros for the policy's statistics [B,H,T], and a function that adds those of a block of rows."""
     tau, dtype = _temperature(call), accumulator(keys.k_BHTD.dtype)
     shape, names = keys.k_BHTD.shape[:3], call.policy.needs.statistics
     sums = {name: torch.zeros(shape, dtype=dtype, device=rows_BQ.device) for name in names}
@@ -195,7 +195,7 @@ def _sampled_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) ->
 def _read(
     call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse_BHGQ: Tensor | None, column_BR: Tensor
 ) -> dict[str, Tensor]:
-    """Return the statistics [B,H,T] of the rows at these columns; -1 is none."""
+    """Return the policy's statistics [B,H,T] over the rows at these columns of the prompt; a column of -1 is left out."""
     index_BR = column_BR.clamp(min=0)
     read_BR = rows_BQ.gather(1, index_BR).masked_fill(column_BR < 0, -1)
     q, lse_BHGR = pick_rows(q_BHGQD, lse_BHGQ, index_BR)

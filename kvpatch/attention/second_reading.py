@@ -49,7 +49,7 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
 
 
 def _join_keys(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
-    """Return the keys with the rows' own behind them."""
+    """Return the held keys followed by those of the repeated rows themselves."""
     padded = call.now.padding is not None
     return replace(
         keys,
@@ -62,12 +62,12 @@ def _join_keys(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
 
 
 def _row_factors(hidden_BQE: Tensor) -> Tensor:
-    """Return the inverse norms of what the attention was given at each row, [B,Q]."""
+    """Return one over the norm of the attention module's input at each row [B,Q]."""
     return torch.linalg.vector_norm(hidden_BQE, dim=-1, dtype=accumulator(hidden_BQE.dtype)).reciprocal()
 
 
 def _raise_scores(call: Call, part: _Part, most_BHGM: Tensor) -> None:
-    """Raise the scores of the chunk's tokens to the greatest that a row of any query head gives them."""
+    """Set each score of the chunk's tokens to the greatest attention that any row and query head has paid so far."""
     scores, most = call.slots.state["repeated"], most_BHGM.amax(2).masked_fill(~part.inside_BHM, 0.0)
     scores.scatter_reduce_(-1, part.index_BHM, most.to(scores.dtype), "amax")
     call.cache.choice.record("statistics", "torch", "kernels read a prompt's rows once, this score reads it twice")
@@ -75,9 +75,10 @@ def _raise_scores(call: Call, part: _Part, most_BHGM: Tensor) -> None:
 
 @dataclass
 class _Part:
-    """Tokens held that a chunk's scores look at, `shown`, and the `rest` of them.
+    """The held tokens, divided: `shown` are the chunk that is repeated and the sinks, `rest` are all others.
 
-    index_BHM: their slots. inside_BHM: tokens of the chunk, not sinks or nothing.
+    index_BHM: slots of the shown ones. inside_BHM: True for those of the chunk, which get a score; False for sinks and for
+    columns that only fill up the tensor.
     """
 
     shown: Keys

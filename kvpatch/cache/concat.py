@@ -174,7 +174,7 @@ def lay_out_anew(layer: SlotLayer) -> SlotLayer:
 
 
 def _list_goals(parts: list[SlotLayer]) -> list[int] | None:
-    """Return the slots that each head needs once it has reached its budget, if tokens are evicted."""
+    """Return the slots of each head at its budget; None if no token is evicted."""
     goals = [part.list_goals() for part in parts]
     return None if any(own is None for own in goals) else [goal for own in goals for goal in own or ()]
 
@@ -195,7 +195,7 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: l
 
 
 def _stack_parts(new: SlotLayer, parts: list[SlotLayer], beside: Slots) -> None:
-    """Join parts whose keys and values stay where they are: slot indices stay too."""
+    """Join positions and state of parts whose keys and values, `beside` one another, stay in place: slot indices stay too."""
     new.kv, C = beside, beside.width
     new.positions = torch.cat([fit_columns(part.positions[:, :, : part.used], C, -1) for part in parts])
     names = dict.fromkeys(name for part in parts for name in part.state)
@@ -221,7 +221,7 @@ def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
 
 
 def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: bool) -> None:
-    """Set the mode: the slots that the next token goes to. moved: each head's tokens are in its first slots."""
+    """Set the mode: how the next token of a joined layer finds its slot. moved: tokens fill the first slots of each head."""
     C, held = new.positions.shape[2], max(counts)
     next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
     if goals is not None:

@@ -160,7 +160,7 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
 
 
 def drop_last(cache: TextState, count: int) -> None:
-    """Drop the newest tokens of a prompt that has just ended; what they have evicted stays away."""
+    """Drop the newest `count` tokens of a prompt that has just ended; tokens that these have evicted do not come back."""
     left = cache.seen - count
     with cache.changing("crop()"):
         gone_BT = torch.arange(cache.seen)[None] >= left
@@ -175,7 +175,7 @@ def drop_last(cache: TextState, count: int) -> None:
 
 
 def can_crop(cache: TextState, count: int) -> bool:
-    """Tell if the last tokens of a cache, so many, can be taken back exactly."""
+    """Tell if the last `count` tokens of a cache can be taken back exactly."""
     settings = cache.settings
     remembers = [on and policy.remembers for on, policy in zip(settings.evicts, settings.policies, strict=True)]
     remembered = all(layer.can_crop(count, on) for layer, on in zip(cache.layers, remembers, strict=True))

@@ -33,8 +33,7 @@ class Padding:
 class Repeat:
     """Chunk of a prompt that a second reading repeats: positions from `start_B` to before `stop_B`, of each row.
 
-    tokens_B: tokens that all chunks repeat. hidden: what the attention of the layer that runs was given, [B,Q,E]; set before
-    each.
+    tokens_B: tokens that all chunks repeat. hidden: the input [B,Q,E] of the attention module that runs; each module sets it.
     """
 
     start_B: list[int]

@@ -17,8 +17,8 @@ SPARE = 50  # a layer becomes ragged if dense slots would waste more than 1/50
 class Layout:
     """Sizes of slots to allocate.
 
-    capacities: slots of each head. filled: slots of each head in use while a query attends, if segments differ (a ragged
-    layer); None: every head gets as many as the one that needs most.
+    capacities: slots of each head, or one number for all in a dense layer. filled: in a ragged layer, the slots of each head
+    that queries attend to; None: the layer is dense.
     """
 
     capacities: list[int]
@@ -49,7 +49,8 @@ def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[in
 def plan(counts: list[int], goals: list[int] | None, more: Callable[[int], int] = slack, exactly: bool = False) -> Layout:
     """Plan each head's slots at the end of a prompt: ragged if dense ones would waste too much.
 
-    more: returns the coming tokens that a head of so many gets room for. exactly: so many at once, not half of them first.
+    more: from the tokens of a head to the number of coming tokens that it gets room for. exactly: a ragged layer gets room for
+    all of them at once; else it starts with half.
     """
     fills = goals is not None and any(count + 1 < goal for count, goal in zip(counts, goals, strict=True))
     ragged = is_wasteful(counts if goals is None else [count + 1 for count in counts], LEAST if fills else 0)

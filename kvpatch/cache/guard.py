@@ -16,7 +16,8 @@ _UNFINISHED = (
 class MutationGuard:
     """Guard of a mutable object.
 
-    operations: those begun and not ended. changes: number of operations begun. was_read: copied, saved, joined or reported on.
+    operations: changes that have begun and not ended, by kind. changes: how many have begun so far. was_read: the object was
+    copied, saved, joined or reported on.
     """
 
     operations: dict[str, list[str]]

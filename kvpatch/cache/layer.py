@@ -388,7 +388,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.mode = Filling(steps)
 
     def start_growing(self, next_BH: Tensor, counts: list[int] | None = None) -> None:
-        """End a prompt: tokens go into slots, starting with these, and none is evicted. counts: see `measure`."""
+        """End a prompt: tokens go into slots, starting with these, and none is evicted. counts: see `measure_room`."""
         self._open_slots(Growing(next_BH), counts)
 
     def start_evicting(
@@ -396,14 +396,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     ) -> None:
         """End a prompt: tokens go into slots, and heads at their budget evict; all heads do after so many steps.
 
-        next_BH: slots for the first tokens; None: the first empty slot of each head. counts, goals: see `measure`.
+        next_BH: slots for the first tokens; None: the first empty slot of each head. counts, goals: see `measure_room`.
         """
         self._open_slots(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
 
     def start_moving(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """End a prompt, or pack: tokens go into empty slots, and heads evict what their budgets say.
 
-        counts, goals: see `measure`.
+        counts, goals: see `measure_room`.
         """
         counts = self.counts() if counts is None else counts
         self.holes = True
@@ -413,7 +413,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return torch.tensor(counts, device=self.positions.device).view(self.positions.shape[:2])
 
     def _open_slots(self, mode: Growing | Evicting | Moving, counts: list[int] | None, goals: list[int] | None = None) -> None:
-        """Turn all columns into slots; empty ones are masked."""
+        """Use every column as a slot from now on; queries do not see the empty ones."""
         self.used, self.contiguous, self.mode = self.positions.shape[2], False, mode
         self.measure_room(counts, goals)
 
@@ -436,9 +436,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return [keep + self.every for keep in self.keep_BH1.flatten().tolist()]
 
     def measure_room(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Update how many tokens can be written before buffers move.
+        """Update how many tokens can be written before larger buffers are needed.
 
-        counts, goals: what the methods of these names return, if the host knows it already.
+        counts, goals: results of `counts` and `list_goals`, if the caller has them already.
         """
         mode = self.mode
         if isinstance(mode, Slotted):
@@ -449,7 +449,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.update_pace(counts, goals)
 
     def update_pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Update when heads evict, if they evict several tokens at once. counts, goals: see `measure`."""
+        """Update the steps until each head evicts, if `every` > 1. counts, goals: see `measure_room`."""
         if isinstance(self.mode, Evicting) and self.every > 1:
             self.mode.every = self.every
             self.mode.waits = list_waits(counts or self.counts(), goals or self.list_goals() or ())
@@ -532,7 +532,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     @property
     def ahead_of(self) -> int:
-        """Slots that heads get ahead of time, for the tokens that are evicted at once."""
+        """Extra slots of each head if `every` > 1, for tokens that wait until several are evicted at once."""
         return self.every if self.every > 1 else 0
 
     def count_spare(self, tokens: int) -> int:
@@ -546,7 +546,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.kv.count_taken(self.used, mode.slack - mode.grown) if isinstance(mode, Growing) else self.used
 
     def advance(self) -> None:
-        """Name the slot after the new token's as each head's next one, where none is evicted; appended tokens have none."""
+        """Make the next slot of each head the free one, in a layer that evicts nothing at this step."""
         if not self.mode.slotted:
             return
         self.set_free(self.mode.free_BH + 1)
@@ -559,7 +559,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.graph = (gather_entries(self.graph[0], index_BHK), gather_entries(self.graph[1], index_BHK))
 
     def _round_graph(self) -> None:
-        """Give the next block the rounded numbers; gradients pass through the rounding as if it were none."""
+        """Let the next block attend to rounded keys and values; gradients pass the rounding unchanged."""
         if self.graph is not None and not all(codec.exact for codec in self.kv.codecs):
             keys, values = self.kv.numbers(self.used)
             with torch.enable_grad():
@@ -573,19 +573,19 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.free_BH = slot_BH
 
     def forget_places(self) -> None:
-        """Drop what was derived from the previous free slots: a kernel has named the next ones in place."""
+        """Follow a kernel that has written the next free slots in place: drop cached indices, and count the token."""
         if not self.traced:
             self.named_by_kernels()
             self.mode.count(1)
 
     def named_by_kernels(self) -> None:
-        """Name the next slots of heads without an empty one: kernels leave theirs where it was, so as never to write behind."""
+        """Recompute the free slots of full heads: there a kernel leaves the old index, to write nothing out of bounds."""
         self.free_at = None
         if self.mode.growing and self.mode.evicts:
             self.mode.free_BH = self.empty_slots()
 
     def free(self, slot_BH: Tensor) -> None:
-        """Empty one slot of each head, and name it for the next token."""
+        """Evict the token in one slot of each head; the next token goes into that slot."""
         if self.mode.slotted:
             self.set_free(slot_BH)
         else:  # the budget is reached
@@ -594,7 +594,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.positions.view(-1).index_fill_(0, self.free_slots(), -1)
 
     def drop(self, gone_BHM: Tensor) -> None:
-        """Empty several columns of each head, all columns being taken, and move the last tokens that stay into them."""
+        """Evict the tokens in several columns of each head, and move tokens from the end into the gaps; no column is empty."""
         into, out = list_moves(gone_BHM, self.used)
         self.move_entries(into, out)
         self.positions.scatter_(2, into, self.positions.gather(2, out))
@@ -656,5 +656,5 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
 
 def _pass_gradient(x: Tensor, rounded: Tensor) -> Tensor:
-    """Return `rounded` with the gradient of `x`; `x` itself where a final layout holds other columns."""
+    """Return `rounded` with the gradient of `x`, or `x` if the two hold different numbers of tokens."""
     return x + (rounded - x).detach() if x.shape == rounded.shape else x

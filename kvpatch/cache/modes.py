@@ -81,7 +81,10 @@ class Appending(Mode):
 
 @dataclass
 class Filling(Mode):
-    """Tokens are appended until all heads, which hold equally many, evict: one token, or several to append anew."""
+    """Tokens are appended until the heads, which all hold equally many, reach their budget and evict.
+
+    filling: steps until then. After an eviction of several tokens (`every` > 1) the mode stays and counts down anew.
+    """
 
     name, saved, evicts = "filling", ("filling",), True
     croppable = False

@@ -1,8 +1,8 @@
 """Slots of a prompt whose tokens are going to be rounded: its own attention reads them in full.
 
-What a pass of a prompt (or a block) adds is appended as it is, and attends to itself unrounded. Where the prompt ends, what is
-kept of it is rounded, once: entries of earlier prompts keep the bytes that they had. The end of the first one fixes the centre
-of each head's keys for good.
+A pass appends its keys and values unrounded and attends to them so. When the prompt (or block) ends, the kept tokens are
+rounded once; tokens of earlier prompts keep their bytes. The end of the first prompt fixes the centre of each head's keys for
+good.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ReadingSlots(DenseSlots):
         return self._round_entries(index_BHK).move_to_front(every, kept_BHK, layout)
 
     def _round_entries(self, index_BHK: Tensor) -> DenseSlots:
-        """Return slots of the entries at `index`."""
+        """Return slots of the entries at `index`, rounded; those that were rounded before keep their bytes."""
         entries = []
         assert self.centre is not None, "fix_centre() goes before"
         for numbers, known, codec in zip(self.stored, self.packed, self.then, strict=False):

@@ -101,8 +101,7 @@ def begin_repeat(
 ) -> tuple[Tensor, Tensor]:
     """Begin a pass that repeats a chunk of the prompt that `whole` ended; return its token ids and positions [B,Q].
 
-    pieces: of each row, the chunk's first token and the one after its last, counted from the prompt's first, and what repeats
-    it.
+    pieces: for each row the chunk's bounds [start, stop) in tokens of the prompt, and the tokens that repeat the chunk.
     """
     lengths, begin_B = [len(tokens) for _, _, tokens in pieces], cache.turns.begin_B
     Q = max(lengths)
@@ -177,7 +176,7 @@ def _clear_undo_logs(cache: TextState) -> None:
 
 
 def end(cache: TextState, layer: int) -> None:
-    """Note that a layer has run; the last one ends the pass."""
+    """Count a layer's pass as done, which attend.attend calls for each layer; the last layer ends the pass of the cache."""
     if cache.scratch:
         cache.parts[layer] = LayerPart.of(cache.layers[layer], cache.settings.bounds[layer])
         cache.layers[layer].reset()
@@ -188,7 +187,7 @@ def end(cache: TextState, layer: int) -> None:
 
 
 def outlasts(cache: TextState, now: Forward) -> bool:
-    """Tell if a pass ends after the decoder: its prompt is read again, or layers without a budget may follow."""
+    """Tell if a hook behind the decoder must end the pass: the prompt is read again, or layers without a budget follow."""
     follow = bool(cache.states) or bool(cache.settings.read)
     return now.reread_BN is not None or now.repeat is not None or (follow and not cache.scratch)
 
@@ -280,7 +279,7 @@ class _Prompt(NamedTuple):
 
 
 def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor | None) -> _Prompt:
-    """Read what a prompt's end needs, in one wait for the device, or in none if there is no mask and no row was padded."""
+    """Read the numbers of a prompt from the device, at most once, and not at all if no mask came and no row was padded."""
     B, rows = len(before), cache.rows
     even = cache.seen_B is None or not (rows.padded or rows.joined or cache.turns.open)
     if mask_BQ is None and even:
@@ -316,7 +315,7 @@ def refuse_mask(mask: Tensor) -> None:
 
 
 def _count_gaps(cache: TextState, now: Forward, rows_BQ: Tensor) -> None:
-    """Note that positions count the padding after tokens: rows can no longer use positions without it."""
+    """Count the padding columns after tokens, which the positions of these rows include from now on."""
     gaps_B, rows = ((rows_BQ >= 0) & (now.positions_BQ < 0)).sum(-1), cache.rows
     rows.gaps_B = gaps_B if rows.gaps_B is None else rows.gaps_B.to(gaps_B.device) + gaps_B
     rows.by_columns = True
@@ -337,7 +336,7 @@ def check_batch(cache: TextState, B: int, Q: int, mask_BT: Tensor | None) -> Non
 
 
 def _prompt_columns(cache: TextState, seen: int, Q: int) -> int:
-    """Return the columns of this pass that belong to a prompt (docs/policies/definitions.md, Budgets)."""
+    """Return how many columns of this pass belong to a prompt (docs/policies/definitions.md, Budgets)."""
     if cache.request.prompt_len is not None:
         return min(max(cache.request.prompt_len - seen, 0), Q)
     # a prompt taken over from an unpatched cache ends with the first tokens that follow, even a single one
@@ -369,7 +368,7 @@ def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
 
 
 def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
-    """Set the token counts for the compression of a prompt; n_B: tokens of each row when its prompt is complete."""
+    """Set the token counts that a prompt's end needs, by the policy's `turns`; n_B: tokens of each row at that end."""
     later, turns, begin_B = cache.turns.count > 0, cache.settings.policy.scope.turns, cache.turns.begin_B
     now.keeps_all = later and turns == "first"
     now.fixed_B = begin_B if later and turns == "each" else None
@@ -381,7 +380,7 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
 
 
 def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: bool) -> Any:
-    """Make a table for the ranks of a pass of Q columns: the same at every decode step of a cache at its budget."""
+    """Return the rotary table for as many ranks as a head may hold in this pass; a cache at its budget keeps one table."""
     ranks = _count_most_held(cache, Q, prompt)
     if cache.rotary is None or cache.rotary[0] != ranks:
         cache.rotary = (ranks, make(ranks))

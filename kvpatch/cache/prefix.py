@@ -18,10 +18,9 @@ Tokens = tuple[int, ...]
 class Prefix(Unpicklable):
     """The compressed cache of a text that others begin with, made by `Patch.prefix()`; nothing changes it.
 
-    Wherever a cache is taken as `past_key_values` it can be given as it is. Memory of their own is made for a text that
-    begins with it when that text's first own tokens are read, which evict: until then texts share the prefix. Several rows,
-    beams and samples may begin with it. Once its model has other weights or another adapter it is refused; `Patch.prefix()`
-    and continuous batching then read its tokens anew.
+    Pass it as `past_key_values`, for one row or several, beams and samples. Texts share its memory; each gets a copy when its
+    first own tokens are read, since these evict. If the model has other weights or another adapter by then, the prefix is
+    refused; `Patch.prefix()` and continuous batching read its tokens anew.
 
     Attributes:
         ids: the tokens.

@@ -35,9 +35,9 @@ class Recorded(Protocol):
 class Undo:
     """Entry of the undo log: the data that one decode step overwrote.
 
-    slot: key and value in each head's free slot. heads: tensors of heads that steps change. moved: columns [B,H,M] that an
-    eviction of several tokens has overwritten or left to the next ones, with their keys and values. notes: what needs have
-    overwritten of theirs, by name.
+    slot: key and value that the new token overwrote in each head. heads: the former tensors of `HeadTensor`s that steps
+    replace. moved: columns [B,H,M] that an eviction of several tokens overwrote or emptied, with their keys and values. notes:
+    the former notes of needs, by name.
     """
 
     used: int

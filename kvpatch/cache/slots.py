@@ -88,7 +88,7 @@ class Slots(ABC):
         return key if self.latent else key + value
 
     def numbers(self, used: int) -> tuple[Tensor, Tensor]:
-        """Return `view` as numbers, unpacked all at once if entries are rounded: for inspection."""
+        """Return `view` with rounded entries unpacked, which copies all of them."""
         keys, values = self.view(used)
         return self.codecs[0].decode(keys), self.codecs[1].decode(values)
 
@@ -107,19 +107,19 @@ class Slots(ABC):
         return
 
     def close_columns(self, used: int) -> Slots:
-        """Return slots with the first `used` columns as they are held between prompts (narrow.py); itself if they are."""
+        """Return slots whose first `used` columns are stored as between prompts (narrow.py); itself if they are already."""
         return self
 
     def move_to_buffers(self) -> Slots:
-        """Return slots in memory of the layer's own, which a prompt's columns are appended to; itself if they are."""
+        """Return slots in memory that this layer alone owns, so that a prompt can be appended; itself if it owns its memory."""
         return self
 
     def beside(self, others: list[Slots], width: int) -> Slots | None:
-        """Return slots of these rows and of `others`, all where they are; None if they have to be moved."""
+        """Return slots of these rows and those of `others` that leave every entry in place; None if entries must be copied."""
         return None
 
     def flat(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values with one entry per slot."""
+        """Return keys and values as entries [B*H*C or F,D], one for each slot."""
         return self.keys.reshape(-1, self.keys.shape[-1]), self.values.reshape(-1, self.values.shape[-1])
 
     def locate_entries(self) -> Memory:
@@ -159,7 +159,7 @@ class Slots(ABC):
 
     @abstractmethod
     def count_taken(self, used: int, free: int) -> int:
-        """Return the columns that hold tokens; the last `free` of `used` are written next."""
+        """Return the number of columns that hold tokens, if the last `free` of the `used` ones are still empty."""
 
     # ---- sizes ----
 
@@ -173,7 +173,7 @@ class Slots(ABC):
 
     @abstractmethod
     def bound_slots(self, counts: list[int], goals: list[int] | None, ahead: int) -> int:
-        """Return the most slots of all heads together that are no waste for heads that have taken `counts`."""
+        """Return the most slots that all heads together may have by the slack of growth.py, if they hold `counts` tokens."""
 
     @abstractmethod
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
@@ -184,7 +184,7 @@ class Slots(ABC):
 
     @abstractmethod
     def limits(self, used: int, evicting: bool) -> Tensor:
-        """Return the slots of each head [B*H] that may hold a token between steps."""
+        """Return how many slots of each head may be in use [B*H]; slots behind them are empty."""
 
     @abstractmethod
     def next_free(self, taken: int, grown: int) -> Tensor | int:
@@ -197,7 +197,7 @@ class Slots(ABC):
         """Move the first `used` columns into slots of these capacities; slot indices stay."""
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> Slots:
-        """Return these slots with `change`, which acts along the batch axis, applied to what is `by_row`."""
+        """Return a copy in which `change` has been applied along the batch axis to each attribute of `by_row`."""
         new = copy.copy(self)
         for name in self.by_row:
             value = getattr(self, name)
@@ -215,7 +215,7 @@ class Slots(ABC):
 
     @abstractmethod
     def described(self) -> list[list[int]] | None:
-        """Describe everything but the tensors as plain values (see `restored`)."""
+        """Describe everything but the tensors as plain values (see `restore_slots`)."""
 
 
 class DenseSlots(Slots):

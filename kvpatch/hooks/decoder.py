@@ -25,7 +25,7 @@ from . import inputs, lossless, ownership
 from .attention import Courier, PassMask
 from .replay import begin_replay
 from .second_reading import enter_prepared
-from .state import NotCaptured, PatchState, by_kind, is_aside, pass_mask, put_aside
+from .state import Changed, NotCaptured, PatchState, by_kind, is_aside, pass_mask, put_aside
 
 NO_CAPTURE = (
     "This step cannot be captured: the model is training, or its own code has run since the cache's last pass. Call "
@@ -33,7 +33,7 @@ NO_CAPTURE = (
 )
 
 
-def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Any:
+def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Changed:
     """Give the decoder an EvictingCache where it would make a DynamicCache, and keep the padding mask on the cache."""
     call = {**dict(zip(state.decoder_parameters, args, strict=False)), **kwargs}
     past = cache_of(call)
@@ -53,7 +53,7 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return _begin_untraced(decoder, call, state)
 
 
-def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
+def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
     """Begin a pass, log it, and set the decoder's attributes that an adapter replaces during a pass under the patch."""
     mask = call.get("attention_mask")
     if isinstance(mask, Courier) and isinstance(mask.cache, RequestPool):
@@ -81,7 +81,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
     return changed
 
 
-def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Any:
+def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
     """Run `before_decoder` for any pass except a traced decode step."""
     if runs_own_code(decoder, call, state):
         return None
@@ -166,7 +166,7 @@ def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> 
     return lambda count: state.adapter.rotary_table(decoder, device, min(count, most))
 
 
-def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, state: PatchState) -> Any:
+def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, state: PatchState) -> Changed:
     """Begin a packed pass of continuous batching, whose layers get the caches of its requests."""
     tokens = call["input_ids"]
     packed = pool.next_pass()

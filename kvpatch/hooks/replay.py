@@ -18,10 +18,10 @@ from ..errors import KVPatchError
 from ..policies.served import refuse
 from . import inputs, ownership
 from .attention import Courier
-from .state import PatchState, by_kind, pass_mask, put_aside
+from .state import Changed, PatchState, by_kind, pass_mask, put_aside
 
 
-def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, record: Record) -> Any:
+def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, record: Record) -> Changed:
     """Begin a pass that follows the record: `call` gets a mask that carries it, and positions where it has none."""
     if cache_of(call) is not None:
         raise KVPatchError(

@@ -19,7 +19,7 @@ from ..cache.lossless import LosslessCache
 from ..policies.needs.second_reading import Rereading
 from . import lossless
 from .attention import PassMask
-from .state import PatchState, by_kind, pass_mask
+from .state import Changed, PatchState, by_kind, pass_mask
 
 
 def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, state: PatchState) -> Any:
@@ -71,7 +71,7 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
             passes.finish(cache)
 
 
-def enter_prepared(call: dict[str, Any], cache: EvictingCache, device: torch.device, state: PatchState) -> Any:
+def enter_prepared(call: dict[str, Any], cache: EvictingCache, device: torch.device, state: PatchState) -> Changed:
     """Enter a pass that was begun before the decoder was called: a part of a second reading, or an edit."""
     mask = by_kind(cache.settings.stack, pass_mask(device).as_subclass(PassMask), None, 1)
     set_cache(call, cache, state.cache_name)

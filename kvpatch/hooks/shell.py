@@ -19,7 +19,7 @@ from ..arch.adapter import source_module
 from ..errors import KVPatchError
 from .attention import parameters
 from .decoder import before_decoder, runs_own_code
-from .state import Merged, PatchState
+from .state import Changed, Merged, PatchState
 
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -51,14 +51,14 @@ def note_ids(outer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], na
 
 def _before_shell(
     shell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inner: str, names: tuple[str, ...], state: PatchState
-) -> Any:
+) -> Changed:
     call, decoder = {**dict(zip(names, args, strict=False)), **kwargs}, shell.get_submodule(inner)
     if not runs_own_code(decoder, call, state):
         _refuse_open_masks(shell, call)
     return before_decoder(decoder, (), call, state)
 
 
-def _before_inner(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Any:
+def _before_inner(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Changed:
     """Leave a pass to the shell that made its masks; a decoder that is called without it begins one itself."""
     mask = kwargs.get("attention_mask")
     made = isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4)

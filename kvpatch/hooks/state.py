@@ -26,6 +26,9 @@ from ..policies.served import Combination
 from ..storage.schema import LayerShape
 from .run_log import RunLog
 
+Changed = tuple[tuple[Any, ...], dict[str, Any]] | None
+"""Arguments that a pre-hook puts in place of those of a call; None leaves them as they are."""
+
 
 class _Missing(Enum):
     MISSING = "no such attribute"
@@ -157,7 +160,7 @@ def pass_mask(device: torch.device) -> Tensor:
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
-def by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: int) -> Any:
+def by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: int) -> Tensor | dict[str, Tensor | None]:
     """Return the mask of a pass of Q columns as its decoder takes it: a hybrid's is one for each kind of layer.
 
     Layers with a state must not read padding: they get the padding mask of the new columns, or None where there is none.

@@ -9,7 +9,7 @@ from kvpatch.backends.entry_sizes import count_entry_bytes
 
 from .page import USES, Results
 from .settings import FULL
-from .statistics import compare_with_zero, correct_holm, estimate
+from .statistics import LEVEL, estimate, judge_all
 from .tables import markdown
 
 POLICIES, BITS, BYTES = ("h2o", "snapkv", "kvzip"), (8, 4), (0.1, 0.2)
@@ -32,7 +32,7 @@ def write_table(folder: Path) -> str:
                 for bits in BITS:
                     fewer = (f"{policy}, {bits} bits", find_k(share, bits))
                     found[use, policy, share, bits] = results[use.task].differences(use, fewer, (policy, share))
-    sure = dict(zip(found, correct_holm([compare_with_zero(one) for one in found.values()]), strict=True))
+    sure = judge_all(found)
     rows = []
     for use, policy, share in dict.fromkeys(key[:3] for key in found):
         few = set(results[use.task].lines[f"{policy}, 4 bits", find_k(share, 4)])
@@ -40,6 +40,6 @@ def write_table(folder: Path) -> str:
         cells = []
         for bits in BITS:
             text, p = str(estimate(found[use, policy, share, bits])), sure[use, policy, share, bits]
-            cells.append(f"**{text}**" if p < 0.05 else text)
+            cells.append(f"**{text}**" if p < LEVEL else text)
         rows.append([use.title, f"`{policy}`", f"{share:g}", f"{estimate(lost).mean:.3f}", *cells, str(len(lost))])
     return markdown(["", "policy", "bytes", "loses in 16 bits", *(f"{bits} bits, difference" for bits in BITS), "texts"], rows)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .page import USES, Results
 from .settings import FULL, ROWS, Row
-from .statistics import compare_with_zero, correct_holm, estimate
+from .statistics import LEVEL, estimate, judge_all
 from .tables import markdown
 
 K = 0.2
@@ -94,7 +94,7 @@ def write_tables(folder: Path) -> str:
         added = [results[use.task].differences(use, (label, K), (base_of(label), K)) for use in USED]
         if all(added):
             found |= {(label, use): values for use, values in zip(USED, added, strict=True)}
-    sure = dict(zip(found, correct_holm([compare_with_zero(one) for one in found.values()]), strict=True))
+    sure = judge_all(found)
     texts = []
     for family in FAMILIES:
         rows = []
@@ -120,6 +120,6 @@ def _write_base(base: str, variant: str, results: dict[str, Results]) -> list[st
 def _write_variant(label: str, found: dict[Any, list[float]], sure: dict[Any, float]) -> list[str]:
     """What a variant adds to the loss."""
     texts = [str(estimate(found[label, use])) for use in USED]
-    marked = [f"**{text}**" if sure[label, use] < 0.05 else text for text, use in zip(texts, USED, strict=True)]
+    marked = [f"**{text}**" if sure[label, use] < LEVEL else text for text, use in zip(texts, USED, strict=True)]
     counts = sorted({len(found[label, use]) for use in USED})
     return [f"`{label}`", *marked, " to ".join(map(str, counts))]

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from .page import USES, Results, Use
 from .settings import NULL
-from .statistics import compare_with_zero, correct_holm, estimate
+from .statistics import LEVEL, estimate, judge_all
 from .tables import markdown
 
-LEVEL = 0.05
 DECIDING = USES[:8]
 """Uses on which all of the policies are measured; lists, HumanEval and the chat of eight turns have eight of them."""
 
@@ -50,7 +49,7 @@ def write_claims(folder: Path, k: float, uses: tuple[Use, ...] = DECIDING) -> st
         for title, (use, results) in measured.items():
             if found := results.differences(use, (claim.a, k), (claim.b, k)):
                 cells[i, title] = found
-    raised = dict(zip(cells, correct_holm([compare_with_zero(found) for found in cells.values()]), strict=True))
+    raised = judge_all(cells)
     titles = [title for title in measured if any(at == title for _, at in cells)]
     rows = []
     for i, claim in enumerate(CLAIMS):

@@ -10,10 +10,8 @@ from typing import Any
 
 from .runs import read_lines
 from .settings import FULL, LABELS, NULL, UNREAD
-from .statistics import Estimate, compare_with_zero, correct_holm, estimate
+from .statistics import LEVEL, Estimate, estimate, judge_all
 from .tables import markdown
-
-LEVEL = 0.05
 
 
 @dataclass(frozen=True)
@@ -106,13 +104,12 @@ def ratio(lost: list[float], gained: list[float]) -> Estimate:
 
 def beats_null(results: Results, use: Use) -> dict[tuple[str, float], int]:
     """+1 where a row loses less than the null, -1 where it loses more, 0 where neither is sure; Holm over the table."""
-    found: dict[tuple[str, float], tuple[float, float]] = {}
+    found: dict[tuple[str, float], list[float]] = {}
     for label in LABELS:
         for k in results.budgets:
             if label != NULL and (difference := results.differences(use, (label, k), (NULL, k))):
-                found[label, k] = compare_with_zero(difference), sum(difference)
-    raised = dict(zip(found, correct_holm([p for p, _ in found.values()]), strict=True))
-    return {key: 0 if raised[key] >= LEVEL else int(math.copysign(1, -total)) for key, (_, total) in found.items()}
+                found[label, k] = difference
+    return {key: 0 if p >= LEVEL else int(math.copysign(1, -sum(found[key]))) for key, p in judge_all(found).items()}
 
 
 def write_table(results: Results, use: Use) -> str:

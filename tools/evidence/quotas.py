@@ -15,7 +15,7 @@ from .measure import Bench, Judged
 from .runs import cut_unfinished_line, read_lines
 from .samples import Sample
 from .settings import Row, Setting
-from .statistics import compare_with_zero, correct_holm, estimate
+from .statistics import estimate, judge_all
 from .tasks import instructions
 
 K, POLICIES = 0.2, ("snapkv", "h2o")
@@ -87,7 +87,7 @@ def write_table(path: Path) -> str:
         for policy in POLICIES
         for way in WAYS[1:]
     }
-    ps = dict(zip(gains, correct_holm([compare_with_zero(one) for one in gains.values()]), strict=True))
+    ps = judge_all(gains)
     rows = ["| | nats of the worst instruction | against the policy alone | p |", "|---|---|---|---|"]
     rows.append(f"| full cache | {estimate([worst[FULL, FULL, name] for name in names])} | | |")
     for policy in POLICIES:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 DRAWS, DRAWS_OF_MODELS = 4000, 2000
+LEVEL = 0.05
+"""A difference is sure where p is below this."""
+Key = TypeVar("Key")
 ZERO = 1e-9
 """What is nearer to zero than this is zero."""
 
@@ -93,6 +97,12 @@ def compare_with_zero(differences: Sequence[float]) -> float:
     signs = np.random.default_rng(0).choice((-1.0, 1.0), (DRAWS * 5, len(array)))
     as_far = np.abs((signs * array).mean(1)) >= abs(array.mean()) - 1e-12
     return float((as_far.sum() + 1) / (len(as_far) + 1))
+
+
+def judge_all(differences: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+    """Return p of each mean difference, corrected for their number."""
+    ps = [compare_with_zero(found) for found in differences.values()]
+    return dict(zip(differences, correct_holm(ps), strict=True))
 
 
 def correct_holm(ps: Sequence[float]) -> list[float]:
