@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvpatch
 from kvpatch.cache.messages import Messages
+from kvpatch.policies.uses import USES
 from tests.real.test_real_model import UNCALIBRATED
 from tools.evidence.chat import Frame
 from tools.evidence.measure import Shared, judge, read_ids
@@ -70,7 +71,13 @@ def measure(told, policy, **protect):
         return judge(told.model, told.probe, cache, None)[0].nats
 
 
-@pytest.mark.parametrize("policy", [name for name in UNCALIBRATED if name != "full"])
+EVICTING = [name for name in UNCALIBRATED if name != "full"]
+ADVISED = {name for use in USES for name in (use.policy, *use.also)}
+
+
+@pytest.mark.parametrize(
+    "policy", [name if name in ADVISED else pytest.param(name, marks=pytest.mark.wide) for name in EVICTING]
+)
 def test_no_policy_drops_a_protected_instruction(told, policy):
     assert measure(told, policy, protect="system") < told.nats + CLOSE
 
