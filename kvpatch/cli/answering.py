@@ -27,7 +27,7 @@ from ..serving.sampling import make_sampling, sample_by_request
 from .figures import Figures
 from .free_memory import EVERY, give_back_memory
 from .request_fields import Asked, RefusedError
-from .request_stops import StopWatch
+from .request_stops import StopWatch, cut_tokens
 from .request_system import find_messages
 
 USUAL = 1024  # new tokens of a request that does not say how many
@@ -148,7 +148,7 @@ class Answers(CBGenerateManager):
         streamer.end()
         text = "".join(collected.get_nowait() or "" for _ in range(collected.qsize()))
         parsed = streamer.watch.stopped and get_response_template(processor, model) is not None
-        return text, len(ids), _cut(processor, tokens, text) if parsed else tokens
+        return text, len(ids), cut_tokens(processor, tokens, text) if parsed else tokens
 
     def cancel(self, request_id: str) -> None:
         """End a request that nobody waits for, if it runs."""
@@ -295,12 +295,3 @@ class _Watched:
         self.tokens += not self.watch.stopped
         text = self.decoder.step(tokenizer, token)
         return self.watch.feed(text) or None if text else None
-
-
-def _cut(processor: Any, tokens: list[int], text: str) -> list[int]:
-    """Return tokens of a text that ends before its last tokens do, for transformers' parsers, which read tokens."""
-    kept = list(tokens)
-    while kept and len(before := processor.decode(kept, skip_special_tokens=True)) > len(text):
-        kept.pop()
-    rest = text[len(before) :] if kept else text
-    return kept + processor(rest, add_special_tokens=False).input_ids if rest else kept
