@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from ..policies.quotas import MESSAGES, encode_spans, number_columns
-from ..policies.scopes import SYSTEM, AllBut, protect_tensor
+from ..policies.scopes import AllBut, protect_tensor
 from .messages import Messages
 from .state import TextState
 
@@ -22,11 +22,12 @@ def mark_protected(
     Raises:
         KVPatchError: a mask of another shape than the prompt's, or a system message of a prompt without messages.
     """
-    protect = cache.settings.policy.scope.protect
+    scope = cache.settings.policy.scope
+    protect = scope.protect
     if protect is None or not cache.settings.acts:
         return None
     B, Q = positions_BQ.shape
-    if isinstance(protect, str) and protect == SYSTEM:
+    if scope.keeps_system:
         known = _find_messages(cache, "protect='system' keeps the system message", "give a boolean mask, or token ids")
         first = seen if within is None else within
         marks = torch.zeros(first + Q, dtype=torch.bool) if known is None else known.mark_system(first + Q)

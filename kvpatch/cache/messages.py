@@ -26,6 +26,10 @@ class Messages:
             marks[start:stop] = role == "system"
         return marks
 
+    def count_system(self, columns: int) -> int:
+        """Count the tokens of the system message among the first columns."""
+        return int(self.mark_system(columns).sum())
+
     def number_messages(self, columns: int) -> Tensor:
         """Return the number of its message for each column, int64 [columns]; -1 for answers."""
         numbers = torch.full((columns,), -1)

@@ -23,10 +23,12 @@ from transformers.cli.serving.utils import (
 from ..errors import KVPatchError
 from ..serving.admission import check_length
 from ..serving.conversations import Conversations
-from ..serving.sampling import Sampling, make_sampling, sample_by_request
+from ..serving.sampling import make_sampling, sample_by_request
 from .figures import Figures
+from .free_memory import EVERY, give_back_memory
 from .request_fields import Asked, RefusedError
-from .request_stops import StopWatch
+from .request_stops import StopWatch, cut_tokens
+from .request_system import find_messages
 
 USUAL = 1024  # new tokens of a request that does not say how many
 
@@ -46,8 +48,9 @@ def start_engine(model: Any, options: dict[str, Any], conversations: Conversatio
     config = ContinuousBatchingConfig(**options, use_cuda_graph=False, use_async_batching=False)
     chosen = copy.deepcopy(model.generation_config)
     chosen.do_sample, chosen.num_return_sequences = False, 1
-    kept = {} if conversations is None else {"conversations": conversations}
-    manager = model.init_continuous_batching(generation_config=chosen, continuous_batching_config=config, **kept)
+    manager = model.init_continuous_batching(
+        generation_config=chosen, continuous_batching_config=config, conversations=conversations, messages=True
+    )
     sample_by_request(manager)
     manager.start()
     end = time.monotonic() + patience
@@ -79,6 +82,7 @@ class Answers(CBGenerateManager):
         self._cb = self.engine = engine
         self.model, self.positions, self.figures = model, positions, Figures(engine)
         self.asked: dict[str, Asked] = {}
+        self._closed = 0
         self.conversations: Conversations | None = getattr(engine, "conversations", None)
         if self.conversations is not None:
             self.conversations.note_reuse = self._note_reuse
@@ -95,7 +99,7 @@ class Answers(CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
         """Begin a request, and return the queue that its text comes in."""
-        asked, sampling = self._admit(inputs["input_ids"], gen_config, request_id)
+        asked, told = self._admit(processor, inputs["input_ids"], gen_config, request_id)
         pieces: asyncio.Queue[Any] = asyncio.Queue()
         streamer = _Streamer(self, request_id, processor, pieces, response_parser)
 
@@ -109,7 +113,7 @@ class Answers(CBGenerateManager):
                 self._end(request_id, self._reason(streamer.watch, output, gen_config))
                 streamer.end()
 
-        self._add(request_id, inputs["input_ids"], gen_config, sampling, take, streaming=True)
+        self._add(request_id, inputs["input_ids"], gen_config, told, take, streaming=True)
         return pieces, streamer
 
     async def generate_non_streaming(  # type: ignore[override]
@@ -117,7 +121,7 @@ class Answers(CBGenerateManager):
     ) -> tuple[str, int, list[int]]:
         """Run a request to its end, and return its text, the length of its prompt, and the tokens."""
         ids = inputs["input_ids"]
-        asked, sampling = self._admit(ids, gen_config, request_id)
+        asked, told = self._admit(processor, ids, gen_config, request_id)
         ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         collected: asyncio.Queue[Any] = asyncio.Queue()
         streamer = _Streamer(self, request_id, processor, collected, None)
@@ -129,7 +133,7 @@ class Answers(CBGenerateManager):
             if not ended.done() and (streamer.watch.stopped or output.is_finished()):
                 ended.set_result(output)
 
-        self._add(request_id, ids, gen_config, sampling, take, streaming=bool(asked.stops))
+        self._add(request_id, ids, gen_config, told, take, streaming=bool(asked.stops))
         output = await ended
         if output.error is not None:
             self._end(request_id, "error")
@@ -144,7 +148,7 @@ class Answers(CBGenerateManager):
         streamer.end()
         text = "".join(collected.get_nowait() or "" for _ in range(collected.qsize()))
         parsed = streamer.watch.stopped and get_response_template(processor, model) is not None
-        return text, len(ids), _cut(processor, tokens, text) if parsed else tokens
+        return text, len(ids), cut_tokens(processor, tokens, text) if parsed else tokens
 
     def cancel(self, request_id: str) -> None:
         """End a request that nobody waits for, if it runs."""
@@ -155,10 +159,14 @@ class Answers(CBGenerateManager):
     def close(self, request_id: str) -> Asked | None:
         """Forget a request whose answer has been sent, or whose client is gone; returns it."""
         self.cancel(request_id)
-        return self.asked.pop(request_id, None)
+        asked = self.asked.pop(request_id, None)
+        self._closed += asked is not None
+        if asked is not None and self._closed % EVERY == 0:
+            asyncio.get_running_loop().run_in_executor(None, give_back_memory)
+        return asked
 
-    def _admit(self, ids: list[int], gen_config: Any, request_id: str) -> tuple[Asked, Sampling]:
-        """Check a request, and return what it asked for and its sampling; gen_config gets its number of new tokens."""
+    def _admit(self, tokenizer: Any, ids: list[int], gen_config: Any, request_id: str) -> tuple[Asked, dict[str, Any]]:
+        """Check a request; return what it asked for, and what the engine is told. gen_config gets its number of new tokens."""
         self._check_alive(request_id)
         asked = self.asked[request_id]
         asked.prompt = len(ids)
@@ -167,8 +175,10 @@ class Answers(CBGenerateManager):
         try:
             if self.positions is not None:
                 check_length(len(ids), new, self.positions, "this server takes {} (--max-model-len)")
-            if hasattr(self.engine, "pool"):
-                self.engine.pool.check(len(ids), new)
+            pool, messages = getattr(self.engine, "pool", None), None
+            if pool is not None:
+                messages = find_messages(tokenizer, asked.body, ids) if pool.keeps_system else None
+                pool.check(len(ids), new, messages=messages)
             chosen = self._configure(asked.sampling)
         except KVPatchError as error:
             asked.ended = "refused"
@@ -176,7 +186,8 @@ class Answers(CBGenerateManager):
             raise RefusedError(str(error), code="context_length_exceeded" if long else None) from error
         gen_config.max_new_tokens = new
         given = {name: asked.sampling.get(f"{name}_penalty", 0.0) for name in ("presence", "frequency")}
-        return asked, make_sampling(self.model, chosen, len(ids), seed=asked.sampling.get("seed"), **given)
+        sampling = make_sampling(self.model, chosen, len(ids), seed=asked.sampling.get("seed"), **given)
+        return asked, {"sampling": sampling} | ({} if messages is None else {"messages": messages})
 
     def _configure(self, given: dict[str, Any]) -> Any:
         """Make the generation config of a request from the model's own and the fields that it gives."""
@@ -199,7 +210,13 @@ class Answers(CBGenerateManager):
         return config
 
     def _add(
-        self, request_id: str, ids: list[int], gen_config: Any, sampling: Sampling, take: Callable[[Any], None], streaming: bool
+        self,
+        request_id: str,
+        ids: list[int],
+        gen_config: Any,
+        told: dict[str, Any],
+        take: Callable[[Any], None],
+        streaming: bool,
     ) -> None:
         self.engine.register_result_handler(request_id, take)
         added = self.engine.add_request(
@@ -208,7 +225,7 @@ class Answers(CBGenerateManager):
             streaming=streaming,
             max_new_tokens=gen_config.max_new_tokens,
             eos_token_id=gen_config.eos_token_id,
-            sampling=sampling,
+            **told,
         )
         if added is None:
             self._end(request_id, "error")
@@ -278,12 +295,3 @@ class _Watched:
         self.tokens += not self.watch.stopped
         text = self.decoder.step(tokenizer, token)
         return self.watch.feed(text) or None if text else None
-
-
-def _cut(processor: Any, tokens: list[int], text: str) -> list[int]:
-    """Return tokens of a text that ends before its last tokens do, for transformers' parsers, which read tokens."""
-    kept = list(tokens)
-    while kept and len(before := processor.decode(kept, skip_special_tokens=True)) > len(text):
-        kept.pop()
-    rest = text[len(before) :] if kept else text
-    return kept + processor(rest, add_special_tokens=False).input_ids if rest else kept

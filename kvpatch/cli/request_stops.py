@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class StopWatch:
@@ -40,3 +41,12 @@ class StopWatch:
         """Return the length of the longest end of a text that begins a stop string."""
         longest = min(len(text), len(stop) - 1)
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def cut_tokens(processor: Any, tokens: list[int], text: str) -> list[int]:
+    """Return tokens of a text that ends before its last tokens do, for transformers' parsers, which read tokens."""
+    kept = list(tokens)
+    while kept and len(before := processor.decode(kept, skip_special_tokens=True)) > len(text):
+        kept.pop()
+    rest = text[len(before) :] if kept else text
+    return kept + processor(rest, add_special_tokens=False).input_ids if rest else kept

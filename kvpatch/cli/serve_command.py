@@ -9,7 +9,7 @@ import typer
 from ..errors import KVPatchError
 from ..policies.budgets import parse_bytes
 from . import options as given
-from .catalogue import SERVER_POLICY
+from .catalogue import SERVER_POLICY, check_choice
 from .loading import Source
 from .options import check_arguments, choose_policy, one_model
 from .output import short_errors
@@ -39,6 +39,10 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
     max_model_len: Annotated[
         int | None,
         typer.Option(min=2, help="Most tokens of a prompt and its answer; else the model's positions.", show_default=False),
+    ] = None,
+    protect: Annotated[
+        str | None,
+        typer.Option(help="system: the tokens of a chat's system message are never evicted.", show_default=False),
     ] = None,
     keep_conversations: Annotated[
         str | None,
@@ -75,6 +79,9 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
     """
     with short_errors():
         options = check_arguments(option, k, positions, backend, bits)
+        if protect is not None:
+            check_choice("protect", protect, ("system",))
+            options["protect"] = protect
         source = Source(one_model(model, model_option), dtype, device, None, revision, trust_remote_code)
         source.check()
         how: dict[str, Any] = {"bits": bits, "positions": positions, "backend": backend, "seed": seed}

@@ -66,8 +66,9 @@ def run(
     from ..serving.conversations import Conversations
     from .answering import Answers, start_engine
 
-    positions = _limit(source, positions, settings)
-    model, tokenizer = source.model(), source.tokenizer()
+    positions, tokenizer = _limit(source, positions, settings), source.tokenizer()
+    _check_system(policy, tokenizer, keeping)
+    model = source.model()
     patched = patch(model, policy, k, **settings)
     try:
         manager = start_engine(model, engine, keeping and Conversations(*keeping))
@@ -105,6 +106,18 @@ def _limit(source: Source, asked: int | None, settings: dict[str, Any]) -> int |
             f"--max-model-len {asked}: {source.name} has {known} positions. Give at most {known}, or --positions renumbered."
         )
     return asked or known
+
+
+def _check_system(policy: Policy, tokenizer: Any, keeping: Keeping | None) -> None:
+    """Raise KVPatchError where a system message is to be kept, and could not be: before weights are read."""
+    if policy.scope.keeps_system and keeping is not None and keeping.edits:
+        raise KVPatchError(
+            "--protect system and --edits: an edited text no longer tells which tokens are the system message's. Leave one out."
+        )
+    if policy.scope.keeps_system and tokenizer.chat_template is None:
+        raise KVPatchError(
+            "--protect system keeps the system message of a chat, and this model has no chat template: leave it out."
+        )
 
 
 def _check_extra() -> None:

@@ -46,6 +46,8 @@ def continuous_batching(state: PatchState, decoder: str, previous: Callable[...,
 
     Where nothing is evicted the engine is transformers' own, unless conversations are to be kept.
 
+    With `messages` its requests are added with their Messages, as `messages=`.
+
     decoder: its name in the model. previous: the model's own method, if it is an attribute of its own.
     """
 
@@ -56,6 +58,7 @@ def continuous_batching(state: PatchState, decoder: str, previous: Callable[...,
         workload_hints: Any = None,
         tokenizer: Any = None,
         conversations: Conversations | None = None,
+        messages: bool = False,
     ) -> Any:
         if state.settings.transparent and conversations is None:
             own = functools.partial(type(self).init_continuous_batching, self) if previous is None else previous
@@ -63,7 +66,7 @@ def continuous_batching(state: PatchState, decoder: str, previous: Callable[...,
         check_engine(transformers.__version__)
         chunks = any(isinstance(shape.sliding, Chunk) for shape in state.shapes)
         sharded = getattr(self, "_device_mesh", None) is not None
-        refuse("continuous batching", state.combine(chunks=chunks, sharded=sharded))
+        refuse("continuous batching", state.combine(chunks=chunks, sharded=sharded, messages=messages))
         from ..serving import engine
 
         kv_bytes = sum(one.heads * (one.key + one.value) for one in state.shapes) * self.dtype.itemsize

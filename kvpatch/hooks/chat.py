@@ -16,7 +16,6 @@ from ..cache.lossless import LosslessCache
 from ..cache.messages import Messages
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
-from ..policies.scopes import SYSTEM
 from .streams import Outcome, Stop
 from .target import Target
 from .transcript import Template, Transcript, find_dropped
@@ -265,7 +264,7 @@ def begin_chat(
     if not target.generators:
         raise KVPatchError("This model has no generate(): patch a model with a language head, such as AutoModelForCausalLM.")
     chat = Chat(target.generators[0], tokenizer, new_cache, replace, system, **options)
-    keeps_system = isinstance(settings.policy.scope.protect, str) and settings.policy.scope.protect == SYSTEM
+    keeps_system = settings.policy.scope.keeps_system
     if keeps_system and not chat.system_tokens:
         raise KVPatchError(
             "protect='system' keeps a system prompt, and there is none: write patch.chat(tokenizer, system='...')."

@@ -19,7 +19,7 @@ from ..errors import KVPatchError, match_name, suggest
 from ..policies import Policy, get_policy
 from ..policies.budgets import Budget, as_python, check_count, is_list
 from ..policies.options import PolicyOptions
-from ..policies.scopes import SYSTEM, AllBut
+from ..policies.scopes import AllBut
 from ..policies.served import refuse_pairs
 from ..policies.uses import USES, Use
 from .inputs import refuse_misspelt_arguments
@@ -169,7 +169,7 @@ def _parse_budgets(
 def _by_ids(policy: Policy, target: Target) -> Policy:
     """Return the policy with token ids in place of a kind of tokens that `protect=` names."""
     kind = policy.scope.protect
-    if not isinstance(kind, str) or kind == SYSTEM:
+    if not isinstance(kind, str) or policy.scope.keeps_system:
         return policy
     ids = target.image_tokens()
     if not ids:

@@ -98,6 +98,11 @@ class Scope:
             read_quota(self.quota)
 
     @property
+    def keeps_system(self) -> bool:
+        """Whether the system message of a chat is protected."""
+        return isinstance(self.protect, str) and self.protect == SYSTEM
+
+    @property
     def deviation(self) -> int | float:
         """Size of the set protected by rank, r in RoCo: tokens or a share of the budget; here 0."""
         return 0

@@ -16,7 +16,7 @@ import torch
 from ..errors import KVPatchError, suggest
 from .needs.second_reading import Rereading
 from .needs.sums import has_sums
-from .scopes import SYSTEM, protect_tensor
+from .scopes import protect_tensor
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Combination:
     drafts: int = 0  # generated tokens in one pass
     past: str = ""  # class of a cache that was filled outside
     unknown: bool = False  # the ids of the tokens are not known
+    messages: bool = False  # an engine gets each text with its messages
     crop: int = 0  # tokens to be taken back
     # of a model
     latent: bool = False  # values are a part of their keys
@@ -108,7 +109,7 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
     "one budget for all layers": lambda it: it.policy.over_model,
     "output projection": lambda it: it.policy.projects,
     "protect=": lambda it: it.policy.scope.protect is not None,
-    "protect='system'": lambda it: isinstance(it.policy.scope.protect, str) and it.policy.scope.protect == SYSTEM,
+    "protect='system'": lambda it: it.policy.scope.keeps_system and not it.messages,
     "protect= as a mask": lambda it: _has_protect(it, masked=True),
     "protect= by unknown token ids": lambda it: it.unknown and _has_protect(it, masked=False),
     "pyramid": lambda it: it.policy.over_layers is not None,

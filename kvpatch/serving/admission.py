@@ -31,7 +31,8 @@ class Admission:
         if self.max_positions is not None:
             self._limit(state, self.max_positions)
         prefix = self.cache.prefixes.longest(state.initial_tokens)
-        self.cache.check(len(state.initial_tokens), state.max_new_tokens, prefix)
+        messages = state.logit_processor_kwargs.get("messages")
+        self.cache.check(len(state.initial_tokens), state.max_new_tokens, prefix, messages)
         if prefix is not None:  # as the engine's own prefix sharing does
             self.cache.begins[state.request_id] = prefix
             state.remaining_prefill_tokens = state.remaining_prefill_tokens[len(prefix) :]

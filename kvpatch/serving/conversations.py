@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..cache.cache import EvictingCache
 from ..cache.editing import can_crop
+from ..cache.messages import Messages
 from .edits import Edited, count_common, find_edits
 
 _LOG = logging.getLogger("kvpatch.serving")
@@ -24,14 +25,15 @@ class Conversation:
     """One request and the cache of all that it has read.
 
     ids: the tokens of its text. positions: the cache's position of each of them, with gaps where tokens were forgotten.
-    answer: tokens before its last answer. cache: of one row, which nothing writes to. nbytes: of the cache. held: tokens of a
-    KV head, the mean of the heads, by layer.
+    answer: tokens before its last answer. cache: of one row, which nothing writes to. messages: of the text, where they are
+    told. nbytes: of the cache. held: tokens of a KV head, the mean of the heads, by layer.
     """
 
     ids: list[int]
     positions: list[int]
     answer: int
     cache: EvictingCache
+    messages: Messages | None = None
     nbytes: int = field(init=False)
     held: list[int] = field(init=False)
 
@@ -45,11 +47,12 @@ class Beginning:
     """The first tokens of a request's text, which a conversation has read: like a Prefix, it has a length and can be copied.
 
     positions: the cache's, of these tokens. columns: that the copy has read, with what is forgotten. held: as in Conversation.
-    reused: tokens of the request that are not read again.
+    reused: tokens of the request that are not read again. system: of these, tokens of a system message.
     """
 
     def __init__(self, conversation: Conversation, length: int, reused: int) -> None:
         self.positions, self.held, self.reused = conversation.positions[:length], conversation.held, reused
+        self.system = 0 if conversation.messages is None else conversation.messages.count_system(length)
         self._cache: EvictingCache | None = conversation.cache
         seen = conversation.cache.seen
         cut = length < len(conversation.ids)
@@ -96,11 +99,11 @@ class Conversations:
         """Bytes of all."""
         return sum(one.nbytes for one in list(self._kept))
 
-    def keep(self, ids: list[int], positions: list[int], answer: int, cache: EvictingCache) -> None:
+    def keep(self, new: Conversation) -> None:
         """Keep what a request has read. What its text began as goes first from now on: a turn is rarely asked for again."""
-        before = [one for one in self._kept if one.ids == ids[: len(one.ids)] and len(one.ids) < len(ids)]
-        others = [one for one in self._kept if one.ids != ids[: len(one.ids)]]
-        kept = [*before, *others, Conversation(ids, positions, answer, cache)]
+        before = [one for one in self._kept if one.ids == new.ids[: len(one.ids)] and len(one.ids) < len(new.ids)]
+        others = [one for one in self._kept if one.ids != new.ids[: len(one.ids)]]
+        kept = [*before, *others, new]
         while sum(one.nbytes for one in kept) > self.most:
             kept = kept[1:]
         self._kept = kept  # at once, for whoever counts them in another thread

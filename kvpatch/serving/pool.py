@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from ..cache.cache import EvictingCache
+from ..cache.messages import Messages
 from ..cache.prefix import Prefix, Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.numbers import on_device
 from ..policies.served import why_not
-from .conversations import Beginning, Conversations
+from .conversations import Beginning, Conversation, Conversations
 from .packed import PackedPass, Part
-from .request import Request, count_claimed, count_claimed_behind
+from .request import Request, check_system, count_claimed, count_claimed_behind
 from .rows import RowPool
 
 
@@ -94,16 +95,26 @@ class RequestPool:
             return -(-claimed // self.page)
         return -(-count_claimed(self.settings, prompt, new, whole, read) // self.page)
 
-    def check(self, prompt: int, new: int | None, prefix: Prefix | Beginning | None = None) -> None:
+    def check(
+        self, prompt: int, new: int | None, prefix: Prefix | Beginning | None = None, messages: Messages | None = None
+    ) -> None:
         """Raise KVPatchError for a request that could never be served."""
         if not prompt:
             raise KVPatchError("This request has no token: give each prompt at least one.")
+        if self.keeps_system:
+            step = prompt if self._blockwise is None else self.settings.block or self.chunk
+            check_system(self.settings, messages, prompt, step)
         needed = self.blocks_of(prompt, new, prefix)
         if needed > self.num_blocks:
             raise KVPatchError(
                 f"This request needs {needed} blocks of {self.page} tokens, but there are {self.num_blocks}: give a smaller k, "
                 "or more num_blocks in the ContinuousBatchingConfig."
             )
+
+    @property
+    def keeps_system(self) -> bool:
+        """Whether requests have to come with their messages."""
+        return self.settings.acts and self.settings.policy.scope.keeps_system
 
     @property
     def claimed(self) -> int:
@@ -124,7 +135,8 @@ class RequestPool:
         blocks = self.blocks_of(prompt, new, prefix)
         if self.claimed + blocks > self.num_blocks:
             return False
-        self.requests[state.request_id] = Request(prompt, new, blocks, prefix=prefix)
+        messages = state.logit_processor_kwargs.get("messages")
+        self.requests[state.request_id] = Request(prompt, new, blocks, prefix=prefix, messages=messages)
         if isinstance(prefix, Beginning) and self.conversations is not None:
             self.conversations.note_reuse(state.request_id, prefix.reused)
         return True
@@ -143,6 +155,8 @@ class RequestPool:
             found = self.conversations.find(state.initial_tokens)
         if found is None or (prefix is not None and len(prefix) >= found.reused):
             return None
+        if self.keeps_system and found.system != state.logit_processor_kwargs["messages"].count_system(prompt):
+            return None  # a text of other messages, or a later system message: read anew, as a budget for it was checked
         if positions is not None and found.columns + prompt - len(found) + new - 1 > positions:
             return None
         return found if self.claimed + self.blocks_of(prompt, new, found) <= self.num_blocks else None
@@ -160,7 +174,8 @@ class RequestPool:
             begun = request.prefix if isinstance(request.prefix, Beginning) else None
             positions = list(range(cache.seen)) if begun is None else [*begun.positions, *range(begun.columns, cache.seen)]
             tokens = state.initial_tokens + state.generated_tokens
-            self.conversations.keep(tokens[: len(positions)], positions, len(state.initial_tokens), cache)
+            ids, answer = tokens[: len(positions)], len(state.initial_tokens)
+            self.conversations.keep(Conversation(ids, positions, answer, cache, request.messages))
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Drop a request, its row and its claim."""
@@ -264,6 +279,7 @@ class RequestPool:
             request.cache.settings = settings
             request.cache.request.prompt_len = request.cache.seen + request.prompt - past
             request.cache.request.new_tokens = request.new
+            request.cache.messages = request.messages
         whole = end == request.prompt or len(columns) == self.chunk
         return Part(request.cache, columns, decodes=False, open=not whole)
 

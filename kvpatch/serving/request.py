@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..cache.cache import EvictingCache
 from ..cache.holding import count_held, keeps_new
+from ..cache.messages import Messages
 from ..cache.prefix import Prefix
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
@@ -19,7 +20,7 @@ class Request:
 
     prompt: tokens of its prompt. new: tokens to generate; None if there is no limit. blocks: claimed until it ends. cache: of
     its own while its prompt is read; None before, and once it is a row of a batch. prefix: that begins its
-    prompt, and is not read again.
+    prompt, and is not read again. messages: of its prompt, where they are told.
     """
 
     prompt: int
@@ -27,6 +28,7 @@ class Request:
     blocks: int
     cache: EvictingCache | None = None
     prefix: Prefix | Beginning | None = None
+    messages: Messages | None = None
 
 
 def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: bool, read: int = 0) -> int:
@@ -65,3 +67,21 @@ def count_claimed_behind(settings: CacheSettings, held: Sequence[int], prompt: i
             count = before + rest + new
         most.append(max(count, before + rest if whole else 0))
     return -(-sum(most) // len(most))
+
+
+def check_system(settings: CacheSettings, messages: Messages | None, prompt: int, step: int) -> None:
+    """Raise KVPatchError unless the budget holds a request's system message, wherever its prompt is compressed.
+
+    step: tokens after which that happens, beside the prompt's end.
+    """
+    if messages is None:
+        raise KVPatchError("protect='system': this request came without messages. Add it with messages=, or give token ids.")
+    marks = messages.mark_system(prompt)
+    for end in (*range(step, prompt, step), prompt):
+        system = int(marks[:end].sum())
+        budget = min(min(count_held(settings, layer, end, 0).heads) for layer in range(settings.n_layers))
+        if system > budget:
+            raise KVPatchError(
+                f"The system message has {system} tokens, which are never evicted, but the budget of this text is {budget}: "
+                "shorten it, or give the server a larger k."
+            )

@@ -19,6 +19,8 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
+from ..cache.messages import Messages
+
 
 @dataclass
 class Sampling:
@@ -82,7 +84,8 @@ class RequestSampling(ContinuousBatchingLogitsProcessor):
     """The engine's only logits processor: each row by the Sampling that its request was added with (`sampling=`)."""
 
     def __init__(self) -> None:
-        self.supported_kwargs, self.ignored_kwargs = {"sampling": Sampling}, ()
+        # the engine hands on no other arguments of a request; messages are for its RequestPool
+        self.supported_kwargs, self.ignored_kwargs = {"sampling": Sampling, "messages": Messages}, ()
         self._coming: list[Any] = []
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:

@@ -16,7 +16,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @contextmanager
-def serving(source, k, policy="h2o", keeping=None, **engine):
+def serving(source, k, policy="h2o", keeping=None, protect=None, **engine):
     """Serve a model: a client, the server, and its address."""
     openai = pytest.importorskip("openai")
     pytest.importorskip("fastapi")
@@ -27,7 +27,8 @@ def serving(source, k, policy="h2o", keeping=None, **engine):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     place, engine = serving.Address("localhost", port), {"num_blocks": 400, **engine}
-    server = serving.run(source, kvpatch.get_policy(policy), k, {}, place, engine, background=True, keeping=keeping)
+    chosen = kvpatch.get_policy(policy).with_options(None, protect=protect)
+    server = serving.run(source, chosen, k, {}, place, engine, background=True, keeping=keeping)
     address = f"http://localhost:{port}"
     for _ in range(100):
         try:
@@ -42,7 +43,7 @@ def serving(source, k, policy="h2o", keeping=None, **engine):
 
 
 @contextmanager
-def started(folder, template=TEMPLATE, keeping=None):
+def started(folder, template=TEMPLATE, keeping=None, protect=None):
     """Serve the model in a folder: a client, the model's name, its server, what generate() gives alone, and the address."""
     if not (folder / "config.json").exists():
         shutil.copytree(MODELS / "llama-python", folder, dirs_exist_ok=True)
@@ -51,7 +52,7 @@ def started(folder, template=TEMPLATE, keeping=None):
         known = json.loads((folder / file).read_text()) if (folder / file).exists() else {}
         (folder / file).write_text(json.dumps({**known, "eos_token_id": None}))
     source = Source(str(folder), "float32", "cpu")
-    with serving(source, 24, keeping=keeping) as (client, server, address):
+    with serving(source, 24, keeping=keeping, protect=protect) as (client, server, address):
         model, tokenizer = source.model(), source.tokenizer()
 
         def alone(text, new):

@@ -1,0 +1,41 @@
+"""Where the messages of a request lie in its tokens: `kvpatch serve --protect system` never evicts a system message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..cache.messages import Messages
+from ..errors import KVPatchError
+from ..hooks.transcript import Template, Transcript
+
+
+def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messages:
+    """Find the messages of a request; a completion has none. A developer's message is a system message.
+
+    Args:
+        tokenizer: of the model.
+        body: of the request, as transformers' handlers read it.
+        ids: what they have made of it.
+
+    Raises:
+        KVPatchError: the template's text, message by message, does not have these tokens.
+    """
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.response import ResponseHandler
+    from transformers.cli.serving.utils import Modality
+
+    if "prompt" in body:
+        return Messages((), ())
+    tools, told = body.get("tools"), body.get("messages")
+    if told is None:
+        tools, told = ResponseHandler._normalize_tools(tools), ResponseHandler._normalize_input(body)
+    told = ChatCompletionHandler.get_processor_inputs_from_messages(told, Modality.LLM)
+    template = Template(tokenizer, {"tools": tools, **body.get("chat_template_kwargs", {})})
+    found, starts = template.tokenize(template.render(told), Transcript())
+    if found != ids:
+        raise KVPatchError(
+            "--protect system: this model's chat template does not tell where the messages of this text end. Leave the option "
+            "out, or protect tokens by their ids (-o protect=[1,2])."
+        )
+    roles = ["system" if one["role"] == "developer" else one["role"] for one in told]
+    return Messages([*roles, "assistant"], starts)
