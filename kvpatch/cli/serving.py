@@ -67,7 +67,8 @@ def run(
     from .answering import Answers, start_engine
 
     positions, tokenizer = _limit(source, positions, settings), source.tokenizer()
-    _check_system(policy, tokenizer, keeping)
+    if policy.scope.keeps_system:
+        _check_system(tokenizer, edits=keeping is not None and keeping.edits)
     model = source.model()
     patched = patch(model, policy, k, **settings)
     try:
@@ -108,13 +109,13 @@ def _limit(source: Source, asked: int | None, settings: dict[str, Any]) -> int |
     return asked or known
 
 
-def _check_system(policy: Policy, tokenizer: Any, keeping: Keeping | None) -> None:
-    """Raise KVPatchError where a system message is to be kept, and could not be: before weights are read."""
-    if policy.scope.keeps_system and keeping is not None and keeping.edits:
+def _check_system(tokenizer: Any, edits: bool) -> None:
+    """Raise KVPatchError where a system message could not be kept: before weights are read."""
+    if edits:
         raise KVPatchError(
             "--protect system and --edits: an edited text no longer tells which tokens are the system message's. Leave one out."
         )
-    if policy.scope.keeps_system and tokenizer.chat_template is None:
+    if tokenizer.chat_template is None:
         raise KVPatchError(
             "--protect system keeps the system message of a chat, and this model has no chat template: leave it out."
         )
