@@ -97,7 +97,7 @@ def test_the_metadata_says_whose_it_is_and_what_it_needs(metadata):
 def test_every_import_is_declared():
     """A module of the package imports what the core or an extra that is meant for it brings."""
     extras = set().union(*(EXTRAS[name] for name in ("cli", "serve", "plot", "lm-eval", "flash", "vllm")))
-    known = CORE | BROUGHT | extras | {"prometheus_client"}  # which vLLM brings
+    known = CORE | BROUGHT | extras | {"prometheus_client", "starlette"}  # which vLLM and fastapi bring
     for name, path in modules().items():
         top = {one.split(".")[0] for one in imports(name, path)} - {"kvpatch", "__future__"} - set(sys.stdlib_module_names)
         unknown = {MODULE_OF.get(one, one) for one in top} - known

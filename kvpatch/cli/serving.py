@@ -66,10 +66,10 @@ def run(
     from ..serving.conversations import Conversations
     from .answering import Answers, start_engine
 
-    positions, tokenizer = _limit(source, positions, settings), source.tokenizer()
+    positions = _limit(source, positions, settings)
     if policy.scope.keeps_system:
-        _check_system(tokenizer, edits=keeping is not None and keeping.edits)
-    model = source.model()
+        _check_system(source.tokenizer(), edits=keeping is not None and keeping.edits)
+    model, tokenizer = source.model(), source.tokenizer()
     patched = patch(model, policy, k, **settings)
     try:
         manager = start_engine(model, engine, keeping and Conversations(*keeping))

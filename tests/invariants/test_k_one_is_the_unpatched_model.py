@@ -277,7 +277,7 @@ def test_rows_with_padding_behind_a_token_do_not_join():
     with torch.no_grad(), kvpatch.patched(model, "h2o", 1.0):
         places = (mask.cumsum(1) - 1).clamp(min=0)
         cache = model(ids, attention_mask=mask, position_ids=places, use_cache=True).past_key_values
-        with pytest.raises(kvpatch.KVPatchError, match="read a padded batch .* or read the prompts unpadded"):
+        with pytest.raises(kvpatch.KVPatchError, match="rows with padding, .* or read the prompts unpadded"):
             kvpatch.EvictingCache.concatenate([cache])
 
 
