@@ -73,7 +73,7 @@ def mark_spans(cache: TextState, spans: Sequence[Span], row: int | None, what: s
     gone_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.bool)
     known: list[Span] = []
     if not isinstance(given, Iterable):
-        raise KVPatchError(f"{what} was given {spans!r}: give a list of (start, stop), such as [(12, 80)].")
+        raise KVPatchError(f"{what} was given {given!r}: give a list of (start, stop), such as [(12, 80)].")
     for span in given:
         start, stop = read_span(span)
         for one in rows:

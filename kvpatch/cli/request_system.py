@@ -1,4 +1,4 @@
-"""Where the messages of a request lie in its tokens: `kvpatch serve --protect system` never evicts a system message."""
+"""Places of a request's messages in its tokens: `kvpatch serve --protect system` never evicts a system message."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Scope:
 
     @property
     def keeps_system(self) -> bool:
-        """Whether the system message of a chat is protected."""
+        """Tell whether the system message of a chat is protected."""
         return isinstance(self.protect, str) and self.protect == SYSTEM
 
     @property

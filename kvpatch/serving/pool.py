@@ -113,7 +113,7 @@ class RequestPool:
 
     @property
     def keeps_system(self) -> bool:
-        """Whether requests have to come with their messages."""
+        """Tell whether requests have to come with their messages."""
         return self.settings.acts and self.settings.policy.scope.keeps_system
 
     @property

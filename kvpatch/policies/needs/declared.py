@@ -79,7 +79,7 @@ class Needs(tuple[AnyNeed, ...]):
 
     @property
     def kernels(self) -> tuple[tuple[str, str | None], ...]:
-        """What the needs make of attention, each with the kernels' name of the same computation or None."""
+        """Names of all that the needs make of attention, each with the kernels' name of the same computation or None."""
         return tuple(name for need in self for name in need.kernels)
 
     @property
