@@ -201,9 +201,9 @@ class Patch:
     def graph(self, model: nn.Module) -> StepGraph:
         """Make decode steps that are CUDA graphs, without torch.compile: captured once, replayed over later prompts too.
 
-        `step(ids, cache)` returns the logits [B,1,V] of one more token per row, which the next step overwrites. A step that
-        cannot be captured is an ordinary call of the model; policies that append need `new_cache(room=...)`. generate() makes
-        such steps by itself. None has run on a GPU.
+        `step(ids, cache)` returns the logits [B,1,V] of one more token per row; the next step overwrites them. A step that
+        cannot be captured is an ordinary call of the model. Policies that append need `new_cache(room=...)`. generate()
+        makes such steps by itself. No such graph has run on a GPU yet.
 
         Args:
             model: the model that this patch is of, or one that wraps it; called with input_ids and past_key_values.

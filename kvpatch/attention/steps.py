@@ -25,9 +25,9 @@ class Steps(BoundSteps):
 
 
 def find_steps(cache: TextState) -> Steps:
-    """Return the steps of a cache; new ones if it has none."""
+    """Return what a cache keeps of its bound decode steps; an empty one is made at the first call."""
     steps = cache.steps
     if steps is None:
         steps = cache.steps = Steps()
-    assert isinstance(steps, Steps)
+    assert isinstance(steps, Steps)  # cache/, a layer below, knows of it no more than the protocol BoundSteps
     return steps

@@ -272,9 +272,11 @@ def _cap_logits(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def weigh_logits(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> Tensor:
-    """Return the softmax of logits [B,H,G,...,M] without the share of the attention sinks.
+    """Return the softmax of logits over their last axis [B,H,G,...,M], with attention sinks in the denominator.
 
-    sinks: the sinks' logits in the layout of `x`, if that is not [B,H,G,...].
+    With sinks a row's weights add up to less than 1: their own weights are left out.
+
+    sinks: the sinks' logits, which broadcast to `x[..., :1]`; by default the geometry's. Models without sinks ignore them.
     """
     if geometry.sinks_HG is None:
         return x.softmax(-1)

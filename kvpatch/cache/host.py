@@ -189,7 +189,7 @@ class HostLayer(CacheLayerMixin):
         raise KVPatchError("This cache goes on under the patch that made it alone, which is no longer in force.")
 
     def copy(self) -> HostLayer:
-        """Return an independent copy."""
+        """Return a copy with a store of its own, in a new file of the same folder if this one has a file."""
         new = HostLayer(self.folder)
         if self.is_initialized:
             self.store.wait()

@@ -130,31 +130,34 @@ class _LayerState:
 
     def __init__(self, layer: SlotLayer, seen_B: Tensor) -> None:
         self.layer, self.seen_B11 = layer, seen_B[:, None, None]
-        self.real = layer.positions >= 0
-        self.held_BH = self.real.sum(-1)
+        self.occupied = layer.positions >= 0
+        self.held_BH = self.occupied.sum(-1)
         self.column = torch.arange(layer.positions.shape[2], device=layer.device)
         self.limit_BH = layer.kv.limits(layer.used, layer.mode.evicts).view_as(self.held_BH)
 
     def check(self, least: int, reading: bool) -> None:
-        """Raise InvalidError if the layer contradicts itself. least: tokens that each head must hold; reading: in a prompt."""
+        """Raise InvalidError if the layer contradicts itself.
+
+        least: tokens that each head must hold. reading: a prompt is not yet read to its end.
+        """
         layer, p = self.layer, self.layer.positions
         must((p >= -1) & (p < self.seen_B11), "positions name tokens that were not seen")
         ordered = p.sort(-1).values
         must((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0), "a head holds a token twice")
-        must(~self.real | (self.column < self.limit_BH[..., None]), "tokens lie beyond the slots in use")
+        must(~self.occupied | (self.column < self.limit_BH[..., None]), "tokens lie beyond the slots in use")
         must(self.held_BH >= least, f"a head holds fewer than {least} tokens")
         must(layer.floor <= layer.used, f"{layer.floor} columns cannot be cropped, but only {layer.used} are in use")
         if layer.contiguous:
-            rank = self.real.long().cumsum(-1) + _find_oldest(layer.positions) - 1
-            must((layer.positions == rank) | ~self.real, "positions are not consecutive")
+            rank = self.occupied.long().cumsum(-1) + _find_oldest(layer.positions) - 1
+            must((layer.positions == rank) | ~self.occupied, "positions are not consecutive")
             must(not layer.mode.slotted, "a layer in text order may not write into freed slots")
         for name, note in layer.notes.items():
             if (wrong := note.find_contradiction(self.seen_B11)) is not None:
-                must(~wrong, f"its note {name!r} is not of what was seen")
+                must(~wrong, f"its note {name!r} contradicts the number of tokens seen")
         mode = layer.mode
         must(not reading or isinstance(mode, Reading), f"a layer is {mode.name} while a prompt is read")
-        rounded = layer.kv.codecs == codecs(layer.bits, *layer.kv.sizes, layer.dtype, layer.latent)
-        must(rounded or isinstance(mode, Reading), "keys and values are not of the bits that were asked for")
+        as_asked = layer.kv.codecs == codecs(layer.bits, *layer.kv.sizes, layer.dtype, layer.latent)
+        must(as_asked or isinstance(mode, Reading), "keys and values are not of the bits that were asked for")
         if isinstance(mode, Evicting):
             self._check_evicting(mode)
         elif isinstance(mode, Growing):
@@ -168,7 +171,7 @@ class _LayerState:
 
     def _check_appended(self) -> None:
         """Check a layer whose tokens are appended after the used columns."""
-        layer, real = self.layer, self.real
+        layer, real = self.layer, self.occupied
         must(layer.holes or (self.held_BH == layer.used), "slots are empty that should not be")
         later = real.long().flip(-1).cumsum(-1).flip(-1)  # the newest tokens, so that they can be rolled back
         newest = (layer.positions == self.seen_B11 - later) | ~real | (self.column < layer.floor)
@@ -194,7 +197,7 @@ class _LayerState:
         at = free_BH.clamp(0, len(self.column) - 1)[..., None]
         must(all_taken | (layer.positions.gather(-1, at)[..., 0] < 0), "a free slot is taken")
         must(~below_BH | (self.limit_BH - self.held_BH >= mode.slack - mode.grown), "fewer slots are free than it says")
-        packed_BH = (free_BH == self.held_BH) & (self.real == (self.column < self.held_BH[..., None])).all(-1)
+        packed_BH = (free_BH == self.held_BH) & (self.occupied == (self.column < self.held_BH[..., None])).all(-1)
         must(~below_BH | packed_BH, "a head below its budget has gaps")
         must(not mode.unfilled or below_BH, "a head may reach its budget where it says that none does")
         if layer.holes:
@@ -228,7 +231,7 @@ class _LayerState:
         must(self.limit_BH - free_BH >= mode.slack - mode.grown, "fewer slots are free than it says")
         must(free_BH.flatten() == layer.kv.next_free(layer.taken, mode.grown), "free_BH is not behind what was taken")
         behind = free_BH[..., None] - self.column  # 1 at the newest
-        must(~self.real | (behind > 0), "a free slot is taken")
+        must(~self.occupied | (behind > 0), "a free slot is taken")
         recent = (behind > 0) & (behind <= mode.grown)
         must(~recent | (layer.positions == self.seen_B11 - behind), "what was appended is not the newest")
 

@@ -60,12 +60,12 @@ class LosslessCache(Unpicklable, Cache):
         super().__init__(layers=list(self.whole))
         self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()
         self.ids: list[int] = []  # of the tokens read
-        self.places: list[int] = []  # positions of those that are there: all but what was forgotten
+        self.kept_positions: list[int] = []  # positions of those that are there: all but what was forgotten
         self.edited = 0  # tokens read when some were last forgotten
         self.again = 0  # tokens read before, which generate()'s first pass brings once more
         self.messages: Messages | None = None  # of a chat
         self.pending_ids: list[int] = []  # ids of the pass in progress
-        self._places_1T: Tensor | None = None  # on the device of the pass
+        self._positions_1T: Tensor | None = None  # on the device of the pass
         self._staged: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -73,10 +73,10 @@ class LosslessCache(Unpicklable, Cache):
 
     def begin(self, ids: list[int]) -> EvictingCache:
         """Begin a pass over new tokens; return the budgeted cache that it fills. What an interrupted pass left is dropped."""
-        self.pending_ids, self._places_1T = ids, None
+        self.pending_ids, self._positions_1T = ids, None
         self._staged.clear()
         for layer in self.whole:
-            layer.length = len(self.places)
+            layer.length = len(self.kept_positions)
         self.drafts = self._make_drafts()
         return self.drafts
 
@@ -101,7 +101,7 @@ class LosslessCache(Unpicklable, Cache):
         """Raise KVPatchError unless the host has room for so many more tokens, whose entries take `nbytes` each."""
         first = self.whole[0]
         held = len(first.store.rows_NE) if first.is_initialized else 0
-        more = (first.count_rows(len(self.places) + tokens) - held) * nbytes
+        more = (first.count_rows(len(self.kept_positions) + tokens) - held) * nbytes
         if not more:
             return
         place, free = find_free(first.folder, device)
@@ -123,7 +123,7 @@ class LosslessCache(Unpicklable, Cache):
         self._staged.clear()
         for layer in self.whole:
             layer.store.release()
-        self.places += range(len(self.ids), len(self.ids) + len(self.pending_ids))
+        self.kept_positions += range(len(self.ids), len(self.ids) + len(self.pending_ids))
         self.ids += self.pending_ids
         self.pending_ids, self.drafts.running.lender = [], None
 
@@ -138,9 +138,9 @@ class LosslessCache(Unpicklable, Cache):
             self.whole[layer - 1].store.release()
         if rows_TE is None:
             return None
-        if self._places_1T is None or self._places_1T.device != device:  # the same for all layers
-            self._places_1T = on_device([self.places], device)
-        return *own.view(rows_TE), self._places_1T
+        if self._positions_1T is None or self._positions_1T.device != device:  # the same for all layers
+            self._positions_1T = on_device([self.kept_positions], device)
+        return *own.view(rows_TE), self._positions_1T
 
     def _bring(self, layer: int, device: torch.device) -> Tensor:
         """Return a layer's rows on a device; the next layer's are on their way then."""
@@ -174,7 +174,7 @@ class LosslessCache(Unpicklable, Cache):
         """Positions of all tokens there, int64 [1, Hkv, T], on the host; those that the budget holds: `drafts.positions`."""
         checks.layer_of("layer", layer, len(self.whole))
         checks.check_filled(bool(self.ids))
-        return torch.tensor(self.places).repeat(1, self.whole[layer].sizes[0], 1)
+        return torch.tensor(self.kept_positions).repeat(1, self.whole[layer].sizes[0], 1)
 
     def held(self, layer: int) -> Tensor:
         """Count the tokens there for each KV head, int64 [1, Hkv]."""
@@ -189,8 +189,10 @@ class LosslessCache(Unpicklable, Cache):
     def check_invariants(self) -> None:
         """Check the budgeted cache, and that each layer has the entries of all tokens there."""
         for index, layer in enumerate(self.whole):
-            if layer.length < len(self.places):  # an interrupted pass leaves more
-                raise InvalidError(f"Layer {index} has the entries of {layer.length} tokens, and {len(self.places)} are there.")
+            if layer.length < len(self.kept_positions):  # an interrupted pass leaves more
+                raise InvalidError(
+                    f"Layer {index} has the entries of {layer.length} tokens, and {len(self.kept_positions)} are there."
+                )
         if self.drafting:
             self.drafts.check_invariants()
 
@@ -215,7 +217,7 @@ class LosslessCache(Unpicklable, Cache):
         if left < self.edited:
             raise KVPatchError(f"crop({asked}): the text was edited after {self.edited} tokens, and stays so.")
         count, drafting = len(self.ids) - left, self.drafting
-        del self.ids[left:], self.places[len(self.places) - count :]
+        del self.ids[left:], self.kept_positions[len(self.kept_positions) - count :]
         if drafting and count:
             editing.drop_last(self.drafts, count)
 
@@ -235,8 +237,8 @@ class LosslessCache(Unpicklable, Cache):
         gone_T = editing.mark_spans(self._make_drafts(), spans, row, "forget()")[0].tolist()
         if self.drafting:
             self.drafts.forget(spans, row)
-        kept = [i for i, place in enumerate(self.places) if not gone_T[place]]
-        self.places, self.edited = [self.places[i] for i in kept], len(self.ids)
+        kept = [i for i, place in enumerate(self.kept_positions) if not gone_T[place]]
+        self.kept_positions, self.edited = [self.kept_positions[i] for i in kept], len(self.ids)
         for layer in self.whole:
             layer.keep(torch.tensor(kept))
 
@@ -249,7 +251,11 @@ class LosslessCache(Unpicklable, Cache):
     def clone(self) -> LosslessCache:
         """Return an independent copy, for several questions after one context."""
         new = LosslessCache(self.drafts.clone() if self.drafting else self._make_drafts(), 0)
-        new.whole, new.ids, new.places = [layer.copy() for layer in self.whole], list(self.ids), list(self.places)
+        new.whole, new.ids, new.kept_positions = (
+            [layer.copy() for layer in self.whole],
+            list(self.ids),
+            list(self.kept_positions),
+        )
         new.edited = self.edited
         new.layers = list(new.whole)
         return new
@@ -274,7 +280,7 @@ class LosslessCache(Unpicklable, Cache):
     def reset(self) -> None:
         """Empty both caches."""
         self.ids.clear()
-        self.places.clear()
+        self.kept_positions.clear()
         self.edited = 0
         for layer in self.whole:
             layer.reset()

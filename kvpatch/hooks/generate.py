@@ -29,7 +29,7 @@ from ..policies.served import refuse
 from . import lossless, ownership, texts
 from .decoder import own_cache
 from .generate_steps import GenerateSteps
-from .identity import end_adapter_names
+from .identity import remove_adapter_hooks
 from .state import PatchState
 from .versions import check_prompt_tuning
 
@@ -45,7 +45,7 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
         try:
             return _run_with_cache(self, previous, steps, args, kwargs)
         except KVPatchError:
-            end_adapter_names(self)
+            remove_adapter_hooks(self)
             raise
 
     return functools.wraps(GenerationMixin.generate)(generate)

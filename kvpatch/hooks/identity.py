@@ -113,8 +113,11 @@ def adapter_names(module: nn.Module) -> list[str] | None:
     return None
 
 
-def end_adapter_names(model: nn.Module) -> None:
-    """Remove the hooks of PEFT's adapter_names, which PEFT leaves on the model after an error; they would fail later calls."""
+def remove_adapter_hooks(model: nn.Module) -> None:
+    """Remove the hooks of PEFT's adapter_names, which PEFT leaves on the model after an error: later calls would fail.
+
+    For a model of which no forward is running.
+    """
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, functools.partial) and "adapter_names" in hook.keywords:

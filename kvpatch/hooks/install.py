@@ -156,7 +156,10 @@ def _skip_undo(marked: list[tuple[nn.Module, Mark]]) -> None:
 
 
 def unmark_module(module: nn.Module, mark: Mark) -> None:
-    """Undo what was changed on a module, newest change first, unless that was done; may be called again if interrupted."""
+    """Undo the changes that a mark lists, newest first, and take the mark off; nothing if the module has another or none.
+
+    If interrupted, call it again: the change that was being undone is undone once more, which every undo allows.
+    """
     own = vars(module)
     if own.get("_kvpatch") is not mark:
         return

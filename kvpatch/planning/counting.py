@@ -29,15 +29,15 @@ class Bytes(NamedTuple):
 class Counter:
     """Counts a cache's bytes on the terms of each layer.
 
-    bits, itemsize: of the numbers held, and bytes of one in the model's dtype. together: whether all layers hold the prompt
-    until the last has read it.
+    bits, itemsize: of the numbers held, and bytes of one in the model's dtype. shares_budget: whether the layers share one
+    budget, which is divided once the last layer has read the prompt.
     """
 
     layers: tuple[Layer, ...]
     terms: tuple[Terms, ...]
     bits: int
     itemsize: int
-    together: bool = False
+    shares_budget: bool = False
 
     def hold(self, prompt: int, new: int) -> list[Holding]:
         """Return what each layer holds after a prompt of so many tokens and `new` ones."""
@@ -45,15 +45,16 @@ class Counter:
         return [count_by_terms(terms, prompt, new, heads=layer.heads) for layer, terms in pairs]
 
     def count(self, prompt: int, new: int) -> Bytes:
-        """Count the bytes that the cache takes for a prompt of so many tokens and `new` generated ones."""
+        """Count the bytes that the cache of one text takes: a prompt of so many tokens and `new` generated ones."""
         held = allocated = 0
-        for layer, one in zip(self.layers, self.hold(prompt, new), strict=True):
+        for layer, holding in zip(self.layers, self.hold(prompt, new), strict=True):
             entry, fixed = self._entry(layer, self.bits), layer.heads * count_centre_bytes(self.bits, layer.key, self.itemsize)
-            held += sum(one.heads) * entry + fixed
-            allocated += layer.heads * one.slots * entry + fixed
+            held += sum(holding.heads) * entry + fixed
+            allocated += layer.heads * holding.slots * entry + fixed
         whole = [layer.heads * prompt * self._entry(layer, FULL) for layer in self.layers]
-        # layers that share a budget are whole until the last has been read; else each is evicted before the next is read
-        peak = sum(whole) if self.together else allocated + max(whole)
+        # layers that share one budget all hold the whole prompt until the last has read it; otherwise each evicts before
+        # the next one reads, so that one at a time holds it
+        peak = sum(whole) if self.shares_budget else allocated + max(whole)
         return Bytes(held, allocated, max(peak, allocated))
 
     def _entry(self, layer: Layer, bits: int) -> int:
@@ -80,8 +81,8 @@ def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, it
             rule = Sloped(rule, Pyramid(division.beta), free.index(index), len(free), last, bounded)
         schedule = division.schedule if rule.evicts else None
         terms.append(Terms(rule, schedule, division.every, divided=bool(division.shared)))
-    together = division.shared == "model" and division.schedule is not None
-    return Counter(shape.layers, tuple(terms), bits, itemsize, together)
+    shares_budget = division.shared == "model" and division.schedule is not None
+    return Counter(shape.layers, tuple(terms), bits, itemsize, shares_budget)
 
 
 def find_most(fits: Callable[[int], bool], limit: int) -> int:

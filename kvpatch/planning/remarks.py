@@ -35,7 +35,7 @@ def list_remarks(shape: Shape, division: Division, counter: Counter, tokens: int
         yield "The policy evicts where the prompt ends: every generated token is kept beside the budget."
     elif division.schedule == "decode":
         yield "The policy keeps the prompt whole: k bounds the generated tokens alone."
-    if counter.together:
+    if counter.shares_budget:
         yield "Layers share one budget: all of them hold the whole prompt until the last one has read it."
     if values.get("quantization_config"):
         yield "The weights are quantized: bytes counted from the configuration alone are too many."

@@ -128,7 +128,7 @@ class FileKind:
         fields: the entries of the description behind "format", in the order of the file.
         tensors: by name, those that have the same axes under every policy. Tensors of layer 0 are called "0.NAME".
         subject: its name in errors about writing it.
-        outdated: the sentence for a file of another version, with {path}.
+        refusal: the sentence for a file of another format, with {path} and {format}; by default one that names the format.
     """
 
     name: str
@@ -139,7 +139,7 @@ class FileKind:
     fields: tuple[Field, ...]
     tensors: Mapping[str, Array] = field(default_factory=dict)
     subject: str = ""
-    outdated: str = ""
+    refusal: str = ""
 
     @property
     def format(self) -> str:
@@ -192,11 +192,18 @@ class FileKind:
         return Document(about, tensors, texts["checksum"])
 
     def parse_description(self, text: str, path: object, what: str = "its description") -> Description:
-        """Return the description in `text`, with its fields checked. Raises InvalidError, or KVPatchError for `outdated`."""
+        """Return the description in `text`, with its fields checked.
+
+        path, what: name the file and the description in errors.
+
+        Raises:
+            KVPatchError: it is of another format, and this kind has a `refusal`.
+            InvalidError: it is of another format, or a field is wrong.
+        """
         about = parse_json(text) if text else {}
         if not isinstance(about, dict) or about.get("format") != self.format:
-            if self.outdated:
-                raise KVPatchError(self.outdated.format(path=path, format=self.format))
+            if self.refusal:
+                raise KVPatchError(self.refusal.format(path=path, format=self.format))
             raise InvalidError(f"it is not of this version of kvpatch ({self.format!r})")
         return check_fields(what, about, (Field("format"), *self.fields))
 
@@ -231,7 +238,7 @@ CACHE = FileKind(
     "save_cache()",
     "Save it anew with patch.save_cache().",
     (Field.of_table("model"), Field.of_table("settings"), Field("cache"), Field("layers")),
-    outdated="{path} is no cache saved by this version of kvpatch ({format!r}): read its text again.",
+    refusal="{path} is no cache saved by this version of kvpatch ({format!r}): read its text again.",
 )
 LOSSLESS = FileKind(
     "lossless cache",
@@ -241,7 +248,7 @@ LOSSLESS = FileKind(
     "Save it anew with patch.save_cache().",
     (Field.of_table("model"), Field.of_count("edited")),
     {"ids": FixedArray(torch.int64, ("T",)), "places": FixedArray(torch.int64, ("N",))},  # and, of the model's sizes, rows
-    outdated="{path} is no cache that this version of kvpatch saved under lossless=True ({format!r}): load it by a patch "
+    refusal="{path} is no cache that this version of kvpatch saved under lossless=True ({format!r}): load it by a patch "
     "without lossless, or read its text again.",
 )
 _NO_RECORD = "its description names no model, or no layers"

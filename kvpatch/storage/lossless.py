@@ -24,12 +24,12 @@ def save_lossless(cache: LosslessCache, path: str | PathLike[str], model: Descri
     Raises:
         KVPatchError: the cache is empty, or the file cannot be written.
     """
-    if not cache.places:
+    if not cache.kept_positions:
         raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
-    tensors = {"ids": torch.tensor(cache.ids), "places": torch.tensor(cache.places)}
+    tensors = {"ids": torch.tensor(cache.ids), "places": torch.tensor(cache.kept_positions)}
     for index, layer in enumerate(cache.whole):
         layer.store.wait()
-        tensors[f"{index}.{ROWS}"] = layer.store.rows_NE[: len(cache.places)]
+        tensors[f"{index}.{ROWS}"] = layer.store.rows_NE[: len(cache.kept_positions)]
     LOSSLESS.write_file(path, LOSSLESS.make_description(model=model, edited=cache.edited), tensors)
     for layer in cache.whole:
         layer.store.release()
@@ -57,7 +57,7 @@ def load_lossless(
         rows = [tensors.pop(f"{index}.{ROWS}") for index in range(len(shapes))]
         _check_places(tensors["ids"], tensors["places"], about["edited"])
         _check_numbers(rows)
-    cache.ids, cache.places, cache.edited = tensors["ids"].tolist(), tensors["places"].tolist(), about["edited"]
+    cache.ids, cache.kept_positions, cache.edited = tensors["ids"].tolist(), tensors["places"].tolist(), about["edited"]
     for layer, device, shape in zip(cache.whole, devices, shapes, strict=True):
         layer.begin((shape.heads, shape.key, shape.value), rows[0].dtype, device)
         layer.append(*layer.view(rows.pop(0)))

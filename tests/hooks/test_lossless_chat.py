@@ -122,7 +122,7 @@ def test_messages_are_forgotten_and_changed(model):
             chat.send(turn)
         start, stop = chat.spans[1]
         chat.forget(1)
-        assert not set(range(start, stop)) & set(chat.cache.places) and chat.cache.edited
+        assert not set(range(start, stop)) & set(chat.cache.kept_positions) and chat.cache.edited
         with pytest.raises(KVPatchError, match=r"of a chat change chat\.messages"):
             chat.replace(0, "hi")
         chat.messages[0]["content"] = "hi"
@@ -148,6 +148,6 @@ def test_a_cache_goes_back_to_where_texts_differ(model):
         model(ids, past_key_values=cache)
         cache.forget([(3, 6)])
         cache.go_back([*range(1, 31), 40])
-        assert len(cache.ids) == 30 and len(cache.places) == 27
+        assert len(cache.ids) == 30 and len(cache.kept_positions) == 27
         cache.go_back([*range(1, 30), 40])
         assert cache.ids == [] and cache.nbytes == 0 and not cache.edited

@@ -69,7 +69,7 @@ def test_what_was_forgotten_stays_away(name, tmp_path):
     cache, want = save_text(model, prompt(1, 40), tmp_path / "cache", spans)
     with kvpatch.patched(model, "h2o", 0.4, lossless=True) as patch:
         loaded = patch.load_cache(tmp_path / "cache")
-        assert loaded.places == cache.places and loaded.nbytes == cache.nbytes
+        assert loaded.kept_positions == cache.kept_positions and loaded.nbytes == cache.nbytes
         with pytest.raises(kvpatch.KVPatchError, match="edited after 40"):
             loaded.crop(-1)
         copy = loaded.clone()

@@ -170,7 +170,7 @@ class Worker:
         self._notes = register_module_module_registration_hook(self._note_holder) if terms.policy.weighs_values else None
         self.requests: Requests | None = None
         if terms.policy.over_layers is not None:
-            self._check_groups()
+            self._refuse_prefix_caching()
         if config.cache_config.enable_prefix_caching:
             _LOG.info("[kvpatch] prefix caching is off under a budget.")
 
@@ -178,10 +178,10 @@ class Worker:
         """Add a layer while the model is made."""
         self.layers.append(layer)
         if layer.window != self.layers[0].window:
-            self._check_groups()
+            self._refuse_prefix_caching()
 
-    def _check_groups(self) -> None:
-        """Raise KVPatchError if vLLM looks for shared prefixes, where layers hold different numbers of tokens."""
+    def _refuse_prefix_caching(self) -> None:
+        """Raise KVPatchError under prefix caching: vLLM does not start with it where layers hold unequal numbers of tokens."""
         if self.config.cache_config.enable_prefix_caching:
             raise KVPatchError(
                 "Layers of this model hold different numbers of tokens under this budget, and vLLM's prefix caching does not "
