@@ -39,7 +39,8 @@ def _values(item):
 def pytest_collection_modifyitems(items):
     """Skip what needs a GPU where there is none, and mark a test's cases.
 
-    All are slow but FAST that show the most values; a slow one is wide as well if each of its values is in another case.
+    All are slow but FAST that show the most values; a slow one is wide as well if each of its values is in another case, or if
+    its test is sampled and it is not the one in so many.
     """
     functions = defaultdict(list)
     for item in items:
@@ -55,9 +56,11 @@ def pytest_collection_modifyitems(items):
             if able := [case for case in left if not case.get_closest_marker("slow")]:
                 left.remove(most := max(able, key=lambda case: len(_values(case) - seen)))
                 seen |= _values(most)
-        for case in left:
+        for number, case in enumerate(left):
             case.add_marker("slow")
-            if _values(case) <= seen and not case.get_closest_marker("every"):
+            sampled = case.get_closest_marker("sampled")
+            left_out = sampled is not None and number % sampled.args[0]
+            if left_out or (_values(case) <= seen and not case.get_closest_marker("every")):
                 case.add_marker("wide")
             seen |= _values(case)
     for item in items:

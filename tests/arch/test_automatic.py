@@ -91,6 +91,7 @@ SERVED = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", slow_but(("cwm", "vaultgemma", "whisper", "dbrx"), SERVED))
 def test_served_by_an_automatic_row(kind):
     if kind == "dbrx" and INSTALLED < Version("5.16"):

@@ -31,6 +31,7 @@ def newer(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(2)
 def test_the_twin_of_every_family_passes(name):
     target = Target.find(make(name))
     assert proof._find_failure(target.decoder, [module for module, _ in target.attentions]) == ""

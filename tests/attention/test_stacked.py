@@ -63,6 +63,7 @@ def test_layers_stand_side_by_side_in_one_stack(model, monkeypatch):
     assert not cache.stack_due
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", slow_but((), ("h2o", "keyformer", "roco", "tova", "critical(h2o)")))
 def test_kernels_step_stacked_layers(model, policy, monkeypatch):
     """Whoever names the victims, they are those of layers that step alone, and of torch."""
@@ -127,6 +128,7 @@ APPENDED = {
 WAYS_TO_APPEND = [*product(APPENDED, (False, True))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "padded"), slow_but((), WAYS_TO_APPEND))
 def test_kernels_append(model, case, padded):
     """What is appended lies where torch appends it, also past the room that a prompt leaves, and in a second turn."""

@@ -221,6 +221,7 @@ def reversing(name, make_value=reversed_value):
 WRITTEN = [(own, *how) for own in OWN for how in (("llama_gqa", False), ("mpt", True))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("own", "model", "padded"), slow_but([("a statistic", "llama_gqa", False), ("an entry", "mpt", True)], WRITTEN)
 )
@@ -270,6 +271,7 @@ def test_a_need_tells_empty_slots_by_their_positions(monkeypatch):
 VALUES = [*itertools.product(NAMED, (reversed_value, wrapped_value))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "make_value"), slow_but([("gumbel", wrapped_value)], VALUES))
 def test_a_value_of_a_subclass_is_computed(name, make_value):
     policy = reversing(name, make_value)
@@ -329,6 +331,7 @@ def test_a_requested_backend_that_is_not_taken_is_logged(caplog):
 COMPILED = ["a statistic", "another statistic than value() reads", "a scope", "sum", "gumbel", "an entry", "an order"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("own", slow_but((), COMPILED))
 def test_compiled_steps_compute_it_too(own):
     policy = OWN[own]() if own in OWN else reversing(own)

@@ -325,6 +325,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", slow_but(("group of three", "alibi, window, gumbel", "ragged, filling", "holes"), CASES))
 def test_follows_the_twin(name):
     asked, options = CASES[name]

@@ -80,6 +80,7 @@ def assert_attends(prompt, found):
         assert_normalises(found.noisy, twins.normalisers(prompt, True), LSE * max(1.0, 1.0 / prompt.options.get("tau", 1.0)))
 
 
+@pytest.mark.sampled(2)
 def test_output_and_normalizers_in_one_pass(prompt):
     found, want = run(prompt), twins.outputs(prompt)
     assert_attends(prompt, found)

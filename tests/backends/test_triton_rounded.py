@@ -48,6 +48,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @NARROW
 @pytest.mark.parametrize("name", slow_but(("one block", "ragged, filling"), CASES))
 def test_follows_the_twin(name, bits):

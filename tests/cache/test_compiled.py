@@ -88,6 +88,7 @@ CASES = [
 FAST = [CASES[i] for i in (0, 2, 6, 15, 21)]  # rotary, ALiBi, temperatures, slots that fill up, ragged
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "policy", "options"), slow_but(FAST, CASES), ids=lambda value: str(value))
 def test_a_compiled_step_computes_what_an_uncompiled_one_does(name, policy, options):
     model, options = make(name, layers=2 if policy == "h2o" else 1), dict(options)

@@ -20,6 +20,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.skipif(on_triton.GPU, reason="stands for a GPU")
 @pytest.mark.parametrize(("name", "policy", "options"), CASES, ids=str)

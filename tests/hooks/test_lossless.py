@@ -63,6 +63,7 @@ def test_tokens_and_logits_are_the_unpatched_model_s(name, policy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tiny_families.FAMILIES)
+@pytest.mark.sampled(3)
 def test_every_family(name):
     """Latent attention, windows, chunks, sinks, capped logits: whatever bounds a layer bounds its full cache."""
     model, ids = tiny_families.make(name, dtype=torch.float64), prompt(1, 30)

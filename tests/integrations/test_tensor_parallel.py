@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 import kvpatch
 from tests.helpers.comparing import same_tokens
@@ -41,11 +42,16 @@ def models():
 
 @pytest.fixture(scope="module")
 def halves(models, tmp_path_factory):
-    """What each of two processes found."""
-    folder = tmp_path_factory.mktemp("sharded")
-    for name, model in models.items():
-        model.save_pretrained(folder / name)
-    torchrun("-m", "tests.integrations.sharded", folder)
+    """What each of two processes found; run by the first of pytest's own processes that asks."""
+    folder = tmp_path_factory.mktemp("sharded", numbered=False)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parents[1] / "sharded"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not (folder / "1.pt").exists():
+            for name, model in models.items():
+                model.save_pretrained(folder / name)
+            torchrun("-m", "tests.integrations.sharded", folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
 
 

@@ -44,6 +44,7 @@ def alike(name, policy, padded=False, steps=4, **options):
     return got[2]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", slow_but((), POLICIES))
 def test_every_policy_on_the_kernels(policy):
     report = alike("llama_gqa", policy)
@@ -56,6 +57,7 @@ def test_every_policy_on_the_kernels(policy):
 CASES = [*itertools.product(MODELS, ("roco", "keyformer"), (False, True))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "policy", "padded"), slow_but((), CASES))
 def test_every_architecture_on_the_kernels(name, policy, padded):
     alike(name, policy, padded)
@@ -98,6 +100,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("policy", "options"), slow_but((), OPTIONS), ids=str)
 def test_options_on_the_kernels(policy, options):
     for name in ("mpt", "mistral_sliding") if "positions" in options else ("mistral_sliding",):
@@ -119,6 +122,7 @@ ROUNDED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "policy", "options"), slow_but((), ROUNDED), ids=str)
 def test_rounded_slots_on_the_kernels(name, policy, options):
     report = alike(name, policy, **options)
@@ -135,6 +139,7 @@ def test_the_kernels_and_the_oracle(name, policy):
     certain(name, policy, 0.4, dtype=torch.float32, steps=3, backend="triton")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(CUDA, reason="the oracle's models stay on the CPU")
 @pytest.mark.parametrize(("name", "policy", "bits"), slow_but((), BESIDE_ROUNDED))
 def test_the_kernels_of_rounded_slots_and_the_oracle(name, policy, bits):

@@ -81,6 +81,7 @@ def test_the_whole_budget_changes_no_token(model, tokenizer, kind):
 
 
 @pytest.mark.parametrize("policy", UNCALIBRATED)
+@pytest.mark.sampled(3)
 def test_promises_hold(short, policy):
     """Of two layers."""
     table = kvpatch.check_model(short, policy, k=0.4)

@@ -55,6 +55,7 @@ def test_a_loaded_cache_goes_on_under_another_policy_and_budget(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", tiny_families.FAMILIES)
+@pytest.mark.sampled(3)
 def test_every_family(name, tmp_path):
     model, ids = tiny_families.make(name, dtype=torch.float64), prompt(1, 30)
     save_text(model, ids, tmp_path / "cache")
