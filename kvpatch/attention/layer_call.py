@@ -338,14 +338,14 @@ class Call(LayerRead):
         mean = functools.partial(self.bound_adapter.mean_rotation, coming, like, now.table)
         return now.once("mean rotation", like.device, mean)[:, None]
 
-    def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, newest_B11: Tensor) -> tuple[Tensor, Tensor]:
-        slots, geometry, newest = self.slots, self.geometry, newest_B11[:, 0]
-        # if the budget has no room for all their tokens there is nothing to choose, and any logits will do
+    def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, first_B1: Tensor) -> tuple[Tensor, Tensor]:
+        slots, geometry = self.slots, self.geometry
         (k, v), positions = self.held(), self.positions_BHT
-        candidate = (positions >= 0) & (positions <= newest[:, None] - positions_BW.shape[1])
+        candidate = (positions >= 0) & (positions < first_B1[:, None])
         if self.settings.renumbered:
             keys = Keys(k, v, positions, holes=slots.holes, past=slots.used, ordered=False)
-            q_BHGWD, keys = self.renumber(q_BHGWD, keys, positions_BW, behind_BQ=newest - positions_BW)
+            behind_BW = positions_BW.amax(1, keepdim=True) - positions_BW
+            q_BHGWD, keys = self.renumber(q_BHGWD, keys, positions_BW, behind_BQ=behind_BW)
             k, positions = keys.k_BHTD, keys.positions_BHT
         x = window_logits(q_BHGWD, k, positions, positions_BW, geometry)
         seen = candidate[:, :, None, None]

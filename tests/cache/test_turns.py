@@ -165,6 +165,14 @@ FOUND = {
         "name": "gptj", "policy": "critical_adakv", "k": 0.66, "turns": "each", "block": 3, "sinks": 5, "window": 8,
         "kernel": 3, "sizes": [(3, 0), (12, 0), (22, 1)],
     },
+    "a choice where a sink that has gone leaves the last queries one place": {
+        "name": "llama_gqa", "policy": "vase", "k": 0.3, "rows": 1, "window": 3, "kernel": 3, "every": 1, "sinks": 2,
+        "schedule": "both", "sizes": [(4, 0), (7, 0)],
+    },
+    "the same, by attention and redundancy": {
+        "name": "llama_gqa", "policy": "r_kv", "k": 0.3, "rows": 1, "window": 3, "kernel": 3, "every": 1, "sinks": 2,
+        "schedule": "both", "sizes": [(4, 2), (7, 2)],
+    },
 }  # fmt: skip
 
 

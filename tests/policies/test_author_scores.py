@@ -20,7 +20,8 @@ class Given(LastQueries):
     """Last queries whose logits are given."""
 
     def view(self, context):
-        return Looks(*context.layer_read.logits())
+        x_BHGWT, candidate_BHT = context.layer_read.logits()
+        return Looks(x_BHGWT, candidate_BHT, counted_BW=torch.ones(1, self.width, dtype=torch.bool))
 
 
 def context_of(text, window, protected, prompt):

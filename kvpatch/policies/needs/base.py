@@ -95,8 +95,8 @@ class LayerRead(Protocol):
         k_BHMD: keys of the slots `index_BHM`.
         """
 
-    def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, newest_B11: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits [B,H,G,W,T] of a layer's last queries, and the tokens before these, bool [B,H,T]."""
+    def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, first_B1: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [B,H,G,W,T] of a layer's last queries, and the tokens before position `first_B1`, bool [B,H,T]."""
 
 
 Fold = Callable[[Observed], Tensor]

@@ -72,14 +72,18 @@ class Looks:
     Attributes:
         x_BHGWT: logits; the least number of their dtype where the token is no candidate, or is outside the sliding window.
         candidate_BHT: bool, the tokens before.
+        counted_BW: bool, the queries that count: fewer than W where the budget has no room for more of their tokens.
     """
 
     x_BHGWT: Tensor
     candidate_BHT: Tensor
+    counted_BW: Tensor
 
     def mean(self, p_BHWT: Tensor) -> Tensor:
-        """Return the mean over the queries, 0 for tokens that are no candidates, [B,H,T]."""
-        return p_BHWT.mean(2).masked_fill(~self.candidate_BHT, 0.0)
+        """Return the mean over the queries that count, 0 for tokens that are no candidates, [B,H,T]."""
+        counted_B1W1 = self.counted_BW[:, None, :, None].to(p_BHWT.dtype)
+        mean_BHT = (p_BHWT * counted_B1W1).sum(2) / counted_B1W1.sum(2).clamp_min(1)
+        return mean_BHT.masked_fill(~self.candidate_BHT, 0.0)
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,11 @@ class LastQueries(Need[Looks]):
         note.restore((column, step.q_BHGD.detach()[:, :, :, None], step.positions_B1))
 
     def view(self, context: EvictionContext) -> Looks:
-        note = context.layer_read.notes[self.name]
-        return Looks(*context.layer_read.logits(note.q_BHGWD, note.positions_BW, context.newest_B11))
+        note: Recent = context.layer_read.notes[self.name]
+        width = context.limits.observed[:, 0] if self.protected else self.width
+        first_B1 = context.newest_B11[:, 0] + 1 - width
+        x_BHGWT, candidate_BHT = context.layer_read.logits(note.q_BHGWD, note.positions_BW, first_B1)
+        return Looks(x_BHGWT, candidate_BHT, (note.positions_BW >= 0) & (note.positions_BW >= first_B1))
 
     @property
     def sizes(self) -> Mapping[str, int]:
