@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers.cli.serving import utils
+from transformers.cli.serving import chat_completion, response, utils
 from transformers.generation import continuous_batching
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cb_logits_processors, continuous_api
@@ -115,6 +115,18 @@ def test_what_is_taken_of_the_server():
     for name in ("self.output_queue", "self.result_handlers", "self._lock"):
         assert name in router, name
     assert _BROKEN.decode() in (folder / "serving" / "completion.py").read_text().replace("{{", "{"), "an error in a stream"
+
+
+def test_what_places_of_messages_are_read_by():
+    """kvpatch/cli/request_system.py renders a request's messages as the handlers do, by methods that need no handler."""
+    for owner, name, wanted in (
+        (chat_completion.ChatCompletionHandler, "get_processor_inputs_from_messages", ["messages", "modality"]),
+        (response.ResponseHandler, "_normalize_tools", ["tools"]),
+        (response.ResponseHandler, "_normalize_input", ["body"]),
+    ):
+        assert isinstance(inspect.getattr_static(owner, name), staticmethod), name
+        assert list(inspect.signature(getattr(owner, name)).parameters) == wanted, name
+    assert utils.Modality.LLM
 
 
 def test_what_is_taken_of_logits_processors():
