@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backends import torch_backend
 from ..backends.dispatch import backend
 from ..backends.protocol import Attended, Keys, Noise
-from ..backends.torch_backend import Observer, Rows
+from ..backends.torch_backend import Observer, ProbabilityRows
 from ..policies import sampling
 from ..policies.context import accumulator
 from ..policies.needs import PromptRead
@@ -172,7 +172,7 @@ def _observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor
     shape, names = keys.k_BHTD.shape[:3], call.policy.needs.statistics
     sums = {name: torch.zeros(shape, dtype=dtype, device=rows_BQ.device) for name in names}
 
-    def observe(rows: Rows) -> None:
+    def observe(rows: ProbabilityRows) -> None:
         for name, increment in call.sums(rows, rows_BQ, tau).items():
             sums[name].flatten(0, 1)[rows.n0 : rows.n1, rows.lo : rows.hi] += increment
 
