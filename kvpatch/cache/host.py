@@ -208,4 +208,5 @@ class HostLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in transformers 5.15
 
     def reset(self) -> None:
-        self.length = 0
+        self.length, self.is_initialized = 0, False
+        vars(self).pop("store", None)  # the next text may be of another dtype
