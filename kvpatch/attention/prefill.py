@@ -215,8 +215,9 @@ def _score_by_window(
     choice, arguments = call.cache.choice, (q_BHGWD, keys, rows_BW, call.geometry, lse_BHGW)
     if fold is not None:
         choice.record("statistics", "torch", "kernels sum an observation window's rows, this score folds them")
-        last = newest(call) - call.limits.observed
-        candidate = (keys.positions_BHT >= 0) & (keys.positions_BHT <= last)
+        candidate = keys.positions_BHT >= 0
+        if call.now.ends_prompt:  # else no window is set
+            candidate &= keys.positions_BHT <= newest(call) - call.limits.observed
         return torch_backend.window_folds(*arguments, candidate, fold, _JOINS[join])
     case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.needs.sums))  # one backend for both
     name, total = choice.of("statistics", case), None
