@@ -18,7 +18,7 @@ from .settings import Row, Setting
 from .statistics import estimate, judge_all
 from .tasks import instructions
 
-K, POLICIES = 0.2, ("snapkv", "h2o")
+K, POLICIES = 0.2, ("snapkv", "h2o", "streaming_llm")
 FULL, PLAIN, MESSAGES, RULES, SYSTEM = "full", "alone", "a quota of each message", "a quota of each instruction", "protected"
 WAYS = (PLAIN, MESSAGES, RULES, SYSTEM)
 
@@ -58,17 +58,18 @@ def _write_line(sample: Sample, policy: str, way: str, judged: list[Judged]) -> 
 
 
 def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str, Any]]:
-    """Measure the samples that the file lacks, and append their lines."""
-    known = {line["digest"] for line in read_lines(path)}
+    """Measure what the file lacks of each sample, and append the lines."""
+    known = {(line["digest"], line["policy"]) for line in read_lines(path)}
     path.parent.mkdir(parents=True, exist_ok=True)
     cut_unfinished_line(path)
     for i, sample in enumerate(instructions.make_samples(tokenizer, count)):
-        if sample.digest in known:
+        missing = [policy for policy in (FULL, *POLICIES) if (sample.digest, policy) not in known]
+        if not missing:
             continue
         bench = Bench(model, sample)
-        new = [_write_line(sample, FULL, FULL, bench.judged)]
+        new = [_write_line(sample, FULL, FULL, bench.judged)] if FULL in missing else []
         options = list_options(tokenizer, i, sample)
-        for policy in POLICIES:
+        for policy in [one for one in missing if one != FULL]:
             for way, given in options.items():
                 judged, _ = bench.measure(Setting(Row(way, policy, given), K))
                 new.append(_write_line(sample, policy, way, judged))
