@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 class BoundStep:
     """A layer's part of a decode step: queries [B,H*G,1,D], keys and values [B,H,1,D] -> output [B,1,H*G*D].
 
-    The attention module's forward calls it in place of attend.attend. owner: the stack, or the mode of a layer without one,
-    that the step was bound for; `bind_steps` makes a new step once the layer has another owner.
+    The attention module's forward calls it in place of attend.attend. stack: that the step was bound for, or None; `bind_steps`
+    makes a new step once the layer has another stack, mode or buffers.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, stack: LayerStack | None) -> None:
+        self.call, self.stack = call, stack
         self.attn, self.slots, self.geometry = call.bound_adapter.attn, call.slots, call.geometry
-        self.owner: Any = None
         self.kv = call.slots.kv
         self.launched = call.launched
         self.dtype, self.mode = call.slots.dtype, call.slots.mode
-        (B, H, self.C), D = call.slots.positions.shape, call.slots.kv.sizes[0]
+        (B, H, _), D = call.slots.positions.shape, call.slots.kv.sizes[0]
         self.query, self.out = (B, H, call.group, D), (B, 1, -1)
         self.row, self.value_row = ((B * H, size) for size in call.slots.kv.sizes)
 
@@ -53,10 +53,6 @@ class BoundStep:
 class Unbound(BoundStep):
     """Step of a layer that no fused step serves: it calls decode.attend, and repeats none of the checks of the first layer."""
 
-    def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        super().__init__(call)
-        self.call, self.stack = call, stack
-
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.call.begin(cache.running)
         return decode.attend(self.call, q.view(self.query), k, v, 0, self.stack).reshape(self.out)
@@ -69,8 +65,7 @@ class Fused(BoundStep):
     """
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        super().__init__(call)
-        self.call, self.stack = call, stack
+        super().__init__(call, stack)
         self.norms_NB = None if stack is None or stack.norms_LNB is None else stack.norms_LNB[call.layer]
 
     def count(self, v: Tensor) -> None:
@@ -170,10 +165,10 @@ def _bind_layer(call: Call | None, cache: TextState, q_BHGD: Tensor, stack: Laye
     """Return the step of a layer, bound once for each stack or mode; None for a layer that has not run yet."""
     if call is None:
         return None
-    owner, step = call.slots.mode if stack is None else stack, call.step
-    if step is None or step.owner is not owner or step.launched != call.launched or step.kv is not call.slots.kv:
+    step, slots = call.step, call.slots
+    bound = step is not None and step.stack is stack and step.mode is slots.mode and step.kv is slots.kv
+    if not bound or step.launched != call.launched:
         call.step = step = _bind_stacked(call, stack) if stack is not None else _bind_alone(call, q_BHGD)
-        step.owner = owner
     return step
 
 

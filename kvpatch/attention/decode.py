@@ -12,7 +12,7 @@ from torch import Tensor
 from ..backends import torch_backend
 from ..backends.dispatch import backend
 from ..backends.protocol import Case, Task
-from ..backends.torch_backend import UNCOUNTED, Rows
+from ..backends.torch_backend import UNCOUNTED, ProbabilityRows
 from ..policies.needs import StepRead
 from ..policies.selection import in_top, victims
 from ..policies.windows import find_oldest
@@ -202,7 +202,7 @@ def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B1
     """Add the new row's probabilities to the statistics."""
     policy, (B, H, _, T) = call.policy, p_BHGT.shape
     seen = _visible_count(call, positions_BHT, newest_B11) if "count" in policy.needs.statistics else UNCOUNTED
-    rows = Rows(0, B * H, 0, 1, 0, T, p_BHGT.flatten(0, 1).unsqueeze(2), seen)
+    rows = ProbabilityRows(0, B * H, 0, 1, 0, T, p_BHGT.flatten(0, 1).unsqueeze(2), seen)
     tau = call.cache.temperature(t - call.now.prompt + 1)
     sums = call.sums(rows, newest_B11[:, 0], tau)
     call.add({name: total.view(B, H, T) for name, total in sums.items()})

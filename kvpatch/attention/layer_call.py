@@ -16,7 +16,7 @@ from ..arch.bound import BoundAdapter
 from ..backends import torch_backend
 from ..backends.entries import EXACT
 from ..backends.protocol import Case, Geometry, Keys, Task
-from ..backends.torch_backend import Rows, window_logits
+from ..backends.torch_backend import ProbabilityRows, window_logits
 from ..backends.value_norms import head_norms, projected_norms
 from ..cache.forward_context import Forward
 from ..cache.layer import SlotLayer
@@ -24,7 +24,7 @@ from ..cache.state import TextState
 from ..policies.context import Block, EvictionContext, Limits, NewTokens, accumulator
 from ..policies.needs import LayerRead, Need
 from ..policies.selection import TwoStage
-from ..policies.served import Combination, why_not
+from ..policies.served import FeatureSet, why_not
 from ..policies.statistics import STATISTICS
 from ..policies.windows import find_oldest
 
@@ -54,7 +54,7 @@ class Call(LayerRead):
         self.needs = self.policy.needs if self.evicts else ()
         self.readers = tuple(need for need in self.needs if type(need).read is not Need.read)
         self.steppers = tuple(need for need in self.needs if type(need).step is not Need.step)
-        self.no_kernels = why_not("kernels", Combination(self.policy)) if self.evicts else None
+        self.no_kernels = why_not("kernels", FeatureSet(self.policy)) if self.evicts else None
         self.step: Any = None  # bound (bound_step.py)
         self.launched = False  # a kernel has run a decode step of this layer
         self.begin(now)
@@ -403,7 +403,7 @@ class Call(LayerRead):
         unwanted = known if out is None else known | out
         return self._project_norms(self.slots.view()[1], ~unwanted)
 
-    def sums(self, rows: Rows, rows_BQ: Tensor, tau: float | Tensor) -> dict[str, Tensor]:
+    def sums(self, rows: ProbabilityRows, rows_BQ: Tensor, tau: float | Tensor) -> dict[str, Tensor]:
         """Return the policy's statistics [N,M] of a block of rows. rows_BQ: positions of all rows of the pass."""
         slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
         if isinstance(tau, Tensor) and tau.ndim:  # one per row where rows are at different steps

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..backends import torch_backend
 from ..backends.dispatch import backend
 from ..backends.protocol import Attended, Keys, Noise
-from ..backends.torch_backend import Observer, Rows
+from ..backends.torch_backend import Observer, ProbabilityRows
 from ..policies import sampling
 from ..policies.context import accumulator
 from ..policies.needs import PromptRead
@@ -172,7 +172,7 @@ def _observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor
     shape, names = keys.k_BHTD.shape[:3], call.policy.needs.statistics
     sums = {name: torch.zeros(shape, dtype=dtype, device=rows_BQ.device) for name in names}
 
-    def observe(rows: Rows) -> None:
+    def observe(rows: ProbabilityRows) -> None:
         for name, increment in call.sums(rows, rows_BQ, tau).items():
             sums[name].flatten(0, 1)[rows.n0 : rows.n1, rows.lo : rows.hi] += increment
 
@@ -215,8 +215,9 @@ def _score_by_window(
     choice, arguments = call.cache.choice, (q_BHGWD, keys, rows_BW, call.geometry, lse_BHGW)
     if fold is not None:
         choice.record("statistics", "torch", "kernels sum an observation window's rows, this score folds them")
-        last = newest(call) - call.limits.observed
-        candidate = (keys.positions_BHT >= 0) & (keys.positions_BHT <= last)
+        candidate = keys.positions_BHT >= 0
+        if call.now.ends_prompt:  # else no window is set
+            candidate &= keys.positions_BHT <= newest(call) - call.limits.observed
         return torch_backend.window_folds(*arguments, candidate, fold, _JOINS[join])
     case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.needs.sums))  # one backend for both
     name, total = choice.of("statistics", case), None

@@ -40,7 +40,7 @@ UNCOUNTED = torch.empty(0)  # in place of the keys that each row attends to, whe
 
 
 @dataclass
-class Rows:
+class ProbabilityRows:
     """Probabilities of rows [start, stop) of heads [n0, n1) of the flattened B*H, over key columns [lo, hi)."""
 
     n0: int
@@ -53,7 +53,7 @@ class Rows:
     keys_NR: Tensor
 
 
-Observer = Callable[[Rows], None]
+Observer = Callable[[ProbabilityRows], None]
 
 
 def reason(task: Task, case: Case) -> str | None:
@@ -392,7 +392,7 @@ def observe(
                 block = out_NGQD.new_empty(*rows.shape[:2], v.shape[2])
                 _multiply_rows(rearrange(p, "n g r m -> n (g r) m"), v[:, lo:hi], parts, block)
                 out_NGQD[n0:n1, :, start:stop] = rearrange(block, "n (g r) d -> n g r d", g=G)
-            observer(Rows(n0, n1, start, stop, lo, hi, p, seen))
+            observer(ProbabilityRows(n0, n1, start, stop, lo, hi, p, seen))
 
 
 def _clear_smallest(p_NGRM: Tensor) -> None:
@@ -536,7 +536,7 @@ def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geo
     if factor_BQ is not None:
         factor_NQ = factor_BQ.masked_fill(rows_BQ < 0, 0.0).to(most_NGT.dtype).repeat_interleave(H, 0)
 
-    def keep_highest(rows: Rows) -> None:
+    def keep_highest(rows: ProbabilityRows) -> None:
         block = most_NGT[rows.n0 : rows.n1, :, rows.lo : rows.hi]
         p = rows.p_NGRM[..., : block.shape[2]]
         if factor_NQ is not None:
@@ -569,7 +569,7 @@ def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry
     T = keys.k_BHTD.shape[2]
     total_NT = torch.zeros(B * H, T, dtype=accumulator(q_BHGWD.dtype), device=q_BHGWD.device)
 
-    def add(rows: Rows) -> None:
+    def add(rows: ProbabilityRows) -> None:
         total_NT[rows.n0 : rows.n1, rows.lo : rows.hi] += rows.p_NGRM.sum((1, 2))
 
     ends = [T] * W if keys.holes else range(T - W + 1, T + 1)
@@ -599,7 +599,7 @@ def window_folds(
     found_NT = torch.zeros(B * H, T, dtype=accumulator(q_BHGWD.dtype), device=q_BHGWD.device)
     v_NTD = keys.v_BHTD.flatten(0, 1)
 
-    def fold_rows(rows: Rows) -> None:
+    def fold_rows(rows: ProbabilityRows) -> None:
         own = slice(rows.n0, rows.n1)
         p = F.pad(rows.p_NGRM, (rows.lo, T - rows.hi))
         p = p.gather(-1, order_NT[own, None, None].expand_as(p))  # columns in text order

@@ -109,14 +109,15 @@ class EvictingCache(TextState):
     @writable
     def __deepcopy__(self, memo: dict[int, object]) -> EvictingCache:
         new = memo[id(self)] = copy.copy(self)
-        memo[id(self.make_table)] = self.make_table  # it holds the model
+        of_model = (self.make_table, *(one for layer in self.layers for one in (layer.geometry, layer.output_rows)))
+        memo.update({id(one): one for one in of_model if one is not None})
         vars(new).update(copy.deepcopy(self._copy_attributes(), memo))
         return new
 
     def _copy_attributes(self) -> dict[str, Any]:
         """Return the attributes of a copy, which binds its own steps and stacks its own layers."""
         due = self.stacked or self.stack_due
-        return {**vars(self), "record": None, "steps": None, "stack_due": due}
+        return {**vars(self), "record": None, "steps": None, "now": None, "stack_due": due}
 
     @writable
     def select_rows(self, rows: int | list[int] | Tensor) -> EvictingCache:
@@ -149,7 +150,7 @@ class EvictingCache(TextState):
         """Return a copy that shares the layers' tensors, to be replaced before either cache writes to them."""
         shared = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
         new, memo = copy.copy(self), {id(one): one for one in shared}
-        own = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "now", "ids"))
+        own = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))
         vars(new).update(copy.deepcopy(own, memo))
         new.layers, new.shared, new.states = [layer.sharing() for layer in self.layers], self.shared, self.states.sharing()
         new.ids = self.ids
@@ -203,6 +204,7 @@ class EvictingCache(TextState):
                 turns.begin_B = change(torch.tensor(turns.begin_B)).tolist()
             if self.rows.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
                 counters.device, columns = None, int(self.seen_B.max())
+                self.rows.edited -= min(self.seen - columns, self.rows.edited)  # counted in the columns before
                 self.ids.keep_last(columns)
                 for layer in self.layers:
                     layer.seen = columns

@@ -64,7 +64,7 @@ def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | No
         torch._assert_async(cache.counters.tensors.columns < cache.counters.tensors.limit, NO_ROOM)
     if cache.keeps_ids:
         cache.counters.tensors.write_tape(ids_B1)
-    cache.now = Forward(cache.lengths_B[:, None], 0, False, [], None, None, False, 0, traced=True)
+    cache.now = Forward(cache.lengths_B[:, None], 0, False, traced=True)
     for layer in cache.layers:
         layer.traced = True
     cache.now.table = None if cache.rotary is None else cache.rotary[1]

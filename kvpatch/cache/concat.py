@@ -45,6 +45,8 @@ def join_texts(caches: Sequence[Text], consume: bool) -> Text:
 def _take_layers(cache: TextState) -> Iterator[None]:
     """Guard code that takes the layers of `cache` one by one. An error before the first leaves the cache usable."""
     cache.begin_change("concatenate(consume=True)")
+    cache.drop_stack()
+    cache.steps = cache.now = None  # bound steps hold the layers' buffers
     try:
         yield
     except BaseException:

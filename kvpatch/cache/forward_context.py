@@ -90,11 +90,11 @@ class Forward:
     positions_BQ: Tensor
     prompt: int
     ends_prompt: bool
-    n_B: list[int]
-    padding: Padding | None
-    protect_BQ: Tensor | None
-    recording: bool
-    first_step: int
+    n_B: list[int] = field(default_factory=list)
+    padding: Padding | None = None
+    protect_BQ: Tensor | None = None
+    recording: bool = False
+    first_step: int = 0
     budget_n_B: list[int] = field(default_factory=list)
     fixed_B: list[int] | None = None
     keeps_all: bool = False
@@ -107,7 +107,7 @@ class Forward:
     blocks: list[Forward] = field(default_factory=list)
     packing_BQ: Tensor | None = None
     recent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    columns: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
+    columns: dict[tuple[int, torch.Size, torch.device], Tensor] = field(default_factory=dict)
     traced: bool = False
     bound: list[Any] = field(default_factory=list)
     ended: list[Any] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Forward:
 
     def index_column(self, index: int, like_BHC: Tensor) -> Tensor:
         """Return a column's index for each head [B,H], as kernels take it."""
-        key = index, like_BHC.device
+        key = index, like_BHC.shape[:2], like_BHC.device
         if key not in self.columns:
             self.columns[key] = like_BHC.new_full(like_BHC.shape[:2], index)
         return self.columns[key]

@@ -20,7 +20,7 @@ GROWTH = 1.25  # of a store that is full
 MEMORY = Path("/proc/meminfo")
 
 
-class Rows(Protocol):
+class HostRows(Protocol):
     """A store of rows [N,E] of one dtype, which keeps what it has when it grows."""
 
     rows_NE: Tensor
@@ -123,7 +123,7 @@ class HostLayer(CacheLayerMixin):
         super().__init__()
         self.folder, self.length = folder, 0
         self.sizes: tuple[int, int, int] = (0, 0, 0)
-        self.store: Rows
+        self.store: HostRows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store for keys and values [1,H,Q,D] such as these."""
@@ -208,4 +208,5 @@ class HostLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in transformers 5.15
 
     def reset(self) -> None:
-        self.length = 0
+        self.length, self.is_initialized = 0, False
+        vars(self).pop("store", None)  # the next text may be of another dtype

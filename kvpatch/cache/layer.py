@@ -159,15 +159,6 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.undo_log.clear()
         self.ahead = None
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.map_rows(lambda tensor: tensor[indices, ...])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
     # ---- writing ----
 
     def reserve(self, columns: int, most: list[int] | None = None) -> None:

@@ -18,7 +18,6 @@ from ..policies.served import refuse
 from . import checks, editing
 from .cache import EvictingCache
 from .host import HostLayer, find_free
-from .messages import Messages
 from .pickling import Unpicklable
 
 
@@ -63,7 +62,6 @@ class LosslessCache(Unpicklable, Cache):
         self.kept_positions: list[int] = []  # positions of those that are there: all but what was forgotten
         self.edited = 0  # tokens read when some were last forgotten
         self.again = 0  # tokens read before, which generate()'s first pass brings once more
-        self.messages: Messages | None = None  # of a chat
         self.pending_ids: list[int] = []  # ids of the pass in progress
         self._positions_1T: Tensor | None = None  # on the device of the pass
         self._staged: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
@@ -83,7 +81,7 @@ class LosslessCache(Unpicklable, Cache):
     def _make_drafts(self) -> EvictingCache:
         """Return a budgeted cache that counts the tokens read, and holds none of them yet."""
         new, tokens = EvictingCache(self.settings), torch.tensor([self.ids])
-        new.read_by, new.messages = self.drafts.read_by, self.messages
+        new.read_by = self.drafts.read_by
         for layer in new.layers:
             layer.seen = len(self.ids)
         if self.ids:
@@ -210,13 +208,10 @@ class LosslessCache(Unpicklable, Cache):
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Take back the last tokens, as `EvictingCache.crop` does."""
-        asked = int(tokens_to_remove)  # a tensor in transformers 5.15
-        left = asked if asked > 0 else len(self.ids) + asked
-        if not 0 <= left <= len(self.ids):
-            raise KVPatchError(f"crop({asked}): the cache has read {len(self.ids)} tokens.")
+        count, drafting = checks.count_removed(tokens_to_remove, len(self.ids)), self.drafting
+        left = len(self.ids) - count
         if left < self.edited:
-            raise KVPatchError(f"crop({asked}): the text was edited after {self.edited} tokens, and stays so.")
-        count, drafting = len(self.ids) - left, self.drafting
+            raise KVPatchError(f"crop({tokens_to_remove}): the text was edited after {self.edited} tokens, and stays so.")
         del self.ids[left:], self.kept_positions[len(self.kept_positions) - count :]
         if drafting and count:
             editing.drop_last(self.drafts, count)
@@ -281,7 +276,7 @@ class LosslessCache(Unpicklable, Cache):
         """Empty both caches."""
         self.ids.clear()
         self.kept_positions.clear()
-        self.edited = 0
+        self.edited = self.again = 0
         for layer in self.whole:
             layer.reset()
         self.drafts.reset()

@@ -83,7 +83,7 @@ def begin_compression(cache: TextState, ids_BT: Tensor | None, table: Callable[[
     """
     cache.begin_change("compress()")
     lengths_B, seen = cache.lengths_B, cache.get_seq_length()
-    now = Forward(lengths_B.new_zeros(len(lengths_B), 0), 0, True, lengths_B.tolist(), None, None, False, 0)
+    now = Forward(lengths_B.new_zeros(len(lengths_B), 0), 0, True, lengths_B.tolist())
     cache.now = now
     if ids_BT is not None and cache.keeps_ids:
         cache.ids.write(ids_BT, len(lengths_B), seen, lengths_B.device)
@@ -109,7 +109,7 @@ def begin_repeat(
     column = torch.arange(Q)
     positions = (torch.tensor(whole.n_B)[:, None] + column).masked_fill(host < 0, -1).to(device)
     padding = Padding(Q, True, False, lengths) if min(lengths) < Q else None
-    now = Forward(positions, Q, False, [], padding, None, False, 0)
+    now = Forward(positions, Q, False, padding=padding)
     starts = [first + start for first, (start, _, _) in zip(begin_B, pieces, strict=True)]
     stops = [first + stop for first, (_, stop, _) in zip(begin_B, pieces, strict=True)]
     tokens = [n - first for n, first in zip(whole.n_B, begin_B, strict=True)]
@@ -126,7 +126,7 @@ def begin_edit(
     """
     cache.begin_change("edit")
     (B, Q), lengths_B = ids_BQ.shape, cache.lengths_B
-    now = Forward(places_Q.expand(B, -1).contiguous(), Q, True, lengths_B.tolist(), None, None, False, 0, edit=edit)
+    now = Forward(places_Q.expand(B, -1).contiguous(), Q, True, lengths_B.tolist(), edit=edit)
     now.budget_n_B, now.rows_B, now.keeps_all = now.n_B, [Q] * B, cache.settings.policy.schedule == "prompt"
     now.protect_BQ = mark_protected(cache, now.positions_BQ, ids_BQ, cache.seen, within=edit.start)
     now.span_BQ = mark_spans(cache, now.positions_BQ, cache.seen)
@@ -245,12 +245,13 @@ def _read_pass(
         refuse("inputs_embeds", settings.combine(**asked))
     if prompt and cache.rows.joined:
         refuse("prompt of joined rows", settings.combine())
-    real = None if mask_BT is None else mask_BT[:, -Q:].to(device).bool()
+    mask_BQ = None if mask_BT is None else mask_BT[:, -Q:].to(device)
+    real = None if mask_BQ is None else mask_BQ.bool()
     if real is not None and prompt < Q:
         _refuse_padding(real[:, prompt:])
     read, rows = _Prompt([], [], None, []), None
     if prompt:
-        read = _read_prompt(cache, before, prompt, mask_BT if mask_BT is None else mask_BT.to(device)[:, -Q:])
+        read = _read_prompt(cache, before, prompt, mask_BQ)
     if real is not None and read.padding is not None:
         rows = find_places(real, before, settings.by_columns)
         positions, after = rows.masked_fill(~real, -1), rows[:, -1] + 1

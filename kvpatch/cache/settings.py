@@ -18,7 +18,7 @@ from ..policies.budgets import Budget, HeadSizes, Rule, Size
 from ..policies.measures import Calibration
 from ..policies.needs.second_reading import Rereading
 from ..policies.parallel import WHOLE, Parallel
-from ..policies.served import Combination, why_not
+from ..policies.served import FeatureSet, why_not
 from ..policies.slopes import Sloped
 from .notices import Notices
 from .recurrent import Stack
@@ -70,15 +70,15 @@ class CacheSettings:
     def __deepcopy__(self, memo: dict[int, object]) -> CacheSettings:
         return self
 
-    def combine(self, **facts: Any) -> Combination:
+    def combine(self, **facts: Any) -> FeatureSet:
         """Return these settings as what is asked for together. facts: what the gate knows beside them, or otherwise."""
         return dataclasses.replace(self._combine_settings, **facts)
 
     @cached_property
-    def _combine_settings(self) -> Combination:
+    def _combine_settings(self) -> FeatureSet:
         """Describe what these settings ask for together, for the table of refusals."""
         stack = self.stack
-        return Combination(
+        return FeatureSet(
             self.policy,
             acts=self.acts,
             block=self.block,

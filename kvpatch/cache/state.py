@@ -34,7 +34,7 @@ def writable(method: _Method) -> _Method:
 
 
 @dataclass
-class Request:
+class TextPlans:
     """The caller's plans for the text.
 
     prompt_len: columns of the prompt, if generate() has announced them; a prompt fed in pieces then ends there. new_tokens:
@@ -105,7 +105,7 @@ class BoundSteps(Protocol):
 
 
 @dataclass
-class Rows:
+class RowAlignment:
     """Alignment of the batch rows.
 
     joined: rows are at different positions of their texts (EvictingCache.concatenate). padded: some prompt had padding.
@@ -150,7 +150,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
 
     def _empty(self) -> None:
         """Make all state that a text has, as before its first token."""
-        self.request, self.turns, self.counters, self.rows = Request(), Turns(), StepCounters(), Rows()
+        self.request, self.turns, self.counters, self.rows = TextPlans(), Turns(), StepCounters(), RowAlignment()
         self.ids = TokenIds()
         self.read_by: ModelStamp | None = None
         self.states = RecurrentStates(self.settings.stack)

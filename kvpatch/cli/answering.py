@@ -24,9 +24,9 @@ from ..errors import KVPatchError
 from ..serving.admission import check_length
 from ..serving.conversations import Conversations
 from ..serving.sampling import make_sampling, sample_by_request
-from .figures import Figures
+from .figures import ServerFigures
 from .free_memory import EVERY, give_back_memory
-from .request_fields import Asked, RefusedError
+from .request_fields import AcceptedRequest, RefusedError
 from .request_stops import StopWatch, cut_tokens
 from .request_system import find_messages
 
@@ -80,8 +80,8 @@ class Answers(CBGenerateManager):
     def __init__(self, engine: Any, model: Any, positions: int | None) -> None:
         super().__init__()
         self._cb = self.engine = engine
-        self.model, self.positions, self.figures = model, positions, Figures(engine)
-        self.asked: dict[str, Asked] = {}
+        self.model, self.positions, self.figures = model, positions, ServerFigures(engine)
+        self.asked: dict[str, AcceptedRequest] = {}
         self._closed = 0
         self.conversations: Conversations | None = getattr(engine, "conversations", None)
         if self.conversations is not None:
@@ -156,7 +156,7 @@ class Answers(CBGenerateManager):
         if asked is not None and asked.prompt:
             self._end(request_id, "gone")
 
-    def close(self, request_id: str) -> Asked | None:
+    def close(self, request_id: str) -> AcceptedRequest | None:
         """Forget a request whose answer has been sent, or whose client is gone; returns it."""
         self.cancel(request_id)
         asked = self.asked.pop(request_id, None)
@@ -165,7 +165,9 @@ class Answers(CBGenerateManager):
             asyncio.get_running_loop().run_in_executor(None, give_back_memory)
         return asked
 
-    def _admit(self, tokenizer: Any, ids: list[int], gen_config: Any, request_id: str) -> tuple[Asked, dict[str, Any]]:
+    def _admit(
+        self, tokenizer: Any, ids: list[int], gen_config: Any, request_id: str
+    ) -> tuple[AcceptedRequest, dict[str, Any]]:
         """Check a request; return what it asked for, and what the engine is told. gen_config gets its number of new tokens."""
         self._check_alive(request_id)
         asked = self.asked[request_id]

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from .. import __version__, plotting
 from ..errors import KVPatchError, suggest
-from ..evaluation.divergence import Comparison, Result, Row
+from ..evaluation.divergence import Comparison, DivergenceTable, Row
 from ..policies import Policy, get_policy
 from ..policies.needs import Calibrated
 from ..policies.uses import CHANCE, SPARED
 from . import compare_view as view
-from .compare_text import Text, read_text
+from .compare_text import ComparedText, read_text
 from .loading import Source, parse_k
 from .options import read_calibration
 from .output import console, note, print_json, progress, waiting
@@ -28,7 +28,7 @@ SETTINGS = "settings.json"
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompareOptions:
     """Arguments of a comparison.
 
     Attributes:
@@ -66,7 +66,7 @@ class Asked:
         return text if self.question is None else f"{text.rstrip()}\n\n{self.question}"
 
 
-def run(asked: Asked, source: Source, prompts: dict[str, str], own: str | None) -> None:
+def run(asked: CompareOptions, source: Source, prompts: dict[str, str], own: str | None) -> None:
     """Measure each prompt, print rows as they come, save a picture per prompt, and at last the advised settings.
 
     Args:
@@ -80,7 +80,7 @@ def run(asked: Asked, source: Source, prompts: dict[str, str], own: str | None) 
     """
     model, tokenizer = source.model(), source.tokenizer()
     out = console(stderr=asked.json)
-    texts, results = dict[str, Text](), []
+    texts, results = dict[str, ComparedText](), []
     for file, prompt in prompts.items():  # all of them first, since measuring takes minutes
         try:
             texts[file] = read_text(model, tokenizer, asked.write_prompt(prompt), own, asked.new, asked.raw, asked.later)
@@ -98,7 +98,7 @@ def run(asked: Asked, source: Source, prompts: dict[str, str], own: str | None) 
     _show_end(out, results, asked)
 
 
-def _show_end(out: Console, results: list[Result], asked: Asked) -> None:
+def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOptions) -> None:
     """Print the columns' meanings, the advice over all prompts and the line to paste, and write its Settings."""
     out.print(view.LEGEND, style="dim")
     out.print(f"\n{view.advice(results, asked.tolerance, asked.agreement)}")
@@ -114,7 +114,7 @@ def _show_end(out: Console, results: list[Result], asked: Asked) -> None:
         out.print("One text is one text: give several of yours before you choose.")
 
 
-def _measure(asked: Asked, comparison: Comparison, out: Console, file: str, facts: dict[str, Any]) -> Result:
+def _measure(asked: CompareOptions, comparison: Comparison, out: Console, file: str, facts: dict[str, Any]) -> DivergenceTable:
     """Measure one prompt, and print its rows and notes."""
     empty = comparison.result([])
     sizes = [Row("", k, None, bits=bits).size for k in asked.ks for bits in asked.bits]
@@ -143,7 +143,9 @@ def _measure(asked: Asked, comparison: Comparison, out: Console, file: str, fact
     return result
 
 
-def _facts(asked: Asked, model: Any, source: Source, file: str, own: str | None, comparison: Comparison) -> dict[str, Any]:
+def _facts(
+    asked: CompareOptions, model: Any, source: Source, file: str, own: str | None, comparison: Comparison
+) -> dict[str, Any]:
     """Return the settings that every row of a prompt shares."""
     empty = comparison.result([])
     return {

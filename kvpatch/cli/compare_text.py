@@ -14,7 +14,7 @@ LEAST = 8
 """Fewest tokens of a prompt; a shorter one leaves nothing to choose from."""
 
 
-class Text(NamedTuple):
+class ComparedText(NamedTuple):
     """Text of a comparison.
 
     Attributes:
@@ -32,7 +32,7 @@ class Text(NamedTuple):
 
 def read_text(
     model: Any, tokenizer: Any, prompt: str, own: str | None, new: int, raw: bool = False, later: str | None = None
-) -> Text:
+) -> ComparedText:
     """Encode the text: the prompt, and what is fed after it.
 
     Args:
@@ -63,7 +63,7 @@ def read_text(
     if n < LEAST:
         raise KVPatchError(f"The prompt has {n} tokens; with fewer than {LEAST} there is nothing to choose from.")
     fed = _continue(model, ids, new) if fed is None else fed[:, :new].to(ids.device)
-    return Text(torch.cat([ids, fed], 1), n, [note] * bool(note) + notes, ids.shape[1] - n)
+    return ComparedText(torch.cat([ids, fed], 1), n, [note] * bool(note) + notes, ids.shape[1] - n)
 
 
 def _count_common(one_1N: Tensor, other_1N: Tensor) -> int:

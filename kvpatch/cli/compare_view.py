@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from .. import plotting
-from ..evaluation.divergence import Figures, Result, Row
+from ..evaluation.divergence import DivergenceFigures, DivergenceTable, Row
 from ..policies import Policy, get_policy
 from ..policies.uses import CHANCE
 from ..storage.settings import Settings
@@ -37,7 +37,7 @@ class Lines:
         empty: the result without rows.
     """
 
-    def __init__(self, policies: dict[str, Policy], sizes: Iterable[str], empty: Result) -> None:
+    def __init__(self, policies: dict[str, Policy], sizes: Iterable[str], empty: DivergenceTable) -> None:
         tokens = len(f"{empty.n + empty.fed:,}")
         names = max(len(_label(name)) for name in ["full", *policies])
         self.widths = (names, max(map(len, sizes)) + 1, max(4, tokens), 7, 6, 4, 7, 4)
@@ -51,7 +51,7 @@ class Lines:
     def full(self) -> str:
         """Format the unpatched model's row."""
         total = self.result.n + self.result.fed
-        return self.row(Row("full", "", Figures(0, 0.0, 0.0, 1.0, 0.0, self.result.nbytes, (total, total), total)))
+        return self.row(Row("full", "", DivergenceFigures(0, 0.0, 0.0, 1.0, 0.0, self.result.nbytes, (total, total), total)))
 
     def row(self, row: Row) -> str:
         """Format a row."""
@@ -133,12 +133,12 @@ Setting = tuple[str, str, int]
 """Name of a policy, text of a budget, and bits."""
 
 
-def _pool_figures(results: list[Result]) -> dict[Setting, Figures]:
+def _pool_figures(results: list[DivergenceTable]) -> dict[Setting, DivergenceFigures]:
     """Return the figures of each setting that ran on every prompt: the worst of each, and the mean share of bytes.
 
     nbytes is in millionths of the full cache's.
     """
-    found: dict[Setting, list[Figures]] = {}
+    found: dict[Setting, list[DivergenceFigures]] = {}
     shares: dict[Setting, list[float]] = {}
     for result in results:
         for row in result.rows:
@@ -147,7 +147,7 @@ def _pool_figures(results: list[Result]) -> dict[Setting, Figures]:
                 found.setdefault(setting, []).append(row.figures)
                 shares.setdefault(setting, []).append(row.figures.nbytes / result.nbytes)
     return {
-        setting: Figures(
+        setting: DivergenceFigures(
             budget=figures[0].budget,
             kl=max(one.kl for one in figures),
             worst=max(one.worst for one in figures),
@@ -162,12 +162,12 @@ def _pool_figures(results: list[Result]) -> dict[Setting, Figures]:
     }
 
 
-def _candidates(pooled: dict[Setting, Figures]) -> dict[Setting, Figures]:
+def _candidates(pooled: dict[Setting, DivergenceFigures]) -> dict[Setting, DivergenceFigures]:
     """Leave out chance, and settings that hold as much as the full cache."""
     return {setting: one for setting, one in pooled.items() if setting[0] != CHANCE and one.nbytes < 1e6}
 
 
-def best(results: list[Result], tolerance: float, agreement: float) -> Setting | None:
+def best(results: list[DivergenceTable], tolerance: float, agreement: float) -> Setting | None:
     """Return the setting with the fewest bytes within both limits, or that with the lowest KL if none is within them."""
     candidates = _candidates(_pool_figures(results))
     within = {setting: one for setting, one in candidates.items() if _within(one, tolerance, agreement)}
@@ -176,7 +176,7 @@ def best(results: list[Result], tolerance: float, agreement: float) -> Setting |
     return min(candidates, key=lambda setting: candidates[setting].kl, default=None)
 
 
-def advice(results: list[Result], tolerance: float, agreement: float) -> str:
+def advice(results: list[DivergenceTable], tolerance: float, agreement: float) -> str:
     """Advise the setting with the fewest bytes within both limits on every prompt, or the one with the lowest KL.
 
     Ties go to the lower KL. Settings that hold as much as the full cache, and chance, are never advised. What was measured
@@ -204,11 +204,11 @@ def advice(results: list[Result], tolerance: float, agreement: float) -> str:
     return f"{said}, so {'these texts' if several else 'this text'} cannot tell policies apart there."
 
 
-def _within(one: Figures, tolerance: float, agreement: float) -> bool:
+def _within(one: DivergenceFigures, tolerance: float, agreement: float) -> bool:
     return one.kl <= tolerance and one.agreement >= agreement
 
 
-def _describe_setting(setting: Setting, one: Figures, several: bool) -> str:
+def _describe_setting(setting: Setting, one: DivergenceFigures, several: bool) -> str:
     most, least = (" at most", " at least") if several else ("", "")
     kl = f"a KL of{most} {one.kl:.4f} (worst token {one.worst:.2f})"
     policy, k, bits = setting
@@ -216,7 +216,7 @@ def _describe_setting(setting: Setting, one: Figures, several: bool) -> str:
     return f"{at}: {one.nbytes / 1e6:.0%} of the full cache's bytes, {kl},{least} {one.agreement:.1%} agreement"
 
 
-def picture(result: Result, tolerance: float, title: str) -> Any:
+def picture(result: DivergenceTable, tolerance: float, title: str) -> Any:
     """Draw KL against the bytes held at the end, a line per policy."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in result.rows:

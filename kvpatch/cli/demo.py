@@ -14,9 +14,9 @@ from ..evaluation.teacher_forcing import Fed, feed
 from ..patching import patched
 from ..report import Report
 from . import demo_view as view
-from .demo_view import Outcome
+from .demo_view import DemoOutcome
 from .loading import MODELS, load_model, load_tokenizer
-from .needles import Text, source_file, task_needles
+from .needles import TextBatch, source_file, task_needles
 from .output import console as make_console
 from .output import make_folder, print_json, progress
 
@@ -49,7 +49,7 @@ class Stage:
     """A model and the text that it is run on."""
 
     model: Any
-    text: Text
+    text: TextBatch
 
 
 def run(out: Path, json: bool = False) -> None:
@@ -102,10 +102,10 @@ def _load_shipped(console: Console) -> dict[str, Stage]:
     return stages
 
 
-def _try(policy: str, k: float, stages: dict[str, Stage]) -> Outcome:
+def _try(policy: str, k: float, stages: dict[str, Stage]) -> DemoOutcome:
     fed = {name: _feed(stage, policy, k) for name, stage in stages.items()}
     right = {name: stages[name].text.right(one.logits_BSV) for name, one in fed.items() if stages[name].text.asks}
-    outcome = Outcome(policy, k, right["needles"], fed["needles"].nbytes, later=right.get("later"))
+    outcome = DemoOutcome(policy, k, right["needles"], fed["needles"].nbytes, later=right.get("later"))
     if "source" not in stages:
         return outcome
     text, source = stages["source"].text, fed["source"]

@@ -15,11 +15,11 @@ from torch import Tensor
 from .. import plotting
 from ..policies.facts import FACTS
 from ..report import Report, block
-from .needles import Text
+from .needles import TextBatch
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoOutcome:
     """Outcome of one policy and budget; the first outcome is the unpatched model's.
 
     Attributes:
@@ -40,7 +40,7 @@ class Outcome:
     loss: float | None = None
     tokens: Tensor | None = None
 
-    def cells(self, full: Outcome) -> dict[str, str]:
+    def cells(self, full: DemoOutcome) -> dict[str, str]:
         """Format a row of the table, by column."""
         cells = {"k": f"{self.k:g}", "right": _right(self.right)}
         if self.later is not None:
@@ -50,7 +50,7 @@ class Outcome:
             cells["as full"] = f"{(self.tokens == full.tokens).float().mean():.0%}"
         return cells | {"KV kB": f"{self.nbytes / 1000:,.0f}", "of full": f"{self.nbytes / full.nbytes:.0%}"}
 
-    def to_dict(self, full: Outcome) -> dict[str, Any]:
+    def to_dict(self, full: DemoOutcome) -> dict[str, Any]:
         """Return the row as plain values that JSON can hold; figures that were not measured are left out."""
         values: dict[str, Any] = {"policy": self.policy, "k": self.k, "questions": len(self.right)}
         values["right"] = int(self.right.sum())
@@ -84,7 +84,7 @@ def show_story(console: Console, policies: list[str]) -> None:
     console.print()
 
 
-def show(console: Console, outcomes: list[Outcome], reports: Reports, text: Text) -> None:
+def show(console: Console, outcomes: list[DemoOutcome], reports: Reports, text: TextBatch) -> None:
     """Print the table and the strips."""
     full = outcomes[0]
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -107,7 +107,7 @@ _LEGEND = {
 }
 
 
-def _strips(console: Console, reports: Reports, text: Text, width: int = 64) -> None:
+def _strips(console: Console, reports: Reports, text: TextBatch, width: int = 64) -> None:
     """Print a line per policy at the smallest budget: the share of heads that kept each part of the first prompt."""
     k = min(share for _, share in reports)
     kept = {
@@ -131,10 +131,10 @@ def _strips(console: Console, reports: Reports, text: Text, width: int = 64) -> 
         console.print(f"{policy:<14} |{line}|")
 
 
-def picture(outcomes: list[Outcome], reports: Reports, text: Text) -> Any:
+def picture(outcomes: list[DemoOutcome], reports: Reports, text: TextBatch) -> Any:
     """Draw a column of panels per budget, a panel per policy."""
 
-    def panel(one: Outcome) -> plotting.Panel:
+    def panel(one: DemoOutcome) -> plotting.Panel:
         name = one.policy if one.policy == "full" else f"{one.policy}, k={one.k:g}"
         title = f"{name}: {_right(one.right)} answers right"
         return plotting.Panel(title, reports[one.policy, one.k].kept().float().mean(1))

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from ..cache.holding import count_held
-from .request_fields import Asked
+from .request_fields import AcceptedRequest
 
 ROWS = (
     ("requests_total", "counter", "Requests that were answered, by path and status."),
@@ -27,7 +27,7 @@ ROWS = (
 )  # fmt: skip
 
 
-class Figures:
+class ServerFigures:
     """Counters of a server, and the state of its engine when they are asked for.
 
     Args:
@@ -42,7 +42,7 @@ class Figures:
         """Count an answer that was sent."""
         self.counts["requests_total", f'{{path="{path}",status="{status}"}}'] += 1
 
-    def note_end(self, asked: Asked) -> None:
+    def note_end(self, asked: AcceptedRequest) -> None:
         """Count a request of the engine that has ended."""
         seen = asked.prompt + max(asked.new - 1, 0)  # nothing reads the last token
         evicted = seen - self._count_held(asked.prompt, seen) if asked.new else 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .amending import Amended, add_reuse
 from .answering import Answers
-from .request_fields import PATHS, Asked, RefusedError, Served, read_request
+from .request_fields import PATHS, AcceptedRequest, RefusedError, Served, read_request
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -154,7 +154,7 @@ def _mend_error(message: Message) -> Message:
     return {**message, "body": before + f"data: {json.dumps(error)}\n\n".encode()}
 
 
-def _describe(scope: Scope, status: int, seconds: float, asked: Asked | None) -> str:
+def _describe(scope: Scope, status: int, seconds: float, asked: AcceptedRequest | None) -> str:
     """Describe a request in one line."""
     path = scope["path"] if scope["path"].isprintable() else repr(scope["path"])
     facts = [f"{scope['method']} {path}", str(status or GONE), f"{seconds:.2f} s"]

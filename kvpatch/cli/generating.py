@@ -19,7 +19,7 @@ MARK = "---- what was kept ----"
 
 
 @dataclass(frozen=True)
-class Sampling:
+class GenerationChoices:
     """Length of the text and the choice of its tokens.
 
     Attributes:
@@ -41,7 +41,7 @@ class Sampling:
 
 
 def run(
-    source: Source, text: str, raw: bool, policy: Policy, k: Any, settings: dict[str, Any], how: Sampling, json: bool
+    source: Source, text: str, raw: bool, policy: Policy, k: Any, settings: dict[str, Any], how: GenerationChoices, json: bool
 ) -> None:
     """Generate from `text` and print the new text and the report; `settings` are keyword arguments of `patched`.
 

@@ -79,9 +79,9 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
         }  # fmt: skip
         chosen, size, how = choose_policy(context, options, how)
         text = asked.read_text() if isinstance(asked, TextFile) else asked
-        from .generating import Sampling, run
+        from .generating import GenerationChoices, run
 
-        run(source, text, raw, chosen, size, how, Sampling(max_new_tokens, temperature, top_p), json)
+        run(source, text, raw, chosen, size, how, GenerationChoices(max_new_tokens, temperature, top_p), json)
 
 
 def _find_prompt(
@@ -218,7 +218,7 @@ def compare(  # noqa: PLR0913 - as above
         from . import compare as comparing
 
         chosen, ks = comparing.choose(policies, options, max_new_tokens), comparing.parse_budgets(texts)
-        asked = comparing.Asked(
+        asked = comparing.CompareOptions(
             chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json, raw, question, later
         )
         own = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")

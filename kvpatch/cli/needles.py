@@ -20,7 +20,7 @@ SOURCE = "calendar.py"
 
 
 @dataclass(frozen=True)
-class Text:
+class TextBatch:
     """Batch of texts to feed.
 
     Attributes:
@@ -50,7 +50,7 @@ class Text:
         return (logits_BSV[:, start:stop].argmax(-1) == self.ids_BT[:, self.n + start : self.n + stop]).all(-1)
 
 
-def task_needles(in_prompt: bool = True) -> Text:
+def task_needles(in_prompt: bool = True) -> TextBatch:
     """Read the prompts that llama-0 was trained for: records of a key and three values among filler, and a key as question.
 
     Args:
@@ -65,14 +65,14 @@ def task_needles(in_prompt: bool = True) -> Text:
     asked = [span for span in found if row[span[0]] == row[question + 1]]
     marks = Marks([span for span in found if span not in asked], asked, [(question, question + 2)])
     answer = question + 2 - n, question + 5 - n
-    return Text(f"{len(ids_BT)} prompts of {n} tokens with 4 needles", ids_BT, n, answer=answer, marks=marks)
+    return TextBatch(f"{len(ids_BT)} prompts of {n} tokens with 4 needles", ids_BT, n, answer=answer, marks=marks)
 
 
 def _read_rows() -> dict[str, Any]:
     return json.loads((MODELS / "llama-0" / "needles.json").read_text(encoding="utf-8"))
 
 
-def source_file(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fed: int = 72) -> Text:
+def source_file(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fed: int = 72) -> TextBatch:
     """Cut excerpts from a source file of Python's library, evenly spread, each behind <bos> if the tokenizer has one.
 
     A model with few positions gets shorter prompts.
@@ -86,4 +86,4 @@ def source_file(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fe
     starts = [i * (len(ids) - length) // max(rows - 1, 1) for i in range(rows)]
     rows_BT = torch.tensor([first + ids[start : start + length] for start in starts], device=model.device)
     what = f"{rows} excerpts of {SOURCE}, {prompt} tokens of prompt and {fed} more"
-    return Text(what, rows_BT, prompt)
+    return TextBatch(what, rows_BT, prompt)

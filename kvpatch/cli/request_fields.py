@@ -47,7 +47,7 @@ class Served:
 
 
 @dataclass
-class Asked:
+class AcceptedRequest:
     """A request that was accepted.
 
     body: what transformers' handler reads. sampling: fields of SAMPLING. stops: strings that end the text. most: new tokens,
@@ -73,7 +73,7 @@ class Obeyed(NamedTuple):
     check: Callable[[object], str | None]
 
 
-class Refused(NamedTuple):
+class FieldRefusal(NamedTuple):
     """A field that is refused unless it asks for nothing: letters of PATHS, the values that do, and what to do instead."""
 
     paths: str
@@ -165,41 +165,41 @@ OBEYED = {
 }
 
 REFUSED = {
-    "n": Refused("ct", (1,), _AGAIN),
-    "best_of": Refused("t", (1,), _AGAIN),
-    "logprobs": Refused("ct", (False,), _RANK),
-    "top_logprobs": Refused("cr", (0,), _RANK),
-    "echo": Refused("t", (False,), "put the prompt before the answer yourself"),
-    "suffix": Refused("t", ("",), "the model reads from left to right: put all of the text into prompt"),
-    "response_format": Refused("c", ({"type": "text"},), _FORM),
-    "text": Refused("r", ({}, {"format": {"type": "text"}}), _FORM),
-    "parallel_tool_calls": Refused("cr", (True,), "nothing here keeps a model from several calls"),
-    "functions": Refused("c", ([],), "give tools"),
-    "function_call": Refused("c", ("none",), "give tools"),
-    "max_tool_calls": Refused("r", (), "nothing here counts a model's calls"),
-    "generation_config": Refused("ctr", (), "give temperature, top_p and the other fields by name"),
-    "reasoning_effort": Refused("c", (), "give what the model's template reads in chat_template_kwargs"),
-    "reasoning": Refused("r", ({},), "the model's own template decides"),
-    "verbosity": Refused("c", (), "ask for it in the prompt"),
-    "audio": Refused("c", (), "this server answers with text"),
-    "modalities": Refused("c", (["text"],), "this server answers with text"),
-    "prediction": Refused("c", (), "this server takes no draft of an answer"),
-    "web_search_options": Refused("c", (), "this server searches nothing"),
-    "background": Refused("r", (False,), "wait for the answer"),
-    "include": Refused("r", ([],), "the answer has all that there is"),
-    "previous_response_id": Refused("r", (), _STORE),
-    "conversation": Refused("r", (), _STORE),
-    "prompt": Refused("r", (), "give input"),
-    "truncation": Refused("r", ("disabled",), "shorten the input: nothing is left out of it here"),
-    "store": Refused("cr", (False,), _STORE),
-    "metadata": Refused("cr", ({},), _STORE),
-    "service_tier": Refused("cr", ("auto", "default"), "all requests are alike here"),
-    "prompt_cache_key": Refused("cr", (), "a conversation that is kept is found by its tokens"),
-    "safety_identifier": Refused("cr", (), "give user, which the log names"),
+    "n": FieldRefusal("ct", (1,), _AGAIN),
+    "best_of": FieldRefusal("t", (1,), _AGAIN),
+    "logprobs": FieldRefusal("ct", (False,), _RANK),
+    "top_logprobs": FieldRefusal("cr", (0,), _RANK),
+    "echo": FieldRefusal("t", (False,), "put the prompt before the answer yourself"),
+    "suffix": FieldRefusal("t", ("",), "the model reads from left to right: put all of the text into prompt"),
+    "response_format": FieldRefusal("c", ({"type": "text"},), _FORM),
+    "text": FieldRefusal("r", ({}, {"format": {"type": "text"}}), _FORM),
+    "parallel_tool_calls": FieldRefusal("cr", (True,), "nothing here keeps a model from several calls"),
+    "functions": FieldRefusal("c", ([],), "give tools"),
+    "function_call": FieldRefusal("c", ("none",), "give tools"),
+    "max_tool_calls": FieldRefusal("r", (), "nothing here counts a model's calls"),
+    "generation_config": FieldRefusal("ctr", (), "give temperature, top_p and the other fields by name"),
+    "reasoning_effort": FieldRefusal("c", (), "give what the model's template reads in chat_template_kwargs"),
+    "reasoning": FieldRefusal("r", ({},), "the model's own template decides"),
+    "verbosity": FieldRefusal("c", (), "ask for it in the prompt"),
+    "audio": FieldRefusal("c", (), "this server answers with text"),
+    "modalities": FieldRefusal("c", (["text"],), "this server answers with text"),
+    "prediction": FieldRefusal("c", (), "this server takes no draft of an answer"),
+    "web_search_options": FieldRefusal("c", (), "this server searches nothing"),
+    "background": FieldRefusal("r", (False,), "wait for the answer"),
+    "include": FieldRefusal("r", ([],), "the answer has all that there is"),
+    "previous_response_id": FieldRefusal("r", (), _STORE),
+    "conversation": FieldRefusal("r", (), _STORE),
+    "prompt": FieldRefusal("r", (), "give input"),
+    "truncation": FieldRefusal("r", ("disabled",), "shorten the input: nothing is left out of it here"),
+    "store": FieldRefusal("cr", (False,), _STORE),
+    "metadata": FieldRefusal("cr", ({},), _STORE),
+    "service_tier": FieldRefusal("cr", ("auto", "default"), "all requests are alike here"),
+    "prompt_cache_key": FieldRefusal("cr", (), "a conversation that is kept is found by its tokens"),
+    "safety_identifier": FieldRefusal("cr", (), "give user, which the log names"),
 }
 
 
-def read_request(path: str, body: Any, served: Served) -> Asked:
+def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
     """Return what a request asks for.
 
     Args:
@@ -222,7 +222,7 @@ def read_request(path: str, body: Any, served: Served) -> Asked:
         raise RefusedError(f"{needed} is missing: {path} needs it.", needed)
     stops = given.get("stop", [])
     most = next((given[name] for name in ("max_completion_tokens", "max_output_tokens", "max_tokens") if name in given), None)
-    return Asked(
+    return AcceptedRequest(
         body={name: given[name] for name in READ if name in given} | {"stream": given.get("stream", False)},
         sampling={name: given[name] for name in SAMPLING if name in given},
         stops=[stops] if isinstance(stops, str) else stops,

@@ -42,7 +42,7 @@ POLICIES: dict[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Reading:
+class StoryText:
     """Text and questions as a model reads them.
 
     Attributes:
@@ -94,14 +94,14 @@ def run(source: Source, out: Path, json: bool = False) -> None:
     console.print(f"\nThe text, as each policy kept it: {out / 'kept.png'}")
 
 
-def draw(reading: Reading, told: list[view.Told]) -> Any:
+def draw(reading: StoryText, told: list[view.Told]) -> Any:
     """Draw the text as each policy kept it."""
     pages = [(f"{one.policy}: {sum(one.right)} of {len(QUESTIONS)} answers right", one.share_T) for one in told]
     title = f"Words that are left of the text under a budget of {K:.0%}: the darker, the more heads kept them"
     return plotting.draw_text(reading.text, reading.spans, pages, list(QUESTIONS.values()), title)
 
 
-def read_story(model: Any, tokenizer: Any) -> Reading:
+def read_story(model: Any, tokenizer: Any) -> StoryText:
     """Encode the text and the questions: as a user's message where the tokenizer has a chat template.
 
     Raises:
@@ -126,7 +126,7 @@ def read_story(model: Any, tokenizer: Any) -> Reading:
                 f"The demo's text and an answer take {ids_1N.shape[1] + ANSWER_TOKENS:,} tokens, more than the positions of "
                 "this model. Give another model, or none: kvpatch demo."
             )
-    return Reading(first[:end], next(iter(asked.values()))[:, : len(spans)], spans, asked)
+    return StoryText(first[:end], next(iter(asked.values()))[:, : len(spans)], spans, asked)
 
 
 def _render(tokenizer: Any, text: str) -> str:
@@ -141,7 +141,7 @@ def _encode(model: Any, tokenizer: Any, text: str) -> Tensor:
     return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
 
 
-def ask(model: Any, tokenizer: Any, reading: Reading, policy: str) -> view.Told:
+def ask(model: Any, tokenizer: Any, reading: StoryText, policy: str) -> view.Told:
     """Read the text under a policy, and ask all questions of what is left; "full" evicts nothing."""
     start = time.perf_counter()
     with patched(model, policy, 1.0 if policy == "full" else K, **POLICIES[policy]) as patch, torch.no_grad():
@@ -155,7 +155,7 @@ def ask(model: Any, tokenizer: Any, reading: Reading, policy: str) -> view.Told:
     return view.Told(policy, cache.nbytes, time.perf_counter() - start, answers, held, right, share_T)
 
 
-def _answer_question(model: Any, tokenizer: Any, reading: Reading, question: str, cache: EvictingCache) -> str:
+def _answer_question(model: Any, tokenizer: Any, reading: StoryText, question: str, cache: EvictingCache) -> str:
     """Generate the answer to a question, greedily and on one line, from a copy of the cache."""
     ids_1N = reading.asked[question]
     padding = model.generation_config.pad_token_id

@@ -23,7 +23,7 @@ from ..policies import Policy, get_policy
 from ..policies.needs import WindowAttention
 from ..policies.served import why_not
 from ..storage.settings import HALF, OF_PATCH, Settings
-from .check_table import ROUNDINGS, CheckTable, Result
+from .check_table import ROUNDINGS, CheckResult, CheckTable
 from .masked import Evictions, masked_predictions, rounding_error
 from .teacher_forcing import feed, positions_of, predictions, wide
 
@@ -112,7 +112,7 @@ class Checks:
             n *= 2
         return min(n, _LONGEST, (positions_of(self.model) or _LONGEST + _NEW) - _NEW)
 
-    def run(self) -> list[Result]:
+    def run(self) -> list[CheckResult]:
         """Run all checks in order; an exception inside a check becomes its result."""
         checks: list[tuple[str, Callable[[], Outcome]]] = [
             ("k=1.0 gives the unpatched model's logits", self.check_full),
@@ -126,18 +126,18 @@ class Checks:
         served = why_not("forget", self.settings.combine()) is None
         return [self._judge_difference(name, check) for name, check in checks if served or check != self.check_forgetting]
 
-    def _judge_difference(self, name: str, check: Callable[[], Outcome]) -> Result:
+    def _judge_difference(self, name: str, check: Callable[[], Outcome]) -> CheckResult:
         try:
             with torch.no_grad():
                 outcome = check()
         except Exception as error:  # an unknown model may raise anything; it belongs into the table
-            return Result(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
+            return CheckResult(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
         if isinstance(outcome, str):
-            return Result(name, not outcome, outcome or "bit for bit")
+            return CheckResult(name, not outcome, outcome or "bit for bit")
         got, expected, remark = outcome
         largest = max(1.0, float(expected.abs().max()))
         difference = float((got - expected).abs().max()) / largest
-        return Result(name, difference <= self.tolerance, f"{remark}off by {difference:.1e}, allowed {self.tolerance:.0e}")
+        return CheckResult(name, difference <= self.tolerance, f"{remark}off by {difference:.1e}, allowed {self.tolerance:.0e}")
 
     def check_full(self) -> Outcome:
         """Compare k=1.0 with the unpatched model: token by token, and a padded batch without position_ids."""

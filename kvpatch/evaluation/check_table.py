@@ -12,7 +12,7 @@ ROUNDINGS = 6
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """Result of one check: its name, whether it passed, and the measured difference or the error message."""
 
     name: str
@@ -30,7 +30,7 @@ class CheckTable:
         tolerance: largest difference of two logits that passes, as a share of the largest logit, which counts as at least 1.
     """
 
-    results: tuple[Result, ...]
+    results: tuple[CheckResult, ...]
     dtype: torch.dtype
     tolerance: float
 
@@ -39,7 +39,7 @@ class CheckTable:
         """Tell whether all checks passed."""
         return all(result.passed for result in self.results)
 
-    def __iter__(self) -> Iterator[Result]:
+    def __iter__(self) -> Iterator[CheckResult]:
         return iter(self.results)
 
     def __len__(self) -> int:

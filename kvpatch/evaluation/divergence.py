@@ -26,7 +26,7 @@ from .teacher_forcing import Fed, feed
 
 
 @dataclass(frozen=True)
-class Figures:
+class DivergenceFigures:
     """Figures of one policy under one budget, over the fed tokens, relative to the unpatched model.
 
     Attributes:
@@ -58,7 +58,7 @@ class Row:
 
     policy: str
     k: str
-    figures: Figures | None
+    figures: DivergenceFigures | None
     error: str = ""
     bits: int = FULL
 
@@ -69,7 +69,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Result:
+class DivergenceTable:
     """Result of a comparison.
 
     Attributes:
@@ -114,7 +114,7 @@ class Comparison:
         on_row: Callable[[Row], None] = lambda row: None,
         on_start: Callable[[str, str], None] = lambda policy, size: None,
         bits: Sequence[int] = (FULL,),
-    ) -> Result:
+    ) -> DivergenceTable:
         """Measure every policy under every budget, with each of these numbers of bits.
 
         Args:
@@ -131,9 +131,9 @@ class Comparison:
             on_row(rows[-1])
         return self.result(rows)
 
-    def result(self, rows: list[Row]) -> Result:
+    def result(self, rows: list[Row]) -> DivergenceTable:
         """Return rows together with what the unpatched model held."""
-        return Result(rows, self.nbytes, self.n, self.ids_1T.shape[1] - self.n, len(self.log_p_SV))
+        return DivergenceTable(rows, self.nbytes, self.n, self.ids_1T.shape[1] - self.n, len(self.log_p_SV))
 
     def _make_row(self, name: str, policy: Policy, text: str, k: Any, bits: int = FULL) -> Row:
         try:
@@ -141,7 +141,7 @@ class Comparison:
         except KVPatchError as error:
             return Row(name, text, None, str(error), bits)
 
-    def measure_policy(self, policy: Policy, k: Any, bits: int = FULL) -> Figures:
+    def measure_policy(self, policy: Policy, k: Any, bits: int = FULL) -> DivergenceFigures:
         """Measure one policy under one budget.
 
         Raises:
@@ -154,7 +154,7 @@ class Comparison:
         kl_S, same_S = divergence(self.log_p_SV, log_q_SV)
         own_S1 = self.ids_1T[0, self.n + self.first :, None].cpu()  # the token after the last fed one is not known
         rise_S1 = (self.log_p_SV - log_q_SV)[:-1].gather(1, own_S1)
-        return Figures(
+        return DivergenceFigures(
             budget=min(patch.settings.budget.tokens(0, self.n), self.n),
             kl=float(kl_S.mean()),
             worst=float(kl_S.max()),

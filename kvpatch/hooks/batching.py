@@ -71,7 +71,7 @@ def continuous_batching(state: PatchState, decoder: str, previous: Callable[...,
 
         kv_bytes = sum(one.heads * (one.key + one.value) for one in state.shapes) * self.dtype.itemsize
         positions = None if state.settings.renumbered else position_limit(self.config.get_text_config())
-        terms = engine.Terms(state.settings, state.max_positions or positions, kv_bytes, _make_courier, state.prefixes)
+        terms = engine.EngineTerms(state.settings, state.max_positions or positions, kv_bytes, _make_courier, state.prefixes)
         given = _TOKENIZER.get() if tokenizer is None else tokenizer
         if conversations is not None:
             conversations.replace = functools.partial(_replace, self.get_submodule(decoder), state)

@@ -233,7 +233,8 @@ class Chat:
         """Return the ids [1,N] of the text with the answer."""
         if isinstance(self.cache, LosslessCache):
             self.cache.go_back(asked[0].tolist())
-        self.cache.messages = Messages([*(one["role"] for one in self.messages), "assistant"], list(self._read.starts))
+        else:
+            self.cache.messages = Messages([*(one["role"] for one in self.messages), "assistant"], list(self._read.starts))
         given = self._options | options
         if stops := StoppingCriteriaList([*(given.pop("stopping_criteria", None) or ()), *criteria]):
             given["stopping_criteria"] = stops

@@ -228,4 +228,5 @@ def generate(
     try:
         return run(*args, **kwargs, custom_generate=decode)
     finally:
+        cache.again = 0  # an error may have come before the pass that takes it
         state.log.finish(cache.drafts)

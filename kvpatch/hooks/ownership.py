@@ -10,7 +10,7 @@ from ..cache.cache import EvictingCache
 from ..cache.model_stamp import ModelStamp
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
-from ..policies.served import Combination, refuse
+from ..policies.served import FeatureSet, refuse
 from .identity import adapter_names, stamp_model
 from .state import PatchState
 
@@ -55,7 +55,7 @@ def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
         return
     if not any(adapter_names(module) for at, module in decoder.named_modules() if name in (None, at.rpartition(".")[2])):
         return
-    refuse("adapter_names=", Combination(policy))
+    refuse("adapter_names=", FeatureSet(policy))
 
 
 def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:

@@ -22,7 +22,7 @@ from ..cache.prefix import Prefixes
 from ..cache.recurrent import Stack
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
-from ..policies.served import Combination
+from ..policies.served import FeatureSet
 from ..storage.schema import LayerShape
 from .run_log import RunLog
 
@@ -143,7 +143,7 @@ class PatchState:
         """True if generate() drafts and verifies."""
         return self.options.offload is not None
 
-    def combine(self, **facts: Any) -> Combination:
+    def combine(self, **facts: Any) -> FeatureSet:
         """Return what the patch asks for together; facts: what a gate knows beside it."""
         return self.settings.combine(lossless=self.lossless, untold=self.places_itself, **facts)
 

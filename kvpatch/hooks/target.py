@@ -24,7 +24,7 @@ from ..errors import KVPatchError
 from ..policies import Policy
 from ..policies.measures import MEASURES, MORE
 from ..policies.needs import Calibrated
-from ..policies.served import Combination, refuse
+from ..policies.served import FeatureSet, refuse
 from ..policies.windows import Chunk
 from ..storage.schema import LayerShape
 from .accelerate import device_of
@@ -143,7 +143,7 @@ class Target:
             automatic = isinstance(adapter, AutomaticAdapter)
             obstacle = None if adapter.projects else "more than a projection"
             row = row_of(module) if automatic else None
-            refuse("output projection", Combination(policy, adapter=adapter.name, row=row, obstacle=obstacle))
+            refuse("output projection", FeatureSet(policy, adapter=adapter.name, row=row, obstacle=obstacle))
 
     def check_rotations(self, policy: Policy, renumbered: bool = False) -> None:
         """Raise KVPatchError if an adapter cannot renumber positions, or undo rotations for a policy that asks for it."""
@@ -151,7 +151,7 @@ class Target:
             return
         for _, adapter in self.attentions:
             obstacle = adapter.obstacle(self.decoder, renumbered)
-            asked = Combination(policy, renumbered=renumbered, adapter=adapter.name, obstacle=obstacle)
+            asked = FeatureSet(policy, renumbered=renumbered, adapter=adapter.name, obstacle=obstacle)
             refuse("renumbered" if renumbered else "rotations undone", asked)
 
     def find_alibi(self) -> str:

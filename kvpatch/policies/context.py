@@ -57,7 +57,7 @@ class EvictionContext:
         positions_BHT: int64, the token's position in the text; -1 in an empty slot.
         newest_B11: int64, position of the newest token, so that `newest_B11 - positions_BHT` is a token's age.
         recent_B11: int64, position above which tokens belong to the protected recent ones.
-        state: the policy's statistics and entries by name, [B,H,T] or [B,H,T,G].
+        state: the policy's statistics and entries by name, [B,H,T] or [B,H,T,n].
         limits: protected sizes of each batch row.
         group: G, query heads per KV head.
         sliding: window of the layer in tokens, a Chunk if it begins anew instead of sliding; None without one.

@@ -19,7 +19,7 @@ from .context import EvictionContext
 from .needs.sums import has_sums
 from .numbers import running_sum
 from .selection import FIRST, LAST
-from .served import Combination, refuse
+from .served import FeatureSet, refuse
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Share(Rule):
 
     def check(self, policy: Any, heads: int) -> None:
         if policy.schedule != "prompt":
-            refuse("moving budget", Combination(policy, k=self))
-        refuse("Share", Combination(policy, k=self))
+            refuse("moving budget", FeatureSet(policy, k=self))
+        refuse("Share", FeatureSet(policy, k=self))
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
         seen = (context.newest_B11 + 1).to(torch.float64)  # exact, as on the host
@@ -139,11 +139,11 @@ class Mass(Rule):
         return min(max(1, share(self.floor, n)), self.tokens(n))
 
     def check(self, policy: Any, heads: int) -> None:
-        refuse("moving budget", Combination(policy, k=self))
-        refuse("weighed budget", Combination(policy, k=self))
+        refuse("moving budget", FeatureSet(policy, k=self))
+        refuse("weighed budget", FeatureSet(policy, k=self))
         if self.ceiling is None:
             _check_sizes(self, policy, "add a ceiling, which it is then a share of: k=Mass(0.95, ceiling=0.5)")
-        refuse("Mass", Combination(policy, k=self))
+        refuse("Mass", FeatureSet(policy, k=self))
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
         weight = _weigh_tokens(score, context, keys_BHT)
@@ -195,8 +195,8 @@ class Threshold(Rule):
         return 1
 
     def check(self, policy: Any, heads: int) -> None:
-        refuse("moving budget", Combination(policy, k=self))
-        refuse("weighed budget", Combination(policy, k=self))
+        refuse("moving budget", FeatureSet(policy, k=self))
+        refuse("weighed budget", FeatureSet(policy, k=self))
         _check_sizes(self, policy)
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:

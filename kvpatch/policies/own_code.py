@@ -60,7 +60,7 @@ def call_entry(score: Score, policy: str, new: NewTokens) -> dict[str, Tensor]:
         KVPatchError: the method raised an error, or returned anything else.
     """
     where = _name_method(score, "entry(new)", policy)
-    wanted = f"a dict of tensors {_format_shape(new.k_BHQD[..., 0], 'B,H,Q')} or [B,H,Q,G]"
+    wanted = f"a dict of tensors {_format_shape(new.k_BHQD[..., 0], 'B,H,Q')} or [B,H,Q,n]"
     signature = " Its signature is entry(self, new); new is a kvpatch.policies.NewTokens."
     result = _run_method(where, wanted, lambda error: signature, score.entry, new)
     if not isinstance(result, dict):

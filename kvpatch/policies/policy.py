@@ -21,7 +21,7 @@ from .quotas import protect_shares
 from .scopes import Scope
 from .scores import Score
 from .selection import FIRST, Selection, eviction_keys, score_keys
-from .served import Combination, refuse_pairs
+from .served import FeatureSet, refuse_pairs
 from .slopes import Pyramid
 from .statistics import check_names
 
@@ -91,7 +91,7 @@ class Policy:
             if part is not None and self.schedule not in part.schedules:
                 use = " or ".join(map(repr, part.schedules))
                 raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {part.only_then}; use schedule={use}.")
-        refuse_pairs(Combination(self))
+        refuse_pairs(FeatureSet(self))
         for one in (*self._list_parts(), *self.needs):
             one.check()
         check_names(self.needs.statistics, self.name)

@@ -96,7 +96,7 @@ class Score:
         return 1
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        """Return the values to store with tokens that enter the cache, by name: [B,H,Q] or [B,H,Q,G]."""
+        """Return the values to store with tokens that enter the cache, by name: [B,H,Q], or [B,H,Q,n] of n numbers."""
         return {}
 
     def check(self) -> None:

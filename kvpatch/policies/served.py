@@ -20,7 +20,7 @@ from .scopes import protect_tensor
 
 
 @dataclass(frozen=True)
-class Combination:
+class FeatureSet:
     """Features that are asked for together. A gate gives those that it knows; the others count as not asked for."""
 
     policy: Any  # a Policy, which may be in the making
@@ -66,13 +66,13 @@ class Combination:
         return "the policy without critical" if self.policy.weighs_values else other
 
 
-def refuse(path: str, asked: Combination) -> None:
+def refuse(path: str, asked: FeatureSet) -> None:
     """Raise KVPatchError if something that is asked for does not go with `path`, a feature of REFUSED."""
     if (why := why_not(path, asked)) is not None:
         raise KVPatchError(why)
 
 
-def refuse_pairs(asked: Combination) -> None:
+def refuse_pairs(asked: FeatureSet) -> None:
     """Raise KVPatchError if two features that are asked for do not go together, whether or not the budget evicts anything."""
     known = {*FEATURES, *REFUSED}
     for need in asked.policy.needs:
@@ -83,7 +83,7 @@ def refuse_pairs(asked: Combination) -> None:
             raise KVPatchError(why)
 
 
-def why_not(path: str, asked: Combination, always: bool = False) -> str | None:
+def why_not(path: str, asked: FeatureSet, always: bool = False) -> str | None:
     """Return why something that is asked for does not go with `path`, or None.
 
     always: needs are asked also where nothing is evicted, so that nothing reads them.
@@ -98,7 +98,7 @@ def why_not(path: str, asked: Combination, always: bool = False) -> str | None:
 
 NEED = "a need of the policy"  # that refuses the path by its name; {why} is what it says
 
-FEATURES: dict[str, Callable[[Combination], object]] = {
+FEATURES: dict[str, Callable[[FeatureSet], object]] = {
     # of a policy
     "adaptive budgets": lambda it: it.policy.over_heads is not None,
     "divided budget": lambda it: it.policy.over_layers is not None or it.policy.over_heads is not None,
@@ -158,7 +158,7 @@ FEATURES: dict[str, Callable[[Combination], object]] = {
 }
 
 
-def _has_protect(it: Combination, masked: bool) -> bool:
+def _has_protect(it: FeatureSet, masked: bool) -> bool:
     protect = it.policy.scope.protect
     if protect is None or isinstance(protect, str):  # a kind of tokens, before the model says which
         return False

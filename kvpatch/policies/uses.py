@@ -90,15 +90,16 @@ USES = (
         "a chat",
         "streaming_llm",
         4096,
-        "With the system prompt protected, the newest turns answer most. Take as many tokens as memory allows. `h2o` keeps "
-        "more of code, and `kvzip` nearly all, by reading each turn twice.",
+        "It keeps the newest turns whole, and older facts hardly; protect the system prompt. Take as many tokens as memory "
+        "allows. `h2o` keeps more of code, and `kvzip` nearly all, by reading each turn twice.",
     ),
     Use(
         "server",
         "a server",
         "h2o",
         4096,
-        "Requests are of all kinds, and it keeps some of each. Where all end with a question about a fact, take `snapkv`.",
+        "Requests are of all kinds: it keeps some of code and rules, little of facts. Where all end with a question about a "
+        "fact, take `snapkv`; where all are chats, the row above.",
     ),
     Use("long", "a long answer", "h2o", 4096, "The budget also holds while the model writes."),
     Use(

@@ -52,7 +52,7 @@ OFF: tuple[tuple[str, object, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Terms:
+class EngineTerms:
     """Facts of a patch and its model.
 
     max_positions: that the model has, or None. kv_bytes: of a token's keys and values in all layers. carry: makes the attention
@@ -66,7 +66,7 @@ class Terms:
     prefixes: Prefixes
 
 
-class BudgetManager(ContinuousBatchingManager):
+class BatchingManager(ContinuousBatchingManager):
     """transformers' manager over a RequestPool in place of its paged cache."""
 
     pool: RequestPool
@@ -75,7 +75,7 @@ class BudgetManager(ContinuousBatchingManager):
     def __init__(
         self,
         model: Any,
-        terms: Terms,
+        terms: EngineTerms,
         generation_config: Any,
         config: ContinuousBatchingConfig,
         workload_hints: Any,
@@ -181,19 +181,19 @@ def _supports_logits_to_keep(model: Any) -> bool:
 
 def manager_of(
     model: Any,
-    terms: Terms,
+    terms: EngineTerms,
     generation_config: Any = None,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
     tokenizer: Any = None,
     conversations: Conversations | None = None,
-) -> BudgetManager:
+) -> BatchingManager:
     """Return the model's persistent manager under this patch, or a new one: what init_continuous_batching() does.
 
     tokenizer: for stop strings. conversations: to be kept, by a new manager.
     """
     kept = vars(model).get(KEPT_MANAGER)
-    if conversations is None and isinstance(kept, BudgetManager) and kept.terms.settings is terms.settings:
+    if conversations is None and isinstance(kept, BatchingManager) and kept.terms.settings is terms.settings:
         return kept
     generation_config = model.generation_config if generation_config is None else generation_config
     if generation_config.eos_token_id is None:  # the engine's name for none
@@ -201,7 +201,7 @@ def manager_of(
         generation_config.eos_token_id = -1
     config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
     config = config if isinstance(config, ContinuousBatchingConfig) else ContinuousBatchingConfig()
-    manager = BudgetManager(model, terms, generation_config, config, workload_hints, tokenizer, conversations)
+    manager = BatchingManager(model, terms, generation_config, config, workload_hints, tokenizer, conversations)
     _MANAGERS.setdefault(model, weakref.WeakSet()).add(manager)
     return manager
 
@@ -214,7 +214,7 @@ def stop_managers(model: Any) -> None:
             manager.stop(block=True, hard_stop=True)
 
 
-_MANAGERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BudgetManager]] = weakref.WeakKeyDictionary()
+_MANAGERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BatchingManager]] = weakref.WeakKeyDictionary()
 
 
 def _stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCriteria | None:

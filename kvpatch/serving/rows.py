@@ -12,7 +12,7 @@ from ..cache.cache import EvictingCache
 
 
 @dataclass
-class Rows:
+class RequestRows:
     """A cache whose rows are these requests, in this order; None for one that has ended."""
 
     names: list[str | None]
@@ -33,12 +33,12 @@ class RowPool:
     """
 
     def __init__(self, order: Callable[[str], Any] | None = None) -> None:
-        self.parts: list[Rows] = []
+        self.parts: list[RequestRows] = []
         self.order = order
 
     def add(self, name: str, cache: EvictingCache) -> None:
         """Add a request whose prompt was read."""
-        self.parts.append(Rows([name], cache))
+        self.parts.append(RequestRows([name], cache))
 
     def copy_row(self, name: str) -> EvictingCache | None:
         """Return a cache of a request's row alone, if it has one."""
@@ -56,12 +56,12 @@ class RowPool:
                     self.parts.remove(part)
                 return
 
-    def gather(self, names: Collection[str]) -> Rows:
+    def gather(self, names: Collection[str]) -> RequestRows:
         """Return these requests as the rows of one cache, in an order of its own.
 
         Rows are moved only if the last step had other requests.
         """
-        inside, outside = list[Rows](), list[Rows]()
+        inside, outside = list[RequestRows](), list[RequestRows]()
         for part in self.parts:
             here = [name is not None and name in names for name in part.names]
             waits = [name is not None and name not in names for name in part.names]
@@ -71,17 +71,17 @@ class RowPool:
         self.parts = outside
         if len(inside) > 1:
             joined = EvictingCache.concatenate([part.cache for part in inside], consume=True)
-            inside = [self._order_rows(Rows([name for part in inside for name in part.names], joined))]
+            inside = [self._order_rows(RequestRows([name for part in inside for name in part.names], joined))]
         self.parts.append(inside[0])
         return inside[0]
 
-    def _order_rows(self, rows: Rows) -> Rows:
+    def _order_rows(self, rows: RequestRows) -> RequestRows:
         if self.order is None or (names := sorted(rows.alive, key=self.order)) == rows.alive:
             return rows
         rows.cache.batch_select_indices(torch.tensor([rows.names.index(name) for name in names]))
-        return Rows([*names], rows.cache)
+        return RequestRows([*names], rows.cache)
 
 
-def _select(part: Rows, here: Sequence[bool]) -> Rows:
+def _select(part: RequestRows, here: Sequence[bool]) -> RequestRows:
     index = [row for row, one in enumerate(here) if one]
-    return Rows([part.names[row] for row in index], part.cache.select_rows(index))
+    return RequestRows([part.names[row] for row in index], part.cache.select_rows(index))

@@ -15,7 +15,7 @@ from ..cache.cache import EvictingCache
 from ..cache.layer import SlotLayer
 from ..cache.modes import MODES, Moving, Reading
 from ..cache.narrow import reading
-from ..cache.state import Rows, Turns, writable
+from ..cache.state import RowAlignment, Turns, writable
 from ..cache.token_ids import TokenIds
 from ..errors import KVPatchError
 from ..policies import Policy
@@ -180,7 +180,7 @@ def _describe_history(cache: EvictingCache) -> Description:
 def _restore_history(cache: EvictingCache, about: Description) -> None:
     cache.counters.steps = about.pop("steps")
     cache.turns = Turns(about.pop("turns"), about.pop("turn_from_B"))
-    cache.rows = Rows(**about)
+    cache.rows = RowAlignment(**about)
 
 
 def _read_file(

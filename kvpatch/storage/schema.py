@@ -185,7 +185,7 @@ class _Layer:
         at = torch.zeros(1, 1, dtype=torch.long)
         entry = self.policy.entry(NewTokens(key, value, at, self.group or 1, self.index, self.cache.settings.seed))
         for name, tensor in entry.items():
-            rest = (self.group,) if tensor.ndim == 4 else ()
+            rest = tensor.shape[3:] if self.group else (None,) * (tensor.ndim - 3)  # it may be of each query head
             self._take_tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))
         if self.policy.keeps_norms:
             self._take_tensor(left, "state.norm", wide, shape)

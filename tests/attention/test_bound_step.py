@@ -186,6 +186,21 @@ def test_a_cloned_cache_steps_alike(model):
     assert kept(cache) == kept(twin)
 
 
+def test_copies_hold_nothing_of_the_model(model, monkeypatch):
+    """Bound steps do: their modules would be copied with the weights."""
+    with kvpatch.patched(model, "roco", 0.5) as patch:
+        cache = patch.new_cache()
+        force(model, prompt(2, N), prompt(2, 3), cache=cache)
+        assert any(cache.now.bound)
+
+        def refuse(*args):
+            raise AssertionError("a weight is copied")
+
+        monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", refuse)
+        for twin in (cache.clone(), cache.select_rows([1])):
+            assert twin.get_seq_length() == cache.get_seq_length()
+
+
 def test_norms_of_tokens_that_are_appended_are_kept(model, monkeypatch):
     """The next prompt's end chooses among them, after the layer's weights may have been offloaded."""
     norms = []

@@ -6,7 +6,7 @@ import torch
 from tests.backends.on_triton import DEVICE, HALF, make, tail  # isort: skip
 from kvpatch.backends import torch_backend
 from kvpatch.backends.protocol import Geometry, Keys
-from kvpatch.backends.torch_backend import Rows
+from kvpatch.backends.torch_backend import ProbabilityRows
 from kvpatch.backends.triton import columns
 from kvpatch.backends.triton.arguments import reason
 from kvpatch.backends.triton.columns import NAMES, column_statistics
@@ -231,7 +231,7 @@ def blocks_of(prompt, names, tau):
     class Score:
         fresh = False
 
-    def observe(rows: Rows) -> None:
+    def observe(rows: ProbabilityRows) -> None:
         entry = None if noise is None else noise.flatten(0, 1)[rows.n0 : rows.n1, rows.lo : rows.hi]
         block = Block(rows.p_NGRM, rows.keys_NR, entry, lambda: None, tau, 0, 0)
         for name in names:

@@ -95,8 +95,14 @@ CACHES = {
 def describe(cache):
     """All that a file of the cache would hold, in bytes."""
     if isinstance(cache, LosslessCache):
-        held = [layer.used_TE[: len(cache.places)].tolist() for layer in cache.whole if layer.is_initialized]
-        return list(cache.ids), list(cache.places), cache.edited, held, describe(cache.drafts) if cache.drafting else None
+        held = [layer.used_TE[: len(cache.kept_positions)].tolist() for layer in cache.whole if layer.is_initialized]
+        return (
+            list(cache.ids),
+            list(cache.kept_positions),
+            cache.edited,
+            held,
+            describe(cache.drafts) if cache.drafting else None,
+        )
     if isinstance(cache, kvpatch.Prefix):
         cache = cache._cache
     if not isinstance(cache, kvpatch.EvictingCache) or not cache.get_seq_length():
@@ -230,7 +236,7 @@ TABLE = [
     ),
     ("lossless", LOSSLESS, lambda patch, cache: cache.replace((3, 9), [1]), r"write cache.crop\(start\)"),
     ("lossless", LOSSLESS, lambda patch, cache: cache.insert(3, [1]), r"write cache.crop\(start\)"),
-    ("lossless", LOSSLESS, crop(-44), r"crop\(-44\): the cache has read 43 tokens"),
+    ("lossless", LOSSLESS, crop(-44), "Cannot roll back 44 tokens: the cache has seen 43"),
     ("interrupted", LOSSLESS, forget([(3, 44)]), "row 0 has read 43 tokens"),
     ("interrupted", LOSSLESS, forget([(3, 9), (8, 12)]), "overlap"),
     ("empty", LOSSLESS, forget([(0, 1)]), "The cache is empty"),

@@ -11,6 +11,7 @@ from kvpatch.cache import passes
 from kvpatch.cache.settings import CacheSettings
 from kvpatch.policies import get_policy
 from kvpatch.policies.budgets import Budget
+from tests.helpers import tiny_families
 from tests.helpers.running import RAGGED, N, go_on, read, uneven
 from tests.helpers.tiny import force, make, prompt
 
@@ -95,3 +96,12 @@ def test_a_layer_is_one_of_the_cache_s(model, layer):
         with pytest.raises(kvpatch.KVPatchError, match=re.escape(f"={layer!r}: the cache has the layers 0 to 1")):
             ask(layer)
     assert torch.equal(cache.held(-1), cache.held(1))
+
+
+def test_a_cache_that_was_filled_with_gradients_is_cloned():
+    """The sinks of a model's heads are its own, and no leaf of a graph."""
+    model = tiny_families.make("gpt_oss")
+    with torch.enable_grad(), kvpatch.patched(model, "h2o", 0.5) as patch:
+        cache = patch.new_cache()
+        model(prompt(1, 20), past_key_values=cache)
+        assert cache.clone().nbytes == cache.nbytes

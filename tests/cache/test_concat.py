@@ -1,5 +1,8 @@
 """Caches that are joined, dropped and added to between steps."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -177,6 +180,41 @@ def test_consumed_caches_are_emptied_layer_by_layer(monkeypatch):
         joined = EvictingCache.concatenate(caches, consume=True)
         assert held == [1.5 * whole, 1.5 * whole] and joined.nbytes == whole
         assert all(cache.nbytes == 0 and cache.get_seq_length() == 0 for cache in caches)
+
+
+def test_consumed_caches_that_have_taken_steps_are_emptied_layer_by_layer(monkeypatch):
+    """Bound steps hold the buffers of their layers."""
+    model, left = make("llama_gqa", layers=4), []
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 0.4) as patch:
+        loop = Loop(model, patch)
+        caches = [loop.read(40, 2), loop.read(25, 3)]
+        buffers = [weakref.ref(layer.kv) for layer in caches[0].layers]
+        join = concat._join_layer
+
+        def watched(new, parts, limits):
+            join(new, parts, limits)
+            gc.collect()
+            left.append(sum(buffer() is not None for buffer in buffers))
+
+        monkeypatch.setattr(concat, "_join_layer", watched)
+        EvictingCache.concatenate(caches, consume=True)
+    assert left == sorted(left, reverse=True) and left[-1] <= 1
+
+
+def test_an_edited_row_may_go_back_to_its_edit_when_a_longer_one_has_left():
+    model = make("llama_gqa", dtype=torch.float64)
+    with torch.no_grad(), kvpatch.patched(model, "full", 1.0) as patch:
+        short, long = (patch.new_cache() for _ in range(2))
+        for cache, n in ((short, 12), (long, 40)):
+            model(prompt(1, n), past_key_values=cache)
+        short.forget([(2, 5)])
+        joined = EvictingCache.concatenate([short, long])
+        own = joined.select_rows(0)
+        model(prompt(1, 4, seed=3), past_key_values=own)
+        with pytest.raises(KVPatchError, match="edited"):
+            own.crop(-5)
+        own.crop(-4)
+        assert own.get_seq_length() == 12
 
 
 def test_only_steps_of_the_joined_cache_roll_back():

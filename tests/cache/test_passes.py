@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kvpatch
+from kvpatch.cache.forward_context import Forward
 from tests.helpers.running import N, read
 from tests.helpers.tiny import make, prompt
 
@@ -97,3 +98,9 @@ def test_what_is_protected_twice_is_protected(model):
     protect[[0, 4]] = True
     cache = read(model, "window", 8, sinks=2, protect=protect)
     assert set(cache.positions(0)[0, 0].tolist()) - {-1} == {0, 1, 4, *range(15, 20)}
+
+
+def test_layers_with_other_numbers_of_heads_have_columns_of_their_own():
+    now = Forward(torch.zeros(1, 1, dtype=torch.long), 0, False)
+    for H in (2, 4, 2):
+        assert now.index_column(3, torch.zeros(1, H, 5, dtype=torch.long)).tolist() == [[3] * H]

@@ -424,8 +424,8 @@ def test_feeding_equals_one_forward():
 
 
 def test_the_table_leaves_out_what_was_not_measured():
-    full = demo_view.Outcome("full", 1.0, torch.tensor([True, True]), 1000)
-    half = demo_view.Outcome("h2o", 0.5, torch.tensor([True, False]), 500)
+    full = demo_view.DemoOutcome("full", 1.0, torch.tensor([True, True]), 1000)
+    half = demo_view.DemoOutcome("h2o", 0.5, torch.tensor([True, False]), 500)
     assert half.cells(full) == {"k": "0.5", "right": "1/2", "KV kB": "0", "of full": "50%"}
 
 

@@ -18,7 +18,7 @@ from kvpatch.cli.compare import choose, parse_budgets
 from kvpatch.cli.compare_text import read_text
 from kvpatch.cli.loading import MODELS, load_tokenizer
 from kvpatch.errors import KVPatchError
-from kvpatch.evaluation.divergence import Comparison, Figures, Result, Row, divergence
+from kvpatch.evaluation.divergence import Comparison, DivergenceFigures, DivergenceTable, Row, divergence
 from kvpatch.evaluation.teacher_forcing import Fed, feed
 from kvpatch.policies import Calibration
 from tests.helpers import tiny
@@ -267,11 +267,11 @@ def test_the_models_own_text_ends_before_its_end():
 
 
 def one(kl, agreement, nbytes, **more):
-    return Figures(50, kl, 10 * kl, agreement, 0.1, nbytes, (50, 50), 50.0, **more)
+    return DivergenceFigures(50, kl, 10 * kl, agreement, 0.1, nbytes, (50, 50), 50.0, **more)
 
 
 def said(*rows, tolerance=0.05, agreement=0.95):
-    return compare_view.advice([Result(list(rows), 1000, 90, 10, 9)], tolerance, agreement)
+    return compare_view.advice([DivergenceTable(list(rows), 1000, 90, 10, 9)], tolerance, agreement)
 
 
 GOOD, BETTER = Row("h2o", "0.5", one(0.04, 0.95, 500)), Row("roco", "0.5", one(0.03, 0.97, 500))
@@ -328,9 +328,9 @@ def test_notes():
 
 def test_advice_over_several_texts():
     """The worst of a setting's figures counts, on every text; bytes are shares of each text's own full cache."""
-    first = Result([GOOD, BETTER, Row("tova", "0.3", one(0.0, 1.0, 300))], 1000, 90, 10, 9)
+    first = DivergenceTable([GOOD, BETTER, Row("tova", "0.3", one(0.0, 1.0, 300))], 1000, 90, 10, 9)
     rows = [Row("h2o", "0.5", one(0.01, 0.99, 100)), Row("roco", "0.5", one(0.06, 0.99, 100)), BROKEN]
-    second = Result(rows, 200, 40, 10, 9)
+    second = DivergenceTable(rows, 200, 40, 10, 9)
     assert compare_view.advice([first, second], 0.05, 0.95) == (
         "The cheapest of these settings within a KL of 0.05 nats per token and 95% agreement on each of these 2 texts is h2o "
         "at k=0.5: 50% of the full cache's bytes, a KL of at most 0.0400 (worst token 0.40), at least 95.0% agreement. "
@@ -338,7 +338,7 @@ def test_advice_over_several_texts():
     )
     assert compare_view.best([first, second], 0.05, 0.95) == ("h2o", "0.5", 16)  # tova ran on one text alone
     assert compare_view.best([first], 0.05, 0.95) == ("tova", "0.3", 16)
-    assert compare_view.best([Result([BROKEN], 1000, 90, 10, 9)], 0.05, 0.95) is None
+    assert compare_view.best([DivergenceTable([BROKEN], 1000, 90, 10, 9)], 0.05, 0.95) is None
 
 
 def test_the_line_to_paste():
@@ -391,8 +391,8 @@ def test_the_advised_settings_are_written(prompt, tmp_path):
 def test_rows_fit_eighty_columns():
     """Every row of a usual run, told before it is measured: names, budgets and ragged heads decide the widths."""
     names = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_pyramidkv,critical_adakv"
-    lines = compare_view.Lines(choose(names, {}, 64), ["0.7", "1024"], Result([], 2**30, 32000, 64, 9))
-    ragged = Figures(9000, 12.34567, 345.678, 1.0, -12.3456, 2**28, (12345, 32064), 20000.4, {"window": (3, 2)})
+    lines = compare_view.Lines(choose(names, {}, 64), ["0.7", "1024"], DivergenceTable([], 2**30, 32000, 64, 9))
+    ragged = DivergenceFigures(9000, 12.34567, 345.678, 1.0, -12.3456, 2**28, (12345, 32064), 20000.4, {"window": (3, 2)})
     rows = [lines.head, lines.full(), lines.row(Row("critical_pyramidkv", "1024", ragged)), lines.row(BROKEN)]
     assert all(len(row) <= 80 for row in rows)
     assert len({len(row) for row in rows[:3]}) == 1
@@ -497,8 +497,8 @@ def test_the_picture_has_a_line_per_policy(monkeypatch):
     drawn = {}
     monkeypatch.setattr(plotting, "divergence", lambda *given: drawn.update(given=given))
     chance = Row("random", "0.5", one(0.2, 0.9, 500))
-    low = Row("h2o", "0.2", Figures(20, 0.3, 1.0, 0.9, None, 200, (20, 20), 20.0))
-    compare_view.picture(Result([chance, GOOD, BROKEN, low], 1000, 90, 10, 9), 0.05, "title")
+    low = Row("h2o", "0.2", DivergenceFigures(20, 0.3, 1.0, 0.9, None, 200, (20, 20), 20.0))
+    compare_view.picture(DivergenceTable([chance, GOOD, BROKEN, low], 1000, 90, 10, 9), 0.05, "title")
     curves, chance, full, *rest = drawn["given"]
     assert (curves, chance) == ({"random": [(500, 0.2)], "h2o": [(200, 0.3), (500, 0.04)]}, "random")
     assert (full, rest) == (1000, [0.05, "title"])

@@ -40,7 +40,7 @@ def test_a_server_gives_back_after_so_many_requests(monkeypatch, wrong):
     pytest.importorskip("fastapi")
     pytest.importorskip("openai")
     from kvpatch.cli import answering
-    from kvpatch.cli.request_fields import Asked
+    from kvpatch.cli.request_fields import AcceptedRequest
 
     calls = []
     monkeypatch.setattr(answering, "give_back_memory", lambda: calls.append(1))
@@ -48,7 +48,7 @@ def test_a_server_gives_back_after_so_many_requests(monkeypatch, wrong):
     async def close(count):
         answers = answering.Answers(object(), None, None)
         for number in range(count):
-            answers.asked[str(number)] = Asked({})
+            answers.asked[str(number)] = AcceptedRequest({})
             answers.close(wrong or str(number))
         await asyncio.get_running_loop().shutdown_default_executor()
 

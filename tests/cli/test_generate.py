@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 import kvpatch
 from kvpatch.cli import loading
-from kvpatch.cli.generating import MARK, Sampling, prompt_ids
+from kvpatch.cli.generating import MARK, GenerationChoices, prompt_ids
 from kvpatch.cli.loading import check_dtype, load_model, load_tokenizer
 from kvpatch.cli.options import TextFile, find_model_and_text, model_and_files, one_model, parse_options
 from kvpatch.errors import KVPatchError
@@ -63,10 +63,15 @@ def test_sampling_is_the_model_s_with_the_seed(folder, prompt):  # noqa: F811
 
 
 def test_sampling_arguments():
-    assert Sampling(4).arguments() == {"max_new_tokens": 4, "do_sample": False}
-    assert Sampling(4, 0.0, 0.9).arguments() == {"max_new_tokens": 4, "do_sample": False}
-    assert Sampling(4, 0.7).arguments() == {"max_new_tokens": 4, "do_sample": True, "temperature": 0.7, "top_p": 1.0}
-    assert Sampling(4, None, 0.9).arguments() == {"max_new_tokens": 4, "do_sample": True, "temperature": 1.0, "top_p": 0.9}
+    assert GenerationChoices(4).arguments() == {"max_new_tokens": 4, "do_sample": False}
+    assert GenerationChoices(4, 0.0, 0.9).arguments() == {"max_new_tokens": 4, "do_sample": False}
+    assert GenerationChoices(4, 0.7).arguments() == {"max_new_tokens": 4, "do_sample": True, "temperature": 0.7, "top_p": 1.0}
+    assert GenerationChoices(4, None, 0.9).arguments() == {
+        "max_new_tokens": 4,
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_p": 0.9,
+    }
 
 
 def test_generate_in_json_and_from_the_command_line(folder, prompt):  # noqa: F811

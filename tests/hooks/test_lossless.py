@@ -553,8 +553,11 @@ def test_other_texts_rows_and_caches_are_refused():
         for spans, said in (([(60, 64)], "has read 63 tokens"), ([], "no span"), ([(0, 5), (3, 8)], "overlap")):
             with pytest.raises(kvpatch.KVPatchError, match=said):
                 cache.forget(spans)
-        with pytest.raises(kvpatch.KVPatchError, match="has read 63 tokens"):
-            cache.crop(-64)
+        for removed, said in ((-64, "has seen 63"), (1.5, "a whole number"), (True, "a whole number")):
+            with pytest.raises(kvpatch.KVPatchError, match=said):
+                cache.crop(removed)
+        cache.crop(100)  # as of any cache: keep so many
+        assert cache.get_seq_length() == 63
 
 
 @pytest.mark.parametrize(
@@ -599,3 +602,27 @@ def test_a_cache_without_its_patch_is_refused():
         generate(model, torch.cat([torch.tensor([cache.ids]), ids], 1), past_key_values=cache)
     with kvpatch.patched(model, "h2o", 0.3), pytest.raises(kvpatch.KVPatchError, match="LosslessCache"):
         model(ids[:, :2], past_key_values=cache)
+
+
+def test_an_error_before_the_first_pass_leaves_no_token_to_be_dropped(monkeypatch):
+    """generate() brings the last token that was read once more; a call of the model by hand brings new ones alone."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 0.5, lossless=True) as patch:
+        cache = patch.new_cache()
+        model(prompt(1, 20), past_key_values=cache)
+        monkeypatch.setattr(type(model), "_assisted_decoding", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model.generate(prompt(1, 24), past_key_values=cache, max_new_tokens=4, do_sample=False)
+        read = cache.get_seq_length()
+        model(prompt(1, 3, seed=2), past_key_values=cache)
+        assert cache.get_seq_length() == read + 3
+
+
+def test_a_store_that_was_emptied_takes_another_dtype():
+    layer = HostLayer(None)
+    for dtype in (torch.float32, torch.float64):
+        entries = torch.ones(1, 2, 3, 4, dtype=dtype)
+        layer.append(entries, entries)
+        assert layer.length == 3 and layer.store.rows_NE.dtype == dtype
+        layer.reset()
+        assert layer.length == layer.nbytes == 0

@@ -1,13 +1,16 @@
 """Needs: a user's own, as the guide has it, goes wherever a layer goes."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 import kvpatch
-from kvpatch.policies import Policy, Scope
+from kvpatch.policies import Policy, Scope, Score
+from kvpatch.policies.needs import Need
 from tests.helpers.running import go_on
 from tests.helpers.tiny import force, left_pad, make, prompt
 
@@ -117,3 +120,96 @@ def test_a_need_that_does_not_say_so_is_not_stacked(model, fading):
         cache = read(model, patch, prompt(1, 20), steps=3)
         assert not cache.stacked
     assert fading.needs.alone and not kvpatch.get_policy("tova").needs.alone
+
+
+# ---- numbers of each token ----
+
+
+@dataclass(frozen=True)
+class Numbers(Need):
+    """Three numbers of each token, and small integers."""
+
+    dtype: str
+    name: ClassVar[str] = "numbers"
+
+    def entry(self, new):
+        position = new.positions_BQ[:, None].expand(new.k_BHQD.shape[:3])
+        return {
+            "three": torch.stack([position, -position, 2 * position], -1).double(),
+            "small": (position % 7).to(getattr(torch, self.dtype)),
+        }
+
+
+@dataclass(frozen=True)
+class Numbered(Score):
+    """Tokens whose small number is high."""
+
+    dtype: str
+
+    @property
+    def needs(self):
+        return (Numbers(self.dtype),)
+
+    def value(self, context):
+        return context.state["small"].float() + context.state["three"].sum(-1).float() / 1000
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "bool", "float32"])
+def test_numbers_of_any_kind_and_count_are_saved_and_loaded(model, dtype, tmp_path):
+    with torch.no_grad(), kvpatch.patched(model, Policy("numbered", Numbered(dtype)), k=8) as patch:
+        cache = read(model, patch, prompt(2, 20))
+        patch.save_cache(cache, tmp_path / "cache")
+        loaded = patch.load_cache(tmp_path / "cache")
+        for got, want in zip(loaded.layers, cache.layers, strict=True):
+            assert got.state["small"].dtype == getattr(torch, dtype) and want.state["three"].shape[3] == 3
+            assert all(torch.equal(got.state[name], want.state[name]) for name in ("small", "three"))
+        go_on(model, prompt(2, 2, seed=9), loaded)
+
+
+# ---- attention of all rows ----
+
+
+@dataclass(frozen=True)
+class Greatest(Need):
+    """The greatest attention that a row of a prompt gives to each token."""
+
+    name: ClassVar[str] = "greatest"
+
+    def entry(self, new):
+        return {"greatest": new.k_BHQD.new_zeros(new.k_BHQD.shape[:3])}
+
+    def read(self, prompt):
+        def fold(rows):
+            return rows.p_NGRM.mean(1).amax(1)
+
+        found = prompt.attention(prompt.q_BHGQD, prompt.rows_BQ, prompt.lse_BHGQ, fold, "max")
+        greatest = prompt.layer.statistic("greatest")
+        greatest.copy_(torch.maximum(greatest, found))
+
+
+@dataclass(frozen=True)
+class Attended(Score):
+    """Tokens that a row has looked at."""
+
+    needs = (Greatest(),)
+
+    def value(self, context):
+        return context.state["greatest"].float()
+
+
+def test_a_prompt_in_pieces_is_read_as_the_whole_one(model):
+    ids, found = prompt(2, 20), []
+    with torch.no_grad(), kvpatch.patched(model, Policy("attended", Attended()), k=12) as patch:
+        for piece in (None, 7):
+            cache = patch.new_cache()
+            model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False, prefill_chunk_size=piece)
+            found.append(cache)
+    for layers in zip(*(cache.layers for cache in found), strict=True):
+        (held, want), (other, got) = ([*_in_text_order(layer)] for layer in layers)
+        assert torch.equal(held, other) and (want > 0).any()
+        torch.testing.assert_close(got, want)
+
+
+def _in_text_order(layer):
+    order = layer.positions.argsort(-1)
+    return layer.positions.gather(-1, order), layer.state["greatest"].gather(-1, order)

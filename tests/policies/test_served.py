@@ -8,7 +8,7 @@ import kvpatch
 from kvpatch.policies import POLICIES, get_policy, served
 from kvpatch.policies.needs import Need
 from kvpatch.policies.scores import Score
-from kvpatch.policies.served import FEATURES, NEED, REFUSED, Combination, refuse, refuse_pairs, why_not
+from kvpatch.policies.served import FEATURES, NEED, REFUSED, FeatureSet, refuse, refuse_pairs, why_not
 from tests.helpers.tiny import make
 
 H2O = get_policy("h2o")
@@ -73,22 +73,22 @@ CELLS = [(path, feature) for path, cells in REFUSED.items() for feature in cells
 def test_every_cell_is_met_by_its_feature_and_by_nothing_else(path, feature):
     plain = get_policy("streaming_llm")
     said = {"k": 3, "block": 8 if path == "block" else None, "past": "DynamicCache", "drafts": 2, "crop": 2}
-    asked = Combination(**{"policy": plain, **said, **FOUND[feature]})
+    asked = FeatureSet(**{"policy": plain, **said, **FOUND[feature]})
     words = why_not(path, asked)
     assert words is not None and "None" not in words and "{" not in words
     with pytest.raises(kvpatch.KVPatchError) as refused:
         refuse(path, asked)
     assert str(refused.value) == words
     usual = {"policy": plain.with_options("prompt") if feature.endswith("by steps") else plain}
-    assert "scores that are no weights" in REFUSED[path] or why_not(path, Combination(**usual)) is None
+    assert "scores that are no weights" in REFUSED[path] or why_not(path, FeatureSet(**usual)) is None
 
 
 def test_a_need_refuses_a_pass_or_an_engine_only_where_something_is_evicted():
     kvzip = get_policy("kvzip")
-    assert "reads each a second time" in why_not("continuous batching", Combination(kvzip))
-    assert why_not("continuous batching", Combination(kvzip, acts=False)) is None
+    assert "reads each a second time" in why_not("continuous batching", FeatureSet(kvzip))
+    assert why_not("continuous batching", FeatureSet(kvzip, acts=False)) is None
     with pytest.raises(kvpatch.KVPatchError, match="block=8: policy 'kvzip' evicts after a second reading"):
-        refuse_pairs(Combination(kvzip, acts=False, block=8))
+        refuse_pairs(FeatureSet(kvzip, acts=False, block=8))
 
 
 def test_rows_name_features_and_needs_name_rows():
@@ -101,12 +101,12 @@ def test_rows_name_features_and_needs_name_rows():
 
 def test_a_kind_of_tokens_is_neither_ids_nor_a_mask():
     policy = H2O.with_options(protect="image")
-    assert why_not("continuous batching", Combination(policy)) is why_not("inputs_embeds", Combination(policy)) is None
+    assert why_not("continuous batching", FeatureSet(policy)) is why_not("inputs_embeds", FeatureSet(policy)) is None
 
 
 @pytest.mark.parametrize("name", ["full", "h2o", "snapkv", "kvzip", "critical_snapkv"])
 def test_what_no_gate_asks_for_is_not_refused(name):
-    refuse_pairs(Combination(get_policy(name)))
+    refuse_pairs(FeatureSet(get_policy(name)))
 
 
 def test_a_refused_combination_is_one_row(monkeypatch):

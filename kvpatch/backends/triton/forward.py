@@ -39,7 +39,7 @@ LN2, LOG2 = tl.constexpr(math.log(2)), tl.constexpr(LOG2E)
 
 
 @dataclass
-class Pass:
+class ForwardOutput:
     """Output [B,H,G,Q,D], empty without values, and log-sum-exps [B,H,G,Q], float32, of the logits and of the noisy ones."""
 
     out: Tensor
@@ -67,7 +67,7 @@ def attend(
     lse_BHGQ: Tensor | None = None,
     spans_B4: Tensor | None = None,
     deaths_BHT: Tensor | None = None,
-) -> Pass:
+) -> ForwardOutput:
     """Attend from all rows of a prompt, or compute their log-sum-exps alone.
 
     Padding and rows that see nothing have output 0 and log-sum-exp +inf.
@@ -84,7 +84,7 @@ def attend(
     like: dict[str, Any] = {"size": (B, H, G, Q), "dtype": torch.float32, "device": q_BHGQD.device}
     lse = torch.empty(**like) if lse_BHGQ is None else lse_BHGQ
     noisy = None if noise_BHTG is None else torch.empty(**like)
-    found = Pass(q_BHGQD.new_empty(0) if out is None else out, lse, noisy)
+    found = ForwardOutput(q_BHGQD.new_empty(0) if out is None else out, lse, noisy)
     if not B * H * G * Q:
         return found
     tempered = tau != 1.0

@@ -20,7 +20,7 @@ OUTPUTS = 128  # entries of a head's output [G,D] that one program computes
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """Sizes of a step's launches.
 
     Attributes:
@@ -60,7 +60,7 @@ def plan(
     splits: int | None = None,
     bits: int = FULL,
     pages: bool = False,
-) -> Plan:
+) -> LaunchPlan:
     """Return the sizes for `heads` KV heads of C slots.
 
     splits: segments and chunks of a head; None: the best number. bits: of keys and values. pages: a head has several.
@@ -79,7 +79,7 @@ def plan(
     # the places of its pages
     stages = 3 if block >= 32 * warps and not pages else 5
     outputs = -(-G * D // OUTPUTS)
-    return Plan(span, -(-C // span), chunk, -(-C // chunk), outputs, group, lanes, width, block, cells, warps, stages)
+    return LaunchPlan(span, -(-C // span), chunk, -(-C // chunk), outputs, group, lanes, width, block, cells, warps, stages)
 
 
 def count_query_bytes(group: int, head_dim: int, itemsize: int) -> int:

@@ -221,7 +221,7 @@ class Need(Generic[View]):
         """Raise KVPatchError for an option out of range."""
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        """Return the values to store with tokens that enter the cache, by name: [B,H,Q] or [B,H,Q,G]."""
+        """Return the values to store with tokens that enter the cache, by name: [B,H,Q], or [B,H,Q,n] of n numbers."""
         return {}
 
     def read(self, prompt: PromptRead) -> None:

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 from ...errors import KVPatchError
-from ...policies.served import Combination, refuse
+from ...policies.served import FeatureSet, refuse
 from .callers import iterate_callers
 from .terms import Terms, configured
 from .versions import VARIABLE, describe_refusal, is_tested, refuse_parallel
@@ -67,4 +67,4 @@ def check(config: VllmConfig, terms: Terms) -> None:
         if found:
             raise KVPatchError(f"kvpatch in vLLM: {why}. {instead[0].upper()}{instead[1:]}.")
     facts = {"latent": model.use_mla, "chunks": bool(model.attention_chunk_size), "mixed": model.is_hybrid}
-    refuse("a model in vLLM", Combination(terms.policy, **facts))
+    refuse("a model in vLLM", FeatureSet(terms.policy, **facts))

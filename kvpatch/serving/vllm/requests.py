@@ -21,7 +21,7 @@ from ...cache.settings import CacheSettings
 from ...policies.budgets import Budget
 from ...policies.numbers import on_device
 from ..packed import PackedPass, Part
-from ..rows import RowPool, Rows
+from ..rows import RequestRows, RowPool
 
 
 class Scheduled(NamedTuple):
@@ -59,7 +59,7 @@ class Requests:
         self.divided: list[tuple[Sequence[Scheduled], list[int], Strips]] = []
         self.own: dict[str, int] = {}
         self._by_own = {0: settings}
-        self.reading: dict[str, Rows] = {}
+        self.reading: dict[str, RequestRows] = {}
         self.rows = defaultdict[int, RowPool](lambda: RowPool(order=int))  # in the order of their pages
 
     def begin(self, scheduled: Sequence[Scheduled]) -> PackedPass:
@@ -106,7 +106,7 @@ class Requests:
         for layer, slots in enumerate(cache.layers):
             slots.storage = functools.partial(self._stored, layer, firsts)
         cache.request.prompt_len = together[0].columns
-        rows = Rows([one.name for one in together], cache)
+        rows = RequestRows([one.name for one in together], cache)
         self.reading |= dict.fromkeys(rows.alive, rows)
         return Part(cache, self._columns(together), decodes=False)
 
@@ -142,7 +142,7 @@ class Requests:
         """Give requests that began together caches of their own, unless all of them decode now."""
         for name, rows in list(self.reading.items()):
             if len(rows.names) > 1 and not decoding >= set(rows.names):
-                self.reading[name] = Rows([name], rows.cache.select_rows(rows.names.index(name)))
+                self.reading[name] = RequestRows([name], rows.cache.select_rows(rows.names.index(name)))
 
     def _end_prompt(self, name: str) -> None:
         """Let a request, and those that it shares a cache with, be among the rows that decode."""

@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import InvalidError, KVPatchError, suggest
 from ...policies import Policy, get_policy
 from ...policies.budgets import Rule, check_count, is_list, parse_k
-from ...policies.served import Combination, refuse
+from ...policies.served import FeatureSet, refuse
 from ...storage.settings import Settings
 from .versions import KEY, VARIABLE, find_misspelt_key
 
@@ -170,7 +170,7 @@ def terms_of(given: object) -> Terms:
     one: Any = k if listed or varied else parse_k(k)
     terms = Terms(chosen, one, seed or 0, max_k)
     facts = {"listed": listed, "varied": varied, "of_the_prompt": terms.of_the_prompt, "renumbered": positions == "renumbered"}
-    refuse("vllm", Combination(chosen, k=one, **facts))
+    refuse("vllm", FeatureSet(chosen, k=one, **facts))
     if max_k is not None:
         _check_max_k(terms)
     return terms
