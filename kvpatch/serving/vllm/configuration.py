@@ -54,7 +54,11 @@ def check(config: VllmConfig, terms: Terms) -> None:
     heads, size = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
     refused = (
         (config.speculative_config is not None, "speculative decoding takes tokens back", "leave speculative_config out"),
-        (config.kv_transfer_config is not None, "a KV connector moves blocks of a whole text", "leave kv_transfer_config out"),
+        (
+            config.kv_transfer_config is not None,
+            "a KV connector moves blocks of a whole text",
+            "leave kv_transfer_config and kv_offloading_size out",
+        ),
         (parallel.decode_context_parallel_size > 1, "a text is on several processes", "use tensor_parallel_size"),
         (heads % size > 0, f"{size} processes cannot share {heads} KV heads evenly", f"use a number that divides {heads}"),
         (

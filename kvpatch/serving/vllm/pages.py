@@ -91,7 +91,12 @@ class BudgetSpec(CircularBufferSpec):
         return all(spec == self for spec in kv_cache_specs.values())
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Return the bytes of the largest request."""
+        """Return the bytes of the largest request.
+
+        Raises:
+            KVPatchError: vLLM has found that there are fewer, and looks for a shorter text, which would not need fewer.
+        """
+        _refuse_too_few_bytes()
         return self.most_pages() * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
@@ -171,6 +176,18 @@ def _find_scheduler() -> Callable[[], Any]:
         if isinstance(one, SchedulerInterface) and hasattr(one, "requests"):
             return weakref.ref(one)
     return lambda: None
+
+
+def _refuse_too_few_bytes() -> None:
+    """Raise KVPatchError while vLLM makes its error of too few bytes, which names settings that do not help under a budget."""
+    for told in iterate_callers():
+        needed, available = told.get("needed_memory"), told.get("available_memory")
+        if isinstance(needed, int) and isinstance(available, int) and needed > available:
+            raise KVPatchError(
+                f"A request under kvpatch's budget takes {needed / 1e6:.3g} MB of keys and values, and there are "
+                f"{available / 1e6:.3g} MB: give a smaller k (or max_k), or more memory (--gpu-memory-utilization; on a CPU "
+                "the variable VLLM_CPU_KVCACHE_SPACE)."
+            )
 
 
 def check_manager(spec: BudgetSpec) -> None:
