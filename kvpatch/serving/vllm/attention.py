@@ -34,7 +34,7 @@ from ...policies.budgets import Budget, Size
 from ...policies.parallel import WHOLE, Parallel
 from .callers import iterate_callers
 from .configuration import check, settings_of
-from .pages import BudgetSpec, Held, check_manager
+from .pages import BudgetSpec, LayerBudget, check_manager
 from .requests import Requests
 from .scheduled import Pass
 
@@ -200,12 +200,12 @@ class Worker:
         return CacheSettings(policy, budget, seed=self.terms.seed, bounds=bounds, parallel=parallel)
 
     @functools.cached_property
-    def held(self) -> list[Held]:
+    def held(self) -> list[LayerBudget]:
         """The budget of each layer: the most that a prompt of any length gives it, if layers differ."""
         settings, longest = self.settings, self.config.model_config.max_model_len
         budgets = [rule.k if isinstance(rule, Size) else rule.highest(longest, 1)[0] for rule in settings.rules]
         return [
-            Held(budget, keeps_new(settings, layer), settings.bounds[layer] is not None, self.terms.most)
+            LayerBudget(budget, keeps_new(settings, layer), settings.bounds[layer] is not None, self.terms.most)
             for layer, budget in enumerate(budgets)
         ]
 

@@ -11,11 +11,11 @@ from vllm.platforms import current_platform
 from ...errors import KVPatchError
 from ...policies.served import FeatureSet, refuse
 from .callers import iterate_callers
-from .terms import Terms, configured
+from .terms import RequestTerms, configured
 from .versions import VARIABLE, describe_refusal, is_tested, refuse_parallel
 
 
-def settings_of(config: VllmConfig) -> Terms | None:
+def settings_of(config: VllmConfig) -> RequestTerms | None:
     """Return kvpatch's settings in a configuration, or None."""
     return configured(config.additional_config, os.environ.get(VARIABLE))
 
@@ -31,7 +31,7 @@ def find_config() -> VllmConfig | None:
     return None
 
 
-def settings_now() -> Terms | None:
+def settings_now() -> RequestTerms | None:
     """Return the settings of the engine at hand, or None."""
     config = find_config()
     return None if config is None else settings_of(config)
@@ -45,7 +45,7 @@ def check_now() -> None:
         check(config, terms)
 
 
-def check(config: VllmConfig, terms: Terms) -> None:
+def check(config: VllmConfig, terms: RequestTerms) -> None:
     """Raise KVPatchError for what vLLM cannot do under a budget, before it loads weights."""
     if not is_tested(vllm.__version__):
         raise describe_refusal(vllm.__version__, current_platform.is_cpu())

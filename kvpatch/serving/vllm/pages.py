@@ -32,7 +32,7 @@ SLOTS = 16
 """Slots of a page where the user has not asked for a size: few, since a request wastes up to a page."""
 
 
-class Held(NamedTuple):
+class LayerBudget(NamedTuple):
     """A layer's budget: tokens, or a share of the prompt.
 
     grows: what is generated is kept too. bound: it is a sliding window, whatever a request's k. most: the most tokens that a
@@ -52,11 +52,11 @@ class BudgetSpec(CircularBufferSpec):
     held: the layers' budget. longest: tokens of the longest text.
     """
 
-    held: Held
+    held: LayerBudget
     longest: int
 
     @classmethod
-    def of(cls, spec: AttentionSpec, layer: Held, longest: int, cache: CacheConfig) -> BudgetSpec:
+    def of(cls, spec: AttentionSpec, layer: LayerBudget, longest: int, cache: CacheConfig) -> BudgetSpec:
         """Return a layer's spec, for which vLLM has made `spec`."""
         own = {field.name for field in fields(cls)}
         same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in own}
