@@ -126,7 +126,7 @@ def test_public_methods_have_a_docstring_or_inherit_one():
 
 SHARED = {
     "Backend": "vLLM's registry and the protocol of ours each want the name",
-    "Rule": "of a budget, as users import it, and of a kernel, as what runs on a GPU does",
+    "Rule": "of a budget, which users import, and of a kernel, which the acceptance run on a GPU takes by that name",
 }
 
 
