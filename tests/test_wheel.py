@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 CORE = {"torch", "transformers", "einops"}
 EXTRAS = {
     "cli": {"typer", "rich"},
-    "serve": {"typer", "rich", "fastapi", "uvicorn", "pydantic", "openai"},
+    "serve": {"typer", "rich", "fastapi", "uvicorn", "pydantic", "openai", "psutil"},
     "vllm": {"vllm"},
     "plot": {"matplotlib"},
     "lm-eval": {"lm-eval"},

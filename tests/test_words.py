@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,21 @@ def test_public_methods_have_a_docstring_or_inherit_one():
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not documented(known, name, node.name)
     ]
     assert missing == []
+
+
+SHARED = {
+    "Backend": "vLLM's registry and the protocol of ours each want the name",
+    "Rule": "of a budget, which users import, and of a kernel, which the acceptance run on a GPU takes by that name",
+}
+
+
+def test_a_class_has_a_name_of_its_own():
+    named = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                named[node.name].append(path.name)
+    assert {name: files for name, files in named.items() if len(files) > 1}.keys() == SHARED.keys()
 
 
 def test_a_breach_is_seen():

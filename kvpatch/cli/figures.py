@@ -68,7 +68,7 @@ class ServerFigures:
         for name, kind, told in ROWS:
             lines += [f"# HELP kvpatch_{name} {told}", f"# TYPE kvpatch_{name} {kind}"]
             found = sorted((labels, value) for (one, labels), value in values.items() if one == name)
-            lines += [f"kvpatch_{name}{labels} {value}" for labels, value in found or ([] if "{" in told else [("", 0)])]
+            lines += [f"kvpatch_{name}{labels} {value}" for labels, value in found or [("", 0)]]
         return "\n".join(lines) + "\n"
 
     def _measure(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from .disconnects import EndAtDisconnect
 from .loading import Source
 from .output import note
 
-EXTRA = ("fastapi", "uvicorn", "pydantic", "openai")
+EXTRA = ("fastapi", "uvicorn", "pydantic", "openai", "psutil")
 PATIENCE = 10  # seconds that a server which is told to stop gives to requests under way
 
 

@@ -235,4 +235,4 @@ def test_what_is_refused_before_weights_are_loaded(monkeypatch):
     assert found.exit_code and "-k 7x is no budget" in found.output + found.stderr
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
     found = run(app, ["serve", "--model", "no/model"])
-    assert found.exit_code and "pip install fastapi uvicorn pydantic openai" in found.output + found.stderr
+    assert found.exit_code and "pip install fastapi uvicorn pydantic openai psutil" in found.output + found.stderr

@@ -13,7 +13,6 @@ import torch
 import kvpatch
 from tools.evidence import __main__ as evidence
 from tools.evidence.small import later, page, runs
-from tools.evidence.small.ablate import FAMILIES, Ablate, label_variant
 from tools.evidence.small.later import WAYS, Later, teach
 from tools.evidence.small.mass import FIXED, MASS, OPTIONS, Mass, count_held
 from tools.evidence.small.reasoning import KEPT, RHYTHMS, Reasoning, limit_tokens, share_right
@@ -130,7 +129,7 @@ def test_every_way_is_run_once_and_the_page_has_it():
     assert found[0] == UNPATCHED and len({one.key for one in found}) == len(found) == 1 + 2 * len(WAYS)
     assert {one.row.policy for one in found[1:]} <= {*kvpatch.list_policies()}
     for task in runs.TASKS.values():
-        labels = {one.row.label.partition(",")[0] for one in task.settings()[1:]} if task.name != "ablate" else set(FAMILIES)
+        labels = {one.row.label.partition(",")[0] for one in task.settings()[1:]}
         section = PAGE.split(page.SECTIONS[task.name](Table([])).splitlines()[0])[1].split("\n## ")[0]
         assert all(label in section for label in labels), task.name
         assert f"`python -m tools.evidence small {task.name}`. " in section
@@ -163,16 +162,6 @@ def test_a_fixed_budget_holds_the_mean_of_the_mass(model, policy):
     mean = sum(one["held"] for one in own) / len(own) * most
     assert {one["held"] * most for one in fixed} == {round(mean)} and 0.02 < mean / most < 0.9
     assert count_held(model, set_policy(policy, 40), samples[:2]) == [40.0, 40.0], "what nothing evicts does not count"
-
-
-def test_the_ablations_change_one_option_of_a_real_policy():
-    for family, (about, variants) in FAMILIES.items():
-        labels = [label_variant(family, variant) for variant, _, _ in variants]
-        assert about.startswith("[") and len(set(labels)) == len(labels) > 1
-        for _, policy, options in variants:
-            own = {name: value for name, value in options.items() if name not in ("block", "positions")}
-            kvpatch.get_policy(policy).with_options(**own)
-    assert [one.row.label for one in Ablate().settings(("block",))[:3]] == ["full", "block: whole", "block: 1"]
 
 
 def test_visits_are_counted_one_by_one():
@@ -213,11 +202,11 @@ def test_the_command_measures_and_the_page_has_what_it_says(tmp_path, monkeypatc
     pool = SimpleNamespace(submit=lambda work, *words: SimpleNamespace(result=lambda: work(*words)))
     monkeypatch.setattr(runs, "ProcessPoolExecutor", lambda *words: nullcontext(pool))
     monkeypatch.setattr(runs, "as_completed", list)
-    evidence.small(["mass", "ablate"], "llama-0", "", 1, tmp_path / "lines", 1, True)
+    evidence.small(["mass"], "llama-0", "", 1, tmp_path / "lines", 1, True)
     text = (docs / "small-models.md").read_text()
     assert "mass llama-0: 13 new lines" in capsys.readouterr().out
     assert "## Budgets by mass" in text and "| `snapkv` | 0.9 |" in text and " of 1 |" in text
-    assert "### pooling" in text and "| max, 5 | " in text and "## Long reasoning" not in text
+    assert "## Long reasoning" not in text
     for block in text.split("\n\n"):  # what is no figure stands on the committed page
         if not block.startswith(("|", "`", "Versions", "A mass is")):
             assert block.strip() in PAGE, block

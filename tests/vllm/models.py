@@ -59,10 +59,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 """Policies that both engines serve, and options that suit short prompts."""
 
 
-def save(family: str, folder: Path) -> Any:
-    """Make a model, save it, and return it."""
+def save(family: str, folder: Path, **changed: Any) -> Any:
+    """Make a model, save it, and return it. changed: its sizes that are not those of the family."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{"vocab_size": VOCAB, "tie_word_embeddings": False, **SIZES[family]})
+    sizes = {"vocab_size": VOCAB, "tie_word_embeddings": False, **SIZES[family], **changed}
+    config = getattr(transformers, f"{family}Config")(**sizes)
     found = {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
     model = getattr(transformers, found)(config).eval()
     with torch.no_grad():

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvpatch.serving.vllm.account import Account
 from kvpatch.serving.vllm.figures import ROWS, Figures
-from kvpatch.serving.vllm.pages import BudgetSpec, Held, check_manager
+from kvpatch.serving.vllm.pages import BudgetSpec, LayerBudget, check_manager
 from kvpatch.serving.vllm.terms import OWN
 
 LAYERS = 3
@@ -23,7 +23,12 @@ LAYERS = 3
 
 def spec(budget=24, grows=False, bound=False, most=40):
     return BudgetSpec(
-        block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32, held=Held(budget, grows, bound, most), longest=512
+        block_size=16,
+        num_kv_heads=2,
+        head_size=32,
+        dtype=torch.float32,
+        held=LayerBudget(budget, grows, bound, most),
+        longest=512,
     )
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm.v1.worker.gpu import attn_utils, warmup
 from vllm.v1.worker.utils import AttentionGroup
 
-from kvpatch.serving.vllm.pages import BudgetSpec, Held
+from kvpatch.serving.vllm.pages import BudgetSpec, LayerBudget
 from kvpatch.serving.vllm.scheduled import NOBODY, PassBuilder
 
 SLOTS, LONGEST = 16, 512
@@ -22,7 +22,12 @@ SLOTS, LONGEST = 16, 512
 
 def make_spec(k=40):
     return BudgetSpec(
-        block_size=SLOTS, num_kv_heads=2, head_size=8, dtype=torch.float32, held=Held(k, False, False, k), longest=LONGEST
+        block_size=SLOTS,
+        num_kv_heads=2,
+        head_size=8,
+        dtype=torch.float32,
+        held=LayerBudget(k, False, False, k),
+        longest=LONGEST,
     )
 
 

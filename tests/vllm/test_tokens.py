@@ -255,6 +255,7 @@ def test_two_engines_of_one_process(answers):
             assert first(got) == answers.generated("Llama", TEXTS[2:4], policy), (one, other)
 
 
+FEW, OFFLOADED = {"num_gpu_blocks_override": 2}, {"kv_offloading_size": 1.0}
 DRAFT = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}
 
 
@@ -263,8 +264,10 @@ DRAFT = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, 
     [
         ({"policy": "pyramidkv", "k": K}, {}, "give enable_prefix_caching=False"),
         ({"policy": "h2o", "k": 0.4}, {}, "Give enable_chunked_prefill=False"),
-        ("h2o", {"kv_cache_dtype": "fp8"}, "kvpatch does not serve fp8 keys in vLLM"),
+        ("h2o", {"kv_cache_dtype": "fp8"}, "fp8 keys in vLLM, since it reads and writes pages in the model's own type"),
         ("h2o", DRAFT, "speculative decoding takes tokens back"),
+        ("h2o", FEW, "takes 0.0492 MB of keys and values, and there are 0.0246 MB: give a smaller k"),
+        ("h2o", OFFLOADED, "a KV connector moves blocks of a whole text. Leave kv_transfer_config and kv_offloading_size out"),
         ("h2p", {}, "Unknown policy 'h2p'. Did you mean 'h2o'?"),
         (None, {"additional_config": {"kvpach": {"policy": "h2o", "k": K}}}, "Did you mean 'kvpatch'?"),
     ],

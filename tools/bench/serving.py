@@ -128,12 +128,12 @@ def in_transformers(
     return took
 
 
-def vllm_engine(asked: Requests, policy: str, slots: int) -> Any:
-    """vLLM with memory for so many tokens in each layer, told of the requests."""
+def vllm_engine(asked: Requests, policy: str, slots: int, page: int | None = None) -> Any:
+    """vLLM with memory for so many tokens in each layer, told of the requests. page: slots of one; None: the fewest."""
     from vllm import LLM, SamplingParams
 
     name, k = named(policy)
-    page = 2 * PAGE if k is None else PAGE  # the least that its own attention on CPUs takes
+    page = page or (2 * PAGE if k is None else PAGE)  # the least that its own attention on CPUs takes
     blocks = slots // page
     extra = {} if k is None else {"additional_config": {"kvpatch": {"policy": name, "k": k}}}
     with tempfile.TemporaryDirectory() as folder:

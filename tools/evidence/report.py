@@ -25,15 +25,17 @@ Made by `make results`; change `tools/evidence`, not this page. The model is [Sm
 layers with 9 query and 3 KV heads, in float32; the package that brings its weights (`make real`) rounded them to 4 bits. It
 reads prose and source of this repository, which it was not trained on, in its chat template. One model of this size is one
 model: a large one remembers more, and finds more of what is left. [Small models](small-models.md) have
-what is not measured here: long traces, single options of policies, and budgets by mass.
+what is not measured here: long traces, and budgets by mass. `refit`'s ridge and number of queries were chosen on the
+first 16 texts of the question after compression and of the text that goes on; [its own table](policies/combine.md#refit)
+leaves these out.
 
 **How to read the tables.** Loss: nats of the right answer per token (or digit) above the full cache's, the mean over
 samples with its 95% interval (bootstrap over samples). The model is given the start of the right answer, and only the
 tokens behind it count, so that all of them are predicted from what is left of the cache. Gain kept: 1 for the full cache, 0
 for a model that has not read the text. Bytes are a share of the full cache's once the prompt is evicted. **Bold** loses
 less than the null, *slanted* more: paired over samples, p below 0.05 after Holm's correction over the table. The null,
-`{null}`, evicts at random and spares the first four and the last 64 tokens: what it keeps is due to the ends, not to a
-policy. `k` is a share of the prompt; at k = 0.1 the ends of the null fill its budget, which makes it a window. Samples are
+`{null}`, evicts at random and spares the first four and the last 64 tokens: it shows how much these
+alone explain. `k` is a share of the prompt; at k = 0.1 they fill the null's budget, which makes it a window. Samples are
 counted at a fifth; other budgets have 16 or more.
 """
 LINK = "https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -51,7 +53,7 @@ CHOSEN = """\
 
 What a single option of a policy does at k = {k:g}, all else as it comes: the loss of the policy, and what the option adds to
 it, sample by sample. Below zero it helps. **Bold**: p below 0.05 after Holm's correction over all of these tables. The options
-are measured by `python -m tools.evidence run asked document --choices --budgets {k:g} --samples 24`.
+are measured by `python -m tools.evidence run asked document --choices --budgets {k:g} --samples 12`.
 """
 
 

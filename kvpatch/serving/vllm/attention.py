@@ -34,7 +34,7 @@ from ...policies.budgets import Budget, Size
 from ...policies.parallel import WHOLE, Parallel
 from .callers import iterate_callers
 from .configuration import check, settings_of
-from .pages import BudgetSpec, Held, check_manager
+from .pages import BudgetSpec, LayerBudget, check_manager
 from .requests import Requests
 from .scheduled import Pass
 
@@ -94,10 +94,7 @@ class BudgetedAttention(AttentionImpl):
         sinks: Tensor | None = None,
     ) -> None:
         config = get_current_vllm_config()
-        if attn_type != AttentionType.DECODER or kv_sharing_target_layer_name is not None or kv_cache_dtype != "auto":
-            kind = "layers that share keys" if kv_sharing_target_layer_name else f"{kv_cache_dtype} keys"
-            kind = kind if attn_type == AttentionType.DECODER else f"attention of the kind {attn_type!r}"
-            raise KVPatchError(f"kvpatch does not serve {kind} in vLLM: start without its settings.")
+        _refuse_kind(attn_type, kv_sharing_target_layer_name is not None, kv_cache_dtype)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads or num_heads
         self.factor, self.window, self.cap, self.sinks_N = scale, sliding_window, logits_soft_cap or None, sinks
@@ -203,12 +200,12 @@ class Worker:
         return CacheSettings(policy, budget, seed=self.terms.seed, bounds=bounds, parallel=parallel)
 
     @functools.cached_property
-    def held(self) -> list[Held]:
+    def held(self) -> list[LayerBudget]:
         """The budget of each layer: the most that a prompt of any length gives it, if layers differ."""
         settings, longest = self.settings, self.config.model_config.max_model_len
         budgets = [rule.k if isinstance(rule, Size) else rule.highest(longest, 1)[0] for rule in settings.rules]
         return [
-            Held(budget, keeps_new(settings, layer), settings.bounds[layer] is not None, self.terms.most)
+            LayerBudget(budget, keeps_new(settings, layer), settings.bounds[layer] is not None, self.terms.most)
             for layer, budget in enumerate(budgets)
         ]
 
@@ -257,3 +254,19 @@ def budgeted_spec(spec: AttentionSpec) -> AttentionSpec:
 
 def _layers(config: VllmConfig) -> list[Any]:
     return [layer for layer in config.compilation_config.static_forward_context.values() if hasattr(layer, "impl")]
+
+
+def _refuse_kind(attn_type: str, shares: bool, kv_cache_dtype: str) -> None:
+    """Raise KVPatchError for a layer whose keys and values are not its own text's in the model's own type."""
+    refused = (
+        (attn_type != AttentionType.DECODER, f"attention of the kind {attn_type!r} in vLLM: start without its settings."),
+        (shares, "layers that share keys in vLLM: start without its settings."),
+        (
+            kv_cache_dtype != "auto",
+            f"{kv_cache_dtype} keys in vLLM, since it reads and writes pages in the model's own type: leave kv_cache_dtype "
+            "(--kv-cache-dtype) out, or kvpatch's settings.",
+        ),
+    )
+    for found, what in refused:
+        if found:
+            raise KVPatchError(f"kvpatch does not serve {what}")

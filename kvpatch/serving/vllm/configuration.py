@@ -11,11 +11,11 @@ from vllm.platforms import current_platform
 from ...errors import KVPatchError
 from ...policies.served import FeatureSet, refuse
 from .callers import iterate_callers
-from .terms import Terms, configured
+from .terms import RequestTerms, configured
 from .versions import VARIABLE, describe_refusal, is_tested, refuse_parallel
 
 
-def settings_of(config: VllmConfig) -> Terms | None:
+def settings_of(config: VllmConfig) -> RequestTerms | None:
     """Return kvpatch's settings in a configuration, or None."""
     return configured(config.additional_config, os.environ.get(VARIABLE))
 
@@ -31,7 +31,7 @@ def find_config() -> VllmConfig | None:
     return None
 
 
-def settings_now() -> Terms | None:
+def settings_now() -> RequestTerms | None:
     """Return the settings of the engine at hand, or None."""
     config = find_config()
     return None if config is None else settings_of(config)
@@ -45,7 +45,7 @@ def check_now() -> None:
         check(config, terms)
 
 
-def check(config: VllmConfig, terms: Terms) -> None:
+def check(config: VllmConfig, terms: RequestTerms) -> None:
     """Raise KVPatchError for what vLLM cannot do under a budget, before it loads weights."""
     if not is_tested(vllm.__version__):
         raise describe_refusal(vllm.__version__, current_platform.is_cpu())
@@ -54,7 +54,11 @@ def check(config: VllmConfig, terms: Terms) -> None:
     heads, size = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
     refused = (
         (config.speculative_config is not None, "speculative decoding takes tokens back", "leave speculative_config out"),
-        (config.kv_transfer_config is not None, "a KV connector moves blocks of a whole text", "leave kv_transfer_config out"),
+        (
+            config.kv_transfer_config is not None,
+            "a KV connector moves blocks of a whole text",
+            "leave kv_transfer_config and kv_offloading_size out",
+        ),
         (parallel.decode_context_parallel_size > 1, "a text is on several processes", "use tensor_parallel_size"),
         (heads % size > 0, f"{size} processes cannot share {heads} KV heads evenly", f"use a number that divides {heads}"),
         (

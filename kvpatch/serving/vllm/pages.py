@@ -32,7 +32,7 @@ SLOTS = 16
 """Slots of a page where the user has not asked for a size: few, since a request wastes up to a page."""
 
 
-class Held(NamedTuple):
+class LayerBudget(NamedTuple):
     """A layer's budget: tokens, or a share of the prompt.
 
     grows: what is generated is kept too. bound: it is a sliding window, whatever a request's k. most: the most tokens that a
@@ -52,11 +52,11 @@ class BudgetSpec(CircularBufferSpec):
     held: the layers' budget. longest: tokens of the longest text.
     """
 
-    held: Held
+    held: LayerBudget
     longest: int
 
     @classmethod
-    def of(cls, spec: AttentionSpec, layer: Held, longest: int, cache: CacheConfig) -> BudgetSpec:
+    def of(cls, spec: AttentionSpec, layer: LayerBudget, longest: int, cache: CacheConfig) -> BudgetSpec:
         """Return a layer's spec, for which vLLM has made `spec`."""
         own = {field.name for field in fields(cls)}
         same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in own}
@@ -91,7 +91,12 @@ class BudgetSpec(CircularBufferSpec):
         return all(spec == self for spec in kv_cache_specs.values())
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Return the bytes of the largest request."""
+        """Return the bytes of the largest request.
+
+        Raises:
+            KVPatchError: vLLM has found that there are fewer, and looks for a shorter text, which would not need fewer.
+        """
+        _refuse_too_few_bytes()
         return self.most_pages() * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
@@ -171,6 +176,18 @@ def _find_scheduler() -> Callable[[], Any]:
         if isinstance(one, SchedulerInterface) and hasattr(one, "requests"):
             return weakref.ref(one)
     return lambda: None
+
+
+def _refuse_too_few_bytes() -> None:
+    """Raise KVPatchError while vLLM makes its error of too few bytes, which names settings that do not help under a budget."""
+    for told in iterate_callers():
+        needed, available = told.get("needed_memory"), told.get("available_memory")
+        if isinstance(needed, int) and isinstance(available, int) and needed > available:
+            raise KVPatchError(
+                f"A request under kvpatch's budget takes {needed / 1e6:.3g} MB of keys and values, and there are "
+                f"{available / 1e6:.3g} MB: give a smaller k (or max_k), or more memory (--gpu-memory-utilization; on a CPU "
+                "the variable VLLM_CPU_KVCACHE_SPACE)."
+            )
 
 
 def check_manager(spec: BudgetSpec) -> None:

@@ -34,7 +34,7 @@ _INSTEAD = {  # arguments of patched() that have no place here
 
 
 @dataclass(frozen=True, eq=False)
-class Terms:
+class RequestTerms:
     """A request's budget.
 
     k: of each request: tokens that a KV head keeps, a share of its prompt, or a size of all layers. max_k: the most tokens that
@@ -102,7 +102,7 @@ def find_own(asked: Mapping[str, Any], most: int) -> int:
     return own if isinstance(own, int) and not isinstance(own, bool) and 1 <= own <= most else 0
 
 
-def configured(additional: object, variable: str | None) -> Terms | None:
+def configured(additional: object, variable: str | None) -> RequestTerms | None:
     """Return the settings, or None if there are none.
 
     Args:
@@ -132,7 +132,7 @@ def configured(additional: object, variable: str | None) -> Terms | None:
         ) from None
 
 
-def terms_of(given: object) -> Terms:
+def terms_of(given: object) -> RequestTerms:
     """Check the settings of a budget.
 
     Args:
@@ -168,7 +168,7 @@ def terms_of(given: object) -> Terms:
     _check_values(positions, seed)
     listed, varied = is_list(k), str(k) if isinstance(k, Rule) else None
     one: Any = k if listed or varied else parse_k(k)
-    terms = Terms(chosen, one, seed or 0, max_k)
+    terms = RequestTerms(chosen, one, seed or 0, max_k)
     facts = {"listed": listed, "varied": varied, "of_the_prompt": terms.of_the_prompt, "renumbered": positions == "renumbered"}
     refuse("vllm", FeatureSet(chosen, k=one, **facts))
     if max_k is not None:
@@ -184,7 +184,7 @@ def _check_values(positions: object, seed: object) -> None:
         raise KVPatchError(f"seed={seed!r} must be an int.")
 
 
-def _check_max_k(terms: Terms) -> None:
+def _check_max_k(terms: RequestTerms) -> None:
     """Raise KVPatchError unless requests can ask for as many tokens as the settings let them."""
     check_count("max_k", terms.max_k, "tokens")
     if isinstance(terms.k, int) and terms.k > terms.most > 0:

@@ -3,7 +3,7 @@
     task.py        a sample, a task, and policies with options that fit texts of some two hundred tokens
     together.py    samples that run together, and answers that are fed token by token
     recall.py      the questions that most tasks ask
-    later.py, mass.py, reasoning.py, ablate.py    a task each
+    later.py, mass.py, reasoning.py    a task each
     runs.py        lines of JSON, resumed where a run stopped
     table.py       the lines' means and differences; page.py: docs/small-models.md
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ..statistics import Estimate
 from ..tables import markdown, shown
-from .ablate import FAMILIES, label_variant
 from .mass import FIXED, HELD, MASS
 from .reasoning import RHYTHMS
 from .runs import TASKS
@@ -61,13 +60,6 @@ is down to m - 1 tokens less each time. raas and lazy always keep the prompt; la
 rhythm alone, as published; tri_attention has a calibration of four other walks, and evicts from the prompt too, which its paper
 keeps. A record is needed once more, when its node is visited again, and never after. Intervals are over walks of one trained
 model; they know nothing of other models.
-"""
-
-
-CHOSEN = """\
-## One choice at a time
-
-Recall's `right`, all else as published; differences are from the first row.
 """
 
 
@@ -132,33 +124,10 @@ def write_reasoning(table: Table) -> str:
     return "\n".join([*lines, *table.list_errors(), ""])
 
 
-def write_ablations(table: Table) -> str:
-    """A table for each family, with each variant's difference from the first."""
-    lines = [CHOSEN, write_source(table, "ablate")]
-    parts = [(scenario, table.select(scenario), k) for scenario in table.scenarios for k in table.budgets]
-    for family, (about, variants) in FAMILIES.items():
-        labels = [label_variant(family, variant) for variant, _, _ in variants]
-        if labels[0] not in table.labels:
-            continue
-        rows = [
-            [label.partition(": ")[2], *(write_step(here, label, labels[0], k) for _, here, k in parts)] for label in labels
-        ]
-        header = ["", *(f"{scenario}, k = {k:g}" for scenario, _, k in parts)]
-        lines += [f"### {family}", "", f"{about}.", "", markdown(header, rows), ""]
-    return "\n".join([*lines, *table.list_errors(), ""])
-
-
-def write_step(table: Table, label: str, first: str, k: float) -> str:
-    """A mean, and its difference from the first row's."""
-    step = table.difference((label, k), (first, k), "right") if label != first else None
-    return shown(table.mean((label, k), "right")) + (f", {shown(step, signed=True)}" if step else "")
-
-
 SECTIONS: dict[str, Callable[[Table], str]] = {
     "later": write_later,
     "mass": write_mass,
     "reasoning": write_reasoning,
-    "ablate": write_ablations,
 }
 
 

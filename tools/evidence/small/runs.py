@@ -19,14 +19,13 @@ from tools.training import tasks as synthetic
 from tools.training.train import SHIPPED
 
 from ..runs import cut_unfinished_line, read_lines
-from .ablate import Ablate
 from .later import Later
 from .mass import Mass
 from .reasoning import Reasoning
 from .table import Line, Table
 from .task import Task, digest
 
-TASKS: dict[str, Task] = {task.name: task for task in (Later(), Mass(), Reasoning(), Ablate())}
+TASKS: dict[str, Task] = {task.name: task for task in (Later(), Mass(), Reasoning())}
 VERSIONS = {
     "kvpatch": kvpatch.__version__,
     "torch": torch.__version__,
