@@ -109,12 +109,13 @@ def test_pytest_reads_its_settings(pytestconfig):
 class Case:
     """What pytest collects for one combination of values."""
 
-    def __init__(self, *marks, **values):
+    def __init__(self, *marks, sampled=None, **values):
+        self.sampled = None if sampled is None else SimpleNamespace(args=(sampled,))
         self.marks, self.nodeid, self.function, self.obj, self.path = {*marks}, str(values), str, print, Path(__file__)
         self.callspec = SimpleNamespace(params=values)
 
     def get_closest_marker(self, name):
-        return name if name in self.marks else None
+        return self.sampled if name == "sampled" else name if name in self.marks else None
 
     def add_marker(self, name):
         self.marks.add(name)
@@ -130,3 +131,9 @@ def test_each_value_of_a_parameter_is_in_a_case_that_is_not_wide():
     every = [Case("every", "slow", name=name, policy=policy) for name in range(7) for policy in "abc"]
     conftest.pytest_collection_modifyitems(every)
     assert all(case.marks == {"every", "slow"} for case in every)
+
+
+def test_of_a_sampled_test_one_in_so_many_is_not_wide():
+    cases = [Case("slow", sampled=3, name=name) for name in range(31)]
+    conftest.pytest_collection_modifyitems(cases)
+    assert all("slow" in case.marks for case in cases) and sum("wide" not in case.marks for case in cases) == 11
