@@ -21,15 +21,17 @@ DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 _DEVICES = ("auto", "cpu", "cuda", "cuda:1", "mps", "xpu")
 _DEVICE = re.compile(r"(auto|cpu|mps|(cuda|xpu)(:\d+)?)")
-_BUDGET = re.compile(r"\s*\d*\.?\d+(e-?\d+)?\s*(%|[KMGT]?i?B)?\s*", re.IGNORECASE)
 _RULE = re.compile(r"\s*(mass|share|threshold)\s*:\s*(\d*\.?\d+(?:e-?\d+)?)\s*", re.IGNORECASE)
 MODELS = Path(__file__).parent / "models"  # the two small models of the demo
 
 
 def check_budget(text: str) -> None:
     """Raise KVPatchError unless a text, or each part of a comma-separated one, has the form of a budget."""
-    for part in text.split(","):
-        if part.strip() and not (_BUDGET.fullmatch(part) or _RULE.fullmatch(part)):
+    from ..policies import budgets
+
+    for part in filter(str.strip, text.split(",")):
+        number = budgets.read_number(part)
+        if isinstance(number, str) and budgets.parse_bytes(part) is None and not _RULE.fullmatch(part):
             raise KVPatchError(
                 f"-k {part.strip()} is no budget: give a share of the prompt such as 0.5 or 50%, tokens such as 1024, a size "
                 "such as 2GiB, or a budget that follows the text: mass:0.95, share:0.5, threshold:0.01."

@@ -101,7 +101,7 @@ def parse_k(k: object, where: str = "k") -> int | float | str:
     """
     value = as_python(k)
     if isinstance(value, str):
-        value = _number(value)
+        value = read_number(value)
     check_k(value, f"{where}={(value if isinstance(k, str) else k)!r}")
     return value  # type: ignore[return-value]
 
@@ -114,8 +114,8 @@ def says_one_token(k: object) -> bool:
     return any(map(says_one_token, k)) if is_list(k) else type(one := parse_k(k)) is int and one == 1
 
 
-def _number(text: str) -> int | float | str:
-    """Return the tokens or the share that a text gives; other texts unchanged."""
+def read_number(text: str) -> int | float | str:
+    """Return the tokens or the share that a text gives, in range or not; other texts unchanged."""
     digits, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
     if digits.isdecimal() and not percent and len(digits) < 20:
         return int(digits)
