@@ -60,12 +60,15 @@ def read_tensor(file: Any, name: str) -> Tensor:
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Tell whether `value` is an int from `least` to 2**30 - 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 30
+    """Tell whether `value` is an int from `least` to 2**31 - 1.
+
+    A head that keeps everything fills up in 2**30 steps, and in some more if it waits to evict (budgets.MAX_POSITION).
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
 
 
 def are_counts(values: object, least: int = 0) -> bool:
-    """Tell whether `values` is a list of ints from `least` to 2**30 - 1."""
+    """Tell whether `values` is a list of ints from `least` to 2**31 - 1."""
     return isinstance(values, list) and all(is_count(value, least) for value in values)
 
 

@@ -1086,6 +1086,10 @@ class Oracle:
         if excess < (self.options["every"] if self.step else 1):  # while decoding, tokens wait until so many can go
             return
         free, dead = self.evictable(l, g, b), partial(self.dead, l)
+        if excess > len(free):  # its share is less than what b protects: no definition says which of these stay
+            self.margin = 0.0
+            self.drop(l, g, {*free, *sorted(i for i in self.keys[l][g] if i not in free)[: excess - len(free)]})
+            return
         s = self.scores(l, g, b, free) if scored is None else scored
         if "critical" in o["wrap"]:
             c = max(0, limit - (len(self.keys[l][g]) - len(free)))  # what the protected tokens leave

@@ -401,3 +401,17 @@ def test_the_bar_counts_pieces_and_draws_on_a_terminal_alone(folder, tmp_path, m
     drawn = run(*arguments, *more)
     assert drawn.exit_code == 0 and drawn.stdout == result.stdout
     assert label in drawn.stderr and "3/3" in drawn.stderr
+
+
+@pytest.mark.parametrize("n", [1, 20])
+def test_heads_that_keep_everything_are_saved_while_they_wait_to_evict(model, calibration, tmp_path, n):
+    """They fill up in more steps than a text may have tokens."""
+    options = {"schedule": "decode", "every": 3, "sinks": 2, "recent": 5, "calibration": calibration}
+    with torch.no_grad(), kvpatch.patched(model, "duo", 0.75, **options) as patch:
+        cache = patch.new_cache()
+        model(prompt(1, n), past_key_values=cache)
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        loaded = patch.load_cache(tmp_path / "cache.safetensors")
+        assert [layer.mode.filling for layer in loaded.layers] == [layer.mode.filling for layer in cache.layers]
+        got, want = (model(prompt(1, 1, seed=2), past_key_values=one).logits for one in (loaded, cache))
+    torch.testing.assert_close(got, want, atol=0, rtol=0)
