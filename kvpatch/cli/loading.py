@@ -31,7 +31,8 @@ def check_budget(text: str) -> None:
 
     for part in filter(str.strip, text.split(",")):
         number = budgets.read_number(part)
-        if isinstance(number, str) and budgets.parse_bytes(part) is None and not _RULE.fullmatch(part):
+        size_or_rule = budgets.parse_bytes(part) is not None or _RULE.fullmatch(part)
+        if not size_or_rule and (isinstance(number, str) or number < 0):
             raise KVPatchError(
                 f"-k {part.strip()} is no budget: give a share of the prompt such as 0.5 or 50%, tokens such as 1024, a size "
                 "such as 2GiB, or a budget that follows the text: mass:0.95, share:0.5, threshold:0.01."
