@@ -228,7 +228,8 @@ def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved:
     next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
     if goals is not None:
         filling = max(goal - 1 - count for goal, count in zip(goals, counts, strict=True))
-        new.holes = new.kv.head_offsets is not None or filling > 0 or min(counts) + 1 < C
+        # an eviction of several tokens leaves several slots empty, though all were taken when the parts were joined
+        new.holes = new.kv.head_offsets is not None or filling > 0 or min(counts) + 1 < C or new.every > 1
         new.start_evicting(filling, next_BH if moved else None)
     elif not new.kv.appends:
         new.holes = True

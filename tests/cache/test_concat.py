@@ -217,6 +217,18 @@ def test_an_edited_row_may_go_back_to_its_edit_when_a_longer_one_has_left():
         assert own.get_seq_length() == 12
 
 
+def test_rows_that_are_joined_one_token_before_they_evict_several():
+    """No slot but one is empty then; an eviction leaves two."""
+    model = make("llama_gqa", dtype=torch.float64)
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 0.3, schedule="decode", every=2) as patch:
+        loop = Loop(model, patch)
+        loop.add((2, 2), (2, 2))
+        assert not loop.cache.layers[0].mode.filling and loop.cache.layers[0].counts() == [4] * 4
+        for _ in range(5):
+            loop.step()
+            loop.cache.check_invariants()
+
+
 def test_only_steps_of_the_joined_cache_roll_back():
     model = make("llama_gqa", dtype=torch.float64)
     for policy in ("keyformer", "full"):
