@@ -99,7 +99,7 @@ USES = (
         "h2o",
         4096,
         "Requests are of all kinds: it keeps some of code and rules, little of facts. Where all end with a question about a "
-        "fact, take `snapkv`; where all are chats, the row above.",
+        "fact, take `snapkv`; where all are chats, `streaming_llm`.",
     ),
     Use("long", "a long answer", "h2o", 4096, "The budget also holds while the model writes."),
     Use(
