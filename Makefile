@@ -66,7 +66,7 @@ real: .venv/ok  ## .models: a pretrained model (SmolLM2-135M-Instruct) and BFCL'
 	.venv/bin/python -m tools.real_model
 
 results: .venv/ok real  ## every task of tools/evidence on the real model, and docs/results.md; goes on where it stopped
-	.venv/bin/python -m tools.evidence run all
+	.venv/bin/python -m tools.evidence run all --jobs 2
 	.venv/bin/python -m tools.evidence page --write
 
 small-models: .venv/ok  ## every task of tools/evidence/small, and docs/small-models.md; goes on where it stopped

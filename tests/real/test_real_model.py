@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import kvpatch
+from kvpatch.evaluation.check import Checks
 from kvpatch.policies.needs import Calibrated
 from tests.helpers.marks import batches
 from tools import real_model
@@ -59,6 +60,46 @@ def in_int8(model):
     return model
 
 
+def write_gguf(model, path):
+    """Write a Llama's weights as llama.cpp's converter does: halves of rotated pairs beside each other."""
+    gguf = pytest.importorskip("gguf")
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        if name != "lm_head.weight":  # tied
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.half().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_the_whole_budget_changes_no_token_of_a_gguf_file(short, tokenizer, tmp_path):
+    write_gguf(short, tmp_path / "model.gguf")
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    ids = ask(tokenizer, 120)
+    wanted = own(ids).logits
+    assert torch.allclose(wanted, short(ids).logits, atol=0.1), "the file holds the model"
+    with kvpatch.patched(own, "h2o", k=1.0):
+        assert torch.allclose(own(ids, use_cache=True).logits, wanted, atol=1e-4)
+        full = own.generate(ids, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(full, own.generate(ids, max_new_tokens=NEW, do_sample=False))
+    table = kvpatch.check_model(own, "snapkv", k=0.4)
+    assert table.passed, str(table)
+
+
 CHANGES = {
     "float32": lambda model: model,
     "bfloat16": lambda model: copy.deepcopy(model).to(torch.bfloat16),
@@ -86,6 +127,24 @@ def test_promises_hold(short, policy):
     """Of two layers."""
     table = kvpatch.check_model(short, policy, k=0.4)
     assert table.passed, str(table)
+
+
+class LongChecks(Checks):
+    """Checks on 2,000 tokens."""
+
+    def _prompt_length(self, settings):
+        return 2000
+
+
+@pytest.mark.parametrize("policy", UNCALIBRATED)
+@pytest.mark.sampled(4)
+def test_eviction_is_masking_at_2000_tokens_of_prose(short, tokenizer, policy):
+    """Of two layers."""
+    checks = LongChecks(short, policy, k=0.3)
+    ids_T = tokenizer(TEXT[:40_000], return_tensors="pt").input_ids[0]
+    checks.ids_BT = ids_T[: checks.ids_BT.numel()].reshape(checks.ids_BT.shape)
+    found = checks._judge_difference(policy, checks.check_evictions)
+    assert found.passed and "NOTHING" not in found.detail, found.detail
 
 
 def test_promises_hold_in_all_layers(model):

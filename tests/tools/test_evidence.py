@@ -11,7 +11,7 @@ from kvpatch.policies.uses import find_use
 from tools.evidence import agents, choices, chooser, claims, page, quotas, refits, report, runs
 from tools.evidence.measure import Bench
 from tools.evidence.samples import Probe, Sample
-from tools.evidence.settings import FULL, NULL, ROWS, UNREAD, Setting
+from tools.evidence.settings import FULL, NULL, ROWS, UNREAD, Cells, Setting
 from tools.evidence.statistics import compare_with_zero, correct_holm, estimate
 from tools.evidence.tasks import TASKS, human_eval, instructions, turns
 from tools.evidence.tasks.tools import DATA
@@ -137,15 +137,16 @@ def test_everything_held_is_the_full_cache(model):
 
 def test_a_run_goes_on_where_it_stopped(model, tmp_path):
     samples, path = [make_sample(f"s{i}", seed=i) for i in range(3)], tmp_path / "lines.jsonl"
-    whole = list(runs.measure(model, samples, [ROWS["h2o"], ROWS[NULL]], [0.2, 0.5], tmp_path / "whole.jsonl"))
-    first = list(runs.measure(model, samples[:2], [ROWS["h2o"]], [0.2], path))
+    cells = [*(Cells(k, 3, (ROWS["h2o"], ROWS[NULL])) for k in (0.2, 0.5)), Cells(0.2, 1, (ROWS["h2o"], ROWS["roco"]))]
+    whole = list(runs.measure(model, samples, cells, tmp_path / "whole.jsonl"))
+    first = list(runs.measure(model, samples, [Cells(0.2, 2, (ROWS["h2o"],))], path))
     path.write_text(path.read_text() + '{"sample": "cut')
-    rest = list(runs.measure(model, samples, [ROWS["h2o"], ROWS[NULL]], [0.2, 0.5], path))
+    rest = list(runs.measure(model, samples, cells, path))
     key = lambda line: (line["digest"], line["label"], line["k"])  # noqa: E731
-    assert sorted(map(key, first + rest)) == sorted(map(key, whole)) and len(whole) == 3 * (2 + 4)
+    assert len(first) == 2 * 3 and sorted(map(key, first + rest)) == sorted(map(key, whole)) and len(whole) == 3 * (2 + 4) + 1
     assert {key(line): line for line in first + rest} == {key(line): line for line in whole}
     assert {key(line): line for line in runs.read_lines(path)} == {key(line): line for line in whole}
-    assert not list(runs.measure(model, samples, [ROWS["h2o"], ROWS[NULL]], [0.2, 0.5], path))
+    assert not list(runs.measure(model, samples, cells, path))
 
 
 def test_intervals_and_corrections():

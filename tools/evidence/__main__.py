@@ -1,7 +1,7 @@
 """Measure policies on a pretrained language model, and write docs/results.md.
 
 python -m tools.evidence                                       the tasks
-python -m tools.evidence run document --samples 60             on .models/smollm2 (`make real`)
+python -m tools.evidence run document                          on .models/smollm2 (`make real`)
 python -m tools.evidence run asked --model my/model --policies snapkv,kvzip --budgets 0.2
 python -m tools.evidence page                                  the tables from the lines that are there
 python -m tools.evidence small later --models llama-0          what small models show, and docs/small-models.md with --write
@@ -10,7 +10,9 @@ python -m tools.evidence quotas --samples 12                   what quotas do fo
 
 from __future__ import annotations
 
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +22,7 @@ import typer
 
 from ..real_model import VARIABLE
 from . import agents as agents_runs
+from . import answers as answers_runs
 from . import drafts as drafts_runs
 from . import quotas as quotas_runs
 from .choices import list_rows
@@ -27,7 +30,7 @@ from .offloaded import count_offloaded
 from .page import write_section
 from .report import write_page
 from .runs import run_task
-from .settings import ROWS
+from .settings import LABELS, MIDDLE, MOST, ROWS, Cells
 from .small import page as small_page
 from .small import runs as small_runs
 from .tasks import TASKS
@@ -61,12 +64,12 @@ def _load(model: str, threads: int) -> tuple[Any, Any]:
 def run(
     tasks: Annotated[list[str], typer.Argument(help="names of tasks, or all")],
     model: Annotated[str, typer.Option(help="folder or hub name", envvar=VARIABLE)] = ".models/smollm2",
-    samples: Annotated[int, typer.Option(min=2)] = 60,
-    policies: Annotated[str, typer.Option(help="labels; separated by ; where one has a comma")] = "",
+    samples: Annotated[int | None, typer.Option(min=2, help="else those of the page")] = None,
+    policies: Annotated[str, typer.Option(help="labels, else those of the page; separated by ; where one has a comma")] = "",
     choices: Annotated[bool, typer.Option("--choices", help="single options of policies, in place of policies")] = False,
-    budgets: Annotated[str, typer.Option(help="shares of the prompt, comma-separated")] = "",
+    budgets: Annotated[str, typer.Option(help="shares of the prompt, comma-separated, else those of the page")] = "",
     out: Annotated[Path, typer.Option(help="folder of the lines; what it has is not measured again")] = LINES,
-    threads: Annotated[int, typer.Option(help="of the CPU; one gives the same digits on any machine of its kind")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="tasks at a time, a process and a thread each")] = 1,
 ) -> None:
     """Measure tasks and append lines."""
     names = list(TASKS) if tasks == ["all"] else tasks
@@ -78,12 +81,23 @@ def run(
     for label in labels:
         if label not in known:
             raise typer.BadParameter(f"{label!r} is not a row: {'; '.join(known)}")
-    rows = [known[label] for label in labels or (known if choices else ())]
-    tokenizer, loaded = _load(model, threads)
-    for name in names:
-        start = time.monotonic()
-        new = run_task(loaded, tokenizer, name, samples, rows, shares, out)
-        print(f"{name}: {new} new lines in {time.monotonic() - start:.0f} s", flush=True)
+    cells: list[Cells] = []
+    if samples or labels or choices or shares:
+        rows = tuple(known[label] for label in labels or (known if choices else LABELS))
+        cells = [Cells(k, samples or MOST, rows) for k in shares or [MIDDLE]]
+    # spawned: a forked torch may hang on locks of threads that are not there
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(_run_alone, model, name, cells, out) for name in names]
+        for one in as_completed(waiting):
+            print(one.result(), flush=True)
+
+
+def _run_alone(model: str, name: str, cells: list[Cells], out: Path) -> str:
+    """Measure a task in a process of its own, on one thread: the same digits on any number of cores."""
+    start = time.monotonic()
+    tokenizer, loaded = _load(model, 1)
+    new = run_task(loaded, tokenizer, name, cells, out)
+    return f"{name}: {new} new lines in {time.monotonic() - start:.0f} s"
 
 
 @app.command()
@@ -97,6 +111,19 @@ def agents(
     for line in agents_runs.run(loaded, tokenizer, samples, out / "agents.jsonl"):
         print(line["sample"], line["ways"]["forgotten"], flush=True)
     print(agents_runs.write_table(out / "agents.jsonl"))
+
+
+@app.command()
+def answers(
+    model: Annotated[str, typer.Option(help="folder or hub name", envvar=VARIABLE)] = ".models/smollm2",
+    samples: Annotated[int, typer.Option(min=2, help="texts; as many as make whole batches")] = 24,
+    out: Annotated[Path, typer.Option(help="folder of the lines")] = LINES,
+) -> None:
+    """Measure answers of 512 tokens under a budget for the whole sequence, and print their table."""
+    tokenizer, loaded = _load(model, 1)
+    for line in answers_runs.run(loaded, tokenizer, samples, out / "answers.jsonl"):
+        print(line, flush=True)
+    print(answers_runs.write_table(out / "answers.jsonl"))
 
 
 @app.command()

@@ -36,8 +36,7 @@ FAMILIES = (
         "recent",
         "The share of the budget for the newest tokens; `h2o` comes with 0.5, `keyformer` with 0.3, `roco` with ten tokens.",
         _vary("h2o", recent=0.1) | _vary("h2o", recent=0.3) | _vary("h2o", recent=0.7)
-        | _vary("keyformer", recent=0.1) | _vary("keyformer", recent=0.5) | _vary("keyformer", recent=0.7)
-        | {"roco, recent=0.5": ("roco", {"recent": 0.5})},
+        | _vary("keyformer", recent=0.1) | _vary("keyformer", recent=0.5) | _vary("keyformer", recent=0.7),
     ),
     Family(
         "noise",

@@ -12,12 +12,12 @@ from .tables import markdown
 
 LINES = Path(__file__).parents[2] / "benchmarks/evidence"
 MEASURED: dict[str, tuple[str, ...]] = {
-    "question": (USES[0].title, USES[3].title, USES[8].title),
-    "later": (USES[1].title, USES[4].title, USES[9].title),
+    "question": (USES[0].title, USES[12].title, USES[3].title, USES[8].title),
+    "later": (USES[1].title, USES[13].title, USES[4].title, USES[9].title),
     "code": (USES[3].title, USES[4].title),
     "chat": (USES[5].title, USES[7].title, USES[11].title),
     "server": (USES[0].title, USES[3].title, USES[5].title),
-    "stream": (USES[2].title,),
+    "stream": (USES[2].title, USES[14].title),
 }
 """By key of kvpatch/policies/uses.py the measured uses that are nearest to it."""
 WORDS = {
@@ -31,6 +31,9 @@ WORDS = {
     USES[8].title: "list asked in the prompt",
     USES[9].title: "list asked later",
     USES[11].title: "facts over eight turns",
+    USES[12].title: "fact in 3,000 tokens, asked in the prompt",
+    USES[13].title: "fact in 3,000 tokens, asked later",
+    USES[14].title: "3,000 tokens go on",
 }
 
 

@@ -87,11 +87,17 @@ class Judged:
     agree: float
 
 
-def read_ids(model: Any, ids: tuple[int, ...], cache: Any, last: int = 1) -> tuple[Tensor, Any]:
-    """Read ids on top of a cache; return the logits of the last ones [last,V] and the cache."""
+def read_rows(model: Any, ids_BN: Tensor, cache: Any, last: int = 1) -> tuple[Tensor, Any]:
+    """Read ids on top of a cache; return the logits of the last ones [B,last,V] and the cache."""
     name = cache_argument(type(model).forward)
-    out = model(torch.tensor([ids]), use_cache=True, logits_to_keep=last, **({} if cache is None else {name: cache}))
-    return out.logits[0], cache_of(out)
+    out = model(ids_BN, use_cache=True, logits_to_keep=last, **({} if cache is None else {name: cache}))
+    return out.logits, cache_of(out)
+
+
+def read_ids(model: Any, ids: tuple[int, ...], cache: Any, last: int = 1) -> tuple[Tensor, Any]:
+    """Read one row of ids; return the logits of the last ones [last,V] and the cache."""
+    logits_1LV, cache = read_rows(model, torch.tensor([ids]), cache, last)
+    return logits_1LV[0], cache
 
 
 def judge(model: Any, probe: Probe, cache: Any, full_AV: Tensor | None) -> tuple[Judged, Tensor]:

@@ -51,6 +51,12 @@ USES = (
         "Three solved problems and a fourth, whose published solution is judged to its 64th token."),
     Use("A chat of eight turns", "turns", "code", "nats", "digit",
         "A note of some hundred tokens in each turn, the budget held over all; the last turn asks for four of the codes."),
+    Use("A long text, the question in the prompt", "asked-long", "fact", "nats", "digit",
+        "Four codes in 3,000 tokens of prose, one asked at the prompt's end."),
+    Use("A long text, the question after compression", "document-long", "fact", "nats", "digit",
+        "Such prose is read and compressed; then two of its four codes are asked, each from the same cache."),
+    Use("A long text goes on", "document-long", "next tokens", "kl", "token",
+        "The next 63 tokens of the same prose."),
 )  # fmt: skip
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from . import answers
 from .choices import K, write_tables
 from .claims import write_claims
 from .page import USES, Results, Use, beats_null, write_section
 from .picture import draw
-from .settings import LABELS, NULL
+from .settings import LABELS, MIDDLE, NULL
 
 PICTURED = (USES[0], USES[1], USES[2], USES[4])
-MIDDLE = 0.2
 FILE = "real.png"
 
 HEAD = """\
@@ -47,6 +47,17 @@ The loss of the first policy minus that of the second, in nats, at k = {k:g}: be
 agrees and *slanted* contradicts, after Holm's correction over the whole table.
 """
 
+
+ANSWERED = """\
+## Long answers
+
+A request after {prompt} tokens of prose, and an answer of {tokens} tokens that the full cache's own predictions drew; each
+policy reads it token by token, within k = {k:g} of the prompt. Nats: how far its predictions are from the full cache's, a token
+(the mean with its interval; **bold**: less than the null's, *slanted*: more, after Holm's correction), over the answer and over
+its first and last quarter. Then the share of tokens whose likeliest successor is the full cache's, the answers of the policy's
+own, written greedily, that end in a loop, and the bytes at the end as a share of the full cache's: `snapkv` and `kvzip` evict
+the prompt alone, and hold the answer whole. `python -m tools.evidence answers`.
+"""
 
 CHOSEN = """\
 ## One choice at a time
@@ -101,6 +112,9 @@ def write_page(folder: Path, docs: Path) -> None:
     first = "\n".join([f"At a fifth of the prompt, {count_samples(folder)} samples a use:", "", *sentences])
     text = HEAD.format(file=FILE, sentences=first, link=LINK, null=NULL)
     text += f"\n{CLAIMED.format(k=MIDDLE)}\n{write_claims(folder, MIDDLE)}\n\n## Tables\n\n{write_section(folder)}\n"
+    if (answered := folder / "answers.jsonl").exists():
+        told = ANSWERED.format(prompt=answers.PROMPT, tokens=answers.TOKENS, k=answers.K)
+        text += f"\n{told}\n{answers.write_table(answered)}\n"
     if choices := write_tables(folder):
         text += f"\n{CHOSEN.format(k=K)}\n{choices}\n"
     (docs / "results.md").write_text(text, encoding="utf-8")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from .measure import Bench, Judged
 from .samples import Sample
-from .settings import BUDGETS, FULL, LABELS, ROWS, UNREAD, Row, Setting
+from .settings import FULL, UNREAD, Cells, Setting
 from .tasks import TASKS
 
 
@@ -47,19 +47,20 @@ def _line(sample: Sample, label: str, k: float, share: float, judged: list[Judge
     }  # fmt: skip
 
 
-def measure(
-    model: Any, samples: Iterable[Sample], rows: Iterable[Row], budgets: Iterable[float], path: Path
-) -> Iterator[dict[str, Any]]:
+def measure(model: Any, samples: Iterable[Sample], cells: Iterable[Cells], path: Path) -> Iterator[dict[str, Any]]:
     """Measure what the file lacks, sample by sample, and append it."""
     known = {(line["digest"], line["label"], line["k"]) for line in read_lines(path)}
-    wanted = [Setting(row, k) for k in budgets for row in rows]
+    wanted: dict[tuple[str, float], tuple[Setting, int]] = {}
+    for one in sorted(cells, key=lambda one: one.samples):  # of two that name a row at one budget, the larger
+        wanted |= {(row.label, one.k): (Setting(row, one.k), one.samples) for row in one.rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     cut_unfinished_line(path)
     with path.open("a", encoding="utf-8") as file:
-        for sample in samples:
-            missing = [one for one in wanted if (sample.digest, one.row.label, one.k) not in known]
+        for i, sample in enumerate(samples):
+            own = [setting for setting, count in wanted.values() if i < count]
+            missing = [one for one in own if (sample.digest, one.row.label, one.k) not in known]
             whole = (sample.digest, FULL, 1.0) not in known
-            if not missing and not whole:
+            if not own or not (missing or whole):
                 continue
             bench = Bench(model, sample)
             new = [_line(sample, FULL, 1.0, 1.0, bench.judged), _line(sample, UNREAD, 0.0, 0.0, bench.unread)] if whole else []
@@ -72,16 +73,9 @@ def measure(
             file.flush()
 
 
-def run_task(model: Any, tokenizer: Any, name: str, count: int, rows: list[Row], budgets: list[float], folder: Path) -> int:
-    """Measure a task; return how many lines are new."""
-    samples = TASKS[name].make(tokenizer, count)
-    return sum(
-        1
-        for _ in measure(
-            model,
-            samples,
-            rows or [ROWS[label] for label in LABELS],
-            budgets or list(BUDGETS),
-            folder / f"{name}.jsonl",
-        )
-    )
+def run_task(model: Any, tokenizer: Any, name: str, cells: Sequence[Cells], folder: Path) -> int:
+    """Measure cells of a task, or its own where none are given; return how many lines are new."""
+    task = TASKS[name]
+    wanted = cells or task.cells
+    samples = task.make(tokenizer, max(one.samples for one in wanted))
+    return sum(1 for _ in measure(model, samples, wanted, folder / f"{name}.jsonl"))

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-BUDGETS = (0.1, 0.2, 0.3, 0.5)
+MIDDLE, MOST = 0.2, 60
+"""The budget at which everything is measured, and on how many samples."""
 NULL = "random, ends kept"
 """What a policy must beat: eviction at random that spares the prompt's first four and its newest 64 tokens."""
 
@@ -26,17 +27,14 @@ ROWS = {
     for row in (
         Row("random", "random"),
         Row(NULL, "random", {"sinks": 4, "recent": 64}),
-        Row("window", "window"),
         Row("streaming_llm", "streaming_llm"),
         Row("h2o", "h2o"),
         Row("tova", "tova"),
         Row("roco", "roco"),
-        Row("roco, recent=0.5", "roco", {"recent": 0.5}),
         Row("keyformer", "keyformer"),
         Row("keyformer, no noise", "keyformer", {"noise": "none"}),
         Row("snapkv", "snapkv"),
         Row("adakv", "adakv"),
-        Row("critical_snapkv", "critical_snapkv"),
         Row("critical_adakv", "critical_adakv"),
         Row("expected_attention", "expected_attention"),
         Row("leverage", "leverage"),
@@ -55,6 +53,11 @@ LABELS = tuple(label for label, row in ROWS.items() if not row.beside)
 FULL, UNREAD = "full", "text not read"
 
 
+def rows_of(*labels: str) -> tuple[Row, ...]:
+    """Return the rows of these labels."""
+    return tuple(ROWS[label] for label in labels)
+
+
 @dataclass(frozen=True)
 class Setting:
     """A row at a budget."""
@@ -66,3 +69,12 @@ class Setting:
     def key(self) -> str:
         """One string for label, policy, options and budget, by which lines are found again."""
         return json.dumps([self.row.label, self.row.policy, self.row.options, self.k], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Cells:
+    """What is measured at one budget: rows, and on how many samples."""
+
+    k: float
+    samples: int
+    rows: tuple[Row, ...] = rows_of(*LABELS)

@@ -39,6 +39,11 @@ class Module:
         self.source, self.tree = source, ast.parse(source)
 
     @cached_property
+    def dumped(self) -> str:
+        """The tree as text, to see whether a change makes another."""
+        return ast.dump(self.tree)
+
+    @cached_property
     def left_out(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         """Type annotations, assertions (for mypy), raised errors (their words), and blocks for type checkers alone."""
         found: list[ast.AST] = []
@@ -96,12 +101,12 @@ def mutants(root: Path, file: str, seed: int, packages: str | None) -> Iterator[
             continue
         ranked = sorted(choices, key=lambda choice: hashlib.sha256(f"{seed} {file} {place} {choice[0]}".encode()).digest())
         for name, operator, occurrence in ranked:
-            mutated = mutate_code(source, operator, occurrence)
             try:
+                mutated = mutate_code(source, operator, occurrence)
                 tree = ast.parse(mutated)
-            except SyntaxError:
+            except (SyntaxError, AttributeError):  # that of an exception with a dotted name
                 continue  # an operator that means something else here: another is drawn
-            if ast.dump(tree) == ast.dump(module.tree):
+            if ast.dump(tree) == module.dumped:
                 continue
             yield _mutant(module, file, name, place[1][0], lines, mutated)
             break

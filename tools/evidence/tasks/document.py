@@ -13,11 +13,11 @@ from .hidden import ANSWER, HEAD, LEAD, hide_codes
 TOKENS, TAIL, NEXT = 600, 110, 64
 
 
-def make_samples(tokenizer: Any, count: int) -> list[Sample]:
+def make_samples(tokenizer: Any, count: int, tokens: int = TOKENS) -> list[Sample]:
     """Make samples: the text's last NEXT tokens are not read but judged; every other code is asked, in a turn of its own."""
     frame, samples = Frame(tokenizer), []
-    for i, parts in enumerate(group_parts(tokenizer, sentences(), TOKENS + TAIL, " ")[:count]):
-        head = group_parts(tokenizer, parts, TOKENS, " ")[0]
+    for i, parts in enumerate(group_parts(tokenizer, sentences(), tokens + TAIL, " ")[:count]):
+        head = group_parts(tokenizer, parts, tokens, " ")[0]
         hidden = hide_codes(head, random.Random(f"document {i}"))
         text = frame.encode(HEAD + " ".join([hidden.text, *parts[len(head) :]]))
         read, rest = text[:-NEXT], text[-NEXT:]

@@ -13,10 +13,10 @@ from .hidden import ANSWER, FACTS, HEAD, LEAD, hide_codes
 TOKENS = 640
 
 
-def make_samples(tokenizer: Any, count: int) -> list[Sample]:
+def make_samples(tokenizer: Any, count: int, tokens: int = TOKENS) -> list[Sample]:
     """Make samples whose codes are asked in turn: the first of the text, the second ..."""
     frame, samples = Frame(tokenizer), []
-    for i, parts in enumerate(group_parts(tokenizer, sentences(), TOKENS, " ")[:count]):
+    for i, parts in enumerate(group_parts(tokenizer, sentences(), tokens, " ")[:count]):
         hidden = hide_codes(parts, random.Random(f"facts {i}"))
         place, code = hidden.facts[i % FACTS]
         prompt = frame.before + frame.encode(HEAD + hidden.text + LEAD.format(place=place)) + frame.after
