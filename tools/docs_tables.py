@@ -16,7 +16,8 @@ from kvpatch.policies import POLICIES, Policy
 from kvpatch.policies.facts import COMMON, PAPERS
 from kvpatch.policies.served import NEED, QUIET, REFUSED
 from kvpatch.policies.uses import USES
-from tools.bench.__main__ import read, tables
+from tools.bench.__main__ import tables
+from tools.bench.lines import read
 from tools.evidence import agents, bits, chooser, grpo_table, quotas, refits
 
 DOCS = Path(__file__).parents[1] / "docs"
