@@ -27,7 +27,7 @@ import kvpatch
 from . import paper
 from .decode import floor
 from .lines import Line, latest, number, rows, where
-from .memory import peak, reset_peak
+from .memory import measure_growth
 from .models import build, cache_bytes, forward, tokens, twin
 from .prompt import summary
 from .roofline import Ceilings, beside, ceilings, decode_ms, fastest, prompt_ms
@@ -141,11 +141,9 @@ def backend_of(patch: kvpatch.Patch, model: PreTrainedModel, ids: Tensor) -> str
 
 def extra_memory(model: PreTrainedModel, ids: Tensor) -> int:
     """Bytes that a prompt takes at most beside what is there already."""
-    gc.collect()
     if ids.device.type == "cpu":
-        before = reset_peak()
-        forward(model, ids)
-        return peak() - before
+        return measure_growth(lambda: forward(model, ids))
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

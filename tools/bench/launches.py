@@ -89,7 +89,7 @@ def _counts(
 
 def _prompt_and_step(model: PreTrainedModel, ids: torch.Tensor, n: int, mask: torch.Tensor | None) -> tuple[Counting, Counting]:
     with counting() as prompt:
-        past = forward(model, ids[:, :n], mask=mask)[0]
+        past = forward(model, ids[:, :n], attention_mask=mask)[0]
     for t in range(n, n + SETTLED):
         forward(model, ids[:, t : t + 1], past)
     with counting() as step:
