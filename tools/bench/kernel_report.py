@@ -2,8 +2,8 @@
 
 `python -m tools.bench.kernel_report [sm_90 ...] [name ...]` compiles them, for bfloat16 where a row does not say float32, and
 prints a table, for sm_90 if no chip is named; names select rows by their beginning. A row of CALLS names a function of the
-backend: it is called on CPU tensors while stand-ins record the launches of its module's kernels, and every launch is compiled
-with the arguments, warps and stages that it had. No second description of a kernel can go stale. Needs Triton with its NVIDIA
+backend: it is called on CPU tensors while stand-ins take the place of its module's kernels, and every launch is compiled with
+the arguments, warps and stages that it had. No second description of a kernel can go stale. Needs Triton with its NVIDIA
 tools, and TRITON_INTERPRET unset.
 """
 
@@ -25,7 +25,6 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kvpatch.backends.entries import FULL, centre_codecs, codecs
 from kvpatch.errors import KVPatchError
@@ -36,9 +35,6 @@ SHAPES = tuple((D, G) for D in (64, 128) for G in (1, 4))
 ONE_SHAPE = ((128, 4),)
 NARROW_SHAPES = (*SHAPES, (96, 4), (256, 8))
 FLOAT, FLOAT_SHAPES = torch.float32, ((64, 4), (128, 4))
-TYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1",
-}  # fmt: skip
 ALL = ("sum", "squares", "count", "gumbel", "observed")
 
 
@@ -224,18 +220,35 @@ CALLS = (
 )
 
 
-class _Noted:
-    """Stands for a kernel and notes the arguments of its launches."""
+@dataclass(frozen=True)
+class Chip:
+    """Stands for the driver of a GPU that is not there: Triton compiles for it."""
 
-    def __init__(self, kernel: triton.JITFunction, launches: list[tuple[triton.JITFunction, tuple, dict]]) -> None:
-        self.kernel, self.launches = kernel, launches
+    number: int
+
+    def get_current_device(self) -> int:
+        return self.number  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.number, 32)
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """Stands for a kernel and notes its launches."""
+
+    kernel: triton.JITFunction
+    launches: list[tuple[triton.JITFunction, tuple, dict]]
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
 
 
-def launches(call: Call, D: int, G: int, chip: int = 90) -> list[tuple[triton.JITFunction, tuple, dict]]:
-    """What `call` would start on sm_`chip`: kernels with their arguments and options."""
+def compile_call(call: Call, D: int, G: int, chip: int = 90, **options: Any) -> list[tuple[str, Any]]:
+    """What `call` would start on sm_`chip`: names of kernels, and the kernels compiled. options: of Triton's, for all."""
     module = importlib.import_module(f"kvpatch.backends.triton.{call.module}")
     kernels = {name: value for name, value in vars(module).items() if isinstance(value, triton.JITFunction)}
     if not kernels:
@@ -248,54 +261,8 @@ def launches(call: Call, D: int, G: int, chip: int = 90) -> list[tuple[triton.JI
         call.run(module, D, G)
     finally:
         vars(module).update(before)
-    return found
-
-
-@dataclass(frozen=True)
-class Special:
-    """What a launch's arguments make constant in a kernel: launches that agree in it share one compiled kernel."""
-
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[tuple[int, ...], object], ...]
-    aligned: tuple[tuple[int, ...], ...]
-    options: tuple[tuple[str, object], ...]
-
-
-def special(kernel: triton.JITFunction, args: tuple, kwargs: dict) -> Special:
-    """The specialisation of a launch, by Triton's own rules: None and 1 are constants, multiples of 16 are known to be such."""
-    options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
-    given = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in options}
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], object] = {}
-    aligned: list[tuple[int, ...]] = []
-    for param in kernel.params:
-        value, at = given.get(param.name, param.default), (param.num,)
-        whole = isinstance(value, int) and not isinstance(value, bool) and not param.do_not_specialize
-        if param.is_constexpr or value is None or (whole and value == 1):
-            signature[param.name], constants[at] = "constexpr", value
-            continue
-        signature[param.name] = _type(value)
-        pointer = isinstance(value, Tensor) and not param.do_not_specialize_on_alignment and value.data_ptr() % 16 == 0
-        if pointer or (whole and value % 16 == 0):
-            aligned.append(at)
-    return Special(tuple(signature.items()), tuple(constants.items()), tuple(aligned), tuple(options.items()))
-
-
-def compiled(kernel: triton.JITFunction, args: tuple, kwargs: dict, chip: int = 90) -> Any:
-    """The kernel for sm_`chip`, specialised to its arguments as a launch would."""
-    found = special(kernel, args, kwargs)
-    aligned = {at: [["tt.divisibility", 16]] for at in found.aligned}
-    source = ASTSource(kernel, dict(found.signature), dict(found.constants), aligned)
-    return triton.compile(source, target=GPUTarget("cuda", chip, 32), options=dict(found.options))
-
-
-def _type(value: object) -> str:
-    """Triton's name for the type of a launch's argument."""
-    if isinstance(value, Tensor):
-        return f"*{TYPES[value.dtype]}"
-    if isinstance(value, bool):
-        return "i1"
-    return "i32" if isinstance(value, int) else "fp32"
+    triton.runtime.driver.set_active(Chip(chip))
+    return [(kernel.__name__, kernel.warmup(*args, grid=(1,), **kwargs | options)) for kernel, args, kwargs in found]
 
 
 def measure(chip: int, call: str, D: int, G: int, kernel: str, binary: Any) -> Row:
@@ -326,8 +293,7 @@ def rows(names: Sequence[str] = (), chips: Sequence[int] = (90,)) -> list[Row]:
     found = []
     for chip, call in product(chips, calls):
         for D, G in call.shapes:
-            for kernel, args, kwargs in launches(call, D, G, chip):
-                found.append(measure(chip, call.name, D, G, kernel.__name__, compiled(kernel, args, kwargs, chip)))
+            found += [measure(chip, call.name, D, G, *compiled) for compiled in compile_call(call, D, G, chip)]
     return found
 
 
