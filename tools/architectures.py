@@ -26,7 +26,7 @@ from transformers.models.auto import modeling_auto
 import kvpatch
 from kvpatch.arch.automatic import AutomaticAdapter
 from kvpatch.hooks.target import Target
-from tools.docs_tables import markdown
+from tools.bench.lines import rows as markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 CAUSAL: dict[str, Any] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -155,18 +155,6 @@ def _kinds(title: str, verdicts: list[Verdict]) -> Iterator[str]:
 
 def _row(verdict: Verdict) -> str:
     return f"row `{verdict.detail}`" if verdict.by == ROW else "automatic row"
-
-
-def listed(text: str) -> dict[str, str]:
-    """Return the types of a page, and the heading or row that each stands under."""
-    found = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("| `"):
-            found[cells[0].strip("`")] = cells[-1]
-        elif line.startswith("| ") and len(cells) == 2:
-            found |= dict.fromkeys(re.findall(r"`([^`]+)`", cells[1]), cells[0])
-    return found
 
 
 def main(

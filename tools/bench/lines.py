@@ -50,49 +50,40 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]] = {
     "counts": ((HOST_ARCH,), COUNT_POLICIES, (64,)),
 }
 ACCUMULATING = ("h2o", "roco", "keyformer")
-
-# what a figure may be at most, by prompt length
-PROMPT_LIMITS = {
-    2048: dict.fromkeys(("window", "streaming_llm", "tova", "critical_snapkv"), 1.05)
+BYTES_LIMIT, MEMORY_LIMIT = 0.51, 1.10
+# what figures may be at most, by case and prompt length: of policies the ratio, and what all of them share
+SPEED_LIMITS = {
+    ("prompt", 2048): dict.fromkeys(("window", "streaming_llm", "tova", "critical_snapkv"), 1.05)
     | dict.fromkeys(("snapkv", "pyramidkv"), 1.02)
     | dict.fromkeys(ACCUMULATING, 1.22)
     | {"scissorhands": 1.30},
-    4096: dict.fromkeys(ACCUMULATING, 1.27),
-    8192: {"h2o": 1.20, "roco": 1.25, "keyformer": 1.30},
+    ("prompt", 4096): dict.fromkeys(ACCUMULATING, 1.27),
+    ("prompt", 8192): {"h2o": 1.20, "roco": 1.25, "keyformer": 1.30},
+    ("decode", 4096): {"full": 0.85},
+    ("host", HOST_LENGTH): dict.fromkeys(POLICIES, 1.15) | {"full": 1.05},
+    ("batch", BATCH_LENGTH): dict.fromkeys(BATCH_POLICIES[:4], 0.56) | dict.fromkeys(BATCH_POLICIES[4:], 0.62),
 }
-FLOOR_LIMIT = 1.05
-FULL_LIMITS = {4096: 0.85}
-BYTES_LIMIT, MEMORY_LIMIT = 0.51, 1.10
-ARCH_LIMITS = {"ratio": 0.8, "memory_ratio": 0.5}
-RAGGED_LIMITS = {"ratio": 1.10, "bytes_ratio": 0.53}
-HOST_FULL_LIMIT, HOST_LIMIT = 1.05, 1.15
-BATCH_LIMITS = dict.fromkeys(BATCH_POLICIES[:4], 0.56) | dict.fromkeys(BATCH_POLICIES[4:], 0.62)
-REPLAY_LIMITS = {"ratio": 1.6, "memory_ratio": MEMORY_LIMIT}
-BLOCK_LIMITS = {"ratio": 0.8, "memory_ratio": 0.65, "entries": BUDGET + BLOCK}
+SHARED_LIMITS: dict[tuple[str, int], dict[str, float]] = {
+    ("arch", 2048): {"ratio": 0.8, "memory_ratio": 0.5},
+    ("ragged", 2048): {"ratio": 1.10, "bytes_ratio": 0.53},
+    ("replay", 2048): {"ratio": 1.6, "memory_ratio": MEMORY_LIMIT},
+    ("block", 16384): {"ratio": 0.8, "memory_ratio": 0.65},
+    **{("decode", n): {"over_floor": 1.05} for n in DECODE_LENGTHS},
+}
+ALWAYS = {
+    "prompt": {"memory_ratio": MEMORY_LIMIT},
+    "block": {"entries": BUDGET + BLOCK},
+    "decode": {"bytes_ratio": BYTES_LIMIT},
+}
 
 
 def limits(case: str, policy: str, n: int) -> dict[str, float]:
     """What a line's figures may be at most, by the name of the figure; empty where nothing is promised."""
-    if case == "ragged":
-        return RAGGED_LIMITS if n == 2048 else {}
-    if case == "host":
-        return {"ratio": HOST_FULL_LIMIT if policy == "full" else HOST_LIMIT} if n == HOST_LENGTH else {}
-    if case == "batch":
-        return {"ratio": BATCH_LIMITS[policy]} if n == BATCH_LENGTH and policy in BATCH_LIMITS else {}
-    if case == "replay":
-        return REPLAY_LIMITS if n == 2048 else {}
-    if case == "block":
-        return BLOCK_LIMITS if n == 16384 else {"entries": BLOCK_LIMITS["entries"]}
-    if case == "arch":
-        return ARCH_LIMITS if n == 2048 else {}
-    if case == "prompt":
-        speed = PROMPT_LIMITS.get(n, {}).get(policy)
-        return ({} if speed is None else {"ratio": speed}) | {"memory_ratio": MEMORY_LIMIT}
-    if case != "decode":
-        return {}
-    if policy in ("full", FLOOR):
-        return {"ratio": FULL_LIMITS[n]} if policy == "full" and n in FULL_LIMITS else {}
-    return ({"over_floor": FLOOR_LIMIT} if n in DECODE_LENGTHS else {}) | {"bytes_ratio": BYTES_LIMIT}
+    speed = SPEED_LIMITS.get((case, n), {}).get(policy)
+    found = {} if speed is None else {"ratio": speed}
+    if case == "decode" and policy in ("full", FLOOR):  # which evict nothing
+        return found
+    return found | SHARED_LIMITS.get((case, n), {}) | ALWAYS.get(case, {})
 
 
 def settings(case: str) -> Line:
@@ -200,9 +191,10 @@ def cells(line: Line) -> tuple[str, ...]:
     )
 
 
-def rows(columns: Sequence[str], body: Iterable[Sequence[str]], left: int) -> str:
-    """A Markdown table whose first `left` columns are words."""
-    every = [columns, ["---"] * left + ["---:"] * (len(columns) - left), *body]
+def rows(columns: Sequence[str], body: Iterable[Sequence[str]], left: int | None = None) -> str:
+    """A Markdown table whose first `left` columns are words; None: all."""
+    words = len(columns) if left is None else left
+    every = [columns, ["---"] * words + ["---:"] * (len(columns) - words), *body]
     return "\n".join("| " + " | ".join(row) + " |" for row in every)
 
 

@@ -72,6 +72,12 @@ def build(
     return model.eval()
 
 
+def build_narrow(positions: int, layers: int) -> PreTrainedModel:
+    """A model of so many narrow layers, always with the same weights."""
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(narrow(positions, layers), attn_implementation="sdpa").eval()
+
+
 def twin(model: PreTrainedModel) -> PreTrainedModel:
     """Another model object over the same weights."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})

@@ -56,7 +56,7 @@ def measure(
             head = {"model": name, "recipe": SHIPPED[name][0], "label": setting.row.label, "k": setting.k, "key": setting.key}
             try:
                 for sample, values in zip(missing, task.run(model, setting, missing), strict=True):
-                    line = head | {"sample": sample.name, "digest": sample.digest, "group": sample.group}
+                    line = head | {"sample": sample.name, "digest": sample.digest}
                     line |= {"metrics": {metric: round(float(value), 6) for metric, value in values.items()}}
                     file.write(json.dumps(line | {"versions": VERSIONS}) + "\n")
                     yield line
