@@ -140,13 +140,9 @@ def _kinds(title: str, verdicts: list[Verdict]) -> Iterator[str]:
     yield markdown(("type", "class", "served by"), [(f"`{one.kind}`", f"`{one.model}`", _row(one)) for one in served])
     refused = [one for one in verdicts if one.by in CAUSES]
     if refused:
-        rows = [
-            (cause, ", ".join(f"`{one.kind}`" for one in refused if one.by == cause))
-            for cause in CAUSES
-            if any(one.by == cause for one in refused)
-        ]
+        rows = [(cause, ", ".join(f"`{one.kind}`" for one in refused if one.by == cause)) for cause in CAUSES]
         yield f"{len(refused)} are refused, before the model is touched, and the error says why:"
-        yield markdown(("what it has", "types"), rows)
+        yield markdown(("what it has", "types"), [row for row in rows if row[1]])
     unbuilt = [one for one in verdicts if one.by == UNBUILT]
     if unbuilt:
         yield f"Of {len(unbuilt)} no model was built, for their configuration class needs more than its defaults, or a package:"

@@ -35,6 +35,7 @@ SHAPES = tuple((D, G) for D in (64, 128) for G in (1, 4))
 ONE_SHAPE = ((128, 4),)
 NARROW_SHAPES = (*SHAPES, (96, 4), (256, 8))
 FLOAT, FLOAT_SHAPES = torch.float32, ((64, 4), (128, 4))
+Run = Callable[[Any, int, int], object]
 ALL = ("sum", "squares", "count", "gumbel", "observed")
 
 
@@ -44,7 +45,7 @@ class Call:
 
     name: str
     module: str
-    run: Callable[[Any, int, int], object]
+    run: Run
     shapes: Sequence[tuple[int, int]] = SHAPES
 
 
@@ -90,7 +91,7 @@ def decode_step(
     page: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     **geometry: Any,
-) -> Callable[[Any, int, int], object]:
+) -> Run:
     """A step whose heads hold different numbers of tokens, with windows protected.
 
     offset: entries before a tensor in memory, as in a view of stacked layers. bits: of keys and values. page: slots of an
@@ -120,22 +121,20 @@ def decode_step(
     return run
 
 
-def _extra(G: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of tensors that a prompt's kernels may be given besides."""
-    return {"slopes_HG": (H, G), "sinks_HG": (H, G), "noise_BHTG": (1, H, Q, G), "lse_BHGQ": (1, H, G, Q)}
+def _prompt(extra: tuple[str, ...], D: int, G: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Queries, keys and values of a prompt, its positions and rows, and the `extra` tensors that its kernels may be given."""
+    shapes = {"slopes_HG": (H, G), "sinks_HG": (H, G), "noise_BHTG": (1, H, Q, G), "lse_BHGQ": (1, H, G, Q)}
+    qkv = [_some(*shape, dtype=dtype) for shape in ((1, H, G, Q, D), (1, H, Q, D), (1, H, Q, D))]
+    places = [torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)]
+    return qkv, places, {name: torch.ones(shape) for name, shape in shapes.items() if name in extra}
 
 
-def _forward(
-    *extra: str, values: bool = True, dtype: torch.dtype = torch.bfloat16, **options: Any
-) -> Callable[[Any, int, int], object]:
+def _forward(*extra: str, values: bool = True, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Run:
     """A prompt's attention, or its normalizers alone. extra: tensors to pass besides."""
 
     def run(module: Any, D: int, G: int) -> object:
-        positions_BHT, rows_BQ = torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)
-        tensors = {name: torch.ones(shape) for name, shape in _extra(G).items() if name in extra}
-        q_BHGQD, k_BHTD = _some(1, H, G, Q, D, dtype=dtype), _some(1, H, Q, D, dtype=dtype)
-        v_BHTD = _some(1, H, Q, D, dtype=dtype) if values else None
-        return module.attend(q_BHGQD, k_BHTD, v_BHTD, positions_BHT, rows_BQ, scale=1.0, **tensors, **options)
+        (q_BHGQD, k_BHTD, v_BHTD), places, tensors = _prompt(extra, D, G, dtype)
+        return module.attend(q_BHGQD, k_BHTD, v_BHTD if values else None, *places, scale=1.0, **tensors, **options)
 
     return run
 
@@ -144,32 +143,24 @@ def _deaths() -> dict[str, Tensor]:
     return {"deaths_BHT": torch.zeros(1, H, Q, dtype=torch.int32)}
 
 
-def _backward(*extra: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[Any, int, int], object]:
+def _backward(*extra: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Run:
     """The gradients of a replay's attention. extra: tensors to pass besides."""
 
     def run(module: Any, D: int, G: int) -> object:
-        positions_BHT, rows_BQ = torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)
-        tensors = {name: torch.ones(shape) for name, shape in _extra(G).items() if name in extra}
-        q_BHGQD, k_BHTD, v_BHTD = _some(1, H, G, Q, D, dtype=dtype), *(_some(1, H, Q, D, dtype=dtype) for _ in range(2))
-        attended = *_deaths().values(), q_BHGQD, torch.zeros(1, H, G, Q), q_BHGQD
-        return module.gradients(q_BHGQD, k_BHTD, v_BHTD, positions_BHT, rows_BQ, *attended, scale=1.0, **tensors, **options)
+        qkv, places, tensors = _prompt(extra, D, G, dtype)
+        attended = *_deaths().values(), qkv[0], torch.zeros(1, H, G, Q), qkv[0]
+        return module.gradients(*qkv, *places, *attended, scale=1.0, **tensors, **options)
 
     return run
 
 
-def _columns(
-    names: tuple[str, ...], *extra: str, dtype: torch.dtype = torch.bfloat16, **options: Any
-) -> Callable[[Any, int, int], object]:
+def _columns(names: tuple[str, ...], *extra: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Run:
     """A prompt's statistics. extra: tensors to pass besides."""
 
     def run(module: Any, D: int, G: int) -> object:
-        positions_BHT, rows_BQ = torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)
-        lse_BHGQ, keys_BHQ = torch.zeros(1, H, G, Q), torch.ones(1, H, Q)
-        q_BHGQD, k_BHTD = _some(1, H, G, Q, D, dtype=dtype), _some(1, H, Q, D, dtype=dtype)
-        tensors = {name: torch.ones(shape) for name, shape in _extra(G).items() if name in extra}
-        return module.column_statistics(
-            q_BHGQD, k_BHTD, positions_BHT, rows_BQ, lse_BHGQ, names, scale=1.0, keys_BHQ=keys_BHQ, **tensors, **options
-        )
+        (q_BHGQD, k_BHTD, _), places, tensors = _prompt(extra, D, G, dtype)
+        lse_BHGQ, weights = torch.zeros(1, H, G, Q), {"scale": 1.0, "keys_BHQ": torch.ones(1, H, Q)}
+        return module.column_statistics(q_BHGQD, k_BHTD, *places, lse_BHGQ, names, **weights, **tensors, **options)
 
     return run
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .serving import ENGINES, FULL, PAGE, VOCAB, Requests, installed
+from .serving import ENGINES, FULL, PAGE, VOCAB, Requests, describe, installed
 
 SLOTS, NEW, BUDGET = 2912, 12, "h2o:256"
 OWN_PAGES = {"transformers": (PAGE,), "vllm": (2 * PAGE, 128)}  # slots of the engines' own pages
@@ -34,7 +34,7 @@ def rows() -> Iterator[str]:
     """Yield the rows of the table: requests in flight at most, their mean, and passes, for each load."""
     for name in installed(list(ENGINES)):
         for policy, page in [*((FULL, page) for page in OWN_PAGES[name]), (BUDGET, PAGE)]:
-            cells = [name, "its own cache" if policy == FULL else "{}, k={}".format(*policy.split(":")), str(page)]
+            cells = [name, describe(policy), str(page)]
             for asked in loads().values():
                 running = [one.running for one in ENGINES[name](asked, policy, SLOTS, page)]
                 cells.append(f"{max(running)}, {sum(running) / len(running):.1f}, {len(running)}")

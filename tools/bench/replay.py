@@ -1,7 +1,6 @@
 """A learner's pass: forward and backward over a text that follows a record, beside the same with full attention."""
 
 import gc
-import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 
@@ -13,7 +12,7 @@ import kvpatch
 
 from .lines import REPLAY_ARCH, Line, record, settings
 from .memory import apart, measure_growth, return_freed_memory
-from .models import build, tokens
+from .models import build, timed, tokens
 from .prompt import summary
 
 
@@ -26,11 +25,9 @@ def recorded(model: PreTrainedModel, policy: str, ids: Tensor) -> kvpatch.Record
 def learn(model: PreTrainedModel, ids: Tensor, followed: kvpatch.Record | None) -> float:
     """CPU time in ms of a loss and its gradients, in a replay or with full attention."""
     with torch.enable_grad(), nullcontext() if followed is None else kvpatch.replay(model, followed):
-        start = time.process_time()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        taken = 1000 * (time.process_time() - start)
+        _, seconds = timed(lambda: model(ids, labels=ids, use_cache=False).loss.backward())
     model.zero_grad(set_to_none=False)
-    return taken
+    return 1000 * seconds
 
 
 def peak_growth(policy: str | None, n: int, tiny: bool) -> int:

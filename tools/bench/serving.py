@@ -80,9 +80,10 @@ def named(policy: str) -> tuple[str, int | None]:
     return name, None if name == FULL else int(k or K)
 
 
-def describe(line: Line) -> str:
-    """A line's policy as tables say it."""
-    return "its own cache" if line["policy"] == FULL else f"{line['policy']}, k={line['k']}"
+def describe(policy: str) -> str:
+    """A policy of the command line as tables say it."""
+    name, k = named(policy)
+    return "its own cache" if k is None else f"{name}, k={k}"
 
 
 def model() -> LlamaForCausalLM:
@@ -269,7 +270,7 @@ TABLES: dict[str, tuple[tuple[str, str, int | None], ...]] = {
 
 def markdown(kept: list[Line]) -> str:
     """The table of docs/benchmarks.md."""
-    columns = TABLES[kept[0]["case"]]
+    columns = TABLES[kept[0]["case"] if kept else "serving"]
     own = {line["engine"]: line for line in kept if line["policy"] == FULL}
 
     def cell(line: Line, name: str, digits: int | None) -> str:
@@ -278,7 +279,10 @@ def markdown(kept: list[Line]) -> str:
             return "" if plain or line["engine"] not in own else number(line[name] / own[line["engine"]][name], 2)
         return "" if plain and name == "n_over_k" else number(line[name], digits)
 
-    body = [(line["engine"], describe(line), *(cell(line, *one) for _, *one in columns)) for line in kept]
+    body = [
+        (line["engine"], describe(f"{line['policy']}:{line['k']}"), *(cell(line, name, digits) for _, name, digits in columns))
+        for line in kept
+    ]
     return rows(("engine", "policy", *(title for title, *_ in columns)), body, left=2)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import platform
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 import transformers
 
-import kvpatch
 from kvpatch.errors import KVPatchError
+from tools.bench.lines import where
 from tools.training import tasks as synthetic
 from tools.training.train import SHIPPED
 
@@ -26,12 +25,7 @@ from .table import Line, Table
 from .task import Task, digest
 
 TASKS: dict[str, Task] = {task.name: task for task in (Later(), Mass(), Reasoning())}
-VERSIONS = {
-    "kvpatch": kvpatch.__version__,
-    "torch": torch.__version__,
-    "transformers": transformers.__version__,
-    "python": platform.python_version(),
-}
+VERSIONS = where()["versions"]
 
 
 def find_lines(folder: Path, task: str, model: str) -> Path:
