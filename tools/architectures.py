@@ -26,7 +26,7 @@ from transformers.models.auto import modeling_auto
 import kvpatch
 from kvpatch.arch.automatic import AutomaticAdapter
 from kvpatch.hooks.target import Target
-from tools.docs_tables import markdown
+from tools.bench.lines import rows as markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 CAUSAL: dict[str, Any] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -140,13 +140,9 @@ def _kinds(title: str, verdicts: list[Verdict]) -> Iterator[str]:
     yield markdown(("type", "class", "served by"), [(f"`{one.kind}`", f"`{one.model}`", _row(one)) for one in served])
     refused = [one for one in verdicts if one.by in CAUSES]
     if refused:
-        rows = [
-            (cause, ", ".join(f"`{one.kind}`" for one in refused if one.by == cause))
-            for cause in CAUSES
-            if any(one.by == cause for one in refused)
-        ]
+        rows = [(cause, ", ".join(f"`{one.kind}`" for one in refused if one.by == cause)) for cause in CAUSES]
         yield f"{len(refused)} are refused, before the model is touched, and the error says why:"
-        yield markdown(("what it has", "types"), rows)
+        yield markdown(("what it has", "types"), [row for row in rows if row[1]])
     unbuilt = [one for one in verdicts if one.by == UNBUILT]
     if unbuilt:
         yield f"Of {len(unbuilt)} no model was built, for their configuration class needs more than its defaults, or a package:"
@@ -155,18 +151,6 @@ def _kinds(title: str, verdicts: list[Verdict]) -> Iterator[str]:
 
 def _row(verdict: Verdict) -> str:
     return f"row `{verdict.detail}`" if verdict.by == ROW else "automatic row"
-
-
-def listed(text: str) -> dict[str, str]:
-    """Return the types of a page, and the heading or row that each stands under."""
-    found = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if line.startswith("| `"):
-            found[cells[0].strip("`")] = cells[-1]
-        elif line.startswith("| ") and len(cells) == 2:
-            found |= dict.fromkeys(re.findall(r"`([^`]+)`", cells[1]), cells[0])
-    return found
 
 
 def main(

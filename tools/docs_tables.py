@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import kvpatch
@@ -16,7 +16,9 @@ from kvpatch.policies import POLICIES, Policy
 from kvpatch.policies.facts import COMMON, PAPERS
 from kvpatch.policies.served import NEED, QUIET, REFUSED
 from kvpatch.policies.uses import USES
-from tools.bench.__main__ import read, tables
+from tools.bench.__main__ import tables
+from tools.bench.lines import read
+from tools.bench.lines import rows as markdown
 from tools.evidence import agents, bits, chooser, grpo_table, quotas, refits
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -65,11 +67,6 @@ MEMBERS = {
     "Adapter": ("project", "output", "kv_shape", "value_size"),
 }  # fmt: skip
 """Public members of these classes; of any other all that have a docstring."""
-
-
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a Markdown table."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
 
 
 def policies(_: str) -> str:

@@ -7,11 +7,23 @@ import transformers
 from packaging.version import Version
 
 from tests.helpers.marks import slow_but
-from tools.architectures import AUTOMATIC, CAUSAL, GIVEN, IMAGE, PAGE, ROW, UNBUILT, Verdict, judge, listed, page
+from tools.architectures import AUTOMATIC, CAUSAL, GIVEN, IMAGE, PAGE, ROW, UNBUILT, Verdict, judge, page
 
 TEXT = PAGE.read_text(encoding="utf-8")
 MADE_WITH = re.search(r"with transformers (\S+)\.", TEXT)[1]
 installed = Version(transformers.__version__)
+
+
+def listed(text):
+    """Return the types of a page, and the heading or row that each stands under."""
+    found = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("| `"):
+            found[cells[0].strip("`")] = cells[-1]
+        elif line.startswith("| ") and len(cells) == 2:
+            found |= dict.fromkeys(re.findall(r"`([^`]+)`", cells[1]), cells[0])
+    return found
 
 
 @pytest.mark.skipif(installed < Version(MADE_WITH), reason="the page is of a later transformers")

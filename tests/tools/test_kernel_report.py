@@ -81,8 +81,8 @@ found = {}
 for C, B, offset in product((17, 128, 1025, 2048, 4097, 5000, 20_000), (1, 3), (0, 1)):
     for statistics, value in ((("sum", "squares"), "mean"), (("gumbel",), "gumbel")):
         call = report.Call("", "decode", report.decode_step(statistics, value, C, B, offset, sliding=100, tau=1.5))
-        for kernel, args, kwargs in report.launches(call, 16, 2):
-            found.setdefault((kernel.__name__, value), set()).add(report.special(kernel, args, kwargs))
+        for kernel, binary in report.compile_call(call, 16, 2):
+            found.setdefault((kernel, value), set()).add(binary)
 print(sorted((*names, len(kinds)) for names, kinds in found.items()))
 """
 
@@ -96,8 +96,7 @@ def test_a_new_length_compiles_nothing(tmp_path):
 
 STARVED = """
 from tools.bench import kernel_report as report
-kernel, args, kwargs = report.launches(report.CALLS[0], 128, 4)[0]
-row = report.measure(90, "starved", 128, 4, "split_kernel", report.compiled(kernel, args, kwargs | {"maxnreg": 32}))
+row = report.measure(90, "starved", 128, 4, *report.compile_call(report.CALLS[0], 128, 4, maxnreg=32)[0])
 print(row.spills, row.stack > 0, row.LDL > 0, row.STL > 0)
 report.main(["encode"])
 """

@@ -50,9 +50,9 @@ def test_a_unit_is_a_whole_run(worker):
 def test_every_policy_keeps_half_of_the_prompt_and_then_everything(worker, case):
     seen, forward = [], peer_worker.forward
 
-    def spy(model, ids, past=None, at=None):
-        found = forward(model, ids, past, at)
-        seen.append((found[0], ids.shape[1], at))
+    def spy(model, ids, past=None, position_ids=None):
+        found = forward(model, ids, past, position_ids=position_ids)
+        seen.append((found[0], ids.shape[1], position_ids))
         return found
 
     with pytest.MonkeyPatch.context() as patch:

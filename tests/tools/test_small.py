@@ -86,7 +86,7 @@ class Toy(Task):
         return [UNPATCHED, *(set_policy(name, 0.5) for name in policies or ("window", "tova", "random"))]
 
     def samples(self, count):
-        return [Sample(str(i), i, {"scenario": "odd" if i % 2 else "even"}, digest(i)) for i in range(count)]
+        return [Sample(str(i), i, digest(i)) for i in range(count)]
 
     def run(self, model, setting, samples):
         for sample in samples:
@@ -110,15 +110,14 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
     assert [line.get("error") for line in more] == [None, None, "it cannot", None], "with other samples it may run"
 
 
-def test_means_differences_parts_and_errors(tmp_path):
+def test_means_differences_and_errors(tmp_path):
     lines = [line for name in ("llama-0", "llama-1", "gpt2-0") for line in runs.measure(Toy(), name, None, tmp_path / name, 4)]
     table = Table(lines)
-    assert (table.labels, table.budgets, table.scenarios) == (["window", "tova", "random"], [0.5], ["even", "odd"])
+    assert (table.labels, table.budgets) == (["window", "tova", "random"], [0.5])
     assert (table.mean(WHOLE, "score").mean, table.count_samples()) == (pytest.approx(0.15), 12)
     assert table.difference(("window", 0.5), WHOLE, "score").mean == pytest.approx(-0.1)
-    assert table.select("odd").mean(WHOLE, "score").mean == pytest.approx(0.2)
     assert table.mean(("tova", 0.5), "score") is None
-    assert table.select("odd").list_errors() == ["- `tova` does not run on llama-0, llama-1, gpt2-0: it cannot (k = 0.5)"]
+    assert table.list_errors() == ["- `tova` does not run on llama-0, llama-1, gpt2-0: it cannot (k = 0.5)"]
 
 
 # ---- tasks ----

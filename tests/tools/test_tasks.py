@@ -11,9 +11,10 @@ from tests.helpers.marks import slow_but
 from tools.training import cards as train_cards
 from tools.training import tasks, train
 
-NAMES = sorted(tasks.shipped())
+CARDS = {name: json.loads((folder / "card.json").read_text()) for name, folder in tasks.shipped().items()}
+NAMES = sorted(CARDS)
 WALKERS = [name for name in NAMES if train.RECIPES[train.SHIPPED[name][0]].walks]
-SYNTHETIC = [name for name in NAMES if "accuracy" in train.card_of(name) and name not in WALKERS]
+SYNTHETIC = [name for name in NAMES if "accuracy" in CARDS[name] and name not in WALKERS]
 
 
 def words(row) -> list[str]:
@@ -141,7 +142,7 @@ def test_tokenizer_words_and_any_text():
 def test_every_shipped_model_has_its_card_and_no_other():
     assert set(NAMES) == set(train.SHIPPED)
     for name, (recipe, seed) in train.SHIPPED.items():
-        card = json.loads((tasks.shipped()[name] / "card.json").read_text())
+        card = CARDS[name]
         assert card["name"] == name
         assert card["seed"] == seed
         assert card["architecture"] == train.RECIPES[recipe].architecture
@@ -174,7 +175,7 @@ def test_one_step_moves_every_parameter_and_muon_has_the_hidden_matrices(recipe)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_committed_model_loads_and_its_tokenizer_round_trips(name):
     model, tokenizer = tasks.load(name)
-    card = json.loads((tasks.shipped()[name] / "card.json").read_text())
+    card = CARDS[name]
     assert model.num_parameters() == card["parameters"]
     assert model.config.use_cache
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id

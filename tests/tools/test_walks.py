@@ -1,10 +1,11 @@
 """Walks: every trace is checked against a walk by hand."""
 
+import json
 import random
 
 import pytest
 
-from tools.training import tasks, train, walks
+from tools.training import tasks, walks
 
 
 def book(words: list[str]) -> tuple[dict[str, list[str]], str]:
@@ -30,7 +31,8 @@ def walked(exits: dict[str, list[str]], start: str) -> list[str]:
 def test_a_trace_is_what_a_walk_by_hand_writes_and_takes_every_edge_once(nodes, exits):
     batch = walks.walk(random.Random(0), 5, nodes=nodes, exits=exits)
     assert batch.prompt_length == walks.prompt_tokens(nodes, exits)
-    assert batch.continuation_BT.shape[1] == walks.trace_tokens(nodes, exits)
+    # a visit writes a mark, the node, what remains and the next node; <eos> ends the walk
+    assert batch.continuation_BT.shape[1] == nodes * sum(3 + exits - visit for visit in range(1, exits + 1)) + 1
     for prompt, trace in zip(batch.prompt_BT.tolist(), batch.continuation_BT.tolist(), strict=True):
         graph, start = book([tasks.WORDS[token] for token in prompt])
         assert len(graph) == nodes
@@ -73,7 +75,7 @@ def test_training_rows_weigh_the_trace_alone():
 
 
 def test_the_committed_model_walks():
-    card = train.card_of("llama-walks-0")
+    card = json.loads((tasks.shipped()["llama-walks-0"] / "card.json").read_text())
     found = walks.accuracies(tasks.load("llama-walks-0")[0], 4)
     assert found["visits"] >= 0.9
     assert card["accuracy"]["visits"] >= 0.95

@@ -36,7 +36,6 @@ the machine's memory and multipliers, measured first, would need at least (roofl
 from . import counting as counting  # first: it sets what Triton reads when it is imported
 
 # isort: split
-import json
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -53,22 +52,7 @@ from . import paper, peer
 from .decode import decode_lines, plain_lines, ragged_lines
 from .launches import launch_lines
 from .launches import markdown as launches_markdown
-from .lines import (
-    ARCH_POLICIES,
-    BLOCK_POLICIES,
-    CASES,
-    DECODE_LENGTHS,
-    DECODE_POLICIES,
-    FLOOR,
-    HOST_POLICIES,
-    ONE_ARCH,
-    POLICIES,
-    PROMPT_POLICIES,
-    Line,
-    cells,
-    markdown,
-    show,
-)
+from .lines import CASES, DECODE_POLICIES, FLOOR, HOST_POLICIES, POLICIES, Line, cells, keep, markdown, read
 from .models import CUT, WHOLE_TO
 from .prompt import prompt_line
 from .replay import replay_lines
@@ -99,28 +83,16 @@ def plan(case: str, policies: str, lengths: list[int], folder: str | None = None
 
     folder: of a model that takes the architecture's place in cases that know any.
     """
-    if folder is not None:
-        for one in chosen("prompt,decode" if case == "all" else case, (), ("prompt", "decode", "block")):
-            defaults = {"prompt": PROMPT_POLICIES, "decode": (FLOOR, *HOST_POLICIES)}.get(one, BLOCK_POLICIES)
-            names = chosen(policies, defaults, (FLOOR, *POLICIES))
-            yield from ((one, folder, names, n) for n in lengths or (2048,))
-        return
-    for one in CASES if case == "all" else chosen(case, CASES, CASES):
-        if one == "decode":
-            names = chosen(policies, (FLOOR, "full", *DECODE_POLICIES), (FLOOR, *POLICIES))
-            yield from (("decode", "llama", names, n) for n in lengths or DECODE_LENGTHS)
-        elif one in ONE_ARCH:
-            arch, defaults, length = ONE_ARCH[one]
-            names = chosen(policies, defaults, (*POLICIES, *defaults))
-            yield from ((one, arch, names, n) for n in lengths or (length,))
-        else:
-            names = chosen(policies, PROMPT_POLICIES if one == "prompt" else ARCH_POLICIES, tuple(POLICIES))
-            # two layers tell what twelve do where layers are nearly all of the time
-            yield from (
-                (one, arch, names, n)
-                for n in lengths or (2048,)
-                for arch in (("mpt", "gptj") if one == "arch" else (CUT if n > WHOLE_TO else "llama",))
-            )
+    known = CASES if folder is None else {name: CASES[name] for name in ("prompt", "decode", "block")}
+    every = CASES if folder is None else ("prompt", "decode")
+    for one in every if case == "all" else chosen(case, (), known):
+        archs, defaults, own_lengths = known[one]
+        if folder is not None:
+            archs, defaults, own_lengths = (folder,), (FLOOR, *HOST_POLICIES) if one == "decode" else defaults, (2048,)
+        names = chosen(policies, defaults, (*POLICIES, *defaults))
+        for n in lengths or own_lengths:
+            for arch in archs:  # two layers tell what twelve do where layers are nearly all of the time
+                yield one, CUT if one == "prompt" and arch == "llama" and n > WHOLE_TO else arch, names, n
 
 
 # cases that measure all policies on one model
@@ -154,7 +126,6 @@ def on_gpu(
     case: str, device: str, tiny: bool, policies: str, lengths: list[int], batches: list[int], repeats: int
 ) -> Iterable[Line]:
     """The lines of one case of the GPU suite or of all."""
-    paper.need_device(device, tiny)
     names = chosen(policies, (), (*bench_gpu.POLICIES, *DECODE_POLICIES))
     for one in bench_gpu.CASES if case == "gpu" else chosen(case, (), bench_gpu.CASES):
         yield from bench_gpu.lines(one, device, tiny, names, lengths, batches, repeats)
@@ -172,37 +143,24 @@ TABLES = (
 )
 
 
-def read(path: Path) -> list[Line]:
-    """A file of JSON lines."""
-    if not path.exists():
-        raise typer.BadParameter(f"there is no {path}: give a file of JSON lines")
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-
-
 def tables(lines: list[Line]) -> str:
     """Markdown: a table for each kind of case that is there."""
     parts = [(table, [line for line in lines if line["case"] in cases]) for cases, table in TABLES]
     return "\n\n".join(table(own) for table, own in parts if own)
 
 
-def keep(lines: Iterable[Line], path: Path | None) -> list[Line]:
-    """All lines, each appended to the file, and told, when it comes."""
-    kept = []
-    for line in lines:
-        kept.append(line)
-        said = cells(line) if line["case"] in TABLES[0][0] else (line["case"], line["policy"], str(line["n"]))
-        print(" ".join(cell for cell in said if cell), flush=True)
-        if path is not None:
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-    return kept
+def tell(line: Line) -> str:
+    """A line for the terminal when it is measured."""
+    said = cells(line) if line["case"] in TABLES[0][0] else (line["case"], line["policy"], str(line["n"]))
+    return " ".join(cell for cell in said if cell)
 
 
-def show_times(lines: list[Line]) -> list[Line]:
-    """Show the lines that have times on the terminal; return the others."""
-    if timed := [line for line in lines if "ms" in line]:
-        show(timed)
-    return [line for line in lines if "ms" not in line]
+def on_cpu(counts: list[int], rows: list[tuple[str, str, list[str], int]], repeats: int, tiny: bool) -> Iterable[Line]:
+    """The lines of the plan, with each number of threads."""
+    for count in counts:
+        torch.set_num_threads(count)
+        for row in rows:
+            yield from measure(*row, repeats, tiny)
 
 
 # ---- command line ----
@@ -235,22 +193,18 @@ def main(
     counts, path = threads_of(threads), None if folder is None else str(folder.resolve())
     torch.set_num_threads(counts[0])
     sizes, rows = numbers(lengths, "--lengths"), numbers(batches, "--batches")
+    lines: Iterable[Line]
+    if other:
+        lines = peer.lines(other, [name for name in policies.split(",") if name], sizes, repeats, tiny)
+    elif from_paper:
+        chosen(from_paper, (), PAPERS)
+        lines = paper.lines(device, tiny, chosen(policies, (), tuple(paper.BUDGETS)), sizes, rows)
+    elif case.startswith("gpu"):
+        lines = on_gpu(case, device, tiny, policies, sizes, rows, repeats)
+    else:
+        lines = on_cpu(counts, list(plan(case, policies, sizes, path)), repeats, tiny)
     with torch.no_grad():
-        if other:
-            lines = keep(peer.lines(other, [name for name in policies.split(",") if name], sizes, repeats, tiny), json_file)
-        elif from_paper:
-            chosen(from_paper, (), PAPERS)
-            lines = keep(paper.lines(device, tiny, chosen(policies, (), tuple(paper.BUDGETS)), sizes, rows), json_file)
-        elif case.startswith("gpu"):
-            lines = keep(on_gpu(case, device, tiny, policies, sizes, rows, repeats), json_file)
-        else:
-            lines = []
-            for count in counts:
-                torch.set_num_threads(count)
-                every = (line for row in plan(case, policies, sizes, path) for line in measure(*row, repeats, tiny))
-                lines += keep(every, json_file)
-            lines = show_times(lines)
-    print(tables(lines))
+        print(tables(keep(lines, json_file, tell)))
 
 
 if __name__ == "__main__":

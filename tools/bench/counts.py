@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn import Parameter
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import kvpatch
@@ -24,7 +24,7 @@ from kvpatch.hooks.graph import StepGraph
 from .counting import counting
 from .launches import Figure, counted, options, over_depths
 from .lines import HOST_ARCH, K, Line, latest, record, rows
-from .models import build, narrow, tokens
+from .models import build, build_narrow, tokens
 
 STEPS = 1000  # of a compiled forward
 PROMPTS, SHORTEST, LONGEST = 100, 64, 256  # of captured steps: tokens
@@ -44,11 +44,6 @@ class KeptStep:
         pass
 
 
-def _model(positions: int, layers: int) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(narrow(positions, layers), attn_implementation="sdpa").eval()
-
-
 @torch.no_grad()
 def engine_waits(policy: str) -> dict[str, Figure]:
     """Waits of passes of transformers' engine: four prompts read, their four requests joined, the same requests decoded."""
@@ -59,7 +54,7 @@ def engine_waits(policy: str) -> dict[str, Figure]:
 
 def _engine_passes(policy: str, layers: int) -> list[int]:
     """Count the waits of each pass of four requests that begin together."""
-    model, passes = _model(max(REQUESTS) + NEW, layers), list[int]()
+    model, passes = build_narrow(max(REQUESTS) + NEW, layers), list[int]()
     forward = model.forward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +75,7 @@ def _engine_passes(policy: str, layers: int) -> list[int]:
 @torch.no_grad()
 def compiled_graphs(policy: str, steps: int = STEPS) -> int:
     """Count the graphs that torch.compile makes of so many decode steps after a prompt of 64 tokens; every guard is checked."""
-    model = _model(64 + steps, 1)
+    model = build_narrow(64 + steps, 1)
     ids = tokens(model, 64 + steps)
     counters.clear()
     torch.compiler.reset()
@@ -100,7 +95,7 @@ def kept_by_graphs(policy: str, k: float = K, prompts: int = PROMPTS) -> dict[st
     Returns:
         captures; bytes alive, and `caches`, the same in keys and values of the longest prompt's cache.
     """
-    model = _model(LONGEST + 4, 2)
+    model = build_narrow(LONGEST + 4, 2)
     lengths = [*random.Random(0).sample(range(SHORTEST, LONGEST), prompts - 1), LONGEST]
     with kvpatch.patched(model, policy, k=k, **options(policy)) as patch:  # type: ignore[arg-type]
         grows = patch.settings.policy.schedule == "prompt"

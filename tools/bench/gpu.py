@@ -27,7 +27,7 @@ import kvpatch
 from . import paper
 from .decode import floor
 from .lines import Line, latest, number, rows, where
-from .memory import peak, reset_peak
+from .memory import measure_growth
 from .models import build, cache_bytes, forward, tokens, twin
 from .prompt import summary
 from .roofline import Ceilings, beside, ceilings, decode_ms, fastest, prompt_ms
@@ -127,25 +127,18 @@ def prompts(
                 for _ in range(repeats + 1):
                     pairs.append(tuple(forward(one, ids)[1] for one in (model, other)))
                 unpatched, patched = (extra_memory(one, ids) for one in (model, other))
-                backend = backend_of(patch, other, ids[:, :TINY])
+                past = forward(other, ids[:, :TINY])[0]  # a report is of caches that are there
+                backend = patch.report().backend if past.get_seq_length() else ""
             figures = summary(pairs[1:]) | {"backend": backend, "bytes_unpatched": unpatched, "bytes": patched}
             figures |= {"memory_ratio": patched / max(unpatched, 1)} | beside(figures["ms"], prompt_ms(model, n, best), best)
             yield {"arch": "llama-8b", "parameters": model.num_parameters(), "policy": policy, "n": n, **figures}
 
 
-def backend_of(patch: kvpatch.Patch, model: PreTrainedModel, ids: Tensor) -> str:
-    """Which backend serves a prompt, as the report of one tells."""
-    past, _ = forward(model, ids)
-    return patch.report().backend if past.get_seq_length() else ""
-
-
 def extra_memory(model: PreTrainedModel, ids: Tensor) -> int:
     """Bytes that a prompt takes at most beside what is there already."""
-    gc.collect()
     if ids.device.type == "cpu":
-        before = reset_peak()
-        forward(model, ids)
-        return peak() - before
+        return measure_growth(lambda: forward(model, ids))
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

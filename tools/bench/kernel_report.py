@@ -2,8 +2,8 @@
 
 `python -m tools.bench.kernel_report [sm_90 ...] [name ...]` compiles them, for bfloat16 where a row does not say float32, and
 prints a table, for sm_90 if no chip is named; names select rows by their beginning. A row of CALLS names a function of the
-backend: it is called on CPU tensors while stand-ins record the launches of its module's kernels, and every launch is compiled
-with the arguments, warps and stages that it had. No second description of a kernel can go stale. Needs Triton with its NVIDIA
+backend: it is called on CPU tensors while stand-ins take the place of its module's kernels, and every launch is compiled with
+the arguments, warps and stages that it had. No second description of a kernel can go stale. Needs Triton with its NVIDIA
 tools, and TRITON_INTERPRET unset.
 """
 
@@ -25,7 +25,6 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kvpatch.backends.entries import FULL, centre_codecs, codecs
 from kvpatch.errors import KVPatchError
@@ -36,9 +35,7 @@ SHAPES = tuple((D, G) for D in (64, 128) for G in (1, 4))
 ONE_SHAPE = ((128, 4),)
 NARROW_SHAPES = (*SHAPES, (96, 4), (256, 8))
 FLOAT, FLOAT_SHAPES = torch.float32, ((64, 4), (128, 4))
-TYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "i1",
-}  # fmt: skip
+Run = Callable[[Any, int, int], object]
 ALL = ("sum", "squares", "count", "gumbel", "observed")
 
 
@@ -48,7 +45,7 @@ class Call:
 
     name: str
     module: str
-    run: Callable[[Any, int, int], object]
+    run: Run
     shapes: Sequence[tuple[int, int]] = SHAPES
 
 
@@ -94,7 +91,7 @@ def decode_step(
     page: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     **geometry: Any,
-) -> Callable[[Any, int, int], object]:
+) -> Run:
     """A step whose heads hold different numbers of tokens, with windows protected.
 
     offset: entries before a tensor in memory, as in a view of stacked layers. bits: of keys and values. page: slots of an
@@ -124,22 +121,20 @@ def decode_step(
     return run
 
 
-def _extra(G: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of tensors that a prompt's kernels may be given besides."""
-    return {"slopes_HG": (H, G), "sinks_HG": (H, G), "noise_BHTG": (1, H, Q, G), "lse_BHGQ": (1, H, G, Q)}
+def _prompt(extra: tuple[str, ...], D: int, G: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Queries, keys and values of a prompt, its positions and rows, and the `extra` tensors that its kernels may be given."""
+    shapes = {"slopes_HG": (H, G), "sinks_HG": (H, G), "noise_BHTG": (1, H, Q, G), "lse_BHGQ": (1, H, G, Q)}
+    qkv = [_some(*shape, dtype=dtype) for shape in ((1, H, G, Q, D), (1, H, Q, D), (1, H, Q, D))]
+    places = [torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)]
+    return qkv, places, {name: torch.ones(shape) for name, shape in shapes.items() if name in extra}
 
 
-def _forward(
-    *extra: str, values: bool = True, dtype: torch.dtype = torch.bfloat16, **options: Any
-) -> Callable[[Any, int, int], object]:
+def _forward(*extra: str, values: bool = True, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Run:
     """A prompt's attention, or its normalizers alone. extra: tensors to pass besides."""
 
     def run(module: Any, D: int, G: int) -> object:
-        positions_BHT, rows_BQ = torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)
-        tensors = {name: torch.ones(shape) for name, shape in _extra(G).items() if name in extra}
-        q_BHGQD, k_BHTD = _some(1, H, G, Q, D, dtype=dtype), _some(1, H, Q, D, dtype=dtype)
-        v_BHTD = _some(1, H, Q, D, dtype=dtype) if values else None
-        return module.attend(q_BHGQD, k_BHTD, v_BHTD, positions_BHT, rows_BQ, scale=1.0, **tensors, **options)
+        (q_BHGQD, k_BHTD, v_BHTD), places, tensors = _prompt(extra, D, G, dtype)
+        return module.attend(q_BHGQD, k_BHTD, v_BHTD if values else None, *places, scale=1.0, **tensors, **options)
 
     return run
 
@@ -148,32 +143,24 @@ def _deaths() -> dict[str, Tensor]:
     return {"deaths_BHT": torch.zeros(1, H, Q, dtype=torch.int32)}
 
 
-def _backward(*extra: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[Any, int, int], object]:
+def _backward(*extra: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Run:
     """The gradients of a replay's attention. extra: tensors to pass besides."""
 
     def run(module: Any, D: int, G: int) -> object:
-        positions_BHT, rows_BQ = torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)
-        tensors = {name: torch.ones(shape) for name, shape in _extra(G).items() if name in extra}
-        q_BHGQD, k_BHTD, v_BHTD = _some(1, H, G, Q, D, dtype=dtype), *(_some(1, H, Q, D, dtype=dtype) for _ in range(2))
-        attended = *_deaths().values(), q_BHGQD, torch.zeros(1, H, G, Q), q_BHGQD
-        return module.gradients(q_BHGQD, k_BHTD, v_BHTD, positions_BHT, rows_BQ, *attended, scale=1.0, **tensors, **options)
+        qkv, places, tensors = _prompt(extra, D, G, dtype)
+        attended = *_deaths().values(), qkv[0], torch.zeros(1, H, G, Q), qkv[0]
+        return module.gradients(*qkv, *places, *attended, scale=1.0, **tensors, **options)
 
     return run
 
 
-def _columns(
-    names: tuple[str, ...], *extra: str, dtype: torch.dtype = torch.bfloat16, **options: Any
-) -> Callable[[Any, int, int], object]:
+def _columns(names: tuple[str, ...], *extra: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Run:
     """A prompt's statistics. extra: tensors to pass besides."""
 
     def run(module: Any, D: int, G: int) -> object:
-        positions_BHT, rows_BQ = torch.zeros(1, H, Q, dtype=torch.long), torch.zeros(1, Q, dtype=torch.long)
-        lse_BHGQ, keys_BHQ = torch.zeros(1, H, G, Q), torch.ones(1, H, Q)
-        q_BHGQD, k_BHTD = _some(1, H, G, Q, D, dtype=dtype), _some(1, H, Q, D, dtype=dtype)
-        tensors = {name: torch.ones(shape) for name, shape in _extra(G).items() if name in extra}
-        return module.column_statistics(
-            q_BHGQD, k_BHTD, positions_BHT, rows_BQ, lse_BHGQ, names, scale=1.0, keys_BHQ=keys_BHQ, **tensors, **options
-        )
+        (q_BHGQD, k_BHTD, _), places, tensors = _prompt(extra, D, G, dtype)
+        lse_BHGQ, weights = torch.zeros(1, H, G, Q), {"scale": 1.0, "keys_BHQ": torch.ones(1, H, Q)}
+        return module.column_statistics(q_BHGQD, k_BHTD, *places, lse_BHGQ, names, **weights, **tensors, **options)
 
     return run
 
@@ -224,18 +211,35 @@ CALLS = (
 )
 
 
-class _Noted:
-    """Stands for a kernel and notes the arguments of its launches."""
+@dataclass(frozen=True)
+class Chip:
+    """Stands for the driver of a GPU that is not there: Triton compiles for it."""
 
-    def __init__(self, kernel: triton.JITFunction, launches: list[tuple[triton.JITFunction, tuple, dict]]) -> None:
-        self.kernel, self.launches = kernel, launches
+    number: int
+
+    def get_current_device(self) -> int:
+        return self.number  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.number, 32)
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """Stands for a kernel and notes its launches."""
+
+    kernel: triton.JITFunction
+    launches: list[tuple[triton.JITFunction, tuple, dict]]
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
 
 
-def launches(call: Call, D: int, G: int, chip: int = 90) -> list[tuple[triton.JITFunction, tuple, dict]]:
-    """What `call` would start on sm_`chip`: kernels with their arguments and options."""
+def compile_call(call: Call, D: int, G: int, chip: int = 90, **options: Any) -> list[tuple[str, Any]]:
+    """What `call` would start on sm_`chip`: names of kernels, and the kernels compiled. options: of Triton's, for all."""
     module = importlib.import_module(f"kvpatch.backends.triton.{call.module}")
     kernels = {name: value for name, value in vars(module).items() if isinstance(value, triton.JITFunction)}
     if not kernels:
@@ -248,54 +252,8 @@ def launches(call: Call, D: int, G: int, chip: int = 90) -> list[tuple[triton.JI
         call.run(module, D, G)
     finally:
         vars(module).update(before)
-    return found
-
-
-@dataclass(frozen=True)
-class Special:
-    """What a launch's arguments make constant in a kernel: launches that agree in it share one compiled kernel."""
-
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[tuple[int, ...], object], ...]
-    aligned: tuple[tuple[int, ...], ...]
-    options: tuple[tuple[str, object], ...]
-
-
-def special(kernel: triton.JITFunction, args: tuple, kwargs: dict) -> Special:
-    """The specialisation of a launch, by Triton's own rules: None and 1 are constants, multiples of 16 are known to be such."""
-    options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
-    given = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in kwargs.items() if k not in options}
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], object] = {}
-    aligned: list[tuple[int, ...]] = []
-    for param in kernel.params:
-        value, at = given.get(param.name, param.default), (param.num,)
-        whole = isinstance(value, int) and not isinstance(value, bool) and not param.do_not_specialize
-        if param.is_constexpr or value is None or (whole and value == 1):
-            signature[param.name], constants[at] = "constexpr", value
-            continue
-        signature[param.name] = _type(value)
-        pointer = isinstance(value, Tensor) and not param.do_not_specialize_on_alignment and value.data_ptr() % 16 == 0
-        if pointer or (whole and value % 16 == 0):
-            aligned.append(at)
-    return Special(tuple(signature.items()), tuple(constants.items()), tuple(aligned), tuple(options.items()))
-
-
-def compiled(kernel: triton.JITFunction, args: tuple, kwargs: dict, chip: int = 90) -> Any:
-    """The kernel for sm_`chip`, specialised to its arguments as a launch would."""
-    found = special(kernel, args, kwargs)
-    aligned = {at: [["tt.divisibility", 16]] for at in found.aligned}
-    source = ASTSource(kernel, dict(found.signature), dict(found.constants), aligned)
-    return triton.compile(source, target=GPUTarget("cuda", chip, 32), options=dict(found.options))
-
-
-def _type(value: object) -> str:
-    """Triton's name for the type of a launch's argument."""
-    if isinstance(value, Tensor):
-        return f"*{TYPES[value.dtype]}"
-    if isinstance(value, bool):
-        return "i1"
-    return "i32" if isinstance(value, int) else "fp32"
+    triton.runtime.driver.set_active(Chip(chip))
+    return [(kernel.__name__, kernel.warmup(*args, grid=(1,), **kwargs | options)) for kernel, args, kwargs in found]
 
 
 def measure(chip: int, call: str, D: int, G: int, kernel: str, binary: Any) -> Row:
@@ -326,8 +284,7 @@ def rows(names: Sequence[str] = (), chips: Sequence[int] = (90,)) -> list[Row]:
     found = []
     for chip, call in product(chips, calls):
         for D, G in call.shapes:
-            for kernel, args, kwargs in launches(call, D, G, chip):
-                found.append(measure(chip, call.name, D, G, kernel.__name__, compiled(kernel, args, kwargs, chip)))
+            found += [measure(chip, call.name, D, G, *compiled) for compiled in compile_call(call, D, G, chip)]
     return found
 
 

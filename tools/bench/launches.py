@@ -12,14 +12,14 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import kvpatch
 
 from .counting import Counting, counting, launching, unlaunched
 from .decode import alternate
 from .lines import HOST_ARCH, K, Line, latest, number, record, rows
-from .models import build, forward, narrow, tokens, twin
+from .models import build, build_narrow, forward, tokens, twin
 
 UNPATCHED = "unpatched"
 PATHS = ("torch", "triton")
@@ -72,8 +72,7 @@ def _counts(
     policy: str, path: str, layers: int, n: int, batch: int, masked: bool, own: dict[str, int]
 ) -> tuple[Counting, Counting]:
     """What the prompt and one later decode step of a narrow Llama ask of a device."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(narrow(n + SETTLED + 1, layers), attn_implementation="sdpa").eval()
+    model = build_narrow(n + SETTLED + 1, layers)
     ids = tokens(model, n + SETTLED + 1, batch)
     mask = torch.ones_like(ids[:, :n]) if masked else None
     if mask is not None:
@@ -89,7 +88,7 @@ def _counts(
 
 def _prompt_and_step(model: PreTrainedModel, ids: torch.Tensor, n: int, mask: torch.Tensor | None) -> tuple[Counting, Counting]:
     with counting() as prompt:
-        past = forward(model, ids[:, :n], mask=mask)[0]
+        past = forward(model, ids[:, :n], attention_mask=mask)[0]
     for t in range(n, n + SETTLED):
         forward(model, ids[:, t : t + 1], past)
     with counting() as step:

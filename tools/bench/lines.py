@@ -1,16 +1,17 @@
 """What the benchmark promises, its JSON lines, and the tables made of them."""
 
+import json
 import os
 import platform
 import re
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
+import typer
 from transformers import PreTrainedModel
 
 import kvpatch
@@ -20,7 +21,6 @@ from kvpatch.policies.needs import Calibrated
 Line = dict[str, Any]
 K = 0.5
 FLOOR = "floor"
-CASES = ("prompt", "decode", "arch", "ragged", "block", "host", "batch", "launches", "replay", "counts")
 PROMPT_POLICIES = ("window", "streaming_llm", "snapkv", "tova", "h2o", "roco", "scissorhands", "keyformer", "critical_snapkv")
 DECODE_POLICIES = tuple(
     name for name, p in POLICIES.items() if p.schedule == "both" and p.evicts and not p.needs.find(Calibrated)
@@ -35,60 +35,55 @@ HOST_ARCH, HOST_LENGTH = "llama-narrow", 256
 BATCH_POLICIES = ("h2o", "roco", "keyformer", "snapkv", "adakv", "critical_adakv")
 BATCH_ARCH, BATCH, BATCH_LENGTH = "llama-even", 8, 1024
 REPLAY_ARCH, REPLAY_POLICIES, REPLAYED = "llama", ("h2o",), {"k": 256, "block": 16}
-# cases of one architecture: that, the policies and the prompt length where none are given
-ONE_ARCH = {
-    "ragged": ("llama", RAGGED_POLICIES, 2048),
-    "block": ("llama", BLOCK_POLICIES, 16384),
-    "host": (HOST_ARCH, HOST_POLICIES, HOST_LENGTH),
-    "launches": (HOST_ARCH, LAUNCH_POLICIES, HOST_LENGTH),
-    "counts": (HOST_ARCH, COUNT_POLICIES, 64),
-    "batch": (BATCH_ARCH, BATCH_POLICIES, BATCH_LENGTH),
-    "replay": (REPLAY_ARCH, REPLAY_POLICIES, 2048),
+DECODE_LENGTHS = (2048, 4096, 8192)
+# the cases of the CPU: architectures, policies and prompt lengths where nothing else is asked for
+CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]] = {
+    "prompt": (("llama",), PROMPT_POLICIES, (2048,)),
+    "decode": (("llama",), (FLOOR, "full", *DECODE_POLICIES), DECODE_LENGTHS),
+    "arch": (("mpt", "gptj"), ARCH_POLICIES, (2048,)),
+    "ragged": (("llama",), RAGGED_POLICIES, (2048,)),
+    "block": (("llama",), BLOCK_POLICIES, (16384,)),
+    "host": ((HOST_ARCH,), HOST_POLICIES, (HOST_LENGTH,)),
+    "batch": ((BATCH_ARCH,), BATCH_POLICIES, (BATCH_LENGTH,)),
+    "launches": ((HOST_ARCH,), LAUNCH_POLICIES, (HOST_LENGTH,)),
+    "replay": ((REPLAY_ARCH,), REPLAY_POLICIES, (2048,)),
+    "counts": ((HOST_ARCH,), COUNT_POLICIES, (64,)),
 }
 ACCUMULATING = ("h2o", "roco", "keyformer")
-
-# what a figure may be at most, by prompt length
-PROMPT_LIMITS = {
-    2048: dict.fromkeys(("window", "streaming_llm", "tova", "critical_snapkv"), 1.05)
+BYTES_LIMIT, MEMORY_LIMIT = 0.51, 1.10
+# what figures may be at most, by case and prompt length: of policies the ratio, and what all of them share
+SPEED_LIMITS = {
+    ("prompt", 2048): dict.fromkeys(("window", "streaming_llm", "tova", "critical_snapkv"), 1.05)
     | dict.fromkeys(("snapkv", "pyramidkv"), 1.02)
     | dict.fromkeys(ACCUMULATING, 1.22)
     | {"scissorhands": 1.30},
-    4096: dict.fromkeys(ACCUMULATING, 1.27),
-    8192: {"h2o": 1.20, "roco": 1.25, "keyformer": 1.30},
+    ("prompt", 4096): dict.fromkeys(ACCUMULATING, 1.27),
+    ("prompt", 8192): {"h2o": 1.20, "roco": 1.25, "keyformer": 1.30},
+    ("decode", 4096): {"full": 0.85},
+    ("host", HOST_LENGTH): dict.fromkeys(POLICIES, 1.15) | {"full": 1.05},
+    ("batch", BATCH_LENGTH): dict.fromkeys(BATCH_POLICIES[:4], 0.56) | dict.fromkeys(BATCH_POLICIES[4:], 0.62),
 }
-DECODE_LENGTHS, FLOOR_LIMIT = (2048, 4096, 8192), 1.05
-FULL_LIMITS = {4096: 0.85}
-BYTES_LIMIT, MEMORY_LIMIT = 0.51, 1.10
-ARCH_LIMITS = {"ratio": 0.8, "memory_ratio": 0.5}
-RAGGED_LIMITS = {"ratio": 1.10, "bytes_ratio": 0.53}
-HOST_FULL_LIMIT, HOST_LIMIT = 1.05, 1.15
-BATCH_LIMITS = dict.fromkeys(BATCH_POLICIES[:4], 0.56) | dict.fromkeys(BATCH_POLICIES[4:], 0.62)
-REPLAY_LIMITS = {"ratio": 1.6, "memory_ratio": MEMORY_LIMIT}
-BLOCK_LIMITS = {"ratio": 0.8, "memory_ratio": 0.65, "entries": BUDGET + BLOCK}
+SHARED_LIMITS: dict[tuple[str, int], dict[str, float]] = {
+    ("arch", 2048): {"ratio": 0.8, "memory_ratio": 0.5},
+    ("ragged", 2048): {"ratio": 1.10, "bytes_ratio": 0.53},
+    ("replay", 2048): {"ratio": 1.6, "memory_ratio": MEMORY_LIMIT},
+    ("block", 16384): {"ratio": 0.8, "memory_ratio": 0.65},
+    **{("decode", n): {"over_floor": 1.05} for n in DECODE_LENGTHS},
+}
+ALWAYS = {
+    "prompt": {"memory_ratio": MEMORY_LIMIT},
+    "block": {"entries": BUDGET + BLOCK},
+    "decode": {"bytes_ratio": BYTES_LIMIT},
+}
 
 
 def limits(case: str, policy: str, n: int) -> dict[str, float]:
     """What a line's figures may be at most, by the name of the figure; empty where nothing is promised."""
-    if case == "ragged":
-        return RAGGED_LIMITS if n == 2048 else {}
-    if case == "host":
-        return {"ratio": HOST_FULL_LIMIT if policy == "full" else HOST_LIMIT} if n == HOST_LENGTH else {}
-    if case == "batch":
-        return {"ratio": BATCH_LIMITS[policy]} if n == BATCH_LENGTH and policy in BATCH_LIMITS else {}
-    if case == "replay":
-        return REPLAY_LIMITS if n == 2048 else {}
-    if case == "block":
-        return BLOCK_LIMITS if n == 16384 else {"entries": BLOCK_LIMITS["entries"]}
-    if case == "arch":
-        return ARCH_LIMITS if n == 2048 else {}
-    if case == "prompt":
-        speed = PROMPT_LIMITS.get(n, {}).get(policy)
-        return ({} if speed is None else {"ratio": speed}) | {"memory_ratio": MEMORY_LIMIT}
-    if case != "decode":
-        return {}
-    if policy in ("full", FLOOR):
-        return {"ratio": FULL_LIMITS[n]} if policy == "full" and n in FULL_LIMITS else {}
-    return ({"over_floor": FLOOR_LIMIT} if n in DECODE_LENGTHS else {}) | {"bytes_ratio": BYTES_LIMIT}
+    speed = SPEED_LIMITS.get((case, n), {}).get(policy)
+    found = {} if speed is None else {"ratio": speed}
+    if case == "decode" and policy in ("full", FLOOR):  # which evict nothing
+        return found
+    return found | SHARED_LIMITS.get((case, n), {}) | ALWAYS.get(case, {})
 
 
 def settings(case: str) -> Line:
@@ -137,6 +132,25 @@ def record(case: str, arch: str, policy: str, n: int, repeats: int, model: PreTr
     }
 
 
+def keep(lines: Iterable[Line], path: Path | None, tell: Callable[[Line], str]) -> list[Line]:
+    """All lines, each appended to the file, and told, when it comes."""
+    kept = []
+    for line in lines:
+        kept.append(line)
+        print(tell(line), flush=True)
+        if path is not None:
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    return kept
+
+
+def read(path: Path) -> list[Line]:
+    """A file of JSON lines."""
+    if not path.exists():
+        raise typer.BadParameter(f"there is no {path}: give a file of JSON lines")
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
 # ---- tables ----
 
 COLUMNS = ("case", "model", "policy", "n", "threads", "unpatched ms", "patched ms", "ratio", "goal")
@@ -177,19 +191,10 @@ def cells(line: Line) -> tuple[str, ...]:
     )
 
 
-def show(lines: list[Line]) -> None:
-    """A table on the terminal."""
-    table = Table(title="ratios to the unpatched model, and their goals")
-    for i, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if i < 3 else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*cells(line), style="red" if line["holds"] is False else None)
-    Console(width=160).print(table)
-
-
-def rows(columns: tuple[str, ...], body: list[tuple[str, ...]], left: int) -> str:
-    """A Markdown table whose first `left` columns are words."""
-    every = [columns, ["---"] * left + ["---:"] * (len(columns) - left), *body]
+def rows(columns: Sequence[str], body: Iterable[Sequence[str]], left: int | None = None) -> str:
+    """A Markdown table whose first `left` columns are words; None: all."""
+    words = len(columns) if left is None else left
+    every = [columns, ["---"] * words + ["---:"] * (len(columns) - words), *body]
     return "\n".join("| " + " | ".join(row) + " |" for row in every)
 
 

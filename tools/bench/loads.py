@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from .serving import FULL, LONGEST, PAGE, VOCAB, Requests, installed, model, patched, vllm_engine
+from .serving import ENGINES, FULL, PAGE, VOCAB, Requests, describe, installed
 
 SLOTS, NEW, BUDGET = 2912, 12, "h2o:256"
 OWN_PAGES = {"transformers": (PAGE,), "vllm": (2 * PAGE, 128)}  # slots of the engines' own pages
@@ -32,51 +30,13 @@ def loads() -> dict[str, Requests]:
     return {name: [([rnd.randrange(2, VOCAB) for _ in range(n)], NEW) for n in several] for name, several in lengths.items()}
 
 
-def run_transformers(asked: Requests, policy: str, page: int) -> list[int]:
-    """Return how many requests run in each pass of transformers' engine."""
-    one, running = model(), list[int]()
-    config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    engine = ContinuousBatchingConfig(num_blocks=SLOTS // page, page_size=page, max_batch_tokens=LONGEST)
-    with patched(one, policy):
-        manager: Any = one.init_continuous_batching(generation_config=config, continuous_batching_config=engine)
-
-        def note(*told: Any) -> None:
-            running.append(len(manager.batch_processor.scheduler.active_requests))
-
-        one.register_forward_pre_hook(note)
-        for ids, new in asked:
-            manager.add_request(ids, max_new_tokens=new)
-        manager.start()
-        left = len(asked)
-        while left:
-            found = manager.get_result(timeout=0.5)
-            if found is not None:
-                assert found.error is None, found.error
-                left -= 1
-        manager.stop(block=True)
-    return running
-
-
-def run_vllm(asked: Requests, policy: str, page: int) -> list[int]:
-    """Return how many requests run in each pass of vLLM."""
-    engine, running = vllm_engine(asked, policy, SLOTS, page), list[int]()
-    scheduler = engine.engine_core.engine_core.scheduler
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        running.append(len(scheduler.running) + sum(output.finished for output in outputs))
-    return running
-
-
-RUNS = {"transformers": run_transformers, "vllm": run_vllm}
-
-
 def rows() -> Iterator[str]:
     """Yield the rows of the table: requests in flight at most, their mean, and passes, for each load."""
-    for name in installed(list(RUNS)):
+    for name in installed(list(ENGINES)):
         for policy, page in [*((FULL, page) for page in OWN_PAGES[name]), (BUDGET, PAGE)]:
-            cells = [name, "its own cache" if policy == FULL else "{}, k={}".format(*policy.split(":")), str(page)]
+            cells = [name, describe(policy), str(page)]
             for asked in loads().values():
-                running = RUNS[name](asked, policy, page)
+                running = [one.running for one in ENGINES[name](asked, policy, SLOTS, page)]
                 cells.append(f"{max(running)}, {sum(running) / len(running):.1f}, {len(running)}")
             yield "| " + " | ".join(cells) + " |"
 

@@ -1,6 +1,8 @@
 """Memory of a process, its peak and its slope: nothing but Python is needed."""
 
 import ctypes
+import functools
+import gc
 import multiprocessing
 import os
 import platform
@@ -11,8 +13,9 @@ from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 
 
+@functools.cache
 def apart(function: Callable[..., int], *given: object) -> int:
-    """The result of a function, called in a process of its own."""
+    """The result of a function, called in a process of its own, once for the same arguments."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *given).result()
 
@@ -35,6 +38,14 @@ def reset_peak() -> int:
     except (AttributeError, OSError):
         pass  # the peak before may then lie above what is in use, and the growth comes out smaller
     return peak()
+
+
+def measure_growth(work: Callable[[], object]) -> int:
+    """Bytes by which some work raises the peak resident size."""
+    gc.collect()
+    before = reset_peak()
+    work()
+    return peak() - before
 
 
 def measure_resident(process: int | str = "self") -> int:

@@ -2,8 +2,10 @@
 
 import copy
 import time
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -11,6 +13,7 @@ from torch import Tensor
 from transformers import Cache, GPTJConfig, LlamaConfig, MptConfig, PreTrainedModel
 
 STEPS = 64
+Result = TypeVar("Result")
 PAGES = Path(__file__).parents[2] / "docs"
 LARGE = ("mpt-7b", "llama-8b")
 CUT, WHOLE_TO = "llama-cut", 8192
@@ -20,78 +23,37 @@ def config(arch: str, positions: int, tiny: bool) -> transformers.PreTrainedConf
     """About 100M parameters with heads of size 64, or 2 layers and a small vocabulary if `tiny`, one of LARGE, or host's.
 
     CUT: the first two of Llama's twelve layers, for prompts above WHOLE_TO tokens, which all twelve read in minutes.
+    llama-even: a KV head for each query head, and few weights beside them: a batch's step is spent on keys and values.
     """
-    if arch in LARGE and not tiny:
-        return _large(arch, positions)
     if arch == "llama-narrow":
         return narrow(positions, layers=2 if tiny else 32)
     if arch == "llama-even":
-        return _even(positions, *((2, 128) if tiny else (8, 512)))
-    layers, width, vocab = (2, 128, 256) if tiny else (12, 768, 32000)
-    layers = 2 if arch == CUT else layers
-    heads = width // 64
+        layers, width = (2, 128) if tiny else (8, 512)
+        return _llama(positions, layers, width, width // 64, width // 64, 1000)
+    if arch == "llama-8b" and not tiny:
+        return _llama(positions, 32, 4096, 32, 8, 128256, intermediate_size=14336, tie_word_embeddings=False)
+    layers, width, vocab = (2, 128, 256) if tiny else (32, 4096, 50432) if arch in LARGE else (12, 768, 32000)
+    heads = 32 if width == 4096 else width // 64
     if arch in ("mpt", "mpt-7b"):
         return MptConfig(d_model=width, n_heads=heads, n_layers=layers, vocab_size=vocab, max_seq_len=positions)
     if arch == "gptj":
         sizes = {"n_embd": width, "n_head": heads, "n_layer": layers, "vocab_size": vocab, "n_positions": positions}
         return GPTJConfig(**sizes, bos_token_id=1, eos_token_id=2)
     if arch in ("llama", "llama-8b", CUT):
-        return LlamaConfig(
-            hidden_size=width,
-            intermediate_size=width * 8 // 3,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=max(heads // 3, 1),
-            vocab_size=vocab,
-            max_position_embeddings=positions,
-            tie_word_embeddings=True,
-        )
+        return _llama(positions, 2 if arch == CUT else layers, width, heads, max(heads // 3, 1), vocab)
     known = ("llama", CUT, "llama-narrow", "llama-even", "mpt", "gptj", *LARGE)
     raise ValueError(f"no model of architecture {arch!r} here: {', '.join(known)}")
 
 
-def narrow(positions: int, layers: int) -> transformers.PreTrainedConfig:
+def narrow(positions: int, layers: int) -> LlamaConfig:
     """Many layers of next to no arithmetic: four heads of size 16 over two KV heads."""
-    return LlamaConfig(
-        hidden_size=64,
-        intermediate_size=170,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        max_position_embeddings=positions,
-        tie_word_embeddings=True,
-    )
+    return _llama(positions, layers, 64, 4, 2, 256)
 
 
-def _even(positions: int, layers: int, width: int) -> transformers.PreTrainedConfig:
-    """A KV head of size 64 for each query head, and few weights beside them: a batch's step is spent on keys and values."""
-    return LlamaConfig(
-        hidden_size=width,
-        intermediate_size=width * 8 // 3,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
-        vocab_size=1000,
-        max_position_embeddings=positions,
-        tie_word_embeddings=True,
-    )
-
-
-def _large(arch: str, positions: int) -> transformers.PreTrainedConfig:
-    """The shapes of MPT-7B and of Llama 3 8B."""
-    if arch == "mpt-7b":
-        return MptConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, max_seq_len=positions)
-    return LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=positions,
-        tie_word_embeddings=False,
-    )
+def _llama(positions: int, layers: int, width: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> LlamaConfig:
+    sizes = {"hidden_size": width, "intermediate_size": width * 8 // 3, "num_hidden_layers": layers, "vocab_size": vocab}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": positions}
+    return LlamaConfig(**{**sizes, "tie_word_embeddings": True, **more})
 
 
 def build(
@@ -110,6 +72,12 @@ def build(
     return model.eval()
 
 
+def build_narrow(positions: int, layers: int) -> PreTrainedModel:
+    """A model of so many narrow layers, always with the same weights."""
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(narrow(positions, layers), attn_implementation="sdpa").eval()
+
+
 def twin(model: PreTrainedModel) -> PreTrainedModel:
     """Another model object over the same weights."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
@@ -125,16 +93,21 @@ def tokens(model: PreTrainedModel, n: int, batch: int = 1) -> Tensor:
     return ids.to(model.device)
 
 
-def forward(model: PreTrainedModel, ids: Tensor, past: Cache | None = None, mask: Tensor | None = None) -> tuple[Cache, float]:
-    """One forward; the cache and its time in ms: by `clock`, on a GPU until all its work is done."""
-    on_cpu = ids.device.type == "cpu"
-    if not on_cpu:
+def forward(model: PreTrainedModel, ids: Tensor, past: Cache | None = None, **given: Any) -> tuple[Cache, float]:
+    """One forward, told what is `given`; the cache and the time in ms."""
+    out, seconds = timed(lambda: model(ids, past_key_values=past, use_cache=True, logits_to_keep=1, **given), ids.device.type)
+    return out.past_key_values, 1000 * seconds
+
+
+def timed(work: Callable[[], Result], device: str = "cpu") -> tuple[Result, float]:
+    """What some work returns, and its seconds by `clock`, on a GPU until all of it is done."""
+    if device != "cpu":
         torch.cuda.synchronize()
-    start = clock(ids.device.type)
-    out = model(ids, attention_mask=mask, past_key_values=past, use_cache=True, logits_to_keep=1)
-    if not on_cpu:
+    start = clock(device)
+    found = work()
+    if device != "cpu":
         torch.cuda.synchronize()
-    return out.past_key_values, 1000 * (clock(ids.device.type) - start)
+    return found, clock(device) - start
 
 
 def clock(device: str = "cpu") -> float:

@@ -6,8 +6,8 @@ fit there at batch 2, so the last column compares with the full cache at batch 1
 """
 
 import gc
-import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import typer
@@ -18,7 +18,7 @@ import kvpatch
 
 from .lines import Line, latest, number, rows, where
 from .memory import peak, reset_peak
-from .models import build, cache_bytes, tokens
+from .models import build, cache_bytes, timed, tokens
 from .roofline import Ceilings, ceilings, decode_ms, prompt_ms
 
 ARCH, BEAMS = "mpt-7b", 4
@@ -50,24 +50,19 @@ def need_device(device: str, tiny: bool) -> None:
 def lines(
     device: str, tiny: bool, policies: Sequence[str] = (), lengths: Sequence[int] = (), batches: Sequence[int] = ()
 ) -> Iterable[Line]:
-    """A line per length, batch and policy; the full cache comes first, for the others' ratio to it."""
+    """A line per length, batch and policy."""
     need_device(device, tiny)
     lengths = lengths or ((64,) if tiny else LENGTHS)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = build(ARCH, max(lengths), tiny, device, dtype, steps=max(lengths))
     best = ceilings(device, dtype, small=tiny)
     names = [name for name in BUDGETS if name in (policies or BUDGETS)]
-    full: dict[tuple[int, int], float] = {}
     for n in lengths:
         for batch in batches or BATCHES:
             for policy in names:
                 figures = throughput(model, policy, n, batch)
                 if "tokens_per_s" in figures:
                     figures |= beside(model, policy, n, batch, figures["tokens_per_s"], best)
-                    if policy == "full":
-                        full[n, batch] = figures["tokens_per_s"]
-                    for name, base in (("speedup", full.get((n, batch))), ("speedup_batch_1", full.get((n, 1)))):
-                        figures |= {} if base is None else {name: figures["tokens_per_s"] / base}
                 yield {
                     **where(model.device.type),
                     "case": "paper",
@@ -127,25 +122,11 @@ def _figures(model: PreTrainedModel, patch: kvpatch.Patch | None, ids_Bn: Tensor
 
 def generate(model: PreTrainedModel, ids_Bn: Tensor, new: int, cache: Cache) -> tuple[float, int]:
     """Exactly `new` tokens for each row; the seconds that took, and how long the rows are then."""
-    on_cpu = ids_Bn.device.type == "cpu"
-    if not on_cpu:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    out = model.generate(
-        input_ids=ids_Bn,
-        attention_mask=torch.ones_like(ids_Bn),
-        num_beams=BEAMS,
-        do_sample=False,
-        min_new_tokens=new,
-        max_new_tokens=new,
-        eos_token_id=None,
-        pad_token_id=0,
-        past_key_values=cache,
-        use_cache=True,  # MPT's config says no
-    )
-    if not on_cpu:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, out.shape[1]
+    exactly: dict[str, Any] = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new, "eos_token_id": None}
+    exactly |= {"num_beams": BEAMS, "pad_token_id": 0, "past_key_values": cache, "use_cache": True}  # MPT's config says no
+    mask = torch.ones_like(ids_Bn)
+    out, seconds = timed(lambda: model.generate(input_ids=ids_Bn, attention_mask=mask, **exactly), ids_Bn.device.type)
+    return seconds, out.shape[1]
 
 
 def beside(model: PreTrainedModel, policy: str, n: int, batch: int, measured: float, best: Ceilings) -> Line:
@@ -195,11 +176,11 @@ def markdown(lines: list[Line]) -> str:
 
 
 def compared(lines: list[Line]) -> list[Line]:
-    """The lines with their ratios to a full cache, also where that was measured by another call."""
+    """The lines with their ratios to a full cache, which another call may have measured."""
     full = {(x["n"], x["batch"]): x["tokens_per_s"] for x in lines if x["policy"] == "full" and "tokens_per_s" in x}
     found = []
     for line in lines:
         bases = {name: full.get((line["n"], batch)) for name, batch in (("speedup", line["batch"]), ("speedup_batch_1", 1))}
         known = {name: line["tokens_per_s"] / base for name, base in bases.items() if base and "tokens_per_s" in line}
-        found.append(known | line)
+        found.append(line | known)
     return found

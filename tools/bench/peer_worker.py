@@ -10,7 +10,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, PreTrainedModel
 
-from tools.bench.memory import peak, reset_peak, return_freed_memory
-from tools.bench.models import cache_bytes, twin
+from tools.bench.memory import measure_growth, return_freed_memory
+from tools.bench.models import cache_bytes, forward, twin
 
 Answer = dict[str, Any]
 
@@ -79,8 +78,9 @@ class Worker:
                 answer["kept"] = self.side.kept(other, full, past)
             times = []
             for t in range(n, n + steps):
-                one, at = ids[:, t : t + 1], torch.tensor([[t]])
-                times.append((forward(self.model, one, full, at)[1], forward(other, one, past, at)[1]))
+                one, at = ids[:, t : t + 1], torch.tensor([[t]])  # where a cache no longer tells it
+                runs = (self.model, full), (other, past)
+                times.append([forward(model, one, cache, position_ids=at)[1] for model, cache in runs])
         answer["decode"] = [statistics.median(column) for column in zip(*times, strict=True)]
         if case in self.side.eager:
             answer["eager"] = forward(self.twin(case), ids[:, :n])[1]
@@ -94,10 +94,7 @@ class Worker:
         with ExitStack() as stack:
             if case is not None:
                 stack.enter_context(self.side.compress(other, case))
-            gc.collect()
-            before = reset_peak()
-            forward(other, ids)
-            return {"growth": peak() - before}
+            return {"growth": measure_growth(lambda: forward(other, ids))}
 
     def ids(self, n: int) -> Tensor:
         """Random token ids [1,n], the same on both sides."""
@@ -109,14 +106,6 @@ class Worker:
         if case in self.side.eager:
             other.set_attn_implementation("eager")
         return other
-
-
-def forward(model: PreTrainedModel, ids: Tensor, past: Cache | None = None, at: Tensor | None = None) -> tuple[Cache, float]:
-    """One forward, at positions `at` [1,Q] where a cache no longer tells them; the cache and the CPU time in ms."""
-    where = {} if at is None else {"position_ids": at}
-    start = time.process_time()
-    out = model(ids, past_key_values=past, use_cache=True, logits_to_keep=1, **where)
-    return out.past_key_values, 1000 * (time.process_time() - start)
 
 
 @contextmanager

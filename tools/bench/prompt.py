@@ -2,7 +2,7 @@
 
 import gc
 import statistics
-from functools import cache
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ import kvpatch
 from kvpatch.cache.layer import SlotLayer
 
 from .lines import BLOCK, BUDGET, Line, record, settings
-from .memory import apart, peak, reset_peak, return_freed_memory
-from .models import build, clock, forward, tokens, twin
+from .memory import apart, measure_growth, return_freed_memory
+from .models import build, forward, timed, tokens, twin
 from .roofline import beside, ceilings, prompt_ms
 
 
@@ -40,10 +40,12 @@ def flash_pass(model: PreTrainedModel, n: int) -> float:
     size = one.hidden_size // one.num_attention_heads
     q = torch.randn(1, one.num_attention_heads, n, size)
     k, v = torch.randn(2, 1, one.num_key_value_heads, n, size)
-    start = clock()
-    for _ in range(one.num_hidden_layers):
-        scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return 1000 * (clock() - start)
+
+    def attend() -> None:
+        for _ in range(one.num_hidden_layers):
+            scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return 1000 * timed(attend)[1]
 
 
 def summary(pairs: list[tuple[float, ...]]) -> Line:
@@ -80,25 +82,12 @@ def most_entries(model: PreTrainedModel, policy: str, n: int) -> Line:
 def peak_growth(arch: str, policy: str | None, n: int, tiny: bool = False, case: str = "prompt") -> int:
     """Bytes by which a prompt raises the peak resident size; policy None: unpatched. Call it in a new process."""
     torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
     return_freed_memory()
     model = build(arch, n, tiny)
     ids = tokens(model, n)
-    handle = None if policy is None else kvpatch.patch(model, policy, **settings(case))
-    forward(model, ids[:, :16])
-    gc.collect()
-    before = reset_peak()
-    forward(model, ids)
-    growth = peak() - before
-    if handle is not None:
-        handle.remove()
-    return growth
-
-
-@cache
-def peak_apart(arch: str, policy: str | None, n: int, tiny: bool, case: str = "prompt") -> int:
-    """`peak_growth` in a process of its own."""
-    return apart(peak_growth, arch, policy, n, tiny, case)
+    with torch.no_grad(), nullcontext() if policy is None else kvpatch.patched(model, policy, **settings(case)):
+        forward(model, ids[:, :16])
+        return measure_growth(lambda: forward(model, ids))
 
 
 def prompt_line(case: str, arch: str, policy: str, n: int, repeats: int, tiny: bool, memory: bool = True) -> Line:
@@ -111,6 +100,6 @@ def prompt_line(case: str, arch: str, policy: str, n: int, repeats: int, tiny: b
     if case == "block":
         figures |= most_entries(model, policy, n)
     if memory:
-        unpatched, patched = peak_apart(arch, None, n, tiny), peak_apart(arch, policy, n, tiny, case)
+        unpatched, patched = apart(peak_growth, arch, None, n, tiny), apart(peak_growth, arch, policy, n, tiny, case)
         figures |= {"bytes_unpatched": unpatched, "bytes": patched, "memory_ratio": patched / max(unpatched, 1)}
     return record(case, arch, policy, n, repeats, model, figures)

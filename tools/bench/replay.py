@@ -1,10 +1,8 @@
 """A learner's pass: forward and backward over a text that follows a record, beside the same with full attention."""
 
 import gc
-import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,8 +11,8 @@ from transformers import PreTrainedModel
 import kvpatch
 
 from .lines import REPLAY_ARCH, Line, record, settings
-from .memory import apart, peak, reset_peak, return_freed_memory
-from .models import build, tokens
+from .memory import apart, measure_growth, return_freed_memory
+from .models import build, timed, tokens
 from .prompt import summary
 
 
@@ -27,11 +25,9 @@ def recorded(model: PreTrainedModel, policy: str, ids: Tensor) -> kvpatch.Record
 def learn(model: PreTrainedModel, ids: Tensor, followed: kvpatch.Record | None) -> float:
     """CPU time in ms of a loss and its gradients, in a replay or with full attention."""
     with torch.enable_grad(), nullcontext() if followed is None else kvpatch.replay(model, followed):
-        start = time.process_time()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        taken = 1000 * (time.process_time() - start)
+        _, seconds = timed(lambda: model(ids, labels=ids, use_cache=False).loss.backward())
     model.zero_grad(set_to_none=False)
-    return taken
+    return 1000 * seconds
 
 
 def peak_growth(policy: str | None, n: int, tiny: bool) -> int:
@@ -42,16 +38,7 @@ def peak_growth(policy: str | None, n: int, tiny: bool) -> int:
     ids = tokens(model, n)
     followed = None if policy is None else recorded(model, policy, ids)
     learn(model, ids[:, :16], followed)
-    gc.collect()
-    before = reset_peak()
-    learn(model, ids, followed)
-    return peak() - before
-
-
-@cache
-def full_peak(n: int, tiny: bool) -> int:
-    """`peak_growth` with full attention, in a process of its own."""
-    return apart(peak_growth, None, n, tiny)
+    return measure_growth(lambda: learn(model, ids, followed))
 
 
 def replay_lines(policies: Iterable[str], n: int, repeats: int, tiny: bool, memory: bool = True) -> Iterable[Line]:
@@ -65,6 +52,6 @@ def replay_lines(policies: Iterable[str], n: int, repeats: int, tiny: bool, memo
             pairs.append((learn(model, ids, None), learn(model, ids, followed)))
         figures = summary(pairs[1:]) | {"record_bytes": followed.nbytes, "first": int(followed.first_N.min())}
         if memory:
-            dense, mine = full_peak(n, tiny), apart(peak_growth, policy, n, tiny)
+            dense, mine = (apart(peak_growth, one, n, tiny) for one in (None, policy))
             figures |= {"bytes_unpatched": dense, "bytes": mine, "memory_ratio": mine / max(dense, 1)}
         yield record("replay", REPLAY_ARCH, policy, n, repeats, model, figures)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .models import clock
+from .models import timed
 
 ROUNDS = 5
 
@@ -61,13 +61,7 @@ def bandwidth(device: str, dtype: torch.dtype, size: int) -> float:
 
 def fastest(work: Callable[[], Any], device: str) -> float:
     """Seconds of the fastest of a few rounds, after one that does not count: of the CPU, or until a GPU is done."""
-    times = []
-    for _ in range(ROUNDS + 1):
-        start = clock(device)
-        work()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        times.append(clock(device) - start)
+    times = [timed(work, device)[1] for _ in range(ROUNDS + 1)]
     return max(min(times[1:]), 1e-9)
 
 

@@ -22,7 +22,9 @@ import kvpatch
 from kvpatch.cli.loading import MODELS
 from kvpatch.cli.needles import SOURCE
 
+from .lines import rows
 from .models import build, forward, tokens, twin
+from .prompt import summary
 
 LAYERS, BUDGETS = 3, (0.5, 0.2)
 POLICIES = "h2o,scissorhands,roco,keyformer"
@@ -77,8 +79,8 @@ def ratios(model: PreTrainedModel, ids: Tensor, policy: str, repeats: int) -> li
     for scores in SCORES:
         other = twin(model)
         with kvpatch.patched(other, policy, k=0.5, scores=scores):
-            pairs = [(forward(model, ids)[1], forward(other, ids)[1]) for _ in range(repeats + 1)]
-        found.append(statistics.median(b / a for a, b in pairs[1:]))
+            pairs = [tuple(forward(one, ids)[1] for one in (model, other)) for _ in range(repeats + 1)]
+        found.append(summary(pairs[1:])["ratio"])
     return found
 
 
@@ -93,8 +95,7 @@ def main(
     torch.set_grad_enabled(False)
     columns = ["policy", "n", *(["all rows", "sampled"] if repeats else [])]
     columns += ["random, k = 0.5", "k = 0.2", "source, k = 0.5", "k = 0.2"] if seeds else []
-    print("| " + " | ".join(columns) + " |")
-    print("| --- " + "| ---: " * (len(columns) - 1) + "|")
+    print(rows(columns, [], left=1))
     for n in map(int, lengths.split(",")):
         model = shallow(n)
         pairs = [(model, tokens(model, n)), source(n)]

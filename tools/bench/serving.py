@@ -18,7 +18,6 @@ next; medians of a turn, and then of the turns.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import random
@@ -29,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -46,7 +45,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
 import kvpatch
 
-from .lines import Line, where
+from .lines import Line, keep, number, read, rows, where
 
 SCALE, SLOTS, PAGE, K, REQUESTS = 4, 2048, 16, 95, 64
 VOCAB, LONGEST = 512, 1152
@@ -56,18 +55,13 @@ FULL = "full"  # the engine's own cache
 app = typer.Typer(add_completion=False)
 
 
-class Load:
-    """Requests in flight over time, while others wait."""
+class Pass(NamedTuple):
+    """A forward of an engine: requests that run in it, those that wait meanwhile, its seconds; in transformers its tokens."""
 
-    def __init__(self) -> None:
-        self.held = self.time = 0.0
-        self.before, self.most = time.perf_counter(), 0
-
-    def look(self, running: int, waiting: int) -> None:
-        now = time.perf_counter()
-        if waiting and running:
-            self.held, self.time = self.held + running * (now - self.before), self.time + now - self.before
-        self.before, self.most = now, max(self.most, running)
+    running: int
+    waiting: int
+    seconds: float
+    tokens: int = 0
 
 
 def requests(seed: int = 0) -> Requests:
@@ -86,6 +80,12 @@ def named(policy: str) -> tuple[str, int | None]:
     return name, None if name == FULL else int(k or K)
 
 
+def describe(policy: str) -> str:
+    """A policy of the command line as tables say it."""
+    name, k = named(policy)
+    return "its own cache" if k is None else f"{name}, k={k}"
+
+
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -100,32 +100,35 @@ def patched(one: LlamaForCausalLM, policy: str) -> AbstractContextManager[object
     return nullcontext() if k is None else kvpatch.patched(one, name, k)
 
 
-def in_transformers(
-    asked: Requests, policy: str, load: Load | None, one: LlamaForCausalLM | None = None, slots: int = SLOTS
-) -> float:
-    """Serve by transformers' manager; returns the seconds it took. load: None to leave its thread alone meanwhile."""
-    one = model() if one is None else one
+def run_transformers(
+    asked: Requests, policy: str, slots: int = SLOTS, page: int | None = None, one: LlamaForCausalLM | None = None
+) -> list[Pass]:
+    """Serve by transformers' manager; returns its passes."""
+    one, page, begun = model() if one is None else one, page or PAGE, list[tuple[int, int, int, float]]()
     config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    engine = ContinuousBatchingConfig(num_blocks=slots // PAGE, page_size=PAGE, max_batch_tokens=LONGEST)
+    engine = ContinuousBatchingConfig(num_blocks=slots // page, page_size=page, max_batch_tokens=LONGEST)
     with patched(one, policy):
-        manager = one.init_continuous_batching(generation_config=config, continuous_batching_config=engine)
+        manager: Any = one.init_continuous_batching(generation_config=config, continuous_batching_config=engine)
+
+        def note(module: Any, args: Any, told: dict[str, Any]) -> None:
+            found = manager.batch_processor.scheduler
+            counts = len(found.active_requests), len(found.waiting_requests), told["input_ids"].numel()
+            begun.append((*counts, time.perf_counter()))
+
+        hook = one.register_forward_pre_hook(note, with_kwargs=True)
         for ids, new in asked:
             manager.add_request(ids, max_new_tokens=new)
         manager.start()
-        began, ended = time.perf_counter(), 0
-        if load is not None:
-            load.before = began
-        while ended < len(asked):
-            found = manager.get_result(timeout=0.5 if load is None else 0.005)
+        left = len(asked)
+        while left:
+            found = manager.get_result(timeout=0.5)
             if found is not None:
                 assert found.error is None, found.error
-                ended += 1
-            scheduler = getattr(getattr(manager, "batch_processor", None), "scheduler", None)
-            if scheduler is not None and load is not None:
-                load.look(len(scheduler.active_requests), len(scheduler.waiting_requests))
-        took = time.perf_counter() - began
+                left -= 1
+        begun.append((0, 0, 0, time.perf_counter()))
         manager.stop(block=True)
-    return took
+        hook.remove()
+    return [Pass(running, waiting, ended - began, n) for (running, waiting, n, began), (*_, ended) in pairwise(begun)]
 
 
 def vllm_engine(asked: Requests, policy: str, slots: int, page: int | None = None) -> Any:
@@ -150,18 +153,23 @@ def vllm_engine(asked: Requests, policy: str, slots: int, page: int | None = Non
     return engine
 
 
-def in_vllm(asked: Requests, policy: str, load: Load) -> float:
-    """Serve by vLLM; returns the seconds it took."""
-    engine = vllm_engine(asked, policy, SLOTS)
+def step_vllm(engine: Any) -> Pass:
+    """Let vLLM take a step; those that end with it ran in it."""
+    began, outputs = time.perf_counter(), engine.step()
     scheduler = engine.engine_core.engine_core.scheduler
-    began = load.before = time.perf_counter()
+    running = len(scheduler.running) + sum(output.finished for output in outputs)
+    return Pass(running, len(scheduler.waiting), time.perf_counter() - began)
+
+
+def run_vllm(asked: Requests, policy: str, slots: int = SLOTS, page: int | None = None) -> list[Pass]:
+    """Serve by vLLM; returns its passes."""
+    engine, passes = vllm_engine(asked, policy, slots, page), list[Pass]()
     while engine.has_unfinished_requests():
-        engine.step()
-        load.look(len(scheduler.running), len(scheduler.waiting))
-    return time.perf_counter() - began
+        passes.append(step_vllm(engine))
+    return passes
 
 
-ENGINES: dict[str, Callable[[Requests, str, Load], float]] = {"transformers": in_transformers, "vllm": in_vllm}
+ENGINES: dict[str, Callable[..., list[Pass]]] = {"transformers": run_transformers, "vllm": run_vllm}
 
 
 def installed(engines: list[str]) -> Iterator[str]:
@@ -180,13 +188,16 @@ def lines(engines: list[str], policies: list[str]) -> Iterator[Line]:
     held = sum(new * (len(ids) + new / 2) for ids, new in asked) / tokens
     for name in installed(engines):
         for policy in policies:
-            load = Load()
-            took, (called, k) = ENGINES[name](asked, policy, load), named(policy)
+            passes, (called, k) = ENGINES[name](asked, policy), named(policy)
+            seconds, most = sum(one.seconds for one in passes), max(one.running for one in passes)
+            full = [one for one in passes if one.waiting]
+            waited = sum(one.seconds for one in full)
             yield {
                 **where(),
                 "case": "serving", "engine": name, "policy": called, "k": k, "slots": SLOTS,
-                "requests": len(asked), "tokens": tokens, "in_flight": load.held / load.time if load.time else load.most,
-                "most": load.most, "per_second": tokens / took, "seconds": took, "n_over_k": held / (k or K),
+                "requests": len(asked), "tokens": tokens, "most": most, "per_second": tokens / seconds, "seconds": seconds,
+                "in_flight": sum(one.running * one.seconds for one in full) / waited if waited else most,
+                "n_over_k": held / (k or K),
             }  # fmt: skip
 
 
@@ -208,37 +219,19 @@ def steps_in_vllm(policies: list[str]) -> Iterator[dict[str, float]]:
             engine.step()
         assert len(scheduler.running) == BATCH
     for _ in range(ROUNDS):
-        took = {}
-        for policy, engine in engines.items():
-            moments = [time.perf_counter()]
-            for _ in range(STEPS):
-                engine.step()
-                moments.append(time.perf_counter())
-            took[policy] = median_between(moments)
-        yield took
+        yield {policy: statistics.median(step_vllm(engine).seconds for _ in range(STEPS)) for policy, engine in engines.items()}
 
 
 def steps_in_transformers(policies: list[str]) -> Iterator[dict[str, float]]:
     """Seconds of a step by policy, once per round: its manager runs in a thread, so that every round begins anew."""
-    one, moments = model(), list[tuple[int, float]]()
-
-    def note(module: Any, args: Any, told: dict[str, Any]) -> None:
-        moments.append((told["input_ids"].numel(), time.perf_counter()))
-
-    one.register_forward_pre_hook(note, with_kwargs=True)
-    asked = [(ids, 2 * STEPS) for ids, _ in batch()]
+    one, asked = model(), [(ids, 2 * STEPS) for ids, _ in batch()]
     for _ in range(ROUNDS):
         took = {}
         for policy in policies:
-            moments.clear()
-            in_transformers(asked, policy, None, one, BATCH * LONGEST)
-            whole = [moment for columns, moment in moments if columns == BATCH]
-            took[policy] = median_between(whole[1:])  # the first joins rows
+            passes = run_transformers(asked, policy, BATCH * LONGEST, one=one)
+            whole = [each.seconds for each in passes if each.tokens == BATCH]
+            took[policy] = statistics.median(whole[1:-1])  # the first joins rows, and the last lasts until results are there
         yield took
-
-
-def median_between(moments: list[float]) -> float:
-    return statistics.median(after - before for before, after in pairwise(moments))
 
 
 STEPPERS: dict[str, Callable[[list[str]], Iterator[dict[str, float]]]] = {
@@ -261,35 +254,42 @@ def step_lines(engines: list[str], policies: list[str]) -> Iterator[Line]:
             }  # fmt: skip
 
 
-def step_table(kept: list[Line]) -> str:
-    """Return the table of a step's time."""
-    rows = ["| engine | policy | ms per step | least | most | to its own cache |", "|---|---|---:|---:|---:|---:|"]
-    own = {line["engine"]: line["ms"] for line in kept if line["policy"] == FULL}
-    for line in kept:
-        plain = line["policy"] == FULL
-        policy = "its own cache" if plain else f"{line['policy']}, k={line['k']}"
-        ratio = "" if plain or line["engine"] not in own else f"{line['ms'] / own[line['engine']]:.2f}"
-        cells = line["engine"], policy, *(f"{line[name]:.1f}" for name in ("ms", "least_ms", "most_ms")), ratio
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+# ---- tables ----
+
+# of each case: the columns behind engine and policy, the figures in them with their digits, or the figure whose ratio it is
+TABLES: dict[str, tuple[tuple[str, str, int | None], ...]] = {
+    "step": (
+        ("ms per step", "ms", 1), ("least", "least_ms", 1), ("most", "most_ms", 1), ("to its own cache", "ms", None),
+    ),
+    "serving": (
+        ("in flight", "in_flight", 1), ("most", "most", 0), ("to its own cache", "in_flight", None), ("n/k", "n_over_k", 2),
+        ("tokens per second", "per_second", 0), ("to its own cache", "per_second", None),
+    ),
+}  # fmt: skip
 
 
 def markdown(kept: list[Line]) -> str:
-    """Return the table of docs/benchmarks.md."""
-    if kept and kept[0]["case"] == "step":
-        return step_table(kept)
-    rows = ["| engine | policy | in flight | most | to its own cache | n/k | tokens per second | to its own cache |"]
-    rows.append("|---|---|---:|---:|---:|---:|---:|---:|")
+    """The table of docs/benchmarks.md."""
+    columns = TABLES[kept[0]["case"] if kept else "serving"]
     own = {line["engine"]: line for line in kept if line["policy"] == FULL}
-    for line in kept:
-        base = own.get(line["engine"], line)
+
+    def cell(line: Line, name: str, digits: int | None) -> str:
         plain = line["policy"] == FULL
-        more, faster = (f"{line[name] / base[name]:.2f}" for name in ("in_flight", "per_second"))
-        policy = "its own cache" if plain else f"{line['policy']}, k={line['k']}"
-        ratio = "" if plain else f"{line['n_over_k']:.2f}"
-        cells = (line["engine"], policy, f"{line['in_flight']:.1f}", str(line["most"]), "" if plain else more, ratio)
-        rows.append("| " + " | ".join((*cells, f"{line['per_second']:.0f}", "" if plain else faster)) + " |")
-    return "\n".join(rows)
+        if digits is None:
+            return "" if plain or line["engine"] not in own else number(line[name] / own[line["engine"]][name], 2)
+        return "" if plain and name == "n_over_k" else number(line[name], digits)
+
+    body = [
+        (line["engine"], describe(f"{line['policy']}:{line['k']}"), *(cell(line, name, digits) for _, name, digits in columns))
+        for line in kept
+    ]
+    return rows(("engine", "policy", *(title for title, *_ in columns)), body, left=2)
+
+
+def tell(line: Line) -> str:
+    """A line for the terminal when it is measured."""
+    figure = f"{line['ms']:.1f} ms per step" if line["case"] == "step" else f"{line['in_flight']:.1f} in flight"
+    return f"{line['engine']} {line['policy']}: {figure}"
 
 
 @app.command()
@@ -301,22 +301,11 @@ def main(
     table: Annotated[Path | None, typer.Option("--markdown", help="print this JSON-lines file as a table")] = None,
 ) -> None:
     """Measure engines with a budget and without."""
-    if table is not None:
-        print(markdown([json.loads(line) for line in table.read_text().splitlines()]))
-        return
     torch.set_num_threads(1)
-    kept = []
-    if case not in ("serving", "step"):
+    if case not in TABLES:
         raise typer.BadParameter(f"{case!r} is neither 'serving' nor 'step'.")
     found = (step_lines if case == "step" else lines)(engines.split(","), policies.split(","))
-    for line in found:
-        kept.append(line)
-        told = f"{line['ms']:.1f} ms per step" if case == "step" else f"{line['in_flight']:.1f} in flight"
-        print(f"{line['engine']} {line['policy']}: {told}", flush=True)
-        if json_file is not None:
-            with json_file.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-    print(markdown(kept))
+    print(markdown(keep(found, json_file, tell) if table is None else read(table)))
 
 
 if __name__ == "__main__":

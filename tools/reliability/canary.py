@@ -8,7 +8,6 @@ tested by nobody: its failure ends with 0, and is the last and loudest line, sin
 """
 
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from packaging.version import Version
 
 from kvpatch.hooks.versions import TRANSFORMERS
 from tools.reliability.page import PAGE, ROOT
+from tools.reliability.test_matrix import make_environment, run, summarize
 
 OLDEST, BELOW = (Version(one) for one in TRANSFORMERS)
 CORE = (
@@ -29,17 +29,6 @@ PYTEST = ("-m", "pytest", "-n", "2", "-m", "not slow and not gpu", "--disable-wa
 LIMIT = 600  # seconds of one version's tests
 
 
-def run(*command: str, seconds: int | None = None) -> tuple[int, str]:
-    """Run a command in the repository's root; its exit code (-1: out of time) and what it printed."""
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        return -1, (error.stdout or b"").decode(errors="replace") + f"\nended after {seconds} seconds"
-    return done.returncode, done.stdout
-
-
 def find_newest(listed: str) -> Version | None:
     """Return the newest release below the upper bound in the output of `pip index versions`; None if it lists none."""
     line = re.search(r"Available versions: (.*)", listed)
@@ -47,38 +36,17 @@ def find_newest(listed: str) -> Version | None:
     return max((one for one in found if one < BELOW and not one.is_prerelease), default=None)
 
 
-def make_environment(version: Version) -> tuple[str, str]:
-    """Make an environment of a version where there is none: its Python, and an error or an empty string."""
-    folder = ROOT / f".venv-canary-{version}"
-    python, done = str(folder / "bin/python"), folder / "ok"
-    if done.is_file():
-        return python, ""
-    code, said = run(sys.executable, "-m", "venv", "--clear", str(folder))
-    if code:
-        return python, said
-    here = Path(transformers.__file__).parents[1]
-    home = next(folder.glob("lib/python*/site-packages"))
-    (home / "of_this_environment.pth").write_text(f"{here}\n")
-    code, said = run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"transformers=={version}")
-    if code:
-        return python, said
-    done.touch()
-    return python, ""
-
-
 def test(version: Version) -> tuple[bool, str]:
     """Run the core under a version: whether it passed, and what pytest said of it."""
-    started = time.monotonic()
-    python, error = make_environment(version)
-    if error:
-        return False, f"no environment: {error.strip().splitlines()[-1]}"
-    files = [f"tests/{one}" for one in CORE]
-    code, said = run(python, *PYTEST, *files, seconds=LIMIT)
-    lines = said.strip().splitlines() or ["no output"]
-    failed = [line.partition(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    counts = next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line)), lines[-1])
-    last = f"{counts.strip('= ')}, {time.monotonic() - started:.0f} s with the environment"
-    return code == 0, "\n".join([last, *failed[:20]])
+    started, folder = time.monotonic(), ROOT / f".venv-canary-{version}"
+    if not (folder / "ok").is_file():
+        here = Path(transformers.__file__).parents[1]
+        if error := make_environment(folder, [f"transformers=={version}"], beside=here):
+            return False, f"no environment: {error}"
+    code, said = run(str(folder / "bin/python"), *PYTEST, *(f"tests/{one}" for one in CORE), seconds=LIMIT)
+    counts, failed = summarize(said)
+    names = [line.partition(" - ")[0] for line in failed[:20]]
+    return code == 0, "\n".join([f"{counts}, {time.monotonic() - started:.0f} s with the environment", *names])
 
 
 def judge(newest: Version | None, asked: list[Version], tested: Version) -> tuple[int, str]:

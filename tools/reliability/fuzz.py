@@ -16,9 +16,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import torch
 
-from tools.reliability.page import ROOT, put
+from tests.robustness.fuzz_states import STATES, attempt, seed
+from tests.robustness.fuzzing import KINDS
+from tools.bench.lines import rows
+from tools.reliability.page import put
 
 
 class Run:
@@ -31,9 +36,6 @@ class Run:
         self.files, self.seconds, self.peak = 0, 0.0, 0
 
     def one(self, seed: Any, kind: str, number: int, path: Path) -> None:
-        from tests.robustness.fuzz_states import attempt
-        from tests.robustness.fuzzing import KINDS
-
         file = KINDS[kind](seed.file, random.Random(number))
         path.write_bytes(file)
         self.files += 1
@@ -61,9 +63,6 @@ def _general(words: str, path: Path) -> str:
 
 
 def run(minutes: float, start: int) -> Run:
-    from tests.robustness.fuzz_states import STATES, seed
-    from tests.robustness.fuzzing import KINDS
-
     found, kinds = Run(), list(KINDS)
     with tempfile.TemporaryDirectory() as folder:
         seeds = [seed(name, Path(folder)) for name in STATES]
@@ -79,17 +78,12 @@ def run(minutes: float, start: int) -> Run:
 
 
 def page(found: Run, start: int) -> str:
-    from tests.robustness.fuzz_states import STATES
-    from tests.robustness.fuzzing import KINDS
-
     columns = ["refused", "loaded", "refused while decoding", "unchanged", "crashed"]
-    rows = [
-        f"| {(KINDS[kind].__doc__ or kind).splitlines()[0]} | "
-        + " | ".join(f"{found.outcomes[kind, column]:,}" for column in columns) + " |"
-        for kind in KINDS
-    ]  # fmt: skip
-    total = " | ".join(f"{sum(found.outcomes[kind, column] for kind in KINDS):,}" for column in columns)
-    said = [f"| {words.replace('|', ' ')} | {count:,} |" for words, count in found.words.most_common(40)]
+    names = [(make.__doc__ or kind).splitlines()[0] for kind, make in KINDS.items()]
+    counts = [[found.outcomes[kind, column] for column in columns] for kind in KINDS]
+    counts.append([sum(column) for column in zip(*counts, strict=True)])
+    body = [(name, *(f"{count:,}" for count in row)) for name, row in zip([*names, "All"], counts, strict=True)]
+    said = [(words.replace("|", " "), f"{count:,}") for words, count in found.words.most_common(40)]
     return "\n".join(
         [
             "## Fuzzing the loader",
@@ -99,16 +93,11 @@ def page(found: Run, start: int) -> str:
             f"{len(found.crashes)} crashes. Most memory in use: {found.peak:,} MiB. A cache that loads decodes three tokens, "
             "and after each one its budgets hold and its positions are unique and real.",
             "",
-            "| What was done | " + " | ".join(columns) + " |",
-            "|---|" + "---:|" * len(columns),
-            *rows,
-            f"| All | {total} |",
+            rows(["What was done", *columns], body, left=1),
             "",
             f"The refusals, with numbers and names left out: the most frequent {len(said)} of {len(found.words)}.",
             "",
-            "| Words | Files |",
-            "|---|---:|",
-            *said,
+            rows(("Words", "Files"), said, left=1),
             "",
             *([f"Crashes:\n\n{chr(10).join('- ' + one for one in found.crashes[:50])}\n"] if found.crashes else []),
             "Written by `python -m tools.reliability.fuzz --minutes 10 --write`.",
@@ -123,8 +112,6 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="the first number to draw by")
     parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
-    os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(1)
     found = run(arguments.minutes, arguments.start)
     text = page(found, arguments.start)

@@ -13,55 +13,52 @@ INTRO = """# Reliability
 What is done so that a patched model never computes something other than it should without saying so. What becomes of
 interrupts, full memory, broken files and threads is in [what works](guides/works-with.md#when-something-goes-wrong).
 """
-# in the order of the page: a section's heading, and the command that writes it
 SECTIONS = {
-    "Soak": "make soak",
-    "Memory": "python -m tools.reliability.memory",
-    "Fuzzing the loader": "python -m tools.reliability.fuzz --write",
-    "Mutation testing": "make mutation",
-    "Versions": "make test-matrix",
-    "transformers' own tests": "make upstream-tests TRANSFORMERS=PATH",
-}
-
-FACTS = {
     "Soak": (
+        "make soak",
         r"sequences \| (\d+).*?calls \| (\d+).*?failures \| (\d+)",
         "**{} random sequences, {} calls**, with exceptions thrown in between, each beside a reference implementation: "
         "{} failures.",
     ),
     "Memory": (
+        "python -m tools.reliability.memory",
         r"\| h2o \| ([\d,]+) steps \|[^\n]*\| \+0\.00 \|[^\n]*\| \+0\.00 \|",
         "**Over {} decode steps** under a budget neither the number of tensors nor their bytes grow.",
     ),
     "Fuzzing the loader": (
+        "python -m tools.reliability.fuzz --write",
         r"([\d,]+) files.*?(\d+) crashes",
         "**{} broken cache files:** {} crashes; what loads goes on within its budget.",
     ),
     "Mutation testing": (
+        "make mutation",
         r"Of the (\d+) .*?, ([\d.]+%) were",
         "**{} small changes of policies, cache and attention:** the tests notice {}.",
     ),
     "Versions": (
+        "make test-matrix",
         r"\A(?!.*\| fail).*?\| (5[\d.]+) \| .*\n\| (5[\d.]+) \|",
         "**transformers {} to {}**, and several versions of torch: the tests pass.",
     ),
     "transformers' own tests": (
+        "make upstream-tests TRANSFORMERS=PATH",
         r"transformers ([\d.]+)",
         "**The tests of transformers {}** of five architectures give the same results patched, but for one that asks for the "
         "name of the cache's class.",
     ),
 }
-"""Of each section what a reader came for: a pattern for the figures in it, and the sentence that they fill in."""
+"""In the order of the page, of each section: the command that writes it, and what a reader came for: a pattern for the figures
+in it, and the sentence that they fill in."""
 
 
 def in_short(known: dict[str, str]) -> list[str]:
     """One line for each section that is there, with its figures and the command that writes it."""
     lines = []
-    for name, (pattern, words) in FACTS.items():
+    for name, (command, pattern, words) in SECTIONS.items():
         found = re.search(pattern, known.get(name, ""), re.DOTALL)
         if name in known:
             said = f" {words.format(*found.groups())}" if found else ""
-            lines.append(f"- [{name}](#{_anchor(name)}):{said} (`{SECTIONS[name]}`)")
+            lines.append(f"- [{name}](#{_anchor(name)}):{said} (`{command}`)")
     return lines
 
 

@@ -11,9 +11,11 @@ Needs nothing but Python.
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -41,12 +43,29 @@ class Outcome:
     failed: list[str]
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def run(*command: str, seconds: int | None = None) -> tuple[int, str]:
+    """Run a command in the repository's root; its exit status (-1: out of time) and what it printed."""
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        return -1, (error.stdout or b"").decode(errors="replace") + f"\nended after {seconds} seconds"
+    return done.returncode, done.stdout
 
 
-def python(row: str) -> str:
-    return str(ROOT / f".venv-{row.replace('/', '-')}" / "bin/python")
+def make_environment(folder: Path, *installs: Sequence[str], beside: Path | None = None) -> str | None:
+    """Make an environment anew; what went wrong, or None. installs: what pip gets. beside: packages that it sees, too."""
+    own = str(folder / "bin/python")
+    pip = (own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    for command in ((sys.executable, "-m", "venv", "--clear", str(folder)), *((*pip, *words) for words in installs)):
+        code, said = run(*command)
+        if code:
+            return said.strip().splitlines()[-1]
+        if beside is not None:
+            (next(folder.glob("lib/python*/site-packages")) / "of_this_environment.pth").write_text(f"{beside}\n")
+    (folder / "ok").touch()
+    return None
 
 
 def requirements(row: str) -> tuple[str, list[str]]:
@@ -64,38 +83,34 @@ def requirements(row: str) -> tuple[str, list[str]]:
     return first, [line for line in pins if line != first]
 
 
-def environment(row: str) -> str | None:
+def environment(row: str, folder: Path) -> str | None:
     """Make the environment where it is not there yet or older than its requirements; what went wrong, or None."""
-    done = Path(python(row)).parents[1] / "ok"
+    done = folder / "ok"
     if "newest" not in row and done.is_file() and done.stat().st_mtime > (ROOT / "requirements-dev.txt").stat().st_mtime:
         return None
     torch, rest = requirements(row)
-    pip = (python(row), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     index = ["--extra-index-url", url] if (url := os.environ.get("TORCH_INDEX")) else []
-    for command in (
-        (sys.executable, "-m", "venv", "--clear", str(done.parent)),
-        (*pip, *index, torch),
-        (*pip, *rest, "setuptools>=77"),
-        (*pip, "--no-deps", "torchao==0.18.0"),
-        (*pip, "--no-deps", "--no-build-isolation", "-e", "."),
-    ):
-        made = run(*command)
-        if made.returncode:
-            return made.stdout.strip().splitlines()[-1]
-    done.touch()
-    return None
+    own = (["--no-deps", "torchao==0.18.0"], ["--no-deps", "--no-build-isolation", "-e", "."])
+    return make_environment(folder, [*index, torch], [*rest, "setuptools>=77"], *own)
 
 
 def tests(row: str, arguments: list[str]) -> Outcome:
-    started = time.monotonic()
-    problem = environment(row)
+    started, folder = time.monotonic(), ROOT / f".venv-{row.replace('/', '-')}"
+    problem = environment(row, folder)
     if problem:
         return Outcome(row, "-", False, time.monotonic() - started, problem, [])
-    versions = run(python(row), "-c", SHOW).stdout.strip().splitlines()[-1]
-    done = run(python(row), "-m", "pytest", "-n", "2", "--dist", "worksteal", *arguments)
-    lines = done.stdout.strip().splitlines() or ["no output"]
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return Outcome(row, versions, done.returncode == 0, time.monotonic() - started, lines[-1].strip("= "), failed)
+    python = str(folder / "bin/python")
+    versions = run(python, "-c", SHOW)[1].strip().splitlines()[-1]
+    code, said = run(python, "-m", "pytest", "-n", "2", "--dist", "worksteal", *arguments)
+    line, failed = summarize(said)
+    return Outcome(row, versions, code == 0, time.monotonic() - started, line, failed)
+
+
+def summarize(said: str) -> tuple[str, list[str]]:
+    """Of what pytest printed: the line with its counts, and those of failed tests."""
+    lines = said.strip().splitlines() or ["no output"]
+    counts = next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line)), lines[-1])
+    return counts.strip("= "), [line for line in lines if line.startswith(("FAILED", "ERROR"))]
 
 
 def table(outcomes: list[Outcome]) -> str:

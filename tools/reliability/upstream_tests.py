@@ -33,7 +33,7 @@ class Patching:
         self.live: list[tuple[nn.Module, kvpatch.Patch]] = []
         self.patched: Counter[str] = Counter()
         self.left: dict[str, str] = {}
-        self.originals = {"generate": GenerationMixin.generate, "__call__": PreTrainedModel.__call__}
+        self.classes = pytest.MonkeyPatch()
 
     def ensure(self, model: Any) -> None:
         """Patch a model that generates, unless it is, or is part of one that is."""
@@ -48,7 +48,7 @@ class Patching:
 
     def install(self) -> None:
         for owner, name in ((GenerationMixin, "generate"), (PreTrainedModel, "__call__")):
-            setattr(owner, name, self._wrapped(self.originals[name], name))
+            self.classes.setattr(owner, name, self._wrapped(getattr(owner, name), name))
 
     def _wrapped(self, original: Any, name: str) -> Any:
         @functools.wraps(original)
@@ -73,10 +73,6 @@ class Patching:
             assert not _is_patched(model), f"{type(model).__name__} is still patched"
             assert "generate" not in vars(model), f"{type(model).__name__}.generate is still ours"
 
-    def uninstall(self) -> None:
-        GenerationMixin.generate = self.originals["generate"]
-        PreTrainedModel.__call__ = self.originals["__call__"]  # type: ignore[method-assign]
-
 
 def _is_patched(model: nn.Module) -> bool:
     return any("_kvpatch" in vars(module) for module in model.modules())
@@ -99,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    config.stash[STATE].uninstall()
+    config.stash[STATE].classes.undo()
 
 
 @pytest.hookimpl(trylast=True)

@@ -273,10 +273,6 @@ def train(recipe_name: str, seed: int, out: Path, sequences: int) -> dict[str, A
     return card
 
 
-def card_of(name: str) -> dict[str, Any]:
-    return json.loads((tasks.shipped()[name] / "card.json").read_text())
-
-
 def main(
     name: Annotated[str, typer.Argument(help=f"one of {', '.join(RECIPES)}")],
     seed: Annotated[int, typer.Option(help="of the first weights and of the training rows")] = 0,

@@ -40,11 +40,6 @@ def prompt_tokens(nodes: int, exits: int) -> int:
     return 3 + nodes * (1 + exits)
 
 
-def trace_tokens(nodes: int, exits: int) -> int:
-    """A visit writes a mark, the node, what remains and the next node; <eos> ends the walk."""
-    return nodes * sum(3 + exits - visit for visit in range(1, exits + 1)) + 1
-
-
 def _draw(rng: random.Random, nodes: Sequence[int], exits: int) -> Graph:
     """`exits` different exits of every node, none to itself; as many lead to a node as away from it."""
     graph: Graph = {node: [] for node in nodes}

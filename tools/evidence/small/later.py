@@ -59,7 +59,7 @@ class Later(Recall):
     source = "[KVzip; DefensiveKV; Expected Attention]"
     budgets = (0.2, 0.4)
     policies = tuple(dict.fromkeys(policy for policy, _, _ in WAYS))
-    scenarios = (AFTER,)
+    scenario = AFTER
 
     def settings(self, policies: tuple[str, ...] = ()) -> list[Setting]:
         """Each way at each budget."""

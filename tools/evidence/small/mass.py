@@ -38,7 +38,7 @@ class Mass(Recall):
     metrics: ClassVar[dict[str, str]] = Recall.metrics | {"held": HELD}
     budgets = (0.7, 0.9)
     policies = tuple(OPTIONS)
-    scenarios = (IN,)
+    scenario = IN
 
     def settings(self, policies: tuple[str, ...] = ()) -> list[Setting]:
         """Pairs of a mass and as many tokens."""

@@ -73,15 +73,14 @@ def write_page(tables: dict[str, Table], docs: Path) -> None:
 
 
 def write_source(table: Table, task: str) -> str:
-    """How the lines were made, and what the full cache has; in a table of several scenarios, what each has."""
+    """How the lines were made, and what the full cache has."""
     about = TASKS[task]
     models = f"models {', '.join(table.models)}" if len(table.models) < 10 else f"{len(table.models)} models"
     text = f"`python -m tools.evidence small {task}`. {table.count_samples():,} samples, {models}."
     if about.source:
         text += f" {about.source}"
-    if len(table.scenarios or [""]) == 1:
-        text += f"\n\n`{about.metric}`: {about.metrics[about.metric]}. Full cache: {shown(table.mean(WHOLE, about.metric))}."
-    return text + "\n"
+    full = shown(table.mean(WHOLE, about.metric))
+    return f"{text}\n\n`{about.metric}`: {about.metrics[about.metric]}. Full cache: {full}.\n"
 
 
 def write_later(table: Table) -> str:

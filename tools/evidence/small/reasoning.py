@@ -94,9 +94,7 @@ class Reasoning(Task):
         """`count` walks."""
         made = [walks.walk(random.Random(f"reasoning 0 {i}"), 1) for i in range(count)]
         rows = [(batch.prompt_BT[0].tolist(), batch.continuation_BT[0].tolist()) for batch in made]
-        return [
-            Sample(str(i), Asked(ids, trace, i // ROWS_PER_DRAW), {}, digest(ids, trace)) for i, (ids, trace) in enumerate(rows)
-        ]
+        return [Sample(str(i), Asked(*row, i // ROWS_PER_DRAW), digest(*row)) for i, row in enumerate(rows)]
 
     def run(self, model: PreTrainedModel, setting: Setting, samples: list[Sample]) -> Iterator[dict[str, float]]:
         """Feed the traces."""

@@ -25,31 +25,29 @@ QUESTIONS = 8
 IN, AFTER = "in", "after"
 
 
-def ask(index: int) -> dict[str, tasks.Batch]:
-    """One sequence in each scenario, [1, T]; where `n` tokens are read at once before the others are fed."""
+def ask(scenario: str, index: int) -> tasks.Batch:
+    """A sequence as the scenario asks of it, [1, T]."""
     after = tasks.recall(random.Random(f"recall 0 {index}"), 1, questions=QUESTIONS, in_prompt=False)
+    if scenario == AFTER:
+        return after
     asked = after.prompt_length + 2  # <q> and the key
-    first = tasks.Batch(after.tokens_BT[:, : asked + 3], asked, after.answers_AW[:1])
-    return {IN: first, AFTER: after}
+    return tasks.Batch(after.tokens_BT[:, : asked + 3], asked, after.answers_AW[:1])
 
 
 class Recall(Task):
-    """What most tasks ask; a subclass says under which settings, and in which scenarios."""
+    """What most tasks ask; a subclass says under which settings, and in which scenario."""
 
     metric = "right"
     metrics: ClassVar[dict[str, str]] = {"right": "share of a sequence's answers that are right in all three values"}
-    scenarios: ClassVar[tuple[str, ...]] = (IN, AFTER)
+    scenario: ClassVar[str]
 
     def samples(self, count: int) -> list[Sample]:
-        """`count` sequences in each scenario."""
-        made = [(scenario, i, ask(i)[scenario]) for scenario in self.scenarios for i in range(count)]
+        """`count` sequences."""
+        every = [ask(self.scenario, i) for i in range(count)]
         return [
-            Sample(
-                f"{scenario}/{i}", Known(rows, i // ROWS_PER_DRAW), {"scenario": scenario},
-                digest(rows.tokens_BT, rows.prompt_length),
-            )
-            for scenario, i, rows in made
-        ]  # fmt: skip
+            Sample(f"{self.scenario}/{i}", Known(rows, i // ROWS_PER_DRAW), digest(rows.tokens_BT, rows.prompt_length))
+            for i, rows in enumerate(every)
+        ]
 
     def run(self, model: PreTrainedModel, setting: Setting, samples: list[Sample]) -> Iterator[dict[str, float]]:
         """Feed the answers."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import platform
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 import torch
 import transformers
 
-import kvpatch
 from kvpatch.errors import KVPatchError
+from tools.bench.lines import where
 from tools.training import tasks as synthetic
 from tools.training.train import SHIPPED
 
@@ -26,12 +25,7 @@ from .table import Line, Table
 from .task import Task, digest
 
 TASKS: dict[str, Task] = {task.name: task for task in (Later(), Mass(), Reasoning())}
-VERSIONS = {
-    "kvpatch": kvpatch.__version__,
-    "torch": torch.__version__,
-    "transformers": transformers.__version__,
-    "python": platform.python_version(),
-}
+VERSIONS = where()["versions"]
 
 
 def find_lines(folder: Path, task: str, model: str) -> Path:
@@ -56,7 +50,7 @@ def measure(
             head = {"model": name, "recipe": SHIPPED[name][0], "label": setting.row.label, "k": setting.k, "key": setting.key}
             try:
                 for sample, values in zip(missing, task.run(model, setting, missing), strict=True):
-                    line = head | {"sample": sample.name, "digest": sample.digest, "group": sample.group}
+                    line = head | {"sample": sample.name, "digest": sample.digest}
                     line |= {"metrics": {metric: round(float(value), 6) for metric, value in values.items()}}
                     file.write(json.dumps(line | {"versions": VERSIONS}) + "\n")
                     yield line

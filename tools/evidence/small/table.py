@@ -17,7 +17,7 @@ WHOLE: Cell = (FULL, 1.0)
 
 
 class Table:
-    """The lines of one task, or of a part of its samples."""
+    """The lines of one task."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self.lines = list(lines)
@@ -43,18 +43,9 @@ class Table:
         """Models in the order of the lines."""
         return list(dict.fromkeys(line["model"] for line in self.lines))
 
-    @property
-    def scenarios(self) -> list[str]:
-        """The parts that samples are split into."""
-        return list(dict.fromkeys(line["group"]["scenario"] for line in self.lines if line.get("group")))
-
     def count_samples(self) -> int:
         """Samples of all models."""
         return len({key for values in self.values.values() for key in values})
-
-    def select(self, scenario: str) -> Table:
-        """Only the samples of a scenario. Errors belong to every part."""
-        return Table(line for line in self.lines if "error" in line or line["group"]["scenario"] == scenario)
 
     def mean(self, cell: Cell, metric: str) -> Estimate | None:
         """Estimate a setting's mean; None where it never ran."""

@@ -55,13 +55,12 @@ def tell_length(setting: Setting, new: int) -> Setting:
 class Sample:
     """A unit of evidence, such as a sequence: what intervals are drawn over.
 
-    name: unique within a task and model. group: what tables split by, such as {"scenario": "after"}. data: what the task needs.
-    digest: of the content, so that lines of another text are never taken for this one's.
+    name: unique within a task and model. data: what the task needs. digest: of the content, so that lines of another text are
+    never taken for this one's.
     """
 
     name: str
     data: Any
-    group: dict[str, Any]
     digest: str
 
 
