@@ -15,7 +15,6 @@ are those of keys and values then.
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ import torch
 import kvpatch
 
 from .measure import count_bytes, judge, read_ids
-from .runs import cut_unfinished_line, read_lines
+from .runs import Line, read_lines
 from .samples import Sample
 from .statistics import estimate
 from .tables import markdown, shown
@@ -157,21 +156,14 @@ def measure_loop(model: Any, loop: Loop) -> dict[str, dict[str, float]]:
     return {way: meter.found[way] for way in WAYS}
 
 
-def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str, Any]]:
-    """Measure the loops that the file lacks, and append a line for each."""
-    cut_unfinished_line(path)
-    known = {line["digest"] for line in read_lines(path)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for loop in make_loops(tokenizer, count):
-            if loop.sample.digest in known:
-                continue
+def measure(model: Any, tokenizer: Any, count: int, lines: list[Line]) -> Iterator[list[Line]]:
+    """Measure the loops that the lines lack, a line for each."""
+    known = {line["digest"] for line in lines}
+    for loop in make_loops(tokenizer, count):
+        if loop.sample.digest not in known:
             tokens, dropped = sum(map(len, loop.sample.turns)), sum(stop - start for start, stop in loop.dropped)
             line = {"sample": loop.sample.name, "digest": loop.sample.digest, "tokens": tokens, "dropped": dropped}
-            line |= {"ways": measure_loop(model, loop)}
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            yield line
+            yield [line | {"ways": measure_loop(model, loop)}]
 
 
 def write_table(path: Path) -> str:

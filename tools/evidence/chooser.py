@@ -8,7 +8,7 @@ from kvpatch.policies.uses import Use as UseOfTable
 
 from .page import USES, Results, Use
 from .settings import NULL, ROWS
-from .tables import markdown
+from .tables import markdown, shown_share
 
 LINES = Path(__file__).parents[2] / "benchmarks/evidence"
 MEASURED: dict[str, tuple[str, ...]] = {
@@ -48,22 +48,17 @@ def describe_use(use: UseOfTable, folder: Path = LINES) -> str:
 
 
 def _describe_part(part: Use, label: str, k: float, folder: Path) -> str:
-    results = Results(folder / f"{part.task}.jsonl")
-    own, null = results.kept(part, label, k), results.kept(part, NULL, k)
-    if own is None or null is None:
-        return ""
-    shares = [f"{100 * number:.0f}" for number in (own.mean, own.low, own.high, null.mean)]
-    return f"{WORDS[part.title]}: {shares[0]}% [{shares[1]}, {shares[2]}], null {shares[3]}%"
+    results = Results(folder, part)
+    own, null = results.kept((label, k)), results.kept((NULL, k))
+    return f"{WORDS[part.title]}: {shown_share(own)}, null {100 * null.mean:.0f}%" if own and null else ""
 
 
 def write_kept(label: str, k: float = 0.2, folder: Path = LINES) -> str:
     """A row for each measured use: what a row of the lines keeps of the full cache's gain, and what the null keeps."""
     rows = []
     for use in USES:
-        results = Results(folder / f"{use.task}.jsonl")
-        pair = [results.kept(use, one, k) for one in (label, NULL)]
-        if all(pair):
-            rows.append(
-                [use.title, *(f"{100 * one.mean:.0f}% [{100 * one.low:.0f}, {100 * one.high:.0f}]" for one in pair if one)]
-            )
+        results = Results(folder, use)
+        own, null = results.kept((label, k)), results.kept((NULL, k))
+        if own and null:
+            rows.append([use.title, shown_share(own), shown_share(null)])
     return markdown(["gain kept at a fifth of the prompt", f"`{label}`", f"`{NULL}`"], rows)

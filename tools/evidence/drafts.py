@@ -5,11 +5,10 @@ The unpatched model writes TOKENS tokens, greedily; each policy and budget write
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -20,10 +19,11 @@ from kvpatch.plotting import new_figure, save, style
 
 from .chat import Frame
 from .link import write_estimate
-from .page import markdown
-from .runs import cut_unfinished_line, read_lines
+from .offloaded import count_offloaded
+from .runs import Line, read_lines
 from .settings import ROWS, Row
 from .statistics import estimate
+from .tables import markdown
 from .tasks import code
 from .texts import group_parts, sentences
 
@@ -59,42 +59,26 @@ def _generate(model: Any, ids_1N: torch.Tensor) -> Any:
     return model.generate(ids_1N, attention_mask=torch.ones_like(ids_1N), **options)
 
 
-def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str, Any]]:
-    """Measure what the file lacks, text by text, and append a line for each policy and budget."""
-    cut_unfinished_line(path)
-    known = {(line["text"], line["label"], line["k"], line["longest"]) for line in read_lines(path)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for name, kind, ids_1N in make_texts(tokenizer, count):
-            wanted = [row for row in ROWS_SHOWN if (name, *row) not in known]
-            written = _generate(model, ids_1N).sequences if wanted else None
-            for label, k, longest in wanted:
-                row = DRAFTING.get(label) or ROWS[label]
-                with _limited(longest), kvpatch.patched(model, row.policy, k, lossless=True, **row.options):
-                    out = _generate(model, ids_1N)
-                cache = cache_of(out)
-                own = cache.verified
-                line = {
-                    "text": name, "kind": kind, "tokens": ids_1N.shape[1], "label": label, "k": k, "longest": longest,
-                    "passes": own.passes, "drafted": own.drafted, "accepted": own.accepted,
-                    "moved": round(own.nbytes_per_token / cache.nbytes, 4),
-                    "held": round(cache.drafts.nbytes / cache.nbytes, 4),
-                    "same": torch.equal(out.sequences, written),
-                }  # fmt: skip
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                yield line
-
-
-@contextmanager
-def _limited(longest: int) -> Iterator[None]:
-    """Draft no more tokens than these inside a with-block."""
-    before = lossless.FIRST, lossless.MOST
-    lossless.FIRST, lossless.MOST = min(lossless.FIRST, longest), longest
-    try:
-        yield
-    finally:
-        lossless.FIRST, lossless.MOST = before
+def measure(model: Any, tokenizer: Any, count: int, lines: list[Line]) -> Iterator[list[Line]]:
+    """Measure what the lines lack, text by text, a line for each policy and budget."""
+    known = {(line["text"], line["label"], line["k"], line["longest"]) for line in lines}
+    for name, kind, ids_1N in make_texts(tokenizer, count):
+        wanted = [row for row in ROWS_SHOWN if (name, *row) not in known]
+        written = _generate(model, ids_1N).sequences if wanted else None
+        for label, k, longest in wanted:
+            row = DRAFTING.get(label) or ROWS[label]
+            limited = mock.patch.multiple(lossless, FIRST=min(lossless.FIRST, longest), MOST=longest)
+            with limited, kvpatch.patched(model, row.policy, k, lossless=True, **row.options):
+                out = _generate(model, ids_1N)
+            cache = cache_of(out)
+            own = cache.verified
+            yield [{
+                "text": name, "kind": kind, "tokens": ids_1N.shape[1], "label": label, "k": k, "longest": longest,
+                "passes": own.passes, "drafted": own.drafted, "accepted": own.accepted,
+                "moved": round(own.nbytes_per_token / cache.nbytes, 4),
+                "held": round(cache.drafts.nbytes / cache.nbytes, 4),
+                "same": torch.equal(out.sequences, written),
+            }]  # fmt: skip
 
 
 def write_table(path: Path) -> str:
@@ -134,6 +118,12 @@ def _estimate(counts: list[float]) -> str:
 
 def _count_tokens_a_pass(line: dict[str, Any]) -> float:
     return 1 + line["accepted"] / line["passes"]
+
+
+def show_offloaded(model: Any, tokenizer: Any) -> None:
+    """Print what transformers' offloaded cache moves for a token of the first text."""
+    _, _, ids_1N = make_texts(tokenizer, 1)[0]
+    print("offloaded cache, full caches a token: read {:.2f}, written {:.2f}".format(*count_offloaded(model, ids_1N, 4)))
 
 
 def draw(lines: Path, path: Path) -> None:

@@ -7,6 +7,7 @@ the passes of the others, which compute attention, statistics and evictions. Pas
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ class Bench:
             self.nbytes = count_bytes(cache)
             self.judged, self.full = [], []
             for probe in sample.probes:
-                judged, logp_AV = judge(model, probe, _copy(cache), None)
+                judged, logp_AV = judge(model, probe, copy.deepcopy(cache), None)
                 self.judged.append(judged)
                 self.full.append(logp_AV)
             self.unread = []
@@ -159,10 +160,3 @@ def count_bytes(cache: Any) -> int:
     if hasattr(cache, "nbytes"):
         return cache.nbytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def _copy(cache: Any) -> Any:
-    """A copy of transformers' own cache."""
-    import copy
-
-    return copy.deepcopy(cache)

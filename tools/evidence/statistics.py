@@ -105,6 +105,11 @@ def judge_all(differences: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
     return dict(zip(differences, correct_holm(ps), strict=True))
 
 
+def find_sides(differences: Mapping[Key, Sequence[float]]) -> dict[Key, int]:
+    """Return -1 or +1 for each mean difference that is surely below or above zero, corrected for their number, else 0."""
+    return {key: int(np.sign(sum(differences[key]))) if p < LEVEL else 0 for key, p in judge_all(differences).items()}
+
+
 def correct_holm(ps: Sequence[float]) -> list[float]:
     """Raise p-values of a family of comparisons so that the chance of any false one is below the level [Holm 1979]."""
     order, raised, highest = np.argsort(ps), [0.0] * len(ps), 0.0

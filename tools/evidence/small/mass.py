@@ -34,7 +34,6 @@ class Mass(Recall):
     """Settings are masses, each followed by the fixed budget of the same mean size."""
 
     name = "mass"
-    about = "Budgets by mass, and fixed ones of the same mean size."
     metrics: ClassVar[dict[str, str]] = Recall.metrics | {"held": HELD}
     budgets = (0.7, 0.9)
     policies = tuple(OPTIONS)

@@ -67,7 +67,6 @@ class Reasoning(Task):
     """Every policy in every way that it has; k is the budget of prompt and trace."""
 
     name = "reasoning"
-    about = "Traces of hundreds of tokens that need earlier steps."
     source = "[R-KV; RaaS; LazyEviction; VaSE]"
     metric = "visits"
     metrics: ClassVar[dict[str, str]] = {"visits": "share of a walk's visits that are right when the true trace is fed"}

@@ -77,7 +77,6 @@ class Task:
     """
 
     name: ClassVar[str]
-    about: ClassVar[str]
     source: ClassVar[str] = ""
     metric: ClassVar[str]
     metrics: ClassVar[dict[str, str]]
