@@ -13,12 +13,13 @@ import torch
 import kvpatch
 from tools.evidence import __main__ as evidence
 from tools.evidence import runs as all_runs
+from tools.evidence.samples import digest
 from tools.evidence.small import later, page, runs
 from tools.evidence.small.later import WAYS, Later, teach
 from tools.evidence.small.mass import FIXED, MASS, OPTIONS, Mass, count_held
 from tools.evidence.small.reasoning import KEPT, RHYTHMS, Reasoning, limit_tokens, share_right
 from tools.evidence.small.table import WHOLE, Table
-from tools.evidence.small.task import FIFTEEN, UNPATCHED, Sample, Task, digest, set_policy
+from tools.evidence.small.task import FIFTEEN, UNPATCHED, Sample, Task, set_policy
 from tools.evidence.statistics import Bootstrap, Estimate
 from tools.training import tasks, walks
 

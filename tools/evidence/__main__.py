@@ -9,6 +9,7 @@ python -m tools.evidence quotas --samples 12                   what quotas do fo
 """
 
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from . import agents, answers, drafts, quotas
 from .choices import list_rows
 from .page import write_section
 from .report import write_page
-from .runs import append, read_lines, run_apart, run_task, use_one_thread
+from .runs import append, measure, read_lines, run_apart, use_one_thread
 from .settings import LABELS, MIDDLE, MOST, ROWS, Cells
 from .small import page as small_page
 from .small import runs as small_runs
@@ -47,6 +48,12 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(";" if ";" in text else ",") if part.strip()]
 
 
+def _refuse_unknown(names: list[str], known: Collection[str], what: str) -> None:
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not a {what}: {'; '.join(known)}")
+
+
 def _load(model: str) -> tuple[Any, Any]:
     use_one_thread()
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
@@ -68,12 +75,8 @@ def run(
     names = list(TASKS) if tasks == ["all"] else tasks
     labels, shares = _split(policies), [float(part) for part in _split(budgets)]
     known = list_rows() if choices else ROWS
-    for name in names:
-        if name not in TASKS:
-            raise typer.BadParameter(f"{name!r} is not a task: {', '.join(TASKS)}")
-    for label in labels:
-        if label not in known:
-            raise typer.BadParameter(f"{label!r} is not a row: {'; '.join(known)}")
+    _refuse_unknown(names, TASKS, "task")
+    _refuse_unknown(labels, known, "row")
     cells: list[Cells] = []
     if samples or labels or choices or shares:
         rows = tuple(known[label] for label in labels or (known if choices else LABELS))
@@ -81,10 +84,12 @@ def run(
     run_apart(_run_alone, [(model, name, cells, out) for name in names], jobs)
 
 
-def _run_alone(model: str, name: str, cells: list[Cells], out: Path) -> str:
+def _run_alone(model: str, name: str, cells: Sequence[Cells], out: Path) -> str:
     start = time.monotonic()
     tokenizer, loaded = _load(model)
-    new = run_task(loaded, tokenizer, name, cells, out)
+    wanted = cells or TASKS[name].cells
+    samples = TASKS[name].make(tokenizer, max(one.samples for one in wanted))
+    new = sum(1 for _ in measure(loaded, samples, wanted, out / f"{name}.jsonl"))
     return f"{name}: {new} new lines in {time.monotonic() - start:.0f} s"
 
 
@@ -148,9 +153,7 @@ def small(
     """Measure mechanisms on the models that this repository trained."""
     known = list(small_runs.TASKS)
     names = known if tasks == ["all"] else tasks or []
-    for name in names:
-        if name not in known:
-            raise typer.BadParameter(f"{name!r} is not a task: {', '.join(known)}")
+    _refuse_unknown(names, known, "task")
     small_runs.run(names, out, _split(models), samples, tuple(_split(policies)), jobs)
     found = small_runs.collect(out)
     if write:

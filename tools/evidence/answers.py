@@ -58,6 +58,7 @@ def write_answers(model: Any, prompts_BN: Tensor, choose: Callable[[int, Tensor]
     return torch.stack(written, 1), cache
 
 
+@torch.no_grad()
 def measure_batch(model: Any, tokenizer: Any, prompts_BN: Tensor) -> Iterator[tuple[str, list[Line]]]:
     """Measure a batch under the full cache and each policy; yield the label and what each prompt showed."""
     end, generator = tokenizer.eos_token_id, torch.Generator().manual_seed(SEED)
@@ -109,11 +110,12 @@ def measure(model: Any, tokenizer: Any, count: int, lines: list[Line]) -> Iterat
     for first in range(0, count, ROWS_AT_ONCE):
         if f"answer {first}" in known:
             continue
-        new = []
-        with torch.no_grad():
-            for label, found in measure_batch(model, tokenizer, prompts_SN[first : first + ROWS_AT_ONCE]):
-                new += [{"sample": f"answer {first + i}", "label": label, "k": K, **one} for i, one in enumerate(found)]
-        yield new
+        batch = measure_batch(model, tokenizer, prompts_SN[first : first + ROWS_AT_ONCE])
+        yield [
+            {"sample": f"answer {first + i}", "label": label, "k": K, **one}
+            for label, found in batch
+            for i, one in enumerate(found)
+        ]
 
 
 def write_table(path: Path) -> str:

@@ -43,11 +43,12 @@ CLAIMS = (
 
 def write_claims(folder: Path, k: float, uses: tuple[Use, ...] = DECIDING) -> str:
     """A row for each claim, a column for each use: nats that `a` loses less `b`'s; marked where Holm's correction leaves it."""
-    found: dict[tuple[Claim, str], list[float]] = {}
-    for results in [Results(folder, use) for use in uses]:
-        for claim in CLAIMS:
-            found[claim, results.use.title] = results.differences((claim.a, k), (claim.b, k))
-    found = {cell: differences for cell, differences in found.items() if differences}
+    found = {
+        (claim, results.use.title): differences
+        for results in [Results(folder, use) for use in uses]
+        for claim in CLAIMS
+        if (differences := results.differences((claim.a, k), (claim.b, k)))
+    }
     sides = find_sides(found)
     titles = list(dict.fromkeys(title for _, title in found))
     rows = []

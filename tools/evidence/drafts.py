@@ -29,7 +29,7 @@ from .texts import group_parts, sentences
 
 TOKENS = 64
 SHORT = "snapkv, window=8"
-DRAFTING = {SHORT: Row(SHORT, "snapkv", {"window": 8}), "adakv, window=8": Row("adakv, window=8", "adakv", {"window": 8})}
+DRAFTING = ROWS | {f"{name}, window=8": Row(f"{name}, window=8", name, {"window": 8}) for name in ("snapkv", "adakv")}
 LABELS = (SHORT, "adakv, window=8", "snapkv", "h2o", "tova", "roco", "streaming_llm", "random, ends kept")
 ROWS_SHOWN = (
     *((label, 0.1, lossless.MOST) for label in LABELS),
@@ -66,7 +66,7 @@ def measure(model: Any, tokenizer: Any, count: int, lines: list[Line]) -> Iterat
         wanted = [row for row in ROWS_SHOWN if (name, *row) not in known]
         written = _generate(model, ids_1N).sequences if wanted else None
         for label, k, longest in wanted:
-            row = DRAFTING.get(label) or ROWS[label]
+            row = DRAFTING[label]
             limited = mock.patch.multiple(lossless, FIRST=min(lossless.FIRST, longest), MOST=longest)
             with limited, kvpatch.patched(model, row.policy, k, lossless=True, **row.options):
                 out = _generate(model, ids_1N)
@@ -85,39 +85,32 @@ def write_table(path: Path) -> str:
     """A row for each policy and budget: tokens a pass by kind of text, tokens accepted, bytes moved and held."""
     lines = read_lines(path)
     kinds, rows = list(dict.fromkeys(line["kind"] for line in lines)), []
-    for label, k, longest in ROWS_SHOWN:
-        own = [line for line in lines if (line["label"], line["k"], line["longest"]) == (label, k, longest)]
-        by_kind = [[line for line in own if line["kind"] == kind] for kind in kinds]
+    for row in ROWS_SHOWN:
+        own = _select(lines, *row)
+        counts = [(line["kind"], 1 + line["accepted"] / line["passes"]) for line in own]
+        by_kind = [[count for kind, count in counts if kind == one] for one in kinds]
+        every = estimate([count for _, count in counts])
         taken = sum(line["accepted"] for line in own) / max(sum(line["drafted"] for line in own), 1)
-        moved = sum(line["moved"] for line in own) / max(len(own), 1)
-        counts = list(map(_count_tokens_a_pass, own))
-        cells = [*map(_tokens_a_pass, by_kind), _estimate(counts), f"{len(own)}", f"{taken:.0%}", f"{moved:.2f}"]
-        rows.append([f"`{label}`", f"{k}", f"{longest}", *cells])
+        cells = [*(f"{sum(found) / len(found):.1f}" if found else "" for found in by_kind), f"{every:.1f}", f"{len(own)}"]
+        rows.append([f"`{row[0]}`", *map(str, row[1:]), *cells, f"{taken:.0%}", f"{_mean(own, 'moved'):.2f}"])
     same = sum(line["same"] for line in lines)
     header = ["policy", "k", "drafts up to", *kinds, "all", "texts", "of drafts", "bytes a token"]
     texts = len({line["text"] for line in lines})
-    best = [line for line in lines if (line["label"], line["k"], line["longest"]) == (SHORT, 0.1, lossless.MOST)]
-    estimate = ""
-    if best:
-        passes = sum(line["passes"] for line in best)
-        drafted = sum(line["drafted"] for line in best) / passes
-        per_pass = 1 + sum(line["accepted"] for line in best) / passes
-        estimate = f"\n\n{write_estimate(0.1, drafted, per_pass)}"
     said = f"{texts} texts; {same} of {len(lines)} answers are the unpatched model's, token by token."
-    return f"{said}\n\n{markdown(header, rows)}{estimate}"
+    best = _select(lines, SHORT, 0.1, lossless.MOST)
+    drafted, accepted = (
+        sum(line[name] for line in best) / sum(line["passes"] for line in best) for name in ("drafted", "accepted")
+    )
+    return f"{said}\n\n{markdown(header, rows)}\n\n{write_estimate(0.1, drafted, 1 + accepted)}"
 
 
-def _tokens_a_pass(lines: list[dict[str, Any]]) -> str:
-    return f"{sum(map(_count_tokens_a_pass, lines)) / len(lines):.1f}" if lines else ""
+def _select(lines: list[Line], *row: Any) -> list[Line]:
+    """The lines of a policy, a budget and the longest draft."""
+    return [line for line in lines if (line["label"], line["k"], line["longest"]) == row]
 
 
-def _estimate(counts: list[float]) -> str:
-    found = estimate(counts)
-    return f"{found.mean:.1f} [{found.low:.1f}, {found.high:.1f}]"
-
-
-def _count_tokens_a_pass(line: dict[str, Any]) -> float:
-    return 1 + line["accepted"] / line["passes"]
+def _mean(lines: list[Line], name: str) -> float:
+    return sum(line[name] for line in lines) / len(lines)
 
 
 def show_offloaded(model: Any, tokenizer: Any) -> None:
@@ -132,16 +125,11 @@ def draw(lines: Path, path: Path) -> None:
     figure = new_figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
     for label in LABELS:
-        points = []
-        for k in (0.05, 0.1, 0.2, 0.3):
-            own = [line for line in found if (line["label"], line["k"], line["longest"]) == (label, k, lossless.MOST)]
-            if own:
-                points.append([sum(line[name] for line in own) / len(own) for name in ("held", "moved")])
-        if not points:
+        by_k = [own for k in (0.05, 0.1, 0.2, 0.3) if (own := _select(found, label, k, lossless.MOST))]
+        if not by_k:
             continue
-        row = DRAFTING.get(label) or ROWS[label]
-        colour, marker = style(row.policy)
-        x, y = zip(*points, strict=True)
+        colour, marker = style(DRAFTING[label].policy)
+        x, y = ([_mean(own, name) for own in by_k] for name in ("held", "moved"))
         axes.plot(x, y, color=colour, marker=marker, ms=6, lw=1.2, label=label, ls="-" if "window" in label else ":")
     for x, y, name in ((1.0, 0.0, "full on the device"), (LAYERS_HELD, 1.0, "transformers' offloaded cache")):
         axes.plot([x], [y], "k*", ms=9)

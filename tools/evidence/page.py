@@ -9,7 +9,7 @@ from typing import Any
 
 from .runs import read_lines
 from .settings import FULL, LABELS, MIDDLE, NULL, UNREAD
-from .statistics import Estimate, estimate, find_sides
+from .statistics import Estimate, estimate, estimate_share, find_sides
 from .tables import mark, markdown, shown_share
 
 Cell = tuple[str, float]
@@ -96,24 +96,12 @@ class Results:
         """Share of the full cache's gain over not having read the text that is kept, by a bootstrap over its samples."""
         lost = self.differences(cell)
         gained = self.differences((UNREAD, 0.0), only=self.lines.get(cell, {}))
-        return ratio(lost, gained) if lost else None
+        return estimate_share(lost, gained) if lost else None
 
     def compare_with_null(self) -> dict[Cell, int]:
         """-1 where a row loses less than the null, +1 where it loses more, 0 where neither is sure; Holm over the table."""
         cells = [(label, k) for label in LABELS for k in self.budgets if label != NULL]
-        found = {cell: self.differences(cell, (NULL, cell[1])) for cell in cells}
-        return find_sides({cell: difference for cell, difference in found.items() if difference})
-
-
-def ratio(lost: list[float], gained: list[float]) -> Estimate:
-    """1 - mean(lost) / mean(gained), with an interval over the same draws of samples."""
-    import numpy as np
-
-    lost_S, gained_S = np.array(lost), np.array(gained)
-    drawn = np.random.default_rng(0).integers(0, len(lost_S), (4000, len(lost_S)))
-    ratios = 1 - lost_S[drawn].mean(1) / gained_S[drawn].mean(1)
-    low, high = np.quantile(ratios, (0.025, 0.975))
-    return Estimate(float(1 - lost_S.mean() / gained_S.mean()), float(low), float(high), len(lost_S))
+        return find_sides({cell: found for cell in cells if (found := self.differences(cell, (NULL, cell[1])))})
 
 
 def write_table(results: Results) -> str:
@@ -124,7 +112,7 @@ def write_table(results: Results) -> str:
 
     def write_cell(cell: Cell) -> str:
         one = losses.get(cell)
-        return mark(f"{one.mean:.2f} [{one.low:.2f}, {one.high:.2f}]", sides.get(cell, 0)) if one else ""
+        return mark(f"{one:.2f}", sides.get(cell, 0)) if one else ""
 
     rows = []
     for label in sorted((label for label in LABELS if (label, middle) in losses), key=lambda label: losses[label, middle].mean):

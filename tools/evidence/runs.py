@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import transformers
 from .measure import Bench, Judged
 from .samples import Sample
 from .settings import FULL, UNREAD, Cells, Setting
-from .tasks import TASKS
 
 Line = dict[str, Any]
 
@@ -97,11 +96,3 @@ def measure(model: Any, samples: Iterable[Sample], cells: Iterable[Cells], path:
         return new
 
     return append(path, itertools.starmap(measure_sample, enumerate(samples)))
-
-
-def run_task(model: Any, tokenizer: Any, name: str, cells: Sequence[Cells], folder: Path) -> int:
-    """Measure cells of a task, or its own where none are given; return how many lines are new."""
-    task = TASKS[name]
-    wanted = cells or task.cells
-    samples = task.make(tokenizer, max(one.samples for one in wanted))
-    return sum(1 for _ in measure(model, samples, wanted, folder / f"{name}.jsonl"))

@@ -14,12 +14,13 @@ from tools.training import tasks as synthetic
 from tools.training.train import SHIPPED
 
 from ..runs import Line, append, read_lines, run_apart
+from ..samples import digest
 from ..settings import Setting
 from .later import Later
 from .mass import Mass
 from .reasoning import Reasoning
 from .table import Table
-from .task import Task, digest
+from .task import Task
 
 TASKS: dict[str, Task] = {task.name: task for task in (Later(), Mass(), Reasoning())}
 VERSIONS = where()["versions"]
