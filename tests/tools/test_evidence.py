@@ -176,16 +176,15 @@ def test_a_table_marks_what_beats_the_null(tmp_path):
         ("h2o", 0.2): [2 + x for x in noise],
     }
     write_lines(tmp_path / "asked.jsonl", losses)
-    use = page.USES[0]
-    results = page.Results(tmp_path / "asked.jsonl")
-    table = page.write_table(results, use).splitlines()
+    results = page.Results(tmp_path, page.USES[0])
+    table = page.write_table(results).splitlines()
     assert [line.split("`")[1] for line in table[2:]] == ["kvzip", NULL, "h2o", "random"]
     assert "**1.10" in table[2] and "*3.00" in table[-1] and "**" not in table[-1]
-    assert results.kept(use, "random", 0.2).mean == pytest.approx(0.25)
+    assert results.kept(("random", 0.2)).mean == pytest.approx(0.25)
     results.lines["random", 0.2].popitem()
-    assert results.kept(use, "random", 0.2).mean == pytest.approx(0.25)  # of its own samples
-    assert results.kept(use, "tova", 0.2) is None
-    assert "Full cache 0.10, text not read 4.09" in page.describe(results, use)
+    assert results.kept(("random", 0.2)).mean == pytest.approx(0.25)  # of its own samples
+    assert results.kept(("tova", 0.2)) is None
+    assert "Full cache 0.10, text not read 4.09" in page.describe(results)
 
 
 def test_a_choice_stands_beside_the_row_that_it_changes(tmp_path):
@@ -268,12 +267,12 @@ def test_quotas_are_of_the_instructions(tokenizer, monkeypatch, tmp_path):
     monkeypatch.setattr(instructions, "make_samples", lambda tokenizer, count: [sample])
     monkeypatch.setattr(quotas, "K", 0.4)  # this tokenizer cuts words into more pieces
     model, path = make_model([sample]), tmp_path / "quotas.jsonl"
-    lines = list(quotas.run(model, tokenizer, 1, path))
+    lines = list(runs.append(path, quotas.measure(model, tokenizer, 1, [])))
     assert [(line["policy"], line["way"]) for line in lines[1:]] == [(p, w) for p in quotas.POLICIES for w in quotas.WAYS]
     for policy in quotas.POLICIES:
         assert len({line["worst"] for line in lines if line["policy"] == policy}) == len(quotas.WAYS)
     assert all(line["worst"] >= line["mean"] for line in lines)
-    assert list(quotas.run(model, tokenizer, 1, path)) == []
+    assert list(quotas.measure(model, tokenizer, 1, runs.read_lines(path))) == []
 
 
 def test_a_table_of_quotas_compares_with_the_policy_alone(tmp_path):

@@ -12,12 +12,14 @@ import torch
 
 import kvpatch
 from tools.evidence import __main__ as evidence
+from tools.evidence import runs as all_runs
+from tools.evidence.samples import digest
 from tools.evidence.small import later, page, runs
 from tools.evidence.small.later import WAYS, Later, teach
 from tools.evidence.small.mass import FIXED, MASS, OPTIONS, Mass, count_held
 from tools.evidence.small.reasoning import KEPT, RHYTHMS, Reasoning, limit_tokens, share_right
 from tools.evidence.small.table import WHOLE, Table
-from tools.evidence.small.task import FIFTEEN, UNPATCHED, Sample, Task, digest, set_policy
+from tools.evidence.small.task import FIFTEEN, UNPATCHED, Sample, Task, set_policy
 from tools.evidence.statistics import Bootstrap, Estimate
 from tools.training import tasks, walks
 
@@ -77,7 +79,7 @@ def test_what_is_carried(low, high, models, signs, carried):
 class Toy(Task):
     """Sample i scores i/10, less 0.1 under window, and cannot run under tova; `asked` is what was measured."""
 
-    name, about, metric, metrics = "toy", "a toy.", "score", {"score": "made up"}
+    name, metric, metrics = "toy", "score", {"score": "made up"}
 
     def __init__(self):
         self.asked = []
@@ -199,8 +201,8 @@ def test_the_command_measures_and_the_page_has_what_it_says(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     # in this process: another one would import all of it anew
     pool = SimpleNamespace(submit=lambda work, *words: SimpleNamespace(result=lambda: work(*words)))
-    monkeypatch.setattr(runs, "ProcessPoolExecutor", lambda *words: nullcontext(pool))
-    monkeypatch.setattr(runs, "as_completed", list)
+    monkeypatch.setattr(all_runs, "ProcessPoolExecutor", lambda *words: nullcontext(pool))
+    monkeypatch.setattr(all_runs, "as_completed", list)
     evidence.small(["mass"], "llama-0", "", 1, tmp_path / "lines", 1, True)
     text = (docs / "small-models.md").read_text()
     assert "mass llama-0: 13 new lines" in capsys.readouterr().out

@@ -8,12 +8,10 @@ python -m tools.evidence small later --models llama-0          what small models
 python -m tools.evidence quotas --samples 12                   what quotas do for the worst instruction
 """
 
-from __future__ import annotations
-
-import multiprocessing
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import torch
@@ -21,21 +19,19 @@ import transformers
 import typer
 
 from ..real_model import VARIABLE
-from . import agents as agents_runs
-from . import answers as answers_runs
-from . import drafts as drafts_runs
-from . import quotas as quotas_runs
+from . import agents, answers, drafts, quotas
 from .choices import list_rows
-from .offloaded import count_offloaded
 from .page import write_section
 from .report import write_page
-from .runs import run_task
+from .runs import append, measure, read_lines, run_apart, use_one_thread
 from .settings import LABELS, MIDDLE, MOST, ROWS, Cells
 from .small import page as small_page
 from .small import runs as small_runs
 from .tasks import TASKS
 
 LINES = Path("benchmarks/evidence")
+Model = Annotated[str, typer.Option(help="folder or hub name", envvar=VARIABLE)]
+MODEL = ".models/smollm2"
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 
 
@@ -52,10 +48,14 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(";" if ";" in text else ",") if part.strip()]
 
 
-def _load(model: str, threads: int) -> tuple[Any, Any]:
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+def _refuse_unknown(names: list[str], known: Collection[str], what: str) -> None:
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not a {what}: {'; '.join(known)}")
+
+
+def _load(model: str) -> tuple[Any, Any]:
+    use_one_thread()
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
@@ -63,7 +63,7 @@ def _load(model: str, threads: int) -> tuple[Any, Any]:
 @app.command()
 def run(
     tasks: Annotated[list[str], typer.Argument(help="names of tasks, or all")],
-    model: Annotated[str, typer.Option(help="folder or hub name", envvar=VARIABLE)] = ".models/smollm2",
+    model: Model = MODEL,
     samples: Annotated[int | None, typer.Option(min=2, help="else those of the page")] = None,
     policies: Annotated[str, typer.Option(help="labels, else those of the page; separated by ; where one has a comma")] = "",
     choices: Annotated[bool, typer.Option("--choices", help="single options of policies, in place of policies")] = False,
@@ -75,84 +75,55 @@ def run(
     names = list(TASKS) if tasks == ["all"] else tasks
     labels, shares = _split(policies), [float(part) for part in _split(budgets)]
     known = list_rows() if choices else ROWS
-    for name in names:
-        if name not in TASKS:
-            raise typer.BadParameter(f"{name!r} is not a task: {', '.join(TASKS)}")
-    for label in labels:
-        if label not in known:
-            raise typer.BadParameter(f"{label!r} is not a row: {'; '.join(known)}")
+    _refuse_unknown(names, TASKS, "task")
+    _refuse_unknown(labels, known, "row")
     cells: list[Cells] = []
     if samples or labels or choices or shares:
         rows = tuple(known[label] for label in labels or (known if choices else LABELS))
         cells = [Cells(k, samples or MOST, rows) for k in shares or [MIDDLE]]
-    # spawned: a forked torch may hang on locks of threads that are not there
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        waiting = [pool.submit(_run_alone, model, name, cells, out) for name in names]
-        for one in as_completed(waiting):
-            print(one.result(), flush=True)
+    run_apart(_run_alone, [(model, name, cells, out) for name in names], jobs)
 
 
-def _run_alone(model: str, name: str, cells: list[Cells], out: Path) -> str:
-    """Measure a task in a process of its own, on one thread: the same digits on any number of cores."""
+def _run_alone(model: str, name: str, cells: Sequence[Cells], out: Path) -> str:
     start = time.monotonic()
-    tokenizer, loaded = _load(model, 1)
-    new = run_task(loaded, tokenizer, name, cells, out)
+    tokenizer, loaded = _load(model)
+    wanted = cells or TASKS[name].cells
+    samples = TASKS[name].make(tokenizer, max(one.samples for one in wanted))
+    new = sum(1 for _ in measure(loaded, samples, wanted, out / f"{name}.jsonl"))
     return f"{name}: {new} new lines in {time.monotonic() - start:.0f} s"
 
 
-@app.command()
-def agents(
-    model: Annotated[str, typer.Option(help="folder or hub name", envvar=VARIABLE)] = ".models/smollm2",
-    samples: Annotated[int, typer.Option(min=2)] = 60,
-    out: Annotated[Path, typer.Option(help="folder of the lines")] = LINES,
-) -> None:
-    """Measure what dropping a tool result costs, and print the table of docs/guides/agents.md."""
-    tokenizer, loaded = _load(model, 1)
-    for line in agents_runs.run(loaded, tokenizer, samples, out / "agents.jsonl"):
-        print(line["sample"], line["ways"]["forgotten"], flush=True)
-    print(agents_runs.write_table(out / "agents.jsonl"))
+STUDIES: tuple[tuple[ModuleType, int, int, str | None], ...] = (
+    (agents, 60, 2, None),
+    (answers, 24, 2, "texts; as many as make whole batches"),
+    (drafts, 4, 1, "texts of each kind"),
+    (quotas, 12, 2, None),
+)
+"""Modules that measure lines of their own and write a table of them; --samples, its least, and what it counts."""
 
 
-@app.command()
-def answers(
-    model: Annotated[str, typer.Option(help="folder or hub name", envvar=VARIABLE)] = ".models/smollm2",
-    samples: Annotated[int, typer.Option(min=2, help="texts; as many as make whole batches")] = 24,
-    out: Annotated[Path, typer.Option(help="folder of the lines")] = LINES,
-) -> None:
-    """Measure answers of 512 tokens under a budget for the whole sequence, and print their table."""
-    tokenizer, loaded = _load(model, 1)
-    for line in answers_runs.run(loaded, tokenizer, samples, out / "answers.jsonl"):
-        print(line, flush=True)
-    print(answers_runs.write_table(out / "answers.jsonl"))
+def _add_command(study: ModuleType, count: int, least: int, of: str | None) -> None:
+    name = study.__name__.rpartition(".")[2]
+
+    def run_study(
+        model: Model = MODEL,
+        samples: Annotated[int, typer.Option(min=least, help=of)] = count,
+        out: Annotated[Path, typer.Option(help="folder of the lines")] = LINES,
+    ) -> None:
+        tokenizer, loaded = _load(model)
+        path = out / f"{name}.jsonl"
+        for line in append(path, study.measure(loaded, tokenizer, samples, read_lines(path))):
+            print(line, flush=True)
+        print(study.write_table(path))
+        if study is drafts:
+            drafts.show_offloaded(loaded, tokenizer)
+            drafts.draw(path, Path("docs/results/lossless.png"))
+
+    app.command(name, help=(study.__doc__ or "").partition("\n")[0])(run_study)
 
 
-@app.command()
-def drafts(
-    model: Annotated[str, typer.Option(help="folder or hub name", envvar=VARIABLE)] = ".models/smollm2",
-    samples: Annotated[int, typer.Option(min=1, help="texts of each kind")] = 4,
-    out: Annotated[Path, typer.Option(help="folder of the lines")] = LINES,
-) -> None:
-    """Measure what drafts of budgeted caches come to, and print the table of docs/guides/lossless.md."""
-    tokenizer, loaded = _load(model, 1)
-    for line in drafts_runs.run(loaded, tokenizer, samples, out / "drafts.jsonl"):
-        print(line, flush=True)
-    print(drafts_runs.write_table(out / "drafts.jsonl"))
-    _, _, ids_1N = drafts_runs.make_texts(tokenizer, 1)[0]
-    print("offloaded cache, full caches a token: read {:.2f}, written {:.2f}".format(*count_offloaded(loaded, ids_1N, 4)))
-    drafts_runs.draw(out / "drafts.jsonl", Path("docs/results/lossless.png"))
-
-
-@app.command()
-def quotas(
-    model: Annotated[str, typer.Option(help="folder or hub name", envvar=VARIABLE)] = ".models/smollm2",
-    samples: Annotated[int, typer.Option(min=2)] = 12,
-    out: Annotated[Path, typer.Option(help="folder of the lines")] = LINES,
-) -> None:
-    """Measure what quotas and a protected system message do for the worst instruction, and print the table."""
-    tokenizer, loaded = _load(model, 1)
-    for line in quotas_runs.run(loaded, tokenizer, samples, out / "quotas.jsonl"):
-        print(line["sample"], line["policy"], line["way"], line["worst"], flush=True)
-    print(quotas_runs.write_table(out / "quotas.jsonl"))
+for one in STUDIES:
+    _add_command(*one)
 
 
 @app.command()
@@ -182,9 +153,7 @@ def small(
     """Measure mechanisms on the models that this repository trained."""
     known = list(small_runs.TASKS)
     names = known if tasks == ["all"] else tasks or []
-    for name in names:
-        if name not in known:
-            raise typer.BadParameter(f"{name!r} is not a task: {', '.join(known)}")
+    _refuse_unknown(names, known, "task")
     small_runs.run(names, out, _split(models), samples, tuple(_split(policies)), jobs)
     found = small_runs.collect(out)
     if write:

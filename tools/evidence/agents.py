@@ -15,7 +15,6 @@ are those of keys and values then.
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -27,8 +26,9 @@ import torch
 
 import kvpatch
 
+from .chat import Frame
 from .measure import count_bytes, judge, read_ids
-from .runs import cut_unfinished_line, read_lines
+from .runs import Line, read_lines
 from .samples import Sample
 from .statistics import estimate
 from .tables import markdown, shown
@@ -65,9 +65,9 @@ class Loop:
 
 def make_loops(tokenizer: Any, count: int) -> list[Loop]:
     """Make loops of BFCL's conversations that have more results than stay; these are cut from one text, one after another."""
-    draw, found = random.Random("agents"), list[Loop]()
+    draw, found, encode = random.Random("agents"), list[Loop](), Frame(tokenizer).encode
     parts = zip(group_parts(tokenizer, sentences(), 200, " "), group_parts(tokenizer, functions(), 200, "\n"), strict=False)
-    pool = [token for pair in parts for part in pair for token in _encode(tokenizer, " ".join(part) + "\n")]
+    pool = [token for pair in parts for part in pair for token in encode(" ".join(part) + "\n")]
     samples = tools.make_samples(tokenizer, 10**6)
     draw.shuffle(samples)
     for sample in samples:
@@ -79,21 +79,18 @@ def make_loops(tokenizer: Any, count: int) -> list[Loop]:
     return found
 
 
-def _encode(tokenizer: Any, text: str) -> Ids:
-    return tuple(tokenizer(text, add_special_tokens=False).input_ids)
-
-
 def _put_results(tokenizer: Any, sample: Sample, calls: list[list[str]], pages: list[list[int]]) -> Loop:
     """Put a page behind each call of a conversation."""
+    encode = Frame(tokenizer).encode
     end, ids, spans, left, message = "<|im_end|>\n<|im_start|>", sample.turns[0], list[Span](), iter(pages), Ids()
     for turn, own in zip(sample.turns[1:], calls, strict=True):
         ids += message
         for i, call in enumerate(own):
-            ids += _encode(tokenizer, (f"{end}assistant\n" if i else "") + f"{call}{end}tool\n")
+            ids += encode((f"{end}assistant\n" if i else "") + f"{call}{end}tool\n")
             page = tuple(next(left))
             spans.append((len(ids), len(ids) + len(page)))
             ids += page
-        message = _encode(tokenizer, "<|im_end|>" + tokenizer.decode(turn).partition("<|im_end|>")[2])
+        message = encode("<|im_end|>" + tokenizer.decode(turn).partition("<|im_end|>")[2])
     return Loop(Sample(sample.name, (ids, message), sample.probes), tuple(spans))
 
 
@@ -157,21 +154,14 @@ def measure_loop(model: Any, loop: Loop) -> dict[str, dict[str, float]]:
     return {way: meter.found[way] for way in WAYS}
 
 
-def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str, Any]]:
-    """Measure the loops that the file lacks, and append a line for each."""
-    cut_unfinished_line(path)
-    known = {line["digest"] for line in read_lines(path)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for loop in make_loops(tokenizer, count):
-            if loop.sample.digest in known:
-                continue
+def measure(model: Any, tokenizer: Any, count: int, lines: list[Line]) -> Iterator[list[Line]]:
+    """Measure the loops that the lines lack, a line for each."""
+    known = {line["digest"] for line in lines}
+    for loop in make_loops(tokenizer, count):
+        if loop.sample.digest not in known:
             tokens, dropped = sum(map(len, loop.sample.turns)), sum(stop - start for start, stop in loop.dropped)
             line = {"sample": loop.sample.name, "digest": loop.sample.digest, "tokens": tokens, "dropped": dropped}
-            line |= {"ways": measure_loop(model, loop)}
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            yield line
+            yield [line | {"ways": measure_loop(model, loop)}]
 
 
 def write_table(path: Path) -> str:
@@ -183,8 +173,7 @@ def write_table(path: Path) -> str:
         apart = estimate([line["ways"][way]["nats"] - line["ways"][ANEW]["nats"] for line in lines])
         beside = ["", ""] if way == ANEW else [shown(apart, signed=True), f"{kl.mean:.3f}"]
         seconds = sorted(one["seconds"] for one in own)[len(own) // 2]
-        share = f"{right.mean:.0%} [{right.low:.0%}, {right.high:.0%}]"
-        rows.append([way, f"{nats.mean:.3f}", *beside, share, f"{seconds:.2f}", f"{size.mean / 2**20:.0f}"])
+        rows.append([way, f"{nats.mean:.3f}", *beside, f"{right:.0%}", f"{seconds:.2f}", f"{size.mean / 2**20:.0f}"])
     tokens = sorted(line["tokens"] for line in lines)
     dropped = sum(line["dropped"] for line in lines) / max(len(lines), 1)
     said = f"{len(lines)} conversations of {tokens[0]} to {tokens[-1]} tokens, of which {dropped:.0f} on average are dropped."

@@ -7,7 +7,6 @@ length, so that several are one batch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ import kvpatch
 
 from .chat import Frame
 from .measure import SEED, count_bytes, read_rows
-from .runs import cut_unfinished_line, read_lines
+from .runs import Line, read_lines
 from .settings import FULL, NULL, ROWS
-from .statistics import LEVEL, estimate, judge_all
-from .tables import markdown
+from .statistics import estimate, find_sides
+from .tables import mark, markdown
 from .texts import group_parts, sentences
 
 K, PROMPT, TOKENS, ROWS_AT_ONCE = 0.2, 700, 512, 12
@@ -59,7 +58,8 @@ def write_answers(model: Any, prompts_BN: Tensor, choose: Callable[[int, Tensor]
     return torch.stack(written, 1), cache
 
 
-def measure(model: Any, tokenizer: Any, prompts_BN: Tensor) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+@torch.no_grad()
+def measure_batch(model: Any, tokenizer: Any, prompts_BN: Tensor) -> Iterator[tuple[str, list[Line]]]:
     """Measure a batch under the full cache and each policy; yield the label and what each prompt showed."""
     end, generator = tokenizer.eos_token_id, torch.Generator().manual_seed(SEED)
     full_TBV: list[Tensor] = []
@@ -76,7 +76,7 @@ def measure(model: Any, tokenizer: Any, prompts_BN: Tensor) -> Iterator[tuple[st
     answer_BT, cache = write_answers(model, prompts_BN, draw)
     nbytes = count_bytes(cache)
 
-    def judge(own_TBV: list[Tensor], share: float, greedy_BT: Tensor) -> list[dict[str, Any]]:
+    def judge(own_TBV: list[Tensor], share: float, greedy_BT: Tensor) -> list[Line]:
         pairs = [(own, full) for own, full in zip(own_TBV, full_TBV, strict=True)][1:]  # the first comes from the whole prompt
         kl_TB = torch.stack([F.kl_div(own, full, log_target=True, reduction="none").sum(-1) for own, full in pairs])
         agree_TB = torch.stack([(own.argmax(-1) == full.argmax(-1)).float() for own, full in pairs])
@@ -103,22 +103,19 @@ def measure(model: Any, tokenizer: Any, prompts_BN: Tensor) -> Iterator[tuple[st
             yield label, judge(own_TBV, share, write_answers(model, prompts_BN, take_likeliest)[0])
 
 
-def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str, Any]]:
-    """Measure the batches that the file lacks, and append a line for each prompt under each label."""
-    known = {line["sample"] for line in read_lines(path)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    cut_unfinished_line(path)
+def measure(model: Any, tokenizer: Any, count: int, lines: list[Line]) -> Iterator[list[Line]]:
+    """Measure the batches that the lines lack, a line for each prompt under each label."""
+    known = {line["sample"] for line in lines}
     prompts_SN = make_prompts(tokenizer, count)
     for first in range(0, count, ROWS_AT_ONCE):
         if f"answer {first}" in known:
             continue
-        new = []
-        with torch.no_grad():
-            for label, found in measure(model, tokenizer, prompts_SN[first : first + ROWS_AT_ONCE]):
-                new += [{"sample": f"answer {first + i}", "label": label, "k": K, **one} for i, one in enumerate(found)]
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in new)
-        yield from new
+        batch = measure_batch(model, tokenizer, prompts_SN[first : first + ROWS_AT_ONCE])
+        yield [
+            {"sample": f"answer {first + i}", "label": label, "k": K, **one}
+            for label, found in batch
+            for i, one in enumerate(found)
+        ]
 
 
 def write_table(path: Path) -> str:
@@ -128,13 +125,11 @@ def write_table(path: Path) -> str:
     found = {label: {line["sample"]: line for line in lines if line["label"] == label} for label in (FULL, *LABELS)}
     mean = {label: [sum(own[name]["kl"]) / 4 for name in samples] for label, own in found.items()}
     less = {label: [own - null for own, null in zip(mean[label], mean[NULL], strict=True)] for label in LABELS if label != NULL}
-    ps = judge_all(less)
+    sides = find_sides(less)
 
     def write_row(label: str) -> list[str]:
         own = [found[label][name] for name in samples]
-        text = str(estimate(mean[label]))
-        if ps.get(label, 1.0) < LEVEL:
-            text = f"**{text}**" if sum(less[label]) < 0 else f"*{text}*"
+        text = mark(str(estimate(mean[label])), sides.get(label, 0))
         quarters = [f"{sum(line['kl'][at] for line in own) / len(own):.3f}" for at in (0, 3)]
         shares = [f"{sum(line[name] for line in own) / len(own):.2f}" for name in ("agree", "bytes")]
         return [f"`{label}`", text, *quarters, shares[0], f"{sum(line['loops'] for line in own)}", shares[1]]

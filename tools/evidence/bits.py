@@ -8,9 +8,8 @@ from kvpatch.backends.entry_sizes import FULL as IN_FULL
 from kvpatch.backends.entry_sizes import count_entry_bytes
 
 from .page import USES, Results
-from .settings import FULL
-from .statistics import LEVEL, estimate, judge_all
-from .tables import markdown
+from .statistics import estimate, find_sides
+from .tables import mark, markdown
 
 POLICIES, BITS, BYTES = ("h2o", "snapkv", "kvzip"), (8, 4), (0.1, 0.2)
 HEAD = 64  # numbers of a key, and of a value, of the model
@@ -24,22 +23,17 @@ def find_k(share: float, bits: int) -> float:
 
 def write_table(folder: Path) -> str:
     """Write a row for each use, policy and share of bytes: the loss in 16 bits, and the difference in fewer."""
-    results = {use.task: Results(folder / f"{use.task}.jsonl") for use in USED}
     found = {}
-    for use in USED:
-        for policy in POLICIES:
-            for share in BYTES:
-                for bits in BITS:
-                    fewer = (f"{policy}, {bits} bits", find_k(share, bits))
-                    found[use, policy, share, bits] = results[use.task].differences(use, fewer, (policy, share))
-    sure = judge_all(found)
-    rows = []
-    for use, policy, share in dict.fromkeys(key[:3] for key in found):
-        few = set(results[use.task].lines[f"{policy}, 4 bits", find_k(share, 4)])
-        lost = results[use.task].differences(use, (policy, share), (FULL, 1.0), only=few)
-        cells = []
+    rows = [(Results(folder, use), policy, share) for use in USED for policy in POLICIES for share in BYTES]
+    for results, policy, share in rows:
         for bits in BITS:
-            text, p = str(estimate(found[use, policy, share, bits])), sure[use, policy, share, bits]
-            cells.append(f"**{text}**" if p < LEVEL else text)
-        rows.append([use.title, f"`{policy}`", f"{share:g}", f"{estimate(lost).mean:.3f}", *cells, str(len(lost))])
-    return markdown(["", "policy", "bytes", "loses in 16 bits", *(f"{bits} bits, difference" for bits in BITS), "texts"], rows)
+            fewer = (f"{policy}, {bits} bits", find_k(share, bits))
+            found[results.use, policy, share, bits] = results.differences(fewer, (policy, share))
+    sides, texts = find_sides(found), []
+    for results, policy, share in rows:
+        few = results.lines[f"{policy}, 4 bits", find_k(share, 4)]
+        lost = results.differences((policy, share), only=few)
+        keys = [(results.use, policy, share, bits) for bits in BITS]
+        cells = [mark(str(estimate(found[key])), -abs(sides[key])) for key in keys]
+        texts.append([results.use.title, f"`{policy}`", f"{share:g}", f"{estimate(lost).mean:.3f}", *cells, str(len(lost))])
+    return markdown(["", "policy", "bytes", "loses in 16 bits", *(f"{bits} bits, difference" for bits in BITS), "texts"], texts)

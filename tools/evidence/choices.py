@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .page import USES, Results
-from .settings import FULL, ROWS, Row
-from .statistics import LEVEL, estimate, judge_all
-from .tables import markdown
+from .settings import ROWS, Row
+from .statistics import estimate, find_sides
+from .tables import mark, markdown
 
 K = 0.2
 USED = [use for use in USES if use.task in ("asked", "document")]
@@ -87,38 +87,26 @@ def base_of(label: str) -> str:
 
 def write_tables(folder: Path) -> str:
     """Write a table for each family that was measured: each policy's loss, and what a variant adds; Holm over all of them."""
-    results = {use.task: Results(folder / f"{use.task}.jsonl") for use in USED}
+    results = [Results(folder, use) for use in USED]
     found = {}
     for label in dict.fromkeys(label for family in FAMILIES for label in family.variants):
-        added = [results[use.task].differences(use, (label, K), (base_of(label), K)) for use in USED]
+        added = [one.differences((label, K), (base_of(label), K)) for one in results]
         if all(added):
             found |= {(label, use): values for use, values in zip(USED, added, strict=True)}
-    sure = judge_all(found)
+    sides = find_sides(found)
     texts = []
     for family in FAMILIES:
         rows = []
         for base in dict.fromkeys(map(base_of, family.variants)):
             own = [label for label in family.variants if base_of(label) == base and (label, USED[0]) in found]
-            if own:
-                rows += [_write_base(base, own[0], results), *(_write_variant(label, found, sure) for label in own)]
+            for label in own[:1]:  # the policy's loss on the samples of its first variant
+                lost = [one.differences((base, K), only=one.values((label, K))) for one in results]
+                rows.append([f"`{base}`", *(f"{estimate(values).mean:.2f}" for values in lost), ""])
+            for label in own:
+                added = [found[label, use] for use in USED]
+                marked = [mark(str(estimate(found[label, use])), -abs(sides[label, use])) for use in USED]
+                rows.append([f"`{label}`", *marked, " to ".join(map(str, sorted(set(map(len, added)))))])
         if rows:
             grid = markdown(["", *(use.title for use in USED), "texts"], rows)
             texts.append(f"### {family.title.capitalize()}\n\n{family.about}\n\n{grid}")
     return "\n\n".join(texts)
-
-
-def _write_base(base: str, variant: str, results: dict[str, Results]) -> list[str]:
-    """A policy's loss on the samples of its first variant."""
-    cells = []
-    for use in USED:
-        lost = results[use.task].differences(use, (base, K), (FULL, 1.0), only={*results[use.task].values(variant, K, use)})
-        cells.append(f"{estimate(lost).mean:.2f}")
-    return [f"`{base}`", *cells, ""]
-
-
-def _write_variant(label: str, found: dict[Any, list[float]], sure: dict[Any, float]) -> list[str]:
-    """What a variant adds to the loss."""
-    texts = [str(estimate(found[label, use])) for use in USED]
-    marked = [f"**{text}**" if sure[label, use] < LEVEL else text for text, use in zip(texts, USED, strict=True)]
-    counts = sorted({len(found[label, use]) for use in USED})
-    return [f"`{label}`", *marked, " to ".join(map(str, counts))]

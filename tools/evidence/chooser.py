@@ -8,62 +8,57 @@ from kvpatch.policies.uses import Use as UseOfTable
 
 from .page import USES, Results, Use
 from .settings import NULL, ROWS
-from .tables import markdown
+from .statistics import Estimate
+from .tables import markdown, shown_share
 
 LINES = Path(__file__).parents[2] / "benchmarks/evidence"
-MEASURED: dict[str, tuple[str, ...]] = {
-    "question": (USES[0].title, USES[12].title, USES[3].title, USES[8].title),
-    "later": (USES[1].title, USES[13].title, USES[4].title, USES[9].title),
-    "code": (USES[3].title, USES[4].title),
-    "chat": (USES[5].title, USES[7].title, USES[11].title),
-    "server": (USES[0].title, USES[3].title, USES[5].title),
-    "stream": (USES[2].title, USES[14].title),
+WORDS = {
+    0: "fact asked in the prompt",
+    1: "fact asked later",
+    2: "text goes on",
+    3: "code, asked in the prompt",
+    4: "code, asked later",
+    5: "system prompt's rules",
+    7: "tool calls over turns",
+    8: "list asked in the prompt",
+    9: "list asked later",
+    11: "facts over eight turns",
+    12: "fact in 3,000 tokens, asked in the prompt",
+    13: "fact in 3,000 tokens, asked later",
+    14: "3,000 tokens go on",
+}
+"""For measured uses, by their place in USES."""
+MEASURED = {
+    "question": (0, 3, 8, 12),
+    "later": (1, 4, 9, 13),
+    "code": (3, 4),
+    "chat": (5, 7, 11),
+    "server": (0, 3, 5),
+    "stream": (2, 14),
 }
 """By key of kvpatch/policies/uses.py the measured uses that are nearest to it."""
-WORDS = {
-    USES[0].title: "fact asked in the prompt",
-    USES[1].title: "fact asked later",
-    USES[2].title: "text goes on",
-    USES[3].title: "code, asked in the prompt",
-    USES[4].title: "code, asked later",
-    USES[5].title: "system prompt's rules",
-    USES[7].title: "tool calls over turns",
-    USES[8].title: "list asked in the prompt",
-    USES[9].title: "list asked later",
-    USES[11].title: "facts over eight turns",
-    USES[12].title: "fact in 3,000 tokens, asked in the prompt",
-    USES[13].title: "fact in 3,000 tokens, asked later",
-    USES[14].title: "3,000 tokens go on",
-}
 
 
 def describe_use(use: UseOfTable, folder: Path = LINES) -> str:
     """Say what its policy keeps of the full cache's gain, beside the null: at its share of the prompt, or at a fifth."""
     k = use.k if isinstance(use.k, float) else 0.2
     label = next((label for label, row in ROWS.items() if row.policy == use.policy and row.options == dict(use.options)), None)
-    if label is None or use.key not in MEASURED:
-        return "not measured"
-    said = [_describe_part(part, label, k, folder) for part in USES if part.title in MEASURED[use.key]]
-    return "; ".join(one for one in said if one) or "not measured"
+    said = []
+    for at in MEASURED.get(use.key, ()) if label is not None else ():
+        if pair := find_pair(USES[at], label, k, folder):
+            said.append(f"{WORDS[at]}: {shown_share(pair[0])}, null {100 * pair[1].mean:.0f}%")
+    return "; ".join(said) or "not measured"
 
 
-def _describe_part(part: Use, label: str, k: float, folder: Path) -> str:
-    results = Results(folder / f"{part.task}.jsonl")
-    own, null = results.kept(part, label, k), results.kept(part, NULL, k)
-    if own is None or null is None:
-        return ""
-    shares = [f"{100 * number:.0f}" for number in (own.mean, own.low, own.high, null.mean)]
-    return f"{WORDS[part.title]}: {shares[0]}% [{shares[1]}, {shares[2]}], null {shares[3]}%"
+def find_pair(use: Use, label: str, k: float, folder: Path) -> tuple[Estimate, Estimate] | None:
+    """What a row of the lines keeps of the full cache's gain, and what the null keeps; None where one was not measured."""
+    results = Results(folder, use)
+    own, null = results.kept((label, k)), results.kept((NULL, k))
+    return (own, null) if own and null else None
 
 
 def write_kept(label: str, k: float = 0.2, folder: Path = LINES) -> str:
     """A row for each measured use: what a row of the lines keeps of the full cache's gain, and what the null keeps."""
-    rows = []
-    for use in USES:
-        results = Results(folder / f"{use.task}.jsonl")
-        pair = [results.kept(use, one, k) for one in (label, NULL)]
-        if all(pair):
-            rows.append(
-                [use.title, *(f"{100 * one.mean:.0f}% [{100 * one.low:.0f}, {100 * one.high:.0f}]" for one in pair if one)]
-            )
+    pairs = [(use.title, find_pair(use, label, k, folder)) for use in USES]
+    rows = [[title, *map(shown_share, pair)] for title, pair in pairs if pair]
     return markdown(["gain kept at a fifth of the prompt", f"`{label}`", f"`{NULL}`"], rows)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from .page import USES, Results, Use
 from .settings import NULL
-from .statistics import LEVEL, estimate, judge_all
-from .tables import markdown
+from .statistics import estimate, find_sides
+from .tables import mark, markdown
 
 DECIDING = USES[:8]
 """Uses on which all of the policies are measured; lists, HumanEval and the chat of eight turns have eight of them."""
@@ -43,26 +43,17 @@ CLAIMS = (
 
 def write_claims(folder: Path, k: float, uses: tuple[Use, ...] = DECIDING) -> str:
     """A row for each claim, a column for each use: nats that `a` loses less `b`'s; marked where Holm's correction leaves it."""
-    measured = {use.title: (use, Results(folder / f"{use.task}.jsonl")) for use in uses}
-    cells: dict[tuple[int, str], list[float]] = {}
-    for i, claim in enumerate(CLAIMS):
-        for title, (use, results) in measured.items():
-            if found := results.differences(use, (claim.a, k), (claim.b, k)):
-                cells[i, title] = found
-    raised = judge_all(cells)
-    titles = [title for title in measured if any(at == title for _, at in cells)]
+    found = {
+        (claim, results.use.title): differences
+        for results in [Results(folder, use) for use in uses]
+        for claim in CLAIMS
+        if (differences := results.differences((claim.a, k), (claim.b, k)))
+    }
+    sides = find_sides(found)
+    titles = list(dict.fromkeys(title for _, title in found))
     rows = []
-    for i, claim in enumerate(CLAIMS):
-        row = [f"{claim.paper}: {claim.says}", f"`{claim.a}` less `{claim.b}`"]
-        for title in titles:
-            known = cells.get((i, title))
-            if known is None:
-                row.append("")
-                continue
-            one = estimate(known)
-            sure = raised[i, title] < LEVEL
-            row.append(
-                f"**{one.mean:+.2f}**" if sure and one.mean < 0 else f"*{one.mean:+.2f}*" if sure else f"{one.mean:+.2f}"
-            )
-        rows.append(row)
+    for claim in CLAIMS:
+        cells = [(claim, title) for title in titles]
+        texts = [mark(f"{estimate(found[cell]).mean:+.2f}", sides[cell]) if cell in found else "" for cell in cells]
+        rows.append([f"{claim.paper}: {claim.says}", f"`{claim.a}` less `{claim.b}`", *texts])
     return markdown(["paper", "measured", *titles], rows)

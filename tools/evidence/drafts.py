@@ -5,11 +5,10 @@ The unpatched model writes TOKENS tokens, greedily; each policy and budget write
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -20,16 +19,17 @@ from kvpatch.plotting import new_figure, save, style
 
 from .chat import Frame
 from .link import write_estimate
-from .page import markdown
-from .runs import cut_unfinished_line, read_lines
+from .offloaded import count_offloaded
+from .runs import Line, read_lines
 from .settings import ROWS, Row
 from .statistics import estimate
+from .tables import markdown
 from .tasks import code
 from .texts import group_parts, sentences
 
 TOKENS = 64
 SHORT = "snapkv, window=8"
-DRAFTING = {SHORT: Row(SHORT, "snapkv", {"window": 8}), "adakv, window=8": Row("adakv, window=8", "adakv", {"window": 8})}
+DRAFTING = ROWS | {f"{name}, window=8": Row(f"{name}, window=8", name, {"window": 8}) for name in ("snapkv", "adakv")}
 LABELS = (SHORT, "adakv, window=8", "snapkv", "h2o", "tova", "roco", "streaming_llm", "random, ends kept")
 ROWS_SHOWN = (
     *((label, 0.1, lossless.MOST) for label in LABELS),
@@ -59,81 +59,64 @@ def _generate(model: Any, ids_1N: torch.Tensor) -> Any:
     return model.generate(ids_1N, attention_mask=torch.ones_like(ids_1N), **options)
 
 
-def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str, Any]]:
-    """Measure what the file lacks, text by text, and append a line for each policy and budget."""
-    cut_unfinished_line(path)
-    known = {(line["text"], line["label"], line["k"], line["longest"]) for line in read_lines(path)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for name, kind, ids_1N in make_texts(tokenizer, count):
-            wanted = [row for row in ROWS_SHOWN if (name, *row) not in known]
-            written = _generate(model, ids_1N).sequences if wanted else None
-            for label, k, longest in wanted:
-                row = DRAFTING.get(label) or ROWS[label]
-                with _limited(longest), kvpatch.patched(model, row.policy, k, lossless=True, **row.options):
-                    out = _generate(model, ids_1N)
-                cache = cache_of(out)
-                own = cache.verified
-                line = {
-                    "text": name, "kind": kind, "tokens": ids_1N.shape[1], "label": label, "k": k, "longest": longest,
-                    "passes": own.passes, "drafted": own.drafted, "accepted": own.accepted,
-                    "moved": round(own.nbytes_per_token / cache.nbytes, 4),
-                    "held": round(cache.drafts.nbytes / cache.nbytes, 4),
-                    "same": torch.equal(out.sequences, written),
-                }  # fmt: skip
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                yield line
-
-
-@contextmanager
-def _limited(longest: int) -> Iterator[None]:
-    """Draft no more tokens than these inside a with-block."""
-    before = lossless.FIRST, lossless.MOST
-    lossless.FIRST, lossless.MOST = min(lossless.FIRST, longest), longest
-    try:
-        yield
-    finally:
-        lossless.FIRST, lossless.MOST = before
+def measure(model: Any, tokenizer: Any, count: int, lines: list[Line]) -> Iterator[list[Line]]:
+    """Measure what the lines lack, text by text, a line for each policy and budget."""
+    known = {(line["text"], line["label"], line["k"], line["longest"]) for line in lines}
+    for name, kind, ids_1N in make_texts(tokenizer, count):
+        wanted = [row for row in ROWS_SHOWN if (name, *row) not in known]
+        written = _generate(model, ids_1N).sequences if wanted else None
+        for label, k, longest in wanted:
+            row = DRAFTING[label]
+            limited = mock.patch.multiple(lossless, FIRST=min(lossless.FIRST, longest), MOST=longest)
+            with limited, kvpatch.patched(model, row.policy, k, lossless=True, **row.options):
+                out = _generate(model, ids_1N)
+            cache = cache_of(out)
+            own = cache.verified
+            yield [{
+                "text": name, "kind": kind, "tokens": ids_1N.shape[1], "label": label, "k": k, "longest": longest,
+                "passes": own.passes, "drafted": own.drafted, "accepted": own.accepted,
+                "moved": round(own.nbytes_per_token / cache.nbytes, 4),
+                "held": round(cache.drafts.nbytes / cache.nbytes, 4),
+                "same": torch.equal(out.sequences, written),
+            }]  # fmt: skip
 
 
 def write_table(path: Path) -> str:
     """A row for each policy and budget: tokens a pass by kind of text, tokens accepted, bytes moved and held."""
     lines = read_lines(path)
     kinds, rows = list(dict.fromkeys(line["kind"] for line in lines)), []
-    for label, k, longest in ROWS_SHOWN:
-        own = [line for line in lines if (line["label"], line["k"], line["longest"]) == (label, k, longest)]
-        by_kind = [[line for line in own if line["kind"] == kind] for kind in kinds]
+    for row in ROWS_SHOWN:
+        own = _select(lines, *row)
+        counts = [(line["kind"], 1 + line["accepted"] / line["passes"]) for line in own]
+        by_kind = [[count for kind, count in counts if kind == one] for one in kinds]
+        every = estimate([count for _, count in counts])
         taken = sum(line["accepted"] for line in own) / max(sum(line["drafted"] for line in own), 1)
-        moved = sum(line["moved"] for line in own) / max(len(own), 1)
-        counts = list(map(_count_tokens_a_pass, own))
-        cells = [*map(_tokens_a_pass, by_kind), _estimate(counts), f"{len(own)}", f"{taken:.0%}", f"{moved:.2f}"]
-        rows.append([f"`{label}`", f"{k}", f"{longest}", *cells])
+        cells = [*(f"{sum(found) / len(found):.1f}" if found else "" for found in by_kind), f"{every:.1f}", f"{len(own)}"]
+        rows.append([f"`{row[0]}`", *map(str, row[1:]), *cells, f"{taken:.0%}", f"{_mean(own, 'moved'):.2f}"])
     same = sum(line["same"] for line in lines)
     header = ["policy", "k", "drafts up to", *kinds, "all", "texts", "of drafts", "bytes a token"]
     texts = len({line["text"] for line in lines})
-    best = [line for line in lines if (line["label"], line["k"], line["longest"]) == (SHORT, 0.1, lossless.MOST)]
-    estimate = ""
-    if best:
-        passes = sum(line["passes"] for line in best)
-        drafted = sum(line["drafted"] for line in best) / passes
-        per_pass = 1 + sum(line["accepted"] for line in best) / passes
-        estimate = f"\n\n{write_estimate(0.1, drafted, per_pass)}"
     said = f"{texts} texts; {same} of {len(lines)} answers are the unpatched model's, token by token."
-    return f"{said}\n\n{markdown(header, rows)}{estimate}"
+    best = _select(lines, SHORT, 0.1, lossless.MOST)
+    drafted, accepted = (
+        sum(line[name] for line in best) / sum(line["passes"] for line in best) for name in ("drafted", "accepted")
+    )
+    return f"{said}\n\n{markdown(header, rows)}\n\n{write_estimate(0.1, drafted, 1 + accepted)}"
 
 
-def _tokens_a_pass(lines: list[dict[str, Any]]) -> str:
-    return f"{sum(map(_count_tokens_a_pass, lines)) / len(lines):.1f}" if lines else ""
+def _select(lines: list[Line], *row: Any) -> list[Line]:
+    """The lines of a policy, a budget and the longest draft."""
+    return [line for line in lines if (line["label"], line["k"], line["longest"]) == row]
 
 
-def _estimate(counts: list[float]) -> str:
-    found = estimate(counts)
-    return f"{found.mean:.1f} [{found.low:.1f}, {found.high:.1f}]"
+def _mean(lines: list[Line], name: str) -> float:
+    return sum(line[name] for line in lines) / len(lines)
 
 
-def _count_tokens_a_pass(line: dict[str, Any]) -> float:
-    return 1 + line["accepted"] / line["passes"]
+def show_offloaded(model: Any, tokenizer: Any) -> None:
+    """Print what transformers' offloaded cache moves for a token of the first text."""
+    _, _, ids_1N = make_texts(tokenizer, 1)[0]
+    print("offloaded cache, full caches a token: read {:.2f}, written {:.2f}".format(*count_offloaded(model, ids_1N, 4)))
 
 
 def draw(lines: Path, path: Path) -> None:
@@ -142,16 +125,11 @@ def draw(lines: Path, path: Path) -> None:
     figure = new_figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
     for label in LABELS:
-        points = []
-        for k in (0.05, 0.1, 0.2, 0.3):
-            own = [line for line in found if (line["label"], line["k"], line["longest"]) == (label, k, lossless.MOST)]
-            if own:
-                points.append([sum(line[name] for line in own) / len(own) for name in ("held", "moved")])
-        if not points:
+        by_k = [own for k in (0.05, 0.1, 0.2, 0.3) if (own := _select(found, label, k, lossless.MOST))]
+        if not by_k:
             continue
-        row = DRAFTING.get(label) or ROWS[label]
-        colour, marker = style(row.policy)
-        x, y = zip(*points, strict=True)
+        colour, marker = style(DRAFTING[label].policy)
+        x, y = ([_mean(own, name) for own in by_k] for name in ("held", "moved"))
         axes.plot(x, y, color=colour, marker=marker, ms=6, lw=1.2, label=label, ls="-" if "window" in label else ":")
     for x, y, name in ((1.0, 0.0, "full on the device"), (LAYERS_HELD, 1.0, "transformers' offloaded cache")):
         axes.plot([x], [y], "k*", ms=9)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
+from .runs import Line, read_lines
 from .statistics import Bootstrap, Estimate
 from .tables import markdown, shown
-
-Run = dict[str, Any]
 
 ARMS = ("full cache", "budget, dense learner", "budget, replay")
 COLUMNS = ("", "ratio, mean", "ratio, from", "ratio, to", "reward before", "reward after", "reward after, full cache")
 
 
-def read(path: Path, policy: str) -> list[Run]:
+def read(path: Path, policy: str) -> list[Line]:
     """Runs of one policy in a file of JSON lines."""
-    runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [one for one in runs if one["policy"] == policy]
+    return [one for one in read_lines(path) if one["policy"] == policy]
 
 
-def table(runs: list[Run]) -> str:
+def table(runs: list[Line]) -> str:
     """Each arm's ratios and rewards, the replay's reward beyond the others', and what a rollout took: means over seeds."""
     by_arm = {arm: sorted((one for one in runs if one["arm"] == arm), key=lambda one: one["seed"]) for arm in ARMS}
     seeds = [[one["seed"] for one in by_arm[arm]] for arm in ARMS]

@@ -7,8 +7,9 @@ the passes of the others, which compute attention, statistics and evictions. Pas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,43 +127,29 @@ class Bench:
             for turn in sample.turns[1:]:
                 _, cache = read_ids(model, turn, cache)
             self.nbytes = count_bytes(cache)
-            self.judged, self.full = [], []
-            for probe in sample.probes:
-                judged, logp_AV = judge(model, probe, _copy(cache), None)
-                self.judged.append(judged)
-                self.full.append(logp_AV)
-            self.unread = []
-            for probe, full in zip(sample.probes, self.full, strict=True):
-                _, cache = read_ids(model, sample.turns[0][:UNREAD], None)
-                self.unread.append(judge(model, probe, cache, full)[0])
+            found = [judge(model, probe, copy.deepcopy(cache), None) for probe in sample.probes]
+            self.judged, self.full = [judged for judged, _ in found], [logp_AV for _, logp_AV in found]
+            _, cache = read_ids(model, sample.turns[0][:UNREAD], None)
+            self.unread = self._judge_all(cache, copy.deepcopy)
 
     def measure(self, setting: Setting) -> tuple[list[Judged], float]:
         """Read the sample under a setting; return a judgement per probe, and the cache's bytes over the full cache's."""
         row = setting.row
         with torch.no_grad(), kvpatch.patched(self.model, row.policy, setting.k, seed=SEED, **row.options):
-            if self.share and "block" not in row.options:
-                with self.shared.replayed(self.decoder):
-                    _, cache = read_ids(self.model, self.sample.turns[0], None)
-            else:
+            replayed = self.share and "block" not in row.options
+            with self.shared.replayed(self.decoder) if replayed else nullcontext():
                 _, cache = read_ids(self.model, self.sample.turns[0], None)
             for turn in self.sample.turns[1:]:
                 _, cache = read_ids(self.model, turn, cache)
-            share = count_bytes(cache) / self.nbytes
-            judged = [
-                judge(self.model, probe, cache.clone(), full)[0]
-                for probe, full in zip(self.sample.probes, self.full, strict=True)
-            ]
-        return judged, share
+            return self._judge_all(cache, type(cache).clone), count_bytes(cache) / self.nbytes
+
+    def _judge_all(self, cache: Any, clone: Callable[[Any], Any]) -> list[Judged]:
+        """Judge all probes, each on a cache of its own."""
+        pairs = zip(self.sample.probes, self.full, strict=True)
+        return [judge(self.model, probe, clone(cache), full)[0] for probe, full in pairs]
 
 
 def count_bytes(cache: Any) -> int:
     if hasattr(cache, "nbytes"):
         return cache.nbytes
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def _copy(cache: Any) -> Any:
-    """A copy of transformers' own cache."""
-    import copy
-
-    return copy.deepcopy(cache)

@@ -6,8 +6,6 @@ code sends and fetches, in its own order; on a CPU nothing moves, and streams of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -50,30 +48,13 @@ class CountedLayer(DynamicLayer):
         super().prefetch()
 
 
-class _Stream:
-    def wait_stream(self, other: object) -> None:
-        """Do nothing: one thing happens after the other."""
-
-    def __enter__(self) -> None:
-        """Begin nothing."""
-
-    def __exit__(self, *raised: object) -> None:
-        """End nothing."""
-
-
-@contextmanager
-def _without_streams() -> Iterator[None]:
-    with mock.patch("torch.Stream", _Stream), mock.patch("torch.cuda.default_stream", return_value=_Stream()):
-        yield
-
-
 def count_offloaded(model: Any, ids_1N: torch.Tensor, tokens: int) -> tuple[float, float]:
     """Return the full caches that an offloaded cache reads and writes for a token, of `tokens` behind the first.
 
     The text of N tokens is read first. What is read and written is divided by what the cache holds at the end.
     """
     moved, counts = Moved(), list[tuple[int, int]]()
-    with _without_streams(), torch.no_grad():
+    with mock.patch("torch.Stream", mock.MagicMock()), mock.patch("torch.cuda.default_stream"), torch.no_grad():
         cache = DynamicCache(offloading=True)
         cache.layers = [CountedLayer(moved) for _ in range(model.config.num_hidden_layers)]
         cache.layer_class_to_replicate = None

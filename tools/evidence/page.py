@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .runs import read_lines
-from .settings import FULL, LABELS, NULL, UNREAD
-from .statistics import LEVEL, Estimate, estimate, judge_all
-from .tables import markdown
+from .settings import FULL, LABELS, MIDDLE, NULL, UNREAD
+from .statistics import Estimate, estimate, estimate_share, find_sides
+from .tables import mark, markdown, shown_share
+
+Cell = tuple[str, float]
+"""A label and a budget."""
+WHOLE: Cell = (FULL, 1.0)
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,12 @@ USES = (
 
 
 class Results:
-    """Lines of one task, by label, budget and sample."""
+    """Lines of one use, by label, budget and sample."""
 
-    def __init__(self, path: Path) -> None:
-        self.lines: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
-        for line in read_lines(path):
+    def __init__(self, folder: Path, use: Use) -> None:
+        self.use = use
+        self.lines: dict[Cell, dict[str, dict[str, Any]]] = {}
+        for line in read_lines(folder / f"{use.task}.jsonl"):
             self.lines.setdefault((line["label"], line["k"]), {})[line["digest"]] = line
 
     @property
@@ -73,95 +77,60 @@ class Results:
         """Budgets at which the null was measured, lowest first."""
         return sorted({k for label, k in self.lines if label == NULL})
 
-    def values(self, label: str, k: float, use: Use) -> dict[str, float]:
+    def values(self, cell: Cell) -> dict[str, float]:
         """One value a sample."""
-        return {digest: line["kinds"][use.kind][use.field] for digest, line in self.lines.get((label, k), {}).items()}
+        return {digest: line["kinds"][self.use.kind][self.use.field] for digest, line in self.lines.get(cell, {}).items()}
 
-    def differences(
-        self, use: Use, a: tuple[str, float], b: tuple[str, float], only: Collection[str] | None = None
-    ) -> list[float]:
+    def differences(self, a: Cell, b: Cell = WHOLE, only: Collection[str] | None = None) -> list[float]:
         """a's value less b's, sample by sample, for those that both have, in a fixed order. only: digests that count."""
-        own, other = self.values(*a, use), self.values(*b, use)
+        own, other = self.values(a), self.values(b)
         both = own.keys() & other.keys()
         return [own[digest] - other[digest] for digest in sorted(both if only is None else both & set(only))]
 
-    def bytes(self, label: str, k: float) -> float:
+    def bytes(self, cell: Cell) -> float:
         """Mean share of the full cache's bytes."""
-        found = [line["bytes"] for line in self.lines[label, k].values()]
+        found = [line["bytes"] for line in self.lines[cell].values()]
         return sum(found) / len(found)
 
-    def kept(self, use: Use, label: str, k: float) -> Estimate | None:
+    def kept(self, cell: Cell) -> Estimate | None:
         """Share of the full cache's gain over not having read the text that is kept, by a bootstrap over its samples."""
-        lost = self.differences(use, (label, k), (FULL, 1.0))
-        gained = self.differences(use, (UNREAD, 0.0), (FULL, 1.0), only=self.lines.get((label, k), {}))
-        return ratio(lost, gained) if lost else None
+        lost = self.differences(cell)
+        gained = self.differences((UNREAD, 0.0), only=self.lines.get(cell, {}))
+        return estimate_share(lost, gained) if lost else None
+
+    def compare_with_null(self) -> dict[Cell, int]:
+        """-1 where a row loses less than the null, +1 where it loses more, 0 where neither is sure; Holm over the table."""
+        cells = [(label, k) for label in LABELS for k in self.budgets if label != NULL]
+        return find_sides({cell: found for cell in cells if (found := self.differences(cell, (NULL, cell[1])))})
 
 
-def ratio(lost: list[float], gained: list[float]) -> Estimate:
-    """1 - mean(lost) / mean(gained), with an interval over the same draws of samples."""
-    import numpy as np
-
-    lost_S, gained_S = np.array(lost), np.array(gained)
-    drawn = np.random.default_rng(0).integers(0, len(lost_S), (4000, len(lost_S)))
-    ratios = 1 - lost_S[drawn].mean(1) / gained_S[drawn].mean(1)
-    low, high = np.quantile(ratios, (0.025, 0.975))
-    return Estimate(float(1 - lost_S.mean() / gained_S.mean()), float(low), float(high), len(lost_S))
-
-
-def beats_null(results: Results, use: Use) -> dict[tuple[str, float], int]:
-    """+1 where a row loses less than the null, -1 where it loses more, 0 where neither is sure; Holm over the table."""
-    found: dict[tuple[str, float], list[float]] = {}
-    for label in LABELS:
-        for k in results.budgets:
-            if label != NULL and (difference := results.differences(use, (label, k), (NULL, k))):
-                found[label, k] = difference
-    return {key: 0 if p >= LEVEL else int(math.copysign(1, -sum(found[key]))) for key, p in judge_all(found).items()}
-
-
-def write_table(results: Results, use: Use) -> str:
+def write_table(results: Results) -> str:
     """One use: a row for each policy, in the order of the loss at a fifth; the loss beside the full cache with its interval."""
-    budgets, sure = results.budgets, beats_null(results, use)
-    middle = 0.2 if 0.2 in budgets else budgets[0]
+    budgets, sides = results.budgets, results.compare_with_null()
+    middle = MIDDLE if MIDDLE in budgets else budgets[0]
+    losses = {cell: estimate(found) for cell in results.lines if (found := results.differences(cell))}
 
-    def loss(label: str, k: float) -> Estimate | None:
-        found = results.differences(use, (label, k), (FULL, 1.0))
-        return estimate(found) if found else None
+    def write_cell(cell: Cell) -> str:
+        one = losses.get(cell)
+        return mark(f"{one:.2f}", sides.get(cell, 0)) if one else ""
 
-    def cell(label: str, k: float) -> str:
-        one = loss(label, k)
-        if one is None:
-            return ""
-        text = f"{one.mean:.2f} [{one.low:.2f}, {one.high:.2f}]"
-        side = sure.get((label, k), 0)
-        return f"**{text}**" if side > 0 else f"*{text}*" if side < 0 else text
-
-    order = sorted((label for label in LABELS if loss(label, middle)), key=lambda label: loss(label, middle).mean)  # type: ignore[union-attr]
     rows = []
-    for label in order:
-        kept = results.kept(use, label, middle)
-        share = "" if kept is None else f"{100 * kept.mean:.0f}% [{100 * kept.low:.0f}, {100 * kept.high:.0f}]"
-        rows.append([f"`{label}`", *(cell(label, k) for k in budgets), f"{results.bytes(label, middle):.3f}", share])
+    for label in sorted((label for label in LABELS if (label, middle) in losses), key=lambda label: losses[label, middle].mean):
+        kept = results.kept((label, middle))
+        share = "" if kept is None else shown_share(kept)
+        rows.append([f"`{label}`", *(write_cell((label, k)) for k in budgets), f"{results.bytes((label, middle)):.3f}", share])
     return markdown(["policy", *(f"k = {k:g}" for k in budgets), f"bytes, k = {middle:g}", f"gain kept, k = {middle:g}"], rows)
 
 
-def describe(results: Results, use: Use) -> str:
+def describe(results: Results) -> str:
     """Title, what was measured and the two ends: the full cache and the text not read."""
-    full = estimate(list(results.values(FULL, 1.0, use).values()))
-    unread = estimate(list(results.values(UNREAD, 0.0, use).values()))
+    use = results.use
+    full, unread = (estimate(list(results.values(cell).values())) for cell in (WHOLE, (UNREAD, 0.0)))
     ends = f"Full cache {full.mean:.2f}, text not read {unread.mean:.2f} nats a {use.per}; {full.samples} samples."
     return f"### {use.title}\n\n{use.about} {ends}"
 
 
-def each_use(folder: Path, make: Callable[[Results, Use], str]) -> list[str]:
-    """Text for each use that has lines."""
-    texts = []
-    for use in USES:
-        results = Results(folder / f"{use.task}.jsonl")
-        if results.budgets:
-            texts.append(make(results, use))
-    return texts
-
-
 def write_section(folder: Path) -> str:
-    """All tables."""
-    return "\n\n".join(each_use(folder, lambda results, use: f"{describe(results, use)}\n\n{write_table(results, use)}"))
+    """All tables, of the uses that have lines."""
+    measured = [results for use in USES if (results := Results(folder, use)).budgets]
+    return "\n\n".join(f"{describe(results)}\n\n{write_table(results)}" for results in measured)

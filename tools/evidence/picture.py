@@ -18,10 +18,10 @@ def draw(folder: Path, uses: tuple[Use, ...], path: Path) -> None:
     figure = new_figure(figsize=(7.2, 6.6), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True, sharey=True).flat
     for axes, use in zip(panels, uses, strict=True):
-        results = Results(folder / f"{use.task}.jsonl")
+        results = Results(folder, use)
         for label in LABELS:
             budgets = sorted(k for own, k in results.lines if own == label)
-            points = [(results.bytes(label, k), kept.mean) for k in budgets if (kept := results.kept(use, label, k))]
+            points = [(results.bytes((label, k)), kept.mean) for k in budgets if (kept := results.kept((label, k)))]
             if not points:
                 continue
             x, y = zip(*points, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from kvpatch.hooks.transcript import Template, Transcript
 
 from .measure import Bench, Judged
-from .runs import cut_unfinished_line, read_lines
+from .runs import Line, read_lines
 from .samples import Sample
 from .settings import Row, Setting
 from .statistics import estimate, judge_all
@@ -49,7 +48,7 @@ def list_options(tokenizer: Any, i: int, sample: Sample) -> dict[str, dict[str, 
     }
 
 
-def _write_line(sample: Sample, policy: str, way: str, judged: list[Judged]) -> dict[str, Any]:
+def _write_line(sample: Sample, policy: str, way: str, judged: list[Judged]) -> Line:
     nats = [one.nats for one in judged]
     return {
         "sample": sample.name, "digest": sample.digest, "tokens": sum(map(len, sample.turns)), "policy": policy, "way": way,
@@ -57,11 +56,9 @@ def _write_line(sample: Sample, policy: str, way: str, judged: list[Judged]) -> 
     }  # fmt: skip
 
 
-def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str, Any]]:
-    """Measure what the file lacks of each sample, and append the lines."""
-    known = {(line["digest"], line["policy"]) for line in read_lines(path)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    cut_unfinished_line(path)
+def measure(model: Any, tokenizer: Any, count: int, lines: list[Line]) -> Iterator[list[Line]]:
+    """Measure what the lines lack of each sample."""
+    known = {(line["digest"], line["policy"]) for line in lines}
     for i, sample in enumerate(instructions.make_samples(tokenizer, count)):
         missing = [policy for policy in (FULL, *POLICIES) if (sample.digest, policy) not in known]
         if not missing:
@@ -73,9 +70,7 @@ def run(model: Any, tokenizer: Any, count: int, path: Path) -> Iterator[dict[str
             for way, given in options.items():
                 judged, _ = bench.measure(Setting(Row(way, policy, given), K))
                 new.append(_write_line(sample, policy, way, judged))
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in new)
-        yield from new
+        yield new
 
 
 def write_table(path: Path) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 from .page import USES, Results
-from .runs import read_lines
-from .settings import FULL
-from .statistics import compare_with_zero, correct_holm, estimate
+from .statistics import estimate, judge_all
 from .tables import markdown
 
 BASES = ("kvzip", "kvzip, 8 bits", "kvzip, 4 bits", "snapkv")
@@ -30,29 +29,20 @@ def name_refit(base: str) -> str:
 
 def write_table(folder: Path) -> str:
     """Write a row for each kind of probe, base and budget: nats a token above the full cache's, and the paired difference."""
-    found = []
-    for use in USED:
-        path = folder / f"{use.task}.jsonl"
-        results, names = Results(path), {line["digest"]: line["sample"] for line in read_lines(path)}
-        unseen = [digest for digest, name in names.items() if int(name.split()[-1]) >= CHOSEN_ON.get(use.task, 0)]
-        for base in BASES:
-            for k in BUDGETS:
-                if gained := results.differences(use, (name_refit(base), k), (base, k), only=unseen):
-                    both = set(unseen) & results.lines[name_refit(base), k].keys() & results.lines[base, k].keys()
-                    labels = (base, name_refit(base))
-                    loss = [estimate(results.differences(use, (label, k), (FULL, 1.0), only=both)) for label in labels]
-                    found.append((use.title, base, k, loss, gained))
-    raised = correct_holm([compare_with_zero(gained) for *_, gained in found])
+    cells, gains = {}, {}
+    for results in [Results(folder, use) for use in USED]:
+        names = {digest: line["sample"] for lines in results.lines.values() for digest, line in lines.items()}
+        chosen_on = CHOSEN_ON.get(results.use.task, 0)
+        unseen = {digest for digest, name in names.items() if int(name.split()[-1]) >= chosen_on}
+        for base, k in itertools.product(BASES, BUDGETS):
+            alone, fit = (base, k), (name_refit(base), k)
+            if gained := results.differences(fit, alone, only=unseen):
+                both = unseen & results.lines[fit].keys() & results.lines[alone].keys()
+                loss = [f"{estimate(results.differences(cell, only=both)).mean:.3f}" for cell in (alone, fit)]
+                key = results.use.title, base, k
+                cells[key], gains[key] = [*loss, str(estimate(gained))], gained
     rows = [
-        [
-            title,
-            f"`{base}`",
-            f"{k:g}",
-            *(f"{one.mean:.3f}" for one in loss),
-            str(estimate(gained)),
-            f"{p:.2g}",
-            str(len(gained)),
-        ]
-        for (title, base, k, loss, gained), p in zip(found, raised, strict=True)
+        [title, f"`{base}`", f"{k:g}", *cells[title, base, k], f"{p:.2g}", str(len(gains[title, base, k]))]
+        for (title, base, k), p in judge_all(gains).items()
     ]
     return markdown(["", "base", "k", "base loses", "its refit loses", "difference", "p", "texts"], rows)

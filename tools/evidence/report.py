@@ -7,7 +7,7 @@ from pathlib import Path
 from . import answers
 from .choices import K, write_tables
 from .claims import write_claims
-from .page import USES, Results, Use, beats_null, write_section
+from .page import USES, Results, write_section
 from .picture import draw
 from .settings import LABELS, MIDDLE, NULL
 
@@ -68,48 +68,31 @@ are measured by `python -m tools.evidence run asked document --choices --budgets
 """
 
 
-def best_rows(results: Results, use: Use, k: float) -> tuple[list[str], list[str]]:
-    """Labels that beat the null at a budget, best first; and those that it beats."""
-    sure = beats_null(results, use)
-    kept = {label: one.mean for label in LABELS if (one := results.kept(use, label, k))}
-    order = sorted(kept, key=lambda label: -kept[label])
-    return [label for label in order if sure.get((label, k), 0) > 0], [label for label in order if sure.get((label, k), 0) < 0]
-
-
-def describe_use(results: Results, use: Use, k: float) -> str:
+def describe_use(results: Results, k: float) -> str:
     """One sentence: what keeps how much, and what is not better than the null."""
-
-    def share(label: str) -> str:
-        one = results.kept(use, label, k)
-        return "" if one is None else f"{100 * one.mean:.0f}%"
-
-    better, worse = best_rows(results, use, k)
-    said = ", ".join(f"`{label}` {share(label)}" for label in better[:5]) or "no policy is surely above it"
-    text = f"**{use.title}:** the null keeps {share(NULL)} of the full cache's gain; {said}."
+    sides = results.compare_with_null()
+    kept = {label: one.mean for label in LABELS if (one := results.kept((label, k)))}
+    order = sorted(kept, key=lambda label: -kept[label])
+    better, worse = ([label for label in order if sides.get((label, k)) == side] for side in (-1, 1))
+    shares = {label: f"`{label}` {100 * mean:.0f}%" for label, mean in kept.items()}
+    said = ", ".join(shares[label] for label in better[:5]) or "no policy is surely above it"
+    text = f"**{results.use.title}:** the null keeps {100 * kept[NULL]:.0f}% of the full cache's gain; {said}."
     if more := better[5:]:
         text += f" {len(more)} more {'is' if len(more) == 1 else 'are'} above the null."
-    if worse := [label for label in worse if label != "random"]:
-        text += f" Below it: {', '.join(f'`{label}` {share(label)}' for label in worse[:4])}."
+    if below := [shares[label] for label in worse if label != "random"]:
+        text += f" Below it: {', '.join(below[:4])}."
     return text
-
-
-def count_samples(folder: Path) -> str:
-    """Say how many samples the uses have: one number, or the fewest and the most."""
-    counts = {len(Results(folder / f"{use.task}.jsonl").values(NULL, MIDDLE, use)) for use in USES} - {0}
-    ends = sorted({min(counts), max(counts)}) if counts else [0]
-    return " to ".join(str(count) for count in ends)
 
 
 def write_page(folder: Path, docs: Path) -> None:
     """Write docs/results.md and its picture."""
     (docs / "results").mkdir(parents=True, exist_ok=True)
     draw(folder, PICTURED, docs / "results" / FILE)
-    sentences: list[str] = []
-    for use in USES:
-        results = Results(folder / f"{use.task}.jsonl")
-        if MIDDLE in results.budgets:
-            sentences.append(f"{len(sentences) + 1}. {describe_use(results, use, MIDDLE)}")
-    first = "\n".join([f"At a fifth of the prompt, {count_samples(folder)} samples a use:", "", *sentences])
+    measured = [results for use in USES if MIDDLE in (results := Results(folder, use)).budgets]
+    counts = {len(results.values((NULL, MIDDLE))) for results in measured} or {0}
+    ends = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    sentences = [f"{i}. {describe_use(results, MIDDLE)}" for i, results in enumerate(measured, 1)]
+    first = "\n".join([f"At a fifth of the prompt, {ends} samples a use:", "", *sentences])
     text = HEAD.format(file=FILE, sentences=first, link=LINK, null=NULL)
     text += f"\n{CLAIMED.format(k=MIDDLE)}\n{write_claims(folder, MIDDLE)}\n\n## Tables\n\n{write_section(folder)}\n"
     if (answered := folder / "answers.jsonl").exists():

@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
 
 from .measure import Bench, Judged
 from .samples import Sample
 from .settings import FULL, UNREAD, Cells, Setting
-from .tasks import TASKS
+
+Line = dict[str, Any]
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[Line]:
     """Read a file of lines; a last line that a stopped run left unfinished is dropped."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1] if line]
 
 
-def cut_unfinished_line(path: Path) -> None:
-    """Remove what a stopped run left behind the last whole line."""
+def append(path: Path, groups: Iterable[list[Line]]) -> Iterator[Line]:
+    """Append lines, a whole group at once, and yield them; what a stopped run left behind the last whole line is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
         path.write_bytes(text[: text.rfind(b"\n") + 1])
+    with path.open("a", encoding="utf-8") as file:
+        for group in groups:
+            file.writelines(json.dumps(line) + "\n" for line in group)
+            file.flush()
+            yield from group
+
+
+def use_one_thread() -> None:
+    """Compute the same digits on any number of cores, and say nothing of what is loaded."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def run_apart(work: Callable[..., str], calls: Iterable[tuple[Any, ...]], jobs: int) -> None:
+    """Print what `work` returns for each call: in processes of one thread, `jobs` at a time."""
+    # spawned: a forked torch may hang on locks of threads that are not there
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), use_one_thread) as pool:
+        for one in as_completed([pool.submit(work, *call) for call in calls]):
+            print(one.result(), flush=True)
 
 
 def _means(judged: list[Judged]) -> dict[str, dict[str, float]]:
@@ -39,7 +67,7 @@ def _means(judged: list[Judged]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _line(sample: Sample, label: str, k: float, share: float, judged: list[Judged]) -> dict[str, Any]:
+def _line(sample: Sample, label: str, k: float, share: float, judged: list[Judged]) -> Line:
     tokens = sum(map(len, sample.turns))
     return {
         "sample": sample.name, "digest": sample.digest, "tokens": tokens,
@@ -47,35 +75,24 @@ def _line(sample: Sample, label: str, k: float, share: float, judged: list[Judge
     }  # fmt: skip
 
 
-def measure(model: Any, samples: Iterable[Sample], cells: Iterable[Cells], path: Path) -> Iterator[dict[str, Any]]:
-    """Measure what the file lacks, sample by sample, and append it."""
+def measure(model: Any, samples: Iterable[Sample], cells: Iterable[Cells], path: Path) -> Iterator[Line]:
+    """Measure what the file lacks, and append the lines of a sample at once."""
     known = {(line["digest"], line["label"], line["k"]) for line in read_lines(path)}
     wanted: dict[tuple[str, float], tuple[Setting, int]] = {}
     for one in sorted(cells, key=lambda one: one.samples):  # of two that name a row at one budget, the larger
         wanted |= {(row.label, one.k): (Setting(row, one.k), one.samples) for row in one.rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    cut_unfinished_line(path)
-    with path.open("a", encoding="utf-8") as file:
-        for i, sample in enumerate(samples):
-            own = [setting for setting, count in wanted.values() if i < count]
-            missing = [one for one in own if (sample.digest, one.row.label, one.k) not in known]
-            whole = (sample.digest, FULL, 1.0) not in known
-            if not own or not (missing or whole):
-                continue
-            bench = Bench(model, sample)
-            new = [_line(sample, FULL, 1.0, 1.0, bench.judged), _line(sample, UNREAD, 0.0, 0.0, bench.unread)] if whole else []
-            for setting in missing:
-                judged, share = bench.measure(setting)
-                new.append(_line(sample, setting.row.label, setting.k, share, judged))
-            for line in new:
-                file.write(json.dumps(line) + "\n")
-                yield line
-            file.flush()
 
+    def measure_sample(i: int, sample: Sample) -> list[Line]:
+        own = [setting for setting, count in wanted.values() if i < count]
+        missing = [one for one in own if (sample.digest, one.row.label, one.k) not in known]
+        whole = (sample.digest, FULL, 1.0) not in known
+        if not own or not (missing or whole):
+            return []
+        bench = Bench(model, sample)
+        new = [_line(sample, FULL, 1.0, 1.0, bench.judged), _line(sample, UNREAD, 0.0, 0.0, bench.unread)] if whole else []
+        for setting in missing:
+            judged, share = bench.measure(setting)
+            new.append(_line(sample, setting.row.label, setting.k, share, judged))
+        return new
 
-def run_task(model: Any, tokenizer: Any, name: str, cells: Sequence[Cells], folder: Path) -> int:
-    """Measure cells of a task, or its own where none are given; return how many lines are new."""
-    task = TASKS[name]
-    wanted = cells or task.cells
-    samples = task.make(tokenizer, max(one.samples for one in wanted))
-    return sum(1 for _ in measure(model, samples, wanted, folder / f"{name}.jsonl"))
+    return append(path, itertools.starmap(measure_sample, enumerate(samples)))

@@ -5,6 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from typing import Any
+
+
+def digest(*parts: Any) -> str:
+    """Eight characters for the content of a sample."""
+    plain = [part.tolist() if hasattr(part, "tolist") else part for part in parts]
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,7 @@ class Sample:
     @property
     def digest(self) -> str:
         """Eight characters for the ids, so that lines of another text are never taken for this one's."""
-        parts = [self.turns, [(probe.kind, probe.lead, probe.answer) for probe in self.probes]]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]
+        return digest(self.turns, [(probe.kind, probe.lead, probe.answer) for probe in self.probes])
 
 
 def ask(name: str, i: int, later: bool, read: tuple[int, ...], asked: list[tuple[tuple[int, ...], Probe]]) -> Sample:

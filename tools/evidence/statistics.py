@@ -36,16 +36,30 @@ class Estimate:
         agreeing = self.signs[0 if side > 0 else 1]
         return side if agreeing >= self.models - self.models // 8 else 0
 
+    def __format__(self, form: str) -> str:
+        """Format the mean and its interval, each by a form such as .2f."""
+        form = form or ".3f"
+        return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Estimate a mean of one model's samples. Differences of two settings, sample by sample, give a paired difference."""
     array = np.asarray(values, dtype=float)
-    drawn = np.random.default_rng(0).integers(0, len(array), (DRAWS, len(array)))
-    low, high = np.quantile(array[drawn].mean(1), (0.025, 0.975))
+    low, high = np.quantile(_draw_means(array), (0.025, 0.975))
     return Estimate(float(array.mean()), float(low), float(high), len(array))
+
+
+def estimate_share(lost: Sequence[float], gained: Sequence[float]) -> Estimate:
+    """Estimate 1 - mean(lost) / mean(gained) over the same draws of samples."""
+    low, high = np.quantile(1 - _draw_means(np.array(lost)) / _draw_means(np.array(gained)), (0.025, 0.975))
+    return Estimate(float(1 - np.mean(lost) / np.mean(gained)), float(low), float(high), len(lost))
+
+
+def _draw_means(values_S: np.ndarray) -> np.ndarray:
+    return values_S[np.random.default_rng(0).integers(0, len(values_S), (DRAWS, len(values_S)))].mean(1)
 
 
 class Bootstrap:
@@ -103,6 +117,11 @@ def judge_all(differences: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
     """Return p of each mean difference, corrected for their number."""
     ps = [compare_with_zero(found) for found in differences.values()]
     return dict(zip(differences, correct_holm(ps), strict=True))
+
+
+def find_sides(differences: Mapping[Key, Sequence[float]]) -> dict[Key, int]:
+    """Return -1 or +1 for each mean difference that is surely below or above zero, corrected for their number, else 0."""
+    return {key: int(np.sign(sum(differences[key]))) if p < LEVEL else 0 for key, p in judge_all(differences).items()}
 
 
 def correct_holm(ps: Sequence[float]) -> list[float]:

@@ -20,3 +20,13 @@ def shown(estimate: Estimate | None, signed: bool = False) -> str:
     sign = "+" if signed else ""
     text = f"{estimate.mean:{sign}.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
     return f"**{text}**" if signed and estimate.carried else text
+
+
+def shown_share(estimate: Estimate) -> str:
+    """Format a share and its interval in percent."""
+    return f"{100 * estimate.mean:.0f}% [{100 * estimate.low:.0f}, {100 * estimate.high:.0f}]"
+
+
+def mark(text: str, side: int) -> str:
+    """Mark a difference of losses that is sure: bold below zero, where less is lost, and slanted above."""
+    return f"**{text}**" if side < 0 else f"*{text}*" if side > 0 else text

@@ -55,7 +55,6 @@ class Later(Recall):
     """Other policies may be asked for beside these."""
 
     name = "later"
-    about = "Questions after compression: policies that were made for them beside the best others."
     source = "[KVzip; DefensiveKV; Expected Attention]"
     budgets = (0.2, 0.4)
     policies = tuple(dict.fromkeys(policy for policy, _, _ in WAYS))

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from transformers import PreTrainedModel
 
 import kvpatch
 from kvpatch.evaluation.teacher_forcing import feed
+from tools.training.tasks import Batch
 
 from ..settings import Setting
 from .recall import IN, Recall
@@ -34,7 +34,6 @@ class Mass(Recall):
     """Settings are masses, each followed by the fixed budget of the same mean size."""
 
     name = "mass"
-    about = "Budgets by mass, and fixed ones of the same mean size."
     metrics: ClassVar[dict[str, str]] = Recall.metrics | {"held": HELD}
     budgets = (0.7, 0.9)
     policies = tuple(OPTIONS)
@@ -60,12 +59,11 @@ class Mass(Recall):
             mean = max(1, round(sum(held) / len(held)))
             way, held = replace(setting, k=mean), [float(mean)] * len(held)
         for one, tokens, sample in zip(super().run(model, way, samples), held, samples, strict=True):
-            yield {**one, "held": tokens / count_evictable(setting, sample)}
+            yield {**one, "held": tokens / count_evictable(setting, sample.data.rows)}
 
 
-def count_evictable(setting: Setting, sample: Sample) -> int:
+def count_evictable(setting: Setting, rows: Batch) -> int:
     """Tokens that could go: a policy that evicts once keeps what follows the prompt."""
-    rows = sample.data.rows
     once = kvpatch.get_policy(setting.row.policy).schedule == "prompt"
     return rows.prompt_length if once else rows.tokens_BT.shape[1] - 1
 
@@ -73,10 +71,10 @@ def count_evictable(setting: Setting, sample: Sample) -> int:
 def count_held(model: PreTrainedModel, way: Setting, samples: list[Sample]) -> list[float]:
     """Tokens that a head holds on average in each sample, without those that nothing evicts."""
     found: list[float] = []
-    for part, draw in together(samples, way):
-        ids_BT = torch.cat([sample.data.rows.tokens_BT for sample in part])[:, :-1]
+    for batch, draw in together(samples, way):
+        ids_BT = batch.tokens_BT[:, :-1]
         with patch(way, model, draw) as patched:
-            feed(model, ids_BT, part[0].data.rows.prompt_length)
+            feed(model, ids_BT, batch.prompt_length)
             held_B = patched.report().held().double().mean((0, 2))
-        found += (held_B - (ids_BT.shape[1] - count_evictable(way, part[0]))).tolist()
+        found += (held_B - (ids_BT.shape[1] - count_evictable(way, batch))).tolist()
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..statistics import Estimate
 from ..tables import markdown, shown
 from .mass import FIXED, HELD, MASS
 from .reasoning import RHYTHMS
@@ -67,9 +66,8 @@ def write_page(tables: dict[str, Table], docs: Path) -> None:
     """Write docs/small-models.md from the tasks that have lines."""
     found = {str(line["versions"]): line["versions"] for table in tables.values() for line in table.lines}
     versions = "; ".join(", ".join(f"{name} {which}" for name, which in one.items()) for one in found.values())
-    blocks = [INTRODUCTION.format(versions=versions)]
-    blocks += [SECTIONS[name](tables[name]) for name in SECTIONS if name in tables]
-    (docs / "small-models.md").write_text("\n".join(blocks).rstrip() + "\n", encoding="utf-8")
+    text = f"{INTRODUCTION.format(versions=versions)}\n{write_sections(tables, SECTIONS)}"
+    (docs / "small-models.md").write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
 def write_source(table: Table, task: str) -> str:
@@ -100,15 +98,11 @@ def write_mass(table: Table) -> str:
             sides[0] += gain is not None and gain.low > 0
             sides[1] += gain is not None and gain.high < 0
             means = (table.mean(own, "held"), table.mean(own, "right"), table.mean(fixed, "right"))
-            rows.append([f"`{policy}`", f"{k:g}", *map(shown, means), shown(gain, signed=True), count_better(gain)])
+            better = "-" if gain is None else f"{gain.signs[0]} of {gain.models}"
+            rows.append([f"`{policy}`", f"{k:g}", *map(shown, means), shown(gain, signed=True), better])
     header = ("", "mass", "held", "right, mass", "as many tokens", "mass - fixed", "models that a mass is better on")
     last = f"A mass is better in {sides[0]} of {len(rows)} rows, worse in {sides[1]}: there the interval leaves zero out."
     return "\n".join([WEIGHED, write_source(table, "mass"), markdown(header, rows), "", last, ""])
-
-
-def count_better(gain: Estimate | None) -> str:
-    """Models on which a difference is above zero, of those measured."""
-    return "-" if gain is None else f"{gain.signs[0]} of {gain.models}"
 
 
 def write_reasoning(table: Table) -> str:

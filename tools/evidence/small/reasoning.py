@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
-import torch
 from transformers import PreTrainedModel
 
 from kvpatch import get_policy
@@ -28,9 +27,10 @@ from kvpatch.evaluation.teacher_forcing import feed
 from kvpatch.policies.needs import Calibrated
 from tools.training import walks
 
+from ..samples import digest
 from ..settings import Setting
-from .task import UNPATCHED, Sample, Task, add_options, digest, patch, set_policy, tell_length
-from .together import ROWS_PER_DRAW, together
+from .task import UNPATCHED, Sample, Task, add_options, patch, set_policy, tell_length
+from .together import ROWS_PER_DRAW, Known, together
 
 KEPT = "prompt kept"
 RHYTHMS: dict[str, int] = {"every token": 1, KEPT: 1, "every 32": 32, "every 128": 128}
@@ -49,25 +49,10 @@ def share_right(guessed: Sequence[int], trace: Sequence[int]) -> float:
     return sum(whole) / len(whole)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A prompt and the trace that should follow. draw: see together.py."""
-
-    ids: list[int]
-    trace: list[int]
-    draw: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """What rows must share to be written together."""
-        return len(self.ids), len(self.trace)
-
-
 class Reasoning(Task):
     """Every policy in every way that it has; k is the budget of prompt and trace."""
 
     name = "reasoning"
-    about = "Traces of hundreds of tokens that need earlier steps."
     source = "[R-KV; RaaS; LazyEviction; VaSE]"
     metric = "visits"
     metrics: ClassVar[dict[str, str]] = {"visits": "share of a walk's visits that are right when the true trace is fed"}
@@ -93,19 +78,20 @@ class Reasoning(Task):
     def samples(self, count: int) -> list[Sample]:
         """`count` walks."""
         made = [walks.walk(random.Random(f"reasoning 0 {i}"), 1) for i in range(count)]
-        rows = [(batch.prompt_BT[0].tolist(), batch.continuation_BT[0].tolist()) for batch in made]
-        return [Sample(str(i), Asked(*row, i // ROWS_PER_DRAW), digest(*row)) for i, row in enumerate(rows)]
+        return [
+            Sample(str(i), Known(rows, i // ROWS_PER_DRAW), digest(rows.prompt_BT[0], rows.continuation_BT[0]))
+            for i, rows in enumerate(made)
+        ]
 
     def run(self, model: PreTrainedModel, setting: Setting, samples: list[Sample]) -> Iterator[dict[str, float]]:
         """Feed the traces."""
-        for part, draw in together(samples, setting):
-            n, new = part[0].data.shape
+        for batch, draw in together(samples, setting):
+            n, new = batch.prompt_length, batch.continuation_BT.shape[1]
             own = calibrate_setting(limit_tokens(setting, n, new), model)
-            tokens_BT = torch.tensor([sample.data.ids + sample.data.trace for sample in part])[:, :-1]
             with patch(tell_length(own, new), model, draw):
-                fed = feed(model, tokens_BT, n)
-            for sample, guessed in zip(part, fed.logits_BSV.argmax(-1).tolist(), strict=True):
-                yield {"visits": share_right(guessed, sample.data.trace)}
+                fed = feed(model, batch.tokens_BT[:, :-1], n)
+            for guessed, trace in zip(fed.logits_BSV.argmax(-1).tolist(), batch.continuation_BT.tolist(), strict=True):
+                yield {"visits": share_right(guessed, trace)}
 
 
 def find_schedule(name: str, way: str) -> str | None:

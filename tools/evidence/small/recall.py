@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from tools.training import tasks
 
+from ..samples import digest
 from ..settings import Setting
-from .task import Sample, Task, digest
+from .task import Sample, Task
 from .together import ROWS_PER_DRAW, Known, feed_answers
 
 QUESTIONS = 8

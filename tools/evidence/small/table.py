@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..runs import Line
 from ..settings import FULL
 from ..statistics import Bootstrap, Estimate
 
-Line = dict[str, Any]
 Cell = tuple[str, Any]
 """A setting's label and its budget."""
 Key = tuple[str, str, str]

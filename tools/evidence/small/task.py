@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,10 +14,8 @@ from tools.training.train import SHIPPED
 
 from ..settings import FULL, Row, Setting
 
-FIVE = ("llama-0", "mistral-0", "mpt-0", "gptj-0", "gpt2-0")
-"""One model of each architecture that learned tools/training/tasks.py."""
-FIFTEEN = tuple(name for name, (recipe, _) in SHIPPED.items() if f"{recipe}-0" in FIVE)
-"""Three training seeds of each."""
+FIFTEEN = tuple(name for name, (recipe, _) in SHIPPED.items() if recipe in ("llama", "mistral", "mpt", "gptj", "gpt2"))
+"""Three training seeds of each architecture that learned tools/training/tasks.py."""
 SNAPKV: dict[str, Any] = {"window": 8, "kernel": 5}
 SMALL: dict[str, dict[str, Any]] = dict.fromkeys(("snapkv", "critical_snapkv", "adakv", "critical_adakv"), SNAPKV)
 """Options for prompts of some two hundred tokens, where an observation window of 32 would fill a small budget."""
@@ -64,12 +60,6 @@ class Sample:
     digest: str
 
 
-def digest(*parts: Any) -> str:
-    """Eight characters for the content of a sample."""
-    plain = [part.tolist() if hasattr(part, "tolist") else part for part in parts]
-    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:8]
-
-
 class Task:
     """A subclass says what its samples are and measures them.
 
@@ -77,7 +67,6 @@ class Task:
     """
 
     name: ClassVar[str]
-    about: ClassVar[str]
     source: ClassVar[str] = ""
     metric: ClassVar[str]
     metrics: ClassVar[dict[str, str]]

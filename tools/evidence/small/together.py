@@ -6,7 +6,7 @@ Dimension key: B rows, T tokens, A answers of a row, W tokens of an answer.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -39,31 +39,23 @@ class Known:
         return self.rows.tokens_BT.shape, self.rows.prompt_length, tuple(self.rows.answers_AW.flatten().tolist())
 
 
-def noisy(setting: Setting) -> bool:
-    """Whether the policy draws random numbers.
+def together(samples: list[Sample], setting: Setting) -> Iterator[tuple[tasks.Batch, int]]:
+    """Rows of the samples in order, `ROWS` at a time at most and of one shape, with the seed of the policy's noise.
 
-    They belong to positions, and rows under one seed share them: all such rows lose the same places. So the samples of
-    a noisy policy take several seeds, and always the same, however many rows run at a time.
+    Random numbers of a policy belong to positions, and rows under one seed share them: all such rows lose the same places.
+    So its samples take several seeds, and always the same, however many rows run at a time.
     """
     noise = Random | GumbelSoftmax | SampledAttention
-    return setting != UNPATCHED and isinstance(get_policy(setting.row.policy).score, noise)
+    apart = setting != UNPATCHED and isinstance(get_policy(setting.row.policy).score, noise)
 
+    def key(known: Known) -> tuple[Hashable, int]:
+        return known.shape, known.draw if apart else 0
 
-def together(samples: list[Sample], setting: Setting) -> Iterator[tuple[list[Sample], int]]:
-    """Samples in order, `ROWS` at a time at most and of one shape, with the seed of the policy's noise.
-
-    `sample.data` has a `shape` and a `draw`.
-    """
-    apart = noisy(setting)
-
-    def key(sample: Sample) -> Hashable:
-        return sample.data.shape, sample.data.draw if apart else 0
-
-    for _, same in groupby(samples, key):
-        whole = list(same)
-        for start in range(0, len(whole), ROWS):
-            part = whole[start : start + ROWS]
-            yield part, part[0].data.draw if apart else 0
+    for (_, draw), same in groupby((sample.data for sample in samples), key):
+        rows = [known.rows for known in same]
+        for start in range(0, len(rows), ROWS):
+            tokens_BT = torch.cat([one.tokens_BT for one in rows[start : start + ROWS]])
+            yield replace(rows[0], tokens_BT=tokens_BT), draw
 
 
 def feed_answers(model: PreTrainedModel, setting: Setting, samples: list[Sample]) -> Iterator[Tensor]:
@@ -73,11 +65,7 @@ def feed_answers(model: PreTrainedModel, setting: Setting, samples: list[Sample]
     a decode step, so policies that evict once leave a question behind the prompt whole, and under the others the budget
     holds.
     """
-    for part, draw in together(samples, setting):
-        first = part[0].data.rows
-        tokens_BT = torch.cat([sample.data.rows.tokens_BT for sample in part])
-        batch = tasks.Batch(tokens_BT, first.prompt_length, first.answers_AW)
-        told = tell_length(setting, tokens_BT.shape[1] - 1 - batch.prompt_length)
-        with patch(told, model, draw):
-            fed = feed(model, tokens_BT[:, :-1], batch.prompt_length)
+    for batch, draw in together(samples, setting):
+        with patch(tell_length(setting, batch.continuation_BT.shape[1] - 1), model, draw):
+            fed = feed(model, batch.tokens_BT[:, :-1], batch.prompt_length)
         yield from batch.correct(fed.logits_BSV.argmax(-1))
