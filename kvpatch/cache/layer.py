@@ -640,6 +640,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             if not isinstance(mode, Slotted):
                 self.used -= tokens
                 self.positions[:, :, self.used :] = -1
+                for tensor in self.state.values():  # a token that is appended there brings no mark of `protect=`
+                    tensor[:, :, self.used :] = 0
             else:
                 mode.free_BH, mode.grown = mode.free_BH - tokens, mode.grown - tokens
                 taken = torch.arange(self.used, device=self.positions.device) < mode.free_BH[..., None]

@@ -52,6 +52,23 @@ def test_tokens_that_evicted_nothing_roll_back_without_a_record():
     assert kept(plain) == kept(cache)
 
 
+@pytest.mark.parametrize("policy", ["key_norm", "snapkv"])
+def test_a_protected_token_that_was_rolled_back_leaves_no_mark(model, policy):
+    """The next token was written to its column, and was protected in its place."""
+    ids, fed, more = prompt(1, N), prompt(1, 4, seed=2), prompt(1, 25, seed=3)
+    ids[:, -3:] = 96
+    with kvpatch.patched(model, policy, N + 4, schedule="prompt", protect=[96]) as patch:
+        cache, want = patch.new_cache(), patch.new_cache()
+        model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False, pad_token_id=0)
+        cache.crop(N - 3)
+        model(ids[:, : N - 3], past_key_values=want)
+        for one in (cache, want):
+            go_on(model, fed, one)
+            assert not one.layers[0].state["protect"].any()
+            model(more, past_key_values=one)
+        assert kept(cache) == kept(want)
+
+
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer"])
 def test_generated_rows_that_are_remembered_do_not_roll_back_unrecorded(policy):
     """Under schedule "prompt" generated rows count when a later turn evicts; rolled back, they went on counting."""
