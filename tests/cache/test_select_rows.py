@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import kvpatch
 from kvpatch import EvictingCache, KVPatchError
@@ -85,6 +86,33 @@ def test_the_row_with_the_most_steps_to_its_budget_leaves(every, tmp_path):
                 sound(left)
                 torch.testing.assert_close(got[0, 0], alone[0, t + 1], atol=3e-5, rtol=0)
             assert left.held(0).tolist() == one.held(0).tolist()
+
+
+class OnAnotherDevice(TorchFunctionMode):
+    """Indices that no tensor takes before they are moved to where it lies."""
+
+    def __init__(self, indices):
+        self.indices = indices
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.to and args[0] is self.indices:
+            return args[0].clone()
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple) and any(one is self.indices for one in args[1]):
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor")
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("method", ["select_rows", "batch_select_indices"])
+def test_indices_are_moved_to_each_layer(method):
+    """A layer may lie on another GPU; of the rows' adapters and of a prompt in pieces the host has numbers, too."""
+    model, indices = make("llama_gqa"), torch.tensor([2, 0])
+    with kvpatch.patched(model, "h2o", 0.5):
+        cache = model(prompt(3, 20)).past_key_values
+        want = cache.positions(0)[indices]
+        with OnAnotherDevice(indices):
+            got = getattr(cache, method)(indices) or cache
+        assert torch.equal(got.positions(0), want)
 
 
 def test_the_others_are_not_copied(monkeypatch):
