@@ -69,6 +69,20 @@ def test_a_protected_token_that_was_rolled_back_leaves_no_mark(model, policy):
         assert kept(cache) == kept(want)
 
 
+@pytest.mark.parametrize("options", [{"turns": "first"}, {"quota": [(3, 20)]}])
+def test_a_text_that_was_rolled_back_to_nothing_begins_with_a_first_prompt(model, options):
+    """It passed for a later turn, which turns="first" keeps whole and quota= has no spans of."""
+    with kvpatch.patched(model, "key_norm", N, schedule="prompt", **options) as patch:
+        cache, want = patch.new_cache(), patch.new_cache()
+        model(prompt(1, N), past_key_values=cache)
+        cache.crop(-N)
+        assert not cache.get_seq_length()
+        for one in (cache, want):
+            model(prompt(1, 2 * N, seed=2), past_key_values=one)
+            one.check_invariants()
+        assert kept(cache) == kept(want) and cache.held(0).unique().tolist() == [N]
+
+
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer"])
 def test_generated_rows_that_are_remembered_do_not_roll_back_unrecorded(policy):
     """Under schedule "prompt" generated rows count when a later turn evicts; rolled back, they went on counting."""
