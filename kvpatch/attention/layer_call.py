@@ -55,7 +55,6 @@ class Call(LayerRead):
         self.readers = tuple(need for need in self.needs if type(need).read is not Need.read)
         self.steppers = tuple(need for need in self.needs if type(need).step is not Need.step)
         self.no_kernels = why_not("kernels", FeatureSet(self.policy)) if self.evicts else None
-        self.step: Any = None  # bound (bound_step.py)
         self.launched = False  # a kernel has run a decode step of this layer
         self.begin(now)
 

@@ -196,6 +196,7 @@ def finish(cache: TextState) -> None:
     """End a pass, or the second reading after it."""
     now, counters = cache.running, cache.counters
     cache.states.end_pass()
+    now.shown.clear()  # a prompt's are all of its keys, and the pass is kept until the next one
     if now.traced:
         compiled.end_step(cache)
         return
