@@ -179,7 +179,7 @@ class Call(LayerRead):
         """Return the used slots in the form that a backend takes. contents: False where shapes are enough."""
         slots = self.slots
         keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline_view()
-        grown = None if self.now.traced else slots.mode.newest()  # a traced step knows it from the positions only
+        grown = None if self.now.traced else slots.mode.count_new_slots()  # a traced step knows it from the positions only
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown, slots.kv.codecs)
 
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:

@@ -55,7 +55,7 @@ class TextPlans:
 class Turns:
     """Prompts read so far.
 
-    begin_B: tokens of each row before the newest prompt. open: the newest prompt has not ended.
+    begin_B: tokens of each row before the newest prompt, while it is read. open: that prompt has not ended.
     """
 
     count: int = 0
@@ -209,7 +209,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
             layer.mode.count(count)
             layer.ahead = None
             layer.traced = False
-            layer.named_by_kernels()
+            layer.refresh_free_slots()
         counters.behind = False
         self.operations.pop("behind")
 
