@@ -169,9 +169,13 @@ def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | No
     if call is None:
         return None
     step, slots = steps.bound.get(layer), call.slots
-    bound = step is not None and step.call is call and step.stack is stack and step.mode is slots.mode
-    if not bound or step.find_kv() is not slots.kv or step.launched != call.launched:
-        steps.bound[layer] = step = _bind_stacked(call, stack) if stack is not None else _bind_alone(call, q_BHGD)
+    if (
+        step is not None
+        and (step.call is call and step.stack is stack and step.mode is slots.mode)
+        and (step.find_kv() is slots.kv and step.launched == call.launched)
+    ):
+        return step
+    steps.bound[layer] = step = _bind_stacked(call, stack) if stack is not None else _bind_alone(call, q_BHGD)
     return step
 
 
