@@ -7,6 +7,7 @@ it ends the pass. A bound step does what decode.attend does for its layer, in th
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from ..cache.modes import Appending
 from ..policies.context import accumulator
 from . import decode
 from .layer_call import Call
-from .steps import find_steps
+from .steps import Steps, find_steps
 
 if TYPE_CHECKING:
     from ..cache.state import TextState
@@ -29,13 +30,14 @@ class BoundStep:
     """A layer's part of a decode step: queries [B,H*G,1,D], keys and values [B,H,1,D] -> output [B,1,H*G*D].
 
     The attention module's forward calls it in place of attend.attend. stack: that the step was bound for, or None; `bind_steps`
-    makes a new step once the layer has another stack, mode or buffers.
+    makes a new step once the layer has another stack, mode or buffers. find_kv: returns the buffers, or None once they are
+    gone: a step that has no views of them must not keep them, when all layers get larger ones.
     """
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
         self.call, self.stack = call, stack
         self.attn, self.slots, self.geometry = call.bound_adapter.attn, call.slots, call.geometry
-        self.kv = call.slots.kv
+        self.find_kv = weakref.ref(call.slots.kv)
         self.launched = call.launched
         self.dtype, self.mode = call.slots.dtype, call.slots.mode
         (B, H, _), D = call.slots.positions.shape, call.slots.kv.sizes[0]
@@ -90,7 +92,7 @@ class FusedByTorch(Fused):
     def _view_buffers(self) -> None:
         """Take views of the buffers."""
         (N, D), kv = self.row, self.slots.kv
-        self.kv, self.C = kv, kv.width
+        self.kv, self.C, self.find_kv = kv, kv.width, weakref.ref(kv)
         self.kt_NDC, self.v_NCV = kv.keys.view(N, self.C, D).transpose(1, 2), kv.values.view(N, self.C, -1)
         self.flat = kv.flat() if self.slotted else None
 
@@ -156,19 +158,24 @@ def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
     whole = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered
     if whole or cache.settings.record or first.bound_adapter.autocast or torch.is_grad_enabled():
         return
-    calls = find_steps(cache).calls
-    between = (_bind_layer(calls.get(layer), cache, q_BHGD, stack) for layer in range(1, len(cache.layers) - 1))
-    now.bound = [None, *between, None]
+    steps = find_steps(cache)
+    between = [_bind_layer(steps, layer, q_BHGD, stack) for layer in range(1, len(cache.layers) - 1)]
+    steps.now, steps.running = now, [None, *between, None]
 
 
-def _bind_layer(call: Call | None, cache: TextState, q_BHGD: Tensor, stack: LayerStack | None) -> BoundStep | None:
+def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | None) -> BoundStep | None:
     """Return the step of a layer, bound once for each stack or mode; None for a layer that has not run yet."""
+    call = steps.calls.get(layer)
     if call is None:
         return None
-    step, slots = call.step, call.slots
-    bound = step is not None and step.stack is stack and step.mode is slots.mode and step.kv is slots.kv
-    if not bound or step.launched != call.launched:
-        call.step = step = _bind_stacked(call, stack) if stack is not None else _bind_alone(call, q_BHGD)
+    step, slots = steps.bound.get(layer), call.slots
+    if (
+        step is not None
+        and (step.call is call and step.stack is stack and step.mode is slots.mode)
+        and (step.find_kv() is slots.kv and step.launched == call.launched)
+    ):
+        return step
+    steps.bound[layer] = step = _bind_stacked(call, stack) if stack is not None else _bind_alone(call, q_BHGD)
     return step
 
 

@@ -311,9 +311,8 @@ def _compress_layer(
     roomy = call.cache.request.room is not None
     goals = [k + every for k in keeps] if evicts else None
     exactly = roomy or every > 1
-    _move_kept(
-        call, index, kept, values, plan(counts, goals, lambda tokens: max(_count_spare(call, tokens), slots.ahead_of), exactly)
-    )
+    layout = plan(counts, goals, lambda tokens: max(_count_spare(call, tokens), slots.waiting_slots), exactly)
+    _move_kept(call, index, kept, values, layout)
     if moves:
         slots.start_moving(counts, goals)
     elif evicts and (slots.holes or not filling or roomy):

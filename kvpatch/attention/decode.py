@@ -114,7 +114,7 @@ def _end_step(
                 log[-1].notes[need.name] = note.overwritten_by(step.positions_B1)
             need.step(step)
     if named:
-        call.slots.forget_places()
+        call.slots.follow_kernels()
     elif call.evicting:
         _evict_over_budget(call, newest_B11, t)
     else:

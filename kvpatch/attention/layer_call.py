@@ -55,7 +55,6 @@ class Call(LayerRead):
         self.readers = tuple(need for need in self.needs if type(need).read is not Need.read)
         self.steppers = tuple(need for need in self.needs if type(need).step is not Need.step)
         self.no_kernels = why_not("kernels", FeatureSet(self.policy)) if self.evicts else None
-        self.step: Any = None  # bound (bound_step.py)
         self.launched = False  # a kernel has run a decode step of this layer
         self.begin(now)
 
@@ -180,7 +179,7 @@ class Call(LayerRead):
         """Return the used slots in the form that a backend takes. contents: False where shapes are enough."""
         slots = self.slots
         keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline_view()
-        grown = None if self.now.traced else slots.mode.newest()  # a traced step knows it from the positions only
+        grown = None if self.now.traced else slots.mode.count_new_slots()  # a traced step knows it from the positions only
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown, slots.kv.codecs)
 
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:

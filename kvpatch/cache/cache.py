@@ -139,7 +139,7 @@ class EvictingCache(TextState):
         self.catch_up()
         with self.reading("select_rows()"):
             new = self._copy_sharing()
-            new._map_rows("select_rows()", lambda tensor: tensor[index, ...])
+            new._map_rows("select_rows()", lambda tensor: tensor[index.to(tensor.device), ...])
         shared = {id(layer.limits): one.limits for layer, one in zip(self.layers, new.layers, strict=True)}
         for layer, one in zip(self.layers, new.layers, strict=True):
             one.limits = shared[id(layer.limits)]
@@ -227,7 +227,7 @@ class EvictingCache(TextState):
         """Keep these batch rows: int64 indices, or a bool mask [B]."""
         self.check_finished()
         checks.check_rows(indices, self.seen_B)
-        self._map_rows("batch_select_indices()", lambda tensor: tensor[indices, ...])
+        self._map_rows("batch_select_indices()", lambda tensor: tensor[indices.to(tensor.device), ...])
 
     @writable
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -63,7 +63,6 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
     new.rows.joined = True
     new.seen_B = torch.cat([seen_B.to(seen[0].device) for seen_B in seen])
     new.turns.count = max(cache.turns.count for cache in caches)
-    new.turns.begin_B = [start for cache in caches for start in cache.turns.begin_B]
     new.shared, new.lifetimes = _join_shared(caches), Lifetimes.join_parts([cache.lifetimes for cache in caches])
     _set_steps(new, caches)
     new.states.join([cache.states for cache in caches])

@@ -19,7 +19,7 @@ from ..policies.served import refuse
 from . import checks
 from .concat import lay_out_anew
 from .layer import SlotLayer
-from .state import TextState
+from .state import TextState, Turns
 
 Span = tuple[int, int]
 
@@ -156,6 +156,8 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
         cache.counters.steps = max(cache.counters.steps - count, 0)
         cache.counters.device = None  # the next pass makes it anew
         cache.ids.crop(cache.seen)
+        if not cache.seen:
+            cache.turns = Turns()  # the next prompt is a text's first
         fit_slots(cache)
 
 

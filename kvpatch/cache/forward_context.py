@@ -77,9 +77,8 @@ class Forward:
     repeatable: computed alike with and without gradients, for a pass that gradient checkpointing runs twice. table: of
     rotary positions, if keys are cached without them. blocks: the prompt block by block; packing_BQ: its columns with
     each row's own tokens first, if some are padding. recent, columns: lower ends of the protected windows, and indices of new
-    columns, computed once for all layers. traced: a decode step inside a graph of torch.compile. bound: what a decode step
-    does in each layer (attention/bound_step.py), None in layers that take the whole way; empty until the first has run.
-    ended: layers that wait for the last one, since all share one budget, or for a second reading (attention/compress.py).
+    columns, computed once for all layers. traced: a decode step inside a graph of torch.compile. ended: layers that wait for
+    the last one, since all share one budget, or for a second reading (attention/compress.py).
     span_BQ: the columns' spans of `quota=` (policies/quotas.py), or None.
     shown: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
     reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. repeat: the
@@ -109,7 +108,6 @@ class Forward:
     recent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     columns: dict[tuple[int, torch.Size, torch.device], Tensor] = field(default_factory=dict)
     traced: bool = False
-    bound: list[Any] = field(default_factory=list)
     ended: list[Any] = field(default_factory=list)
     shown: dict[int, list[Any]] = field(default_factory=dict)
     reread_BN: Tensor | None = None

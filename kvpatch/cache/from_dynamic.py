@@ -10,6 +10,7 @@ from ..errors import KVPatchError
 from ..policies.context import NewTokens
 from ..policies.served import refuse
 from .forward_context import find_places
+from .layer import SlotLayer
 from .state import TextState, writable
 
 
@@ -53,11 +54,20 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
             entry = settings.policies[index].entry(new)
         mine.append(keys, values, positions, entry)
         mine.seen, mine.holes = seen, not bool(real.all())
+        if mine.holes:
+            _mark_padding(mine, real[:, -T:])
         if index == 0:
             cache.seen_B, gaps_B = rows[:, -1] + 1, ((rows >= 0) & ~real).sum(-1)
             cache.rows.padded = mine.holes
             if cache.settings.by_columns and bool(gaps_B.any()):
                 cache.rows.gaps_B, cache.rows.by_columns = gaps_B, True
+
+
+def _mark_padding(layer: SlotLayer, real_BT: Tensor) -> None:
+    """Note where padding lies among the columns of a layer, as the prompt's own pass would have (attention/prefill.py)."""
+    column = torch.arange(1, real_BT.shape[1] + 1, device=real_BT.device)
+    layer.floor = int((~real_BT * column).amax())
+    layer.contiguous = not bool((real_BT[:, :-1] & ~real_BT[:, 1:]).any())
 
 
 def _check_past(cache: TextState, past: Cache, ids_known: bool) -> None:

@@ -113,7 +113,7 @@ class HostLayer(CacheLayerMixin):
     """All tokens of a layer; a row is a token's keys of all heads, then its values.
 
     folder: of the mapped file; None: the one for temporary files on a CPU, and no file but pinned memory beside a device.
-    length: rows in use. sizes: KV heads, head size of keys, and of values.
+    length: rows in use. sizes: KV heads, head size of keys, and of values. device: where their entries are computed.
     """
 
     is_sliding = False
@@ -133,6 +133,7 @@ class HostLayer(CacheLayerMixin):
     def begin(self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         """Make the store for entries of these sizes, which are computed on `device`."""
         H, K, V = self.sizes = sizes
+        self.dtype, self.device = dtype, device
         if self.folder is not None or device.type == "cpu":
             self.store = MappedRows(H * (K + V), dtype, self.folder)
         else:
@@ -193,6 +194,7 @@ class HostLayer(CacheLayerMixin):
         new = HostLayer(self.folder)
         if self.is_initialized:
             self.store.wait()
+            new.begin(self.sizes, self.dtype, self.device)  # not of the host's tensors: these are no device's
             new.append(*self.view(self.used_TE))
         return new
 

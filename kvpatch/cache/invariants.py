@@ -68,7 +68,7 @@ def check_bytes(cache: TextState) -> None:
         with _named(index):
             if layer.is_initialized:
                 rounded = 0 if cache.request.room is None else slack(layer.kv.width)
-                _check_layer_bytes(layer, max(ahead, layer.ahead_of) + rounded)
+                _check_layer_bytes(layer, max(ahead, layer.waiting_slots) + rounded)
 
 
 class _named:
@@ -133,7 +133,7 @@ class _LayerState:
         self.occupied = layer.positions >= 0
         self.held_BH = self.occupied.sum(-1)
         self.column = torch.arange(layer.positions.shape[2], device=layer.device)
-        self.limit_BH = layer.kv.limits(layer.used, layer.mode.evicts).view_as(self.held_BH)
+        self.limit_BH = layer.kv.count_usable(layer.used, layer.mode.evicts).view_as(self.held_BH)
 
     def check(self, least: int, reading: bool) -> None:
         """Raise InvalidError if the layer contradicts itself.

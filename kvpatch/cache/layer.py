@@ -433,17 +433,23 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """
         mode = self.mode
         if isinstance(mode, Slotted):
-            heads = zip(self.short_heads(goals), self.kv.capacities(), counts or self.counts(), strict=True)
+            counts = counts or self.counts()
+            heads = zip(self.short_heads(goals), self.kv.capacities(), counts, strict=True)
             free = [capacity - count for short, capacity, count in heads if short]
             mode.grown = mode.grown if mode.growing else 0
             mode.slack = mode.grown + min(free, default=0)
         self.update_pace(counts, goals)
 
     def update_pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Update the steps until each head evicts, if `every` > 1. counts, goals: see `measure_room`."""
-        if isinstance(self.mode, Evicting) and self.every > 1:
-            self.mode.every = self.every
-            self.mode.waits = list_waits(counts or self.counts(), goals or self.list_goals() or ())
+        """Update the steps until all heads evict, and, if `every` > 1, until each does. counts, goals: see `measure_room`."""
+        mode = self.mode
+        if not isinstance(mode, Evicting) or not (mode.filling or self.every > 1):
+            return
+        counts, goals = counts or self.counts(), goals or self.list_goals() or []
+        # rows that were dropped may have been those with the most steps to go
+        mode.filling = min(mode.filling, max(goal - 1 - count for goal, count in zip(goals, counts, strict=True)))
+        if self.every > 1:
+            mode.every, mode.waits = self.every, list_waits(counts, goals)
 
     def short_heads(self, goals: list[int] | None = None) -> list[bool]:
         """Tell which heads may need more slots than they have, and update the mode's fields about them."""
@@ -467,7 +473,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if isinstance(mode, Moving) and not self.undo_log:  # which names slots
             self.pack()
             return
-        wanted = self.kv.plan_slots(self.counts(), self.list_goals(), self.ahead_of)
+        wanted = self.kv.plan_slots(self.counts(), self.list_goals(), self.waiting_slots)
         self._move_slots([max(old, new) for old, new in zip(self.kv.capacities(), wanted, strict=True)])
         if mode.evicts:
             mode.free_BH = self.empty_slots()
@@ -485,15 +491,16 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             return
         old, counts, goals = self.kv.capacities(), self.counts(), self.list_goals()
         if isinstance(self.mode, Moving) and not self.undo_log:
-            if sum(old) > self.kv.bound_slots(counts, goals, self.ahead_of):
+            if sum(old) > self.kv.bound_slots(counts, goals, self.waiting_slots):
                 self.pack()
             else:
                 self.mode.packed_BH = self._by_head(counts)
             return
-        fitting = list(map(min, old, self.kv.plan_slots(counts, goals, self.ahead_of)))
+        fitting = list(map(min, old, self.kv.plan_slots(counts, goals, self.waiting_slots)))
         enough_BH1 = torch.tensor(fitting, device=self.positions.device).view(*self.positions.shape[:2], 1)
         gone_BHC = torch.arange(C, device=self.positions.device) >= enough_BH1
-        if sum(old) > self.kv.bound_slots(counts, goals, self.ahead_of) and not bool((gone_BHC & (self.positions >= 0)).any()):
+        over = sum(old) > self.kv.bound_slots(counts, goals, self.waiting_slots)
+        if over and not bool((gone_BHC & (self.positions >= 0)).any()):
             self._move_slots(fitting)
         self.measure_room()
 
@@ -522,13 +529,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.floor = min(self.floor, self.used)
 
     @property
-    def ahead_of(self) -> int:
+    def waiting_slots(self) -> int:
         """Extra slots of each head if `every` > 1, for tokens that wait until several are evicted at once."""
         return self.every if self.every > 1 else 0
 
     def count_spare(self, tokens: int) -> int:
         """Return the spare slots of a head of so many tokens."""
-        return max(slack(tokens), self.ahead_of)
+        return max(slack(tokens), self.waiting_slots)
 
     @property
     def taken(self) -> int:
@@ -563,13 +570,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         else:
             self.mode.free_BH = slot_BH
 
-    def forget_places(self) -> None:
+    def follow_kernels(self) -> None:
         """Follow a kernel that has written the next free slots in place: drop cached indices, and count the token."""
         if not self.traced:
-            self.named_by_kernels()
+            self.refresh_free_slots()
             self.mode.count(1)
 
-    def named_by_kernels(self) -> None:
+    def refresh_free_slots(self) -> None:
         """Recompute the free slots of full heads: there a kernel leaves the old index, to write nothing out of bounds."""
         self.free_at = None
         if self.mode.growing and self.mode.evicts:
@@ -634,6 +641,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             if not isinstance(mode, Slotted):
                 self.used -= tokens
                 self.positions[:, :, self.used :] = -1
+                for tensor in self.state.values():  # a token that is appended there brings no mark of `protect=`
+                    tensor[:, :, self.used :] = 0
             else:
                 mode.free_BH, mode.grown = mode.free_BH - tokens, mode.grown - tokens
                 taken = torch.arange(self.used, device=self.positions.device) < mode.free_BH[..., None]

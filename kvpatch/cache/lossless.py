@@ -63,6 +63,7 @@ class LosslessCache(Unpicklable, Cache):
         self.edited = 0  # tokens read when some were last forgotten
         self.again = 0  # tokens read before, which generate()'s first pass brings once more
         self.pending_ids: list[int] = []  # ids of the pass in progress
+        self.budgeted = 0  # tokens that the budget of `drafts` is counted of
         self._positions_1T: Tensor | None = None  # on the device of the pass
         self._staged: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -115,6 +116,7 @@ class LosslessCache(Unpicklable, Cache):
         now.lender = self
         if self.ids:  # of the new tokens the first is certain: a share of the text must hold after the others are taken back
             now.budget_n_B = [len(self.ids) + 1]
+        self.budgeted = now.budget_n_B[0] if now.budget_n_B else 0
 
     def end(self) -> None:
         """End a pass: its tokens are read, and what was staged or mapped for it goes."""
@@ -213,8 +215,18 @@ class LosslessCache(Unpicklable, Cache):
         if left < self.edited:
             raise KVPatchError(f"crop({tokens_to_remove}): the text was edited after {self.edited} tokens, and stays so.")
         del self.ids[left:], self.kept_positions[len(self.kept_positions) - count :]
+        for layer in self.whole:
+            layer.length = min(layer.length, len(self.kept_positions))
         if drafting and count:
-            editing.drop_last(self.drafts, count)
+            if self._shrinks_budget(left):
+                self.drafts = self._make_drafts()  # the next pass chooses anew
+            else:
+                editing.drop_last(self.drafts, count)
+
+    def _shrinks_budget(self, left: int) -> bool:
+        """Tell if the budget of so many tokens is smaller than the one that `drafts` has."""
+        tokens = self.settings.tokens
+        return any(tokens(layer, left) < tokens(layer, self.budgeted) for layer in range(self.settings.n_layers))
 
     def go_back(self, ids: Sequence[int]) -> None:
         """Take back what a text does not begin with, and its last token, so that there is something to read."""
@@ -246,12 +258,8 @@ class LosslessCache(Unpicklable, Cache):
     def clone(self) -> LosslessCache:
         """Return an independent copy, for several questions after one context."""
         new = LosslessCache(self.drafts.clone() if self.drafting else self._make_drafts(), 0)
-        new.whole, new.ids, new.kept_positions = (
-            [layer.copy() for layer in self.whole],
-            list(self.ids),
-            list(self.kept_positions),
-        )
-        new.edited = self.edited
+        new.whole, new.ids = [layer.copy() for layer in self.whole], list(self.ids)
+        new.kept_positions, new.edited, new.budgeted = list(self.kept_positions), self.edited, self.budgeted
         new.layers = list(new.whole)
         return new
 
@@ -276,6 +284,7 @@ class LosslessCache(Unpicklable, Cache):
         """Empty both caches."""
         self.ids.clear()
         self.kept_positions.clear()
+        self._staged.clear()
         self.edited = self.again = 0
         for layer in self.whole:
             layer.reset()

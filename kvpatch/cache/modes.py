@@ -54,7 +54,7 @@ class Mode(Batched):
     def count(self, tokens: int) -> None:
         """Count tokens written; each brings every head that is below budget closer to it."""
 
-    def newest(self) -> int | None:
+    def count_new_slots(self) -> int | None:
         """Return the slots each head has taken since its buffers were made, the current token's included; None: unevenly."""
         return 1
 
@@ -125,7 +125,7 @@ class Growing(Slotted):
     def count(self, tokens: int) -> None:
         self.grown += tokens
 
-    def newest(self) -> int | None:
+    def count_new_slots(self) -> int | None:
         return self.grown + 1
 
 
@@ -153,7 +153,7 @@ class Evicting(Slotted):
         self.grown += tokens if self.growing else 0
         self.waits = advance_waits(self.waits, tokens, self.every)
 
-    def newest(self) -> int | None:
+    def count_new_slots(self) -> int | None:
         return None if self.filling or self.waits else 0
 
 
@@ -172,7 +172,7 @@ class Moving(Slotted):
     def count(self, tokens: int) -> None:
         self.grown += tokens if self.growing else 0
 
-    def newest(self) -> int | None:
+    def count_new_slots(self) -> int | None:
         return None
 
 

@@ -196,6 +196,7 @@ def finish(cache: TextState) -> None:
     """End a pass, or the second reading after it."""
     now, counters = cache.running, cache.counters
     cache.states.end_pass()
+    now.shown.clear()  # a prompt's are all of its keys, and the pass is kept until the next one
     if now.traced:
         compiled.end_step(cache)
         return
@@ -340,8 +341,9 @@ def _prompt_columns(cache: TextState, seen: int, Q: int) -> int:
     """Return how many columns of this pass belong to a prompt (docs/policies/definitions.md, Budgets)."""
     if cache.request.prompt_len is not None:
         return min(max(cache.request.prompt_len - seen, 0), Q)
-    # a prompt taken over from an unpatched cache ends with the first tokens that follow, even a single one
-    return Q if seen == 0 or Q > 1 or not cache.turns.count else 0
+    # a prompt taken over from an unpatched cache, or left open by an interrupted generate(), ends with the first tokens that
+    # follow, even a single one
+    return Q if seen == 0 or Q > 1 or cache.turns.open or not cache.turns.count else 0
 
 
 def _refuse_padding(real_BQ: Tensor) -> None:

@@ -70,9 +70,9 @@ class Prefixes:
     renew: returns a prefix as it is, or read anew if the model has changed since.
     """
 
-    def __init__(self, renew: Callable[[Prefix], Prefix] | None = None) -> None:
+    def __init__(self) -> None:
         self._by_ids: dict[Tokens, Prefix] = {}
-        self.renew = renew
+        self.renew: Callable[[Prefix], Prefix] | None = None
 
     def __iter__(self) -> Iterator[Prefix]:
         return iter(list(self._by_ids.values()))

@@ -132,7 +132,6 @@ def open_positions(cache: TextState, at: int, count: int) -> None:
         if cache.shared is not None:  # by position + 1
             before, behind = cache.shared[:, :, : at + 1], cache.shared[:, :, at + 1 :]
             cache.shared = torch.cat([before, before.new_zeros(*before.shape[:2], count), behind], 2)
-        cache.turns.begin_B = [start + count if at < start else start for start in cache.turns.begin_B]
         cache.seen_B = cache.lengths_B + count
         cache.rows.edited = cache.seen
         cache.counters.device = None  # the next pass makes it anew

@@ -183,7 +183,7 @@ class Slots(ABC):
         """
 
     @abstractmethod
-    def limits(self, used: int, evicting: bool) -> Tensor:
+    def count_usable(self, used: int, evicting: bool) -> Tensor:
         """Return how many slots of each head may be in use [B*H]; slots behind them are empty."""
 
     @abstractmethod
@@ -259,7 +259,7 @@ class DenseSlots(Slots):
         held = max(counts) if columns is None else columns  # columns are as many as the longest row's
         return held * len(counts), (held + max(slack(held), ahead)) * len(counts)
 
-    def limits(self, used: int, evicting: bool) -> Tensor:
+    def count_usable(self, used: int, evicting: bool) -> Tensor:
         return torch.full(self.keys.shape[:2], used, device=self.keys.device).flatten()
 
     def next_free(self, taken: int, grown: int) -> Tensor | int:
@@ -340,7 +340,7 @@ class RaggedSlots(Slots):
         held, typical = sum(counts), sum(counts) // len(counts)
         return held, held + len(counts) * max(slack(typical), ahead)
 
-    def limits(self, used: int, evicting: bool) -> Tensor:
+    def count_usable(self, used: int, evicting: bool) -> Tensor:
         return torch.tensor(self.offsets.filled, device=self.keys.device) if evicting else self.offsets.capacity_N
 
     def next_free(self, taken: int, grown: int) -> Tensor | int:

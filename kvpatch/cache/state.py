@@ -55,7 +55,7 @@ class TextPlans:
 class Turns:
     """Prompts read so far.
 
-    begin_B: tokens of each row before the newest prompt. open: the newest prompt has not ended.
+    begin_B: tokens of each row before the newest prompt, while it is read. open: that prompt has not ended.
     """
 
     count: int = 0
@@ -94,14 +94,20 @@ class PassRecord(Protocol):
 
 
 class BoundSteps(Protocol):
-    """Decode steps as attention/ has bound them to the layers of a cache, and keeps them from pass to pass."""
+    """Decode steps as attention/ has bound them to the layers of a cache, and keeps them from pass to pass.
+
+    running: by layer, the bound step of the pass `now`, once its first layer has run; None in layers that take the whole way.
+    """
+
+    now: Forward | None
+    running: list[Any]
 
     @property
     def stacked(self) -> bool:
         """Tell if layers' tensors are views of stacked ones."""
 
-    def unstack(self) -> None:
-        """Let go of the stacked layers."""
+    def unbind(self) -> None:
+        """Let go of the stacked layers, and of the buffers that steps are bound to."""
 
 
 @dataclass
@@ -203,7 +209,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
             layer.mode.count(count)
             layer.ahead = None
             layer.traced = False
-            layer.named_by_kernels()
+            layer.refresh_free_slots()
         counters.behind = False
         self.operations.pop("behind")
 
@@ -278,10 +284,13 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.limits_of[key]
 
     def drop_stack(self, due: bool | None = None) -> None:
-        """Drop the stacked layers; due: stack again before the next step, None: if they were, or were going to be."""
+        """Drop the stacked layers and bound steps, before buffers are replaced.
+
+        due: stack again before the next step, None: if layers were stacked, or were going to be.
+        """
         due = (self.stacked or self.stack_due) if due is None else due
         if self.steps is not None:
-            self.steps.unstack()
+            self.steps.unbind()
         self.stack_due = due
 
     @property

@@ -51,8 +51,8 @@ def attention_forward(
 
         def through(cache: EvictingCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             now, compiling = cache.now, torch.compiler.is_compiling()
-            if now is not None and now.bound and not (compiling or reads):
-                step = now.bound[layer]
+            if not (compiling or reads or now is None) and (steps := cache.steps) is not None and steps.now is now:
+                step = steps.running[layer]
                 if step is not None and step.takes_call(self, q):
                     return step(cache, q, k, v)
             if now is not None and now.repeat is not None:

@@ -169,7 +169,7 @@ def test_another_model_is_not_the_one_that_was_bound(model, taken):
         cache = patch.new_cache()
         force(model, prompt(1, N), prompt(1, 3), cache=cache)
         attn = other.model.layers[1].self_attn
-        step = cache.steps.calls[1].step
+        step = cache.steps.bound[1]
         q = torch.zeros(1, 4, 1, 8)
         assert step.takes_call(model.model.layers[1].self_attn, q) and not step.takes_call(attn, q)
         assert not step.takes_call(model.model.layers[1].self_attn, q.double())
@@ -191,7 +191,7 @@ def test_copies_hold_nothing_of_the_model(model, monkeypatch):
     with kvpatch.patched(model, "roco", 0.5) as patch:
         cache = patch.new_cache()
         force(model, prompt(2, N), prompt(2, 3), cache=cache)
-        assert any(cache.now.bound)
+        assert any(cache.steps.running)
 
         def refuse(*args):
             raise AssertionError("a weight is copied")

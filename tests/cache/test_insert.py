@@ -89,7 +89,7 @@ def test_sums_that_layers_share_and_the_newest_turn_move_up():
         model(prompt(2, 1), past_key_values=cache)
         before = cache.shared.clone()
         patch.replace(cache, (8, 8), prompt(2, 5, seed=3))
-        assert cache.shared[..., 14:35].equal(before[..., 9:30]) and cache.turns.begin_B == [25, 25]
+        assert cache.shared[..., 14:35].equal(before[..., 9:30])
         assert cache.ids.prompt == 25
         model(prompt(2, 1), past_key_values=cache)
         cache.check_invariants()

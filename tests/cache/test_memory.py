@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import kvpatch
-from tests.helpers.tiny import make, prompt
+from kvpatch import EvictingCache
+from tests.helpers.tiny import force, make, prompt
 from tools.reliability import memory
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -104,6 +105,50 @@ def test_a_patch_and_its_cache_die_at_once(ends, only_new):
     patch, settings, cache = (watch() for watch in watches)
     assert patch is None and settings is None
     assert (cache is None) == (held is None)
+
+
+@pytest.mark.parametrize(("policy", "k"), [("full", 1.0), ("h2o", 0.5), ("h2o", 60), ("tova", 0.5), ("snapkv", 0.5)])
+def test_a_cache_that_was_decoded_with_frees_its_buffers_at_once(policy, k, only_new):
+    """Bound steps of layers between the first and the last made a circle, so that memory waited for a collection."""
+    model, held = make("llama_gqa", layers=4), []
+    with kvpatch.patched(model, policy, k) as patch:
+        for end in (lambda cache: None, EvictingCache.reset, lambda cache: EvictingCache.concatenate([cache], consume=True)):
+            _, cache = force(model, prompt(2, 30), prompt(2, 5, seed=2), cache=patch.new_cache())
+            held = [weakref.ref(layer.kv) for layer in cache.layers]
+            end(cache)
+            del cache
+            assert not any(one() for one in held)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda cache: cache.batch_select_indices(torch.tensor([1])),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.forget([(0, 30)]),
+    ],
+    ids=["reorder", "select", "repeat", "forget"],
+)
+@pytest.mark.parametrize(("policy", "k"), [("full", 1.0), ("h2o", 0.5), ("h2o", 60)])
+def test_buffers_that_were_replaced_are_freed_at_once(policy, k, change, only_new):
+    """Bound steps kept them until the next step: rows of a large batch were held twice in most layers."""
+    model = make("llama_gqa", layers=4)
+    with kvpatch.patched(model, policy, k):
+        _, cache = force(model, prompt(2, 30), prompt(2, 5, seed=2))
+        before = [weakref.ref(layer.kv) for layer in cache.layers]
+        change(cache)
+        assert not any(one() is not None and one() is not layer.kv for one, layer in zip(before, cache.layers, strict=True))
+
+
+def test_layers_that_grow_in_one_step_are_held_twice_one_by_one(only_new):
+    model = make("llama_gqa", layers=4)
+    with kvpatch.patched(model, "h2o", 60):
+        _, cache = force(model, prompt(2, 30), prompt(2, 5, seed=2))
+        for layer in cache.layers:
+            before = weakref.ref(layer.kv)
+            layer.reserve(2 * layer.used)
+            assert before() is None
 
 
 def test_inside_the_block_the_model_does_not_hold_the_patch(only_new):

@@ -5,7 +5,7 @@ import torch
 
 import kvpatch
 from kvpatch.cache.forward_context import Forward
-from tests.helpers.running import N, read
+from tests.helpers.running import N, kept, read
 from tests.helpers.tiny import make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -104,3 +104,22 @@ def test_layers_with_other_numbers_of_heads_have_columns_of_their_own():
     now = Forward(torch.zeros(1, 1, dtype=torch.long), 0, False)
     for H in (2, 4, 2):
         assert now.index_column(3, torch.zeros(1, H, 5, dtype=torch.long)).tolist() == [[3] * H]
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_prompt_that_was_left_open_ends_with_a_single_token(model, turns):
+    """A generate() that is interrupted between two pieces of a later turn's prompt left layers that never evicted again."""
+    whole, last = prompt(1, 12, seed=2), prompt(1, 1, seed=3)
+    with kvpatch.patched(model, "h2o", 8) as patch:
+        cache, want = patch.new_cache(), patch.new_cache()
+        for one in [cache, want] * turns:
+            model(prompt(1, N), past_key_values=one)
+        cache.request.prompt_len = cache.seen + 20
+        model(whole, past_key_values=cache)
+        assert cache.turns.open
+        cache.request.prompt_len = None
+        model(last, past_key_values=cache)
+        model(torch.cat([whole, last], 1), past_key_values=want)
+        assert not cache.turns.open and cache.turns.count == turns + 1
+        cache.check_invariants()
+        assert kept(cache) == kept(want)

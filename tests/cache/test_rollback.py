@@ -52,6 +52,37 @@ def test_tokens_that_evicted_nothing_roll_back_without_a_record():
     assert kept(plain) == kept(cache)
 
 
+@pytest.mark.parametrize("policy", ["key_norm", "snapkv"])
+def test_a_protected_token_that_was_rolled_back_leaves_no_mark(model, policy):
+    """The next token was written to its column, and was protected in its place."""
+    ids, fed, more = prompt(1, N), prompt(1, 4, seed=2), prompt(1, 25, seed=3)
+    ids[:, -3:] = 96
+    with kvpatch.patched(model, policy, N + 4, schedule="prompt", protect=[96]) as patch:
+        cache, want = patch.new_cache(), patch.new_cache()
+        model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False, pad_token_id=0)
+        cache.crop(N - 3)
+        model(ids[:, : N - 3], past_key_values=want)
+        for one in (cache, want):
+            go_on(model, fed, one)
+            assert not one.layers[0].state["protect"].any()
+            model(more, past_key_values=one)
+        assert kept(cache) == kept(want)
+
+
+@pytest.mark.parametrize("options", [{"turns": "first"}, {"quota": [(3, 20)]}])
+def test_a_text_that_was_rolled_back_to_nothing_begins_with_a_first_prompt(model, options):
+    """It passed for a later turn, which turns="first" keeps whole and quota= has no spans of."""
+    with kvpatch.patched(model, "key_norm", N, schedule="prompt", **options) as patch:
+        cache, want = patch.new_cache(), patch.new_cache()
+        model(prompt(1, N), past_key_values=cache)
+        cache.crop(-N)
+        assert not cache.get_seq_length()
+        for one in (cache, want):
+            model(prompt(1, 2 * N, seed=2), past_key_values=one)
+            one.check_invariants()
+        assert kept(cache) == kept(want) and cache.held(0).unique().tolist() == [N]
+
+
 @pytest.mark.parametrize("policy", ["h2o", "roco", "keyformer"])
 def test_generated_rows_that_are_remembered_do_not_roll_back_unrecorded(policy):
     """Under schedule "prompt" generated rows count when a later turn evicts; rolled back, they went on counting."""

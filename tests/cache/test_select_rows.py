@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import kvpatch
 from kvpatch import EvictingCache, KVPatchError
@@ -60,6 +61,58 @@ def test_the_longest_row_stays_behind():
             got = torch.cat([model(fed[1:, t : t + 1], past_key_values=joined).logits for t in range(2, 8)], 1)
             torch.testing.assert_close(got[0], alone[0, 3:], atol=3e-5, rtol=0)
             assert joined.held(0).tolist() == one.held(0).tolist()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_row_with_the_most_steps_to_its_budget_leaves(every, tmp_path):
+    """The steps until all heads evict were those of a row that is gone: such a cache contradicts itself, also in a file."""
+    model, ids, fed = make("llama_gqa"), prompt(2, 40), prompt(2, 9, seed=2)
+    mask = left_pad(ids, [40, 6])
+    with kvpatch.patched(model, "tova", 0.5, schedule="decode", every=every) as patch:
+        _, cache = force(model, ids, fed[:, :2], mask)
+        apart = cache.select_rows(1)
+        apart.check_invariants()
+        assert 0 < apart.layers[0].mode.filling < cache.layers[0].mode.filling
+        cache.batch_select_indices(torch.tensor([1]))
+        cache.check_invariants()
+        patch.save_cache(cache, tmp_path / "cache")
+        alone, one = force(model, ids[1:, 34:], fed[1:])
+        for left in (cache, apart, patch.load_cache(tmp_path / "cache")):
+            mask_1T = torch.cat([mask[1:], torch.ones(1, 2, dtype=torch.long)], 1)
+            for t in range(2, 9):
+                mask_1T = torch.cat([mask_1T, torch.ones(1, 1, dtype=torch.long)], 1)
+                at = mask_1T.sum(1, keepdim=True) - 1
+                got = model(fed[1:, t : t + 1], attention_mask=mask_1T, position_ids=at, past_key_values=left).logits
+                sound(left)
+                torch.testing.assert_close(got[0, 0], alone[0, t + 1], atol=3e-5, rtol=0)
+            assert left.held(0).tolist() == one.held(0).tolist()
+
+
+class OnAnotherDevice(TorchFunctionMode):
+    """Indices that no tensor takes before they are moved to where it lies."""
+
+    def __init__(self, indices):
+        self.indices = indices
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.to and args[0] is self.indices:
+            return args[0].clone()
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple) and any(one is self.indices for one in args[1]):
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor")
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("method", ["select_rows", "batch_select_indices"])
+def test_indices_are_moved_to_each_layer(method):
+    """A layer may lie on another GPU; of the rows' adapters and of a prompt in pieces the host has numbers, too."""
+    model, indices = make("llama_gqa"), torch.tensor([2, 0])
+    with kvpatch.patched(model, "h2o", 0.5):
+        cache = model(prompt(3, 20)).past_key_values
+        want = cache.positions(0)[indices]
+        with OnAnotherDevice(indices):
+            got = getattr(cache, method)(indices) or cache
+        assert torch.equal(got.positions(0), want)
 
 
 def test_the_others_are_not_copied(monkeypatch):

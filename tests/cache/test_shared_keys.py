@@ -63,6 +63,15 @@ def test_readers_and_their_sources(model):
     assert [module.layer_idx for _, (module, _) in target.readers] == list(sources)
 
 
+def test_what_a_prompt_showed_goes_with_its_pass(model):
+    """All keys of a prompt stayed beside those that were kept, until the next pass."""
+    with kvpatch.patched(model, "window", 6) as patch:
+        cache = patch.new_cache()
+        with torch.no_grad():
+            model(prompt(1, 60), past_key_values=cache)
+        assert not cache.now.shown
+
+
 def test_one_changes_nothing(model):
     ids, before = prompt(2, 20), snapshot(model)
     for options in ({}, {"attention_mask": left_pad(ids, [20, 13])}, {"prefill_chunk_size": 6}):

@@ -40,6 +40,39 @@ def test_what_was_read_before_the_block_is_kept_as_if_it_were_read_inside(model,
     assert past.get_seq_length() == 30
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_padding_behind_tokens_leaves_a_window_its_tokens(bits):
+    """Columns with gaps passed for consecutive ones, so that a sliding window ended in the padding."""
+    sliding, more = make("mistral_sliding", dtype=torch.float64), prompt(2, 6, seed=2)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, 6:] = 0
+    whole = torch.cat([mask, torch.ones_like(more)], 1)
+    at = (whole.cumsum(1) - 1).clamp(min=0)
+    with kvpatch.patched(sliding, "full"):
+        past = sliding(IDS, attention_mask=mask, position_ids=at[:, :30]).past_key_values
+    with kvpatch.patched(sliding, "full", bits=bits) as patch:
+        want = patch.new_cache()
+        sliding(IDS, attention_mask=mask, position_ids=at[:, :30], past_key_values=want)
+        caches = want, patch.compress(past, attention_mask=mask)
+        theirs, mine = (
+            sliding(more, attention_mask=whole, position_ids=at[:, 30:], past_key_values=one).logits for one in caches
+        )
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_what_was_read_before_the_block_is_rolled_back_to_its_padding_at_most(model):
+    """Columns of padding were taken back like tokens, of which the shorter row then had fewer than none."""
+    mask = left_pad(IDS, [30, 4])
+    past = model(IDS, attention_mask=mask).past_key_values
+    with kvpatch.patched(model, "full") as patch:
+        cache = patch.compress(past, attention_mask=mask)
+        with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 5 tokens"):
+            cache.crop(-5)
+        cache.crop(-3)
+        cache.check_invariants()
+        assert cache.held(0).unique(dim=1).tolist() == [[27], [1]]
+
+
 def test_a_cache_that_contradicts_itself_is_noticed(model, monkeypatch):
     def spoiled(cache):
         finish(cache)

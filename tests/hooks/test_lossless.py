@@ -626,3 +626,26 @@ def test_a_store_that_was_emptied_takes_another_dtype():
         assert layer.length == 3 and layer.store.rows_NE.dtype == dtype
         layer.reset()
         assert layer.length == layer.nbytes == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_copy_of_a_store_is_of_the_same_kind(device):
+    """A copy of rows in host memory, for a device other than the host, lay in a temporary file."""
+    layer, entries = HostLayer(None), torch.randn(1, 2, 3, 4)
+    layer.begin((2, 4, 4), entries.dtype, torch.device(device))
+    layer.append(entries, entries)
+    twin = layer.copy()
+    assert type(twin.store) is type(layer.store)
+    assert torch.equal(twin.used_TE, layer.used_TE) and twin.used_TE.data_ptr() != layer.used_TE.data_ptr()
+    assert type(twin.copy().store) is type(layer.store)
+
+
+def test_bytes_of_tokens_that_were_taken_back_do_not_count():
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 0.5, lossless=True) as patch:
+        cache = patch.new_cache()
+        model(prompt(1, 20), past_key_values=cache)
+        before = cache.nbytes
+        cache.crop(-5)
+        assert cache.nbytes == before * 15 // 20 and cache.clone().nbytes == cache.nbytes
+        cache.check_invariants()
