@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arch.rotary import switch_length
 from ..arch.upstream import CACHE, cache_of
 from ..cache import passes
 from ..cache.cache import EvictingCache
@@ -180,6 +182,23 @@ def one_text_a_row(call: dict[str, Any]) -> None:
             "position_ids begin anew within a row: several texts are packed into one, and a budget is of one text. Give each a "
             "row of its own, with attention_mask=0 for padding (TRL: packing=False and padding_free=False), or texts that "
             "may attend to each other, with position_ids that go on (TRL: packing_strategy='wrapped')."
+        )
+
+
+def refuse_switch(model: Any, prompt: int, new: int) -> None:
+    """Raise KVPatchError for drafts in a text on whose way the model drops its cache, to read the text anew.
+
+    Phi 3 does where its rotations switch (longrope). prompt, new: tokens of the text, and those to be generated.
+    """
+    prepare = getattr(inspect.unwrap(type(model).prepare_inputs_for_generation), "__code__", None)
+    names = () if prepare is None else (*prepare.co_names, *prepare.co_consts)
+    limit = switch_length(model) if "original_max_position_embeddings" in names else None
+    if limit is not None and limit < prompt + new:
+        less = f"give max_new_tokens={limit - prompt} or less, or " if prompt < limit else ""
+        raise KVPatchError(
+            f"This model reads a text anew once it is longer than {limit} tokens, for it rotates them otherwise then; under "
+            f"a budget drafts of assisted decoding cannot be taken back there: {less}leave the assistant "
+            "(prompt_lookup_num_tokens) out."
         )
 
 
