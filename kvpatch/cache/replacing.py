@@ -79,6 +79,8 @@ def _check_place(cache: TextState, start: int, stop: int) -> None:
 
 def _check_rows(cache: TextState, opened: int) -> None:
     """Raise KVPatchError where positions of the text are not those that the model is told, or windows have moved on."""
+    if cache.ids.offset:
+        raise KVPatchError("replace() in a text with images, behind which positions count otherwise: read the text anew.")
     if not cache.turns.count:
         raise KVPatchError("replace() before a prompt has ended: read on first.")
     if (cache.rows.joined and len(cache.lengths_B) > 1) or cache.counts_padding:

@@ -21,7 +21,7 @@ from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.needs.second_reading import Rereading
 from ..serving.pool import RequestPool
-from . import inputs, lossless, ownership
+from . import inputs, lossless, offsets, ownership
 from .attention import Courier, PassMask
 from .replay import begin_replay
 from .second_reading import enter_prepared
@@ -83,6 +83,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
 
 def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
     """Run `before_decoder` for any pass except a traced decode step."""
+    reader = state.merged.take_reader()
     if runs_own_code(decoder, call, state):
         return None
     past, config, scratch = cache_of(call), getattr(decoder, "config", None), _is_scratch(decoder, call)
@@ -137,6 +138,8 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
         table = table_maker(decoder, state, tokens.device)
         merged = state.merged.take(B, Q)
         passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable, merged)
+        if reader is not None:
+            offsets.note_offsets(reader, cache, B, tokens.device)
     if state.adapter.positions_from_mask and call.get("position_ids") is None:
         call["position_ids"] = cache.running.positions_BQ
     if renumbered and state.max_positions is not None:
@@ -168,7 +171,9 @@ def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> 
 
 def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, state: PatchState) -> Changed:
     """Begin a packed pass of continuous batching, whose layers get the caches of its requests."""
-    tokens = call["input_ids"]
+    tokens: Any = call.get("input_ids")
+    if tokens is None:  # of a model that reads images, whose decoder gets embeddings
+        tokens = state.merged.take(*call["inputs_embeds"].shape[:2])
     packed = pool.next_pass()
     for part in packed.parts:
         if part.cache.read_by is None:

@@ -26,7 +26,7 @@ from ..cache.lossless import LosslessCache
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.served import refuse
-from . import inputs, lossless, ownership, texts
+from . import inputs, lossless, offsets, ownership, texts
 from .decoder import own_cache
 from .generate_steps import GenerateSteps
 from .identity import remove_adapter_hooks
@@ -96,6 +96,7 @@ def _run_with_cache(
             if not state.settings.transparent and _drafts_wanted(kwargs, *configs):
                 inputs.refuse_switch(self, given.whole or 0, cache.request.new_tokens or DEFAULT_LENGTH)
         set_cache(kwargs, cache, taken_as)
+        offsets.give_back_offsets(self, cache, None if given.ids is None else len(given.ids))
         state.log.start(cache, made_here=past is None)
         takes = not (drafts or cache.is_compileable or kwargs.get("position_ids") is not None)
         with steps.running(self, cache) if takes else nullcontext():
@@ -173,8 +174,7 @@ def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None)
         text_config = model.config.get_text_config()
         return state.new_cache(getattr(text_config, "num_hidden_layers", None))
     if isinstance(past, Cache) and not isinstance(past, EvictingCache) and past.get_seq_length():
-        cache = state.new_cache()
-        from_dynamic.absorb(cache, past, mask)
+        from_dynamic.absorb(cache := state.new_cache(), past, mask)
         return cache
     return own_cache(past)
 
@@ -204,7 +204,7 @@ def _cache_parameter(run: Callable[..., Any], kwargs: dict[str, Any]) -> str | N
 def _asks_for_others(kwargs: dict[str, Any], *configs: Any) -> bool:
     """Tell if generate() is asked for the model's own cache, or to return attention matrices."""
     past = cache_of(kwargs)
-    if past is not None and not isinstance(past, EvictingCache):
+    if past is not None and not isinstance(past, EvictingCache | Prefix):
         return True
     asked = [kwargs.get("output_attentions"), *(getattr(c, "output_attentions", None) for c in configs)]
     return any(asked) or _other_implementation(kwargs, *configs) is not None

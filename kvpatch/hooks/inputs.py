@@ -233,6 +233,10 @@ def place(
         wanted = (wanted[:, :1] + real.long().cumsum(-1) - 1).clamp(min=0)
     if given is None:
         call["position_ids"] = wanted
+    elif given.ndim == 3:  # of several dimensions, as a model that reads images has made them: from the longest row's columns
+        behind = wanted if cache.ids.offsets_B1 is None else wanted + cache.ids.offsets_B1.to(wanted.device)
+        counted = [wanted] * (len(given) - 3)  # those of the text alone may stand in front
+        call["position_ids"] = torch.stack([*counted, *[behind] * 3])
     elif given.shape[-1] == Q and given.shape[0] in (1, len(wanted)):
         wrong = given.to(wanted.device) != wanted
         wrong = wrong if real is None or real.shape != wrong.shape else wrong & real
