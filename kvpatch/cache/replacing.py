@@ -38,7 +38,7 @@ def check_replaced(cache: TextState, span: Span, ids: object, reread: int, untol
     _check_reread(reread)
     _check_place(cache, start, stop)
     mark_spans(cache, [(start, max(stop + reread, start + 1))], None, "replace()")
-    here, behind = start + torch.arange(ids_BN.shape[1]), stop + torch.arange(reread)
+    here, behind = start + torch.arange(ids_BN.shape[1], device="cpu"), stop + torch.arange(reread, device="cpu")
     places_Q = torch.cat([here, behind + opened]).to(ids_BN.device)
     if not reread:
         return ids_BN, places_Q, opened
@@ -100,7 +100,7 @@ def _read_ids(ids: object, B: int) -> Tensor:
     """Return the tokens of each row [B,N]. Raises KVPatchError unless they are tokens."""
     wanted = f"give token ids, int64 [N] or [{B}, N] or a list of them."
     try:
-        found = torch.as_tensor(ids)
+        found = torch.as_tensor(ids, device=None if isinstance(ids, Tensor) else "cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise KVPatchError(f"replace() was given a {type(ids).__name__} as ids: {wanted}") from error
     if (

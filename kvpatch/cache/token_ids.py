@@ -95,7 +95,7 @@ class TokenIds(Batched):
         """Make columns of unknown tokens before position `at` of each row's text."""
         if self._ids_BC is None:
             return
-        at_B1 = self.columns_of(torch.tensor([at]))
+        at_B1 = self.columns_of(torch.tensor([at], device="cpu"))
         B, device = len(at_B1), self._ids_BC.device
         self.prompt += count if int(at_B1.max()) < self.prompt else 0
         self.write(None, B, count, device)
@@ -120,7 +120,7 @@ class TokenIds(Batched):
         new = TokenIds.of(torch.cat([one.to(rows[0].device) for one in rows]))
         known = [ids.offsets_B1 for ids, _ in parts]
         if any(one is not None for one in known):
-            zeros = [torch.zeros(len(lengths_B), 1, dtype=torch.long) for _, lengths_B in parts]
+            zeros = [torch.zeros(len(lengths_B), 1, dtype=torch.long, device="cpu") for _, lengths_B in parts]
             offsets = [none if one is None else one for one, none in zip(known, zeros, strict=True)]
             new.offsets_B1 = torch.cat([one.to(rows[0].device) for one in offsets])
         return new

@@ -91,7 +91,7 @@ class Admission:
         stops: transformers' StopStringCriteria.
         """
         status, tokens = type(state.status), state.initial_tokens + state.generated_tokens
-        newest = torch.tensor([tokens[-stops.maximum_token_len :]])
+        newest = torch.tensor([tokens[-stops.maximum_token_len :]], device="cpu")
         if state.status is status.DECODING and bool(stops(newest, None)):
             state.status = status.FINISHED
             self.finish_request(state.request_id)
