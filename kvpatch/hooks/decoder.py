@@ -19,9 +19,10 @@ from ..cache.lossless import LosslessCache
 from ..cache.prefix import Prefix
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
+from ..policies.context import at_hand
 from ..policies.needs.second_reading import Rereading
 from ..serving.pool import RequestPool
-from . import inputs, lossless, offsets, ownership
+from . import inputs, lossless, offsets, ownership, texts
 from .attention import Courier, PassMask
 from .replay import begin_replay
 from .second_reading import enter_prepared
@@ -123,6 +124,8 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     mask = inputs.padding_mask(call.get("attention_mask"), B)
     mask = inputs.read_empty_rows(mask) if scratch else mask
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
+    if mask is not None and cache.get_seq_length() and (Q > 1 or _is_by_hand(cache, mask)):
+        texts.check_seen_mask(mask, cache, Q)
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
     inputs.one_text_a_row(call)
     renumbered = cache.settings.renumbered
@@ -152,6 +155,12 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     set_cache(call, None if scratch else cache, state.cache_name)
     call["use_cache"] = not scratch
     return (), call
+
+
+def _is_by_hand(cache: EvictingCache, mask_BT: Tensor) -> bool:
+    """Tell if a pass of one column is no step of generate(), whose masks go on by themselves; a GPU is not waited for."""
+    read = cache.request.prompt_len
+    return at_hand(mask_BT) and (read is None or cache.get_seq_length() < read)
 
 
 def _give_no_place(call: dict[str, Any], tokens: Tensor) -> None:
