@@ -27,6 +27,7 @@ def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) 
     refuse("prefix", state.combine())
     tokens = _read_ids(ids)
     _refuse_images(target, tokens)
+    _refuse_invoked(target, tokens)
     known = state.prefixes.get(tokens)
     return state.prefixes.add(_read_prefix(target, state, tokens)) if known is None else known
 
@@ -56,6 +57,21 @@ def _refuse_images(target: Target, tokens: tuple[int, ...]) -> None:
             f"its image: cache = patch.new_cache(), model(input_ids, pixel_values=..., {CACHE}=cache), and give each question "
             "a cache.clone()."
         )
+
+
+def _refuse_invoked(target: Target, tokens: tuple[int, ...]) -> None:
+    """Raise KVPatchError for a text in which PEFT's aLoRA sets in: generate() tells it from where, a prefix cannot."""
+    acting = stamp_model(target.decoder).adapters[0].split(" + ")
+    for model in target.generators:
+        for name, config in getattr(model, "peft_config", {}).items():
+            calls = list(getattr(config, "alora_invocation_tokens", None) or ())
+            starts = range(len(tokens) - len(calls) + 1) if calls and name in acting else ()
+            at = next((start for start in starts if list(tokens[start : start + len(calls)]) == calls), None)
+            if at is not None:
+                raise KVPatchError(
+                    f"This text invokes adapter {name!r} by its tokens {calls} at {at}, from where it acts, but a prefix is "
+                    f"read without it: take patch.prefix(ids[:{at}]), and give generate() the whole text."
+                )
 
 
 def _read_ids(ids: object) -> tuple[int, ...]:

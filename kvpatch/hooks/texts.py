@@ -63,9 +63,11 @@ def check_mask(given: Given) -> None:
     """Raise KVPatchError unless the mask covers the given tokens, or these and the tokens that the cache has seen."""
     mask, new, seen = given.mask, given.columns, given.seen
     if mask is not None and new is not None and mask.shape[1] not in (new, seen + new):
+        whole = f"{new}, or " if new > seen else ""  # fewer are no whole text
+        again = " If the token is the last that was seen, it would be read twice: give what follows it." * (new == 1)
         raise KVPatchError(
-            f"attention_mask has {mask.shape[1]} columns, but {seen} tokens were seen and {new} are given: give {new}, or "
-            f"{seen + new} over both."
+            f"attention_mask has {mask.shape[1]} columns, but {seen} tokens were seen and {new} are given: give {whole}"
+            f"{seen + new} over both.{again * (mask.shape[1] == seen)}"
         )
 
 

@@ -74,3 +74,25 @@ def test_a_batch_of_which_a_row_ended_early(k):
                 kvpatch.KVPatchError, match="has padding at column 23 of row 0.*with ones for what was generated"
             ):
                 second_turn(model, patch.new_cache(), **asked)
+
+
+@pytest.mark.parametrize(
+    ("columns", "new", "words"),
+    [
+        (
+            20,
+            1,
+            r"has 20 columns, but 20 tokens were seen and 1 are given: give 21 over both\. If the token is the last that was",
+        ),
+        (20, 3, r"20 tokens were seen and 3 are given: give 23 over both\.$"),
+        (24, 22, r"20 tokens were seen and 22 are given: give 22, or 42 over both\.$"),
+    ],
+)
+def test_a_mask_of_other_columns(columns, new, words):
+    """The last token again under the mask of what was seen: https://github.com/huggingface/transformers/pull/47597"""
+    model, ids = make("llama_gqa"), torch.cat([IDS, NEW], 1)[:, -new:]
+    with kvpatch.patched(model, "h2o", 0.5) as patch:
+        cache = patch.new_cache()
+        model(IDS, past_key_values=cache)
+        with pytest.raises(kvpatch.KVPatchError, match=words):
+            generate(model, ids, attention_mask=torch.ones(2, columns, dtype=torch.long), past_key_values=cache)
