@@ -153,7 +153,7 @@ class Report:
     def held(self) -> Tensor:
         """Return the number of tokens that each head holds, int64 [L,B,H]; -1 for heads that only other layers have."""
         if not self.positions:
-            return torch.zeros(0, 0, 0, dtype=torch.long)
+            return torch.zeros(0, 0, 0, dtype=torch.long, device="cpu")
         held, heads = self._count_held(), self._count_heads()
         return torch.stack([F.pad(layer, (0, heads - layer.shape[1]), value=-1) for layer in held])
 
@@ -175,7 +175,7 @@ class Report:
         if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < B:
             raise KVPatchError(f"row={row!r}: the batch has the rows 0 to {B - 1}.")
         n = self.lengths[row] if self.lengths else 1 + max(int(p[row].max()) for p in self.positions)
-        kept = torch.zeros(len(self.positions), H, n + 1, dtype=torch.bool)
+        kept = torch.zeros(len(self.positions), H, n + 1, dtype=torch.bool, device="cpu")
         for layer, positions in enumerate(self.positions):
             kept[layer, : positions.shape[1]].scatter_(1, positions[row].cpu() % (n + 1), True)  # -1, empty: column n
         return kept[..., :n]
@@ -285,7 +285,7 @@ class Report:
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise KVPatchError(f"width={width!r} must be a number of characters, at least 1.")
         kept = self.kept(row)
-        edges = torch.linspace(0, kept.shape[2], min(width, kept.shape[2]) + 1).round().long().tolist()
+        edges = torch.linspace(0, kept.shape[2], min(width, kept.shape[2]) + 1, device="cpu").round().long().tolist()
         lines = []
         for layer, positions in enumerate(self.positions):
             share = kept[layer, : positions.shape[1]].float().mean(0)

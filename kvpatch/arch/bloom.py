@@ -15,7 +15,7 @@ from .adapter import Adapter, Core, Forward, source_module
 @functools.cache
 def _read_slopes(build: Callable[[Tensor, int, torch.dtype], Tensor], num_heads: int) -> Tensor:
     """Read the slopes from the model's own table for two tokens, where the newer one's bias is the slope."""
-    return build(torch.ones(1, 2, dtype=torch.int64), num_heads, torch.float32)[:, 0, 1]
+    return build(torch.ones(1, 2, dtype=torch.int64, device="cpu"), num_heads, torch.float32)[:, 0, 1]
 
 
 def alibi_slopes(attn: Any) -> Tensor:

@@ -6,12 +6,31 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .adapter import source_module
 
 BY_LENGTH = ("dynamic", "longrope")
 """Scalings of rotary positions that change with the length of the text."""
+
+
+def switch_length(model: nn.Module) -> int | None:
+    """Return the length of text behind which a model rotates its tokens otherwise than before; None if it never does."""
+    return min((limit for module in model.modules() for limit in _list_switches(module)), default=None)
+
+
+def _list_switches(rotary: Any) -> list[int]:
+    """Return such lengths of a module with rotary tables, by kind of layer where those have tables of their own."""
+    kinds, config = vars(rotary).get("rope_type"), vars(rotary).get("config")
+    asked = getattr(config, "rope_parameters", None) or {}
+    one_kind = not isinstance(kinds, dict)
+    tables = [(kinds, asked)] if one_kind else [(kind, asked.get(layer) or {}) for layer, kind in kinds.items()]
+    named, most = (
+        {"longrope": "original_max_position_embeddings", "dynamic": ""},
+        getattr(config, "max_position_embeddings", None),
+    )
+    lengths = [own.get(named[kind]) or most for kind, own in tables if kind in named]
+    return [int(length) for length in lengths if length is not None]
 
 
 class Rotary:

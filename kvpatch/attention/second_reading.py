@@ -94,7 +94,7 @@ class _Part:
         alike = call.now.padding is None and min(repeat.start_B) == start and min(repeat.stop_B) == stop
         if alike and held.ordered and not held.holes:  # slots are positions
             first = min(sinks, start)
-            index = torch.cat([torch.arange(first), torch.arange(start, stop)]).to(call.device)
+            index = torch.cat([torch.arange(first, device="cpu"), torch.arange(start, stop, device="cpu")]).to(call.device)
             index_BHM = index.expand(*held.positions_BHT.shape[:2], -1)
             shown = replace(
                 held,

@@ -36,7 +36,7 @@ EVEN = 16  # a block's rows are a multiple of it, for threads to share
 FLOOR = 1e-30  # below it a probability counts as 0 where some are: float32's subnormals begin at 1.2e-38, products sooner
 LOGITS = 4  # tensors of a block's size that `_attend_special` holds at once
 FLOAT16 = torch.finfo(torch.float16).max
-UNCOUNTED = torch.empty(0)  # in place of the keys that each row attends to, where nobody asks
+UNCOUNTED = torch.empty(0, device="cpu")  # in place of the keys that each row attends to, where nobody asks
 
 
 @dataclass

@@ -47,7 +47,7 @@ def check_beams(beam_idx: object, seen_B: Tensor | None) -> None:
 
 def check_rows(indices: object, seen_B: Tensor | None, name: str = "indices", method: str = "batch_select_indices") -> Tensor:
     """Return the rows to keep as a tensor: indices, or a mask over the batch. name, method: for the error message."""
-    given = torch.as_tensor(indices) if isinstance(indices, list) and indices else indices
+    given = torch.as_tensor(indices, device="cpu") if isinstance(indices, list) and indices else indices
     index = _check_index(name, given, (torch.int64, torch.int32, torch.bool))
     if seen_B is None:
         return index

@@ -97,7 +97,9 @@ def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
     policy, steps, spans = new.settings.policy, [], list[Tensor]()
     for cache in caches:
         shortfall_B = cache.counters.shortfall_B
-        shortfall_B = torch.zeros(len(cache.lengths_B), dtype=torch.float64) if shortfall_B is None else shortfall_B.cpu()
+        shortfall_B = (
+            torch.zeros(len(cache.lengths_B), dtype=torch.float64, device="cpu") if shortfall_B is None else shortfall_B.cpu()
+        )
         steps.append(cache.counters.steps - shortfall_B)
         own_B, alike_B = cache.counters.span_B, steps[-1].new_full((len(cache.lengths_B),), cache.span())
         spans.append(alike_B if own_B is None or cache.request.new_tokens else own_B.cpu())

@@ -70,7 +70,7 @@ def mark_spans(cache: TextState, spans: Sequence[Span], row: int | None, what: s
     if row is not None and (type(row) is not int or not 0 <= row < len(lengths)):
         raise KVPatchError(f"row={row!r}: the cache has the rows 0 to {len(lengths) - 1}; give one of these, or None for all.")
     rows = list(range(len(lengths))) if row is None else [row]
-    gone_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.bool)
+    gone_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.bool, device="cpu")
     known: list[Span] = []
     if not isinstance(given, Iterable):
         raise KVPatchError(f"{what} was given {given!r}: give a list of (start, stop), such as [(12, 80)].")
@@ -165,7 +165,7 @@ def drop_last(cache: TextState, count: int) -> None:
     """Drop the newest `count` tokens of a prompt that has just ended; tokens that these have evicted do not come back."""
     left = cache.seen - count
     with cache.changing("crop()"):
-        gone_BT = torch.arange(cache.seen)[None] >= left
+        gone_BT = torch.arange(cache.seen, device="cpu")[None] >= left
         for layer in cache.layers:
             before = layer.kv.nbytes
             _take_out(layer, gone_BT.to(layer.device))

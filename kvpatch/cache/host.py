@@ -40,13 +40,13 @@ class PinnedRows:
 
     def __init__(self, width: int, dtype: torch.dtype, pinned: bool) -> None:
         self.pinned = pinned
-        self.rows_NE = torch.empty(0, width, dtype=dtype)
+        self.rows_NE = torch.empty(0, width, dtype=dtype, device="cpu")
 
     def resize(self, count: int) -> None:
         """Make room for `count` rows."""
         self.wait()
         old_NE = self.rows_NE
-        self.rows_NE = torch.empty(count, old_NE.shape[1], dtype=old_NE.dtype, pin_memory=self.pinned)
+        self.rows_NE = torch.empty(count, old_NE.shape[1], dtype=old_NE.dtype, pin_memory=self.pinned, device="cpu")
         self.rows_NE[: len(old_NE)] = old_NE
 
     def release(self) -> None:
@@ -65,7 +65,7 @@ class MappedRows:
         self.width, self.dtype = width, dtype
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the rows are used
         self._map: mmap.mmap | None = None
-        self.rows_NE = torch.empty(0, width, dtype=dtype)
+        self.rows_NE = torch.empty(0, width, dtype=dtype, device="cpu")
 
     def resize(self, count: int) -> None:
         """Make room for `count` rows. Raises KVPatchError if the folder has none."""

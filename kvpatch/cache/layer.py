@@ -56,7 +56,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def reset(self) -> None:
         self.kv: Slots = slots.nothing()
         self.is_initialized = False
-        self.positions: Tensor = torch.empty(0, dtype=torch.long)
+        self.positions: Tensor = torch.empty(0, dtype=torch.long, device="cpu")
         self.state: dict[str, Tensor] = {}
         self.mode: Mode = Empty()
         self.used = self.seen = 0

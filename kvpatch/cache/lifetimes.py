@@ -78,7 +78,7 @@ class Lifetimes(Batched):
 
     def select_dropped(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
         """Return the rows that `index` leaves out, and their lengths."""
-        dropped = torch.ones(len(seen_B), dtype=torch.bool).index_fill_(0, index.cpu().long(), False)
+        dropped = torch.ones(len(seen_B), dtype=torch.bool, device="cpu").index_fill_(0, index.cpu().long(), False)
         if not dropped.any():
             return None
         return self.map_rows(lambda one: one[dropped.to(one.device)]), seen_B[dropped.to(seen_B.device)]

@@ -81,12 +81,12 @@ class LosslessCache(Unpicklable, Cache):
 
     def _make_drafts(self) -> EvictingCache:
         """Return a budgeted cache that counts the tokens read, and holds none of them yet."""
-        new, tokens = EvictingCache(self.settings), torch.tensor([self.ids])
+        new, tokens = EvictingCache(self.settings), torch.tensor([self.ids], device="cpu")
         new.read_by = self.drafts.read_by
         for layer in new.layers:
             layer.seen = len(self.ids)
         if self.ids:
-            new.seen_B = torch.tensor([len(self.ids)])
+            new.seen_B = torch.tensor([len(self.ids)], device="cpu")
             new.ids.write(tokens, 1, len(self.ids), tokens.device)
         return new
 
@@ -174,7 +174,7 @@ class LosslessCache(Unpicklable, Cache):
         """Positions of all tokens there, int64 [1, Hkv, T], on the host; those that the budget holds: `drafts.positions`."""
         checks.layer_of("layer", layer, len(self.whole))
         checks.check_filled(bool(self.ids))
-        return torch.tensor(self.kept_positions).repeat(1, self.whole[layer].sizes[0], 1)
+        return torch.tensor(self.kept_positions, device="cpu").repeat(1, self.whole[layer].sizes[0], 1)
 
     def held(self, layer: int) -> Tensor:
         """Count the tokens there for each KV head, int64 [1, Hkv]."""
@@ -184,7 +184,7 @@ class LosslessCache(Unpicklable, Cache):
         """Return the positions of the next Q tokens, int64 [1,Q]."""
         checks.check_filled(bool(self.ids))
         check_count("Q", Q, "tokens")
-        return torch.arange(len(self.ids), len(self.ids) + Q)[None]
+        return torch.arange(len(self.ids), len(self.ids) + Q, device="cpu")[None]
 
     def check_invariants(self) -> None:
         """Check the budgeted cache, and that each layer has the entries of all tokens there."""
@@ -247,7 +247,7 @@ class LosslessCache(Unpicklable, Cache):
         kept = [i for i, place in enumerate(self.kept_positions) if not gone_T[place]]
         self.kept_positions, self.edited = [self.kept_positions[i] for i in kept], len(self.ids)
         for layer in self.whole:
-            layer.keep(torch.tensor(kept))
+            layer.keep(torch.tensor(kept, device="cpu"))
 
     def replace(self, *args: object, **kwargs: object) -> None:
         """Refuse to read other tokens into the text: what follows has seen the old ones."""

@@ -30,7 +30,7 @@ def mark_protected(
     if scope.keeps_system:
         known = _find_messages(cache, "protect='system' keeps the system message", "give a boolean mask, or token ids")
         first = seen if within is None else within
-        marks = torch.zeros(first + Q, dtype=torch.bool) if known is None else known.mark_system(first + Q)
+        marks = torch.zeros(first + Q, dtype=torch.bool, device="cpu") if known is None else known.mark_system(first + Q)
         return marks[first:].to(positions_BQ.device) & (positions_BQ >= 0)
     wanted = protect_tensor(protect).to(positions_BQ.device)
     if wanted.dtype != torch.bool:

@@ -21,7 +21,7 @@ class Messages:
 
     def mark_system(self, columns: int) -> Tensor:
         """Mark the tokens of the system message, bool [columns]."""
-        marks = torch.zeros(columns, dtype=torch.bool)
+        marks = torch.zeros(columns, dtype=torch.bool, device="cpu")
         for role, start, stop in zip(self.roles, self.starts, self.starts[1:], strict=False):
             marks[start:stop] = role == "system"
         return marks
@@ -32,7 +32,7 @@ class Messages:
 
     def number_messages(self, columns: int) -> Tensor:
         """Return the number of its message for each column, int64 [columns]; -1 for answers."""
-        numbers = torch.full((columns,), -1)
+        numbers = torch.full((columns,), -1, device="cpu")
         for number, (role, start, stop) in enumerate(zip(self.roles, self.starts, self.starts[1:], strict=False)):
             numbers[start:stop] = -1 if role == "assistant" else number
         return numbers

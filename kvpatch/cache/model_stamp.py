@@ -58,7 +58,7 @@ class ModelStamp:
         """Return the stamp of other rows."""
         if len(self.adapters) == 1:
             return self
-        rows = change(torch.arange(len(self.adapters))).tolist()
+        rows = change(torch.arange(len(self.adapters), device="cpu")).tolist()
         return self.with_adapters(tuple(self.adapters[row] for row in rows))
 
     @staticmethod

@@ -36,7 +36,7 @@ class Notices:
             if bool(flag):
                 self.say(name, message)
             return
-        host = torch.empty((), dtype=torch.bool, pin_memory=True)
+        host = torch.empty((), dtype=torch.bool, pin_memory=True, device="cpu")
         host.copy_(flag, non_blocking=True)
         with torch.cuda.device(flag.device):
             arrival = torch.cuda.Event()

@@ -42,15 +42,22 @@ class Strips(NamedTuple):
 
 def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.device) -> Strips:
     """Divide the pages of each row among its heads."""
-    index_BHN, h_H1 = torch.zeros(len(pages), heads, max(map(len, pages)), dtype=torch.long), torch.arange(heads)[:, None]
+    index_BHN, h_H1 = (
+        torch.zeros(len(pages), heads, max(map(len, pages)), dtype=torch.long, device="cpu"),
+        torch.arange(heads, device="cpu")[:, None],
+    )
     spans = []
     for row, own in enumerate(pages):
         n = len(own)
         follow = [*own] == [*range(own[0], own[0] + n)]
-        index_BHN[row, :, :n] = own[0] * heads + h_H1 * n + torch.arange(n) if follow else torch.tensor(own) * heads + h_H1
+        index_BHN[row, :, :n] = (
+            own[0] * heads + h_H1 * n + torch.arange(n, device="cpu")
+            if follow
+            else torch.tensor(own, device="cpu") * heads + h_H1
+        )
         spans.append((n, own[0] * heads if follow else 0))
     host = index_BHN.pin_memory() if device.type == "cuda" else index_BHN
-    return Strips(host.to(device, non_blocking=True), torch.tensor(spans))
+    return Strips(host.to(device, non_blocking=True), torch.tensor(spans, device="cpu"))
 
 
 class PagedSlots(DenseSlots):

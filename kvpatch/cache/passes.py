@@ -105,9 +105,9 @@ def begin_repeat(
     """
     lengths, begin_B = [len(tokens) for _, _, tokens in pieces], cache.turns.begin_B
     Q = max(lengths)
-    host = torch.tensor([[*tokens, *[-1] * (Q - len(tokens))] for _, _, tokens in pieces])
-    column = torch.arange(Q)
-    positions = (torch.tensor(whole.n_B)[:, None] + column).masked_fill(host < 0, -1).to(device)
+    host = torch.tensor([[*tokens, *[-1] * (Q - len(tokens))] for _, _, tokens in pieces], device="cpu")
+    column = torch.arange(Q, device="cpu")
+    positions = (torch.tensor(whole.n_B, device="cpu")[:, None] + column).masked_fill(host < 0, -1).to(device)
     padding = Padding(Q, True, False, lengths) if min(lengths) < Q else None
     now = Forward(positions, Q, False, padding=padding)
     starts = [first + start for first, (start, _, _) in zip(begin_B, pieces, strict=True)]

@@ -38,7 +38,7 @@ def check_replaced(cache: TextState, span: Span, ids: object, reread: int, untol
     _check_reread(reread)
     _check_place(cache, start, stop)
     mark_spans(cache, [(start, max(stop + reread, start + 1))], None, "replace()")
-    here, behind = start + torch.arange(ids_BN.shape[1]), stop + torch.arange(reread)
+    here, behind = start + torch.arange(ids_BN.shape[1], device="cpu"), stop + torch.arange(reread, device="cpu")
     places_Q = torch.cat([here, behind + opened]).to(ids_BN.device)
     if not reread:
         return ids_BN, places_Q, opened
@@ -79,6 +79,8 @@ def _check_place(cache: TextState, start: int, stop: int) -> None:
 
 def _check_rows(cache: TextState, opened: int) -> None:
     """Raise KVPatchError where positions of the text are not those that the model is told, or windows have moved on."""
+    if cache.ids.offset:
+        raise KVPatchError("replace() in a text with images, behind which positions count otherwise: read the text anew.")
     if not cache.turns.count:
         raise KVPatchError("replace() before a prompt has ended: read on first.")
     if (cache.rows.joined and len(cache.lengths_B) > 1) or cache.counts_padding:
@@ -98,7 +100,7 @@ def _read_ids(ids: object, B: int) -> Tensor:
     """Return the tokens of each row [B,N]. Raises KVPatchError unless they are tokens."""
     wanted = f"give token ids, int64 [N] or [{B}, N] or a list of them."
     try:
-        found = torch.as_tensor(ids)
+        found = torch.as_tensor(ids, device=None if isinstance(ids, Tensor) else "cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise KVPatchError(f"replace() was given a {type(ids).__name__} as ids: {wanted}") from error
     if (

@@ -372,7 +372,7 @@ class RaggedSlots(Slots):
 
 def nothing() -> DenseSlots:
     """Make the slots of a layer that has read no text."""
-    return DenseSlots(torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0))
+    return DenseSlots(torch.empty(0, 0, 0, 0, device="cpu"), torch.empty(0, 0, 0, 0, device="cpu"))
 
 
 def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | None) -> Slots:

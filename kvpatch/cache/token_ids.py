@@ -20,11 +20,13 @@ class TokenIds(Batched):
 
     Rows of a joined cache end in the last column, behind PADDING.
 
-    columns: read so far, T. prompt: those before the newest prompt.
+    columns: read so far, T. prompt: those before the newest prompt. offsets_B1: what positions behind images differ by from
+    those that count tokens, in models that keep it beside the cache; None in others.
     """
 
     def __init__(self) -> None:
         self.columns = self.prompt = 0
+        self.offsets_B1: Tensor | None = None
         self._ids_BC: Tensor | None = None  # with some columns more
 
     @classmethod
@@ -51,6 +53,11 @@ class TokenIds(Batched):
         ids_BT = self.ids_BT
         known = ids_BT is not None and not bool((ids_BT[:, self.prompt :] == UNKNOWN).any())
         return ids_BT[:, self.prompt :].clone() if known and ids_BT is not None else None
+
+    @property
+    def offset(self) -> bool:
+        """True if some position differs from the count of tokens before it."""
+        return self.offsets_B1 is not None and bool(self.offsets_B1.any())
 
     def write(self, ids_BQ: Tensor | None, B: int, Q: int, device: torch.device, real_BQ: Tensor | None = None) -> None:
         """Add columns. ids_BQ: None if they are unknown. real_BQ: False for padding, of a prompt's first columns."""
@@ -88,7 +95,7 @@ class TokenIds(Batched):
         """Make columns of unknown tokens before position `at` of each row's text."""
         if self._ids_BC is None:
             return
-        at_B1 = self.columns_of(torch.tensor([at]))
+        at_B1 = self.columns_of(torch.tensor([at], device="cpu"))
         B, device = len(at_B1), self._ids_BC.device
         self.prompt += count if int(at_B1.max()) < self.prompt else 0
         self.write(None, B, count, device)
@@ -110,7 +117,13 @@ class TokenIds(Batched):
     def join_parts(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:
         """Join rows of several, each given with its rows' lengths [B]; all end in the last of so many columns."""
         rows = [_align_right(ids, lengths_B, columns) for ids, lengths_B in parts]
-        return TokenIds.of(torch.cat([one.to(rows[0].device) for one in rows]))
+        new = TokenIds.of(torch.cat([one.to(rows[0].device) for one in rows]))
+        known = [ids.offsets_B1 for ids, _ in parts]
+        if any(one is not None for one in known):
+            zeros = [torch.zeros(len(lengths_B), 1, dtype=torch.long, device="cpu") for _, lengths_B in parts]
+            offsets = [none if one is None else one for one, none in zip(known, zeros, strict=True)]
+            new.offsets_B1 = torch.cat([one.to(rows[0].device) for one in offsets])
+        return new
 
 
 def _align_right(ids: TokenIds, lengths_B: Tensor, columns: int) -> Tensor:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from ..arch.kinds import position_limit
+from ..arch.rotary import switch_length
 from ..cache.cache import EvictingCache
 from ..policies.served import refuse
 from ..policies.windows import Chunk
+from ..serving.admission import HAS
 from ..serving.conversations import Conversations
 from ..serving.pool import RequestPool
 from .attention import Courier
@@ -25,6 +27,10 @@ from .state import PatchState, pass_mask
 from .versions import check_engine
 
 ENGINE = "kvpatch.serving.engine"  # imported with the first manager
+ALIKE = (
+    "in continuous batching this model has {}: it rotates the tokens of a longer text otherwise, and requests share passes, in "
+    "which all are rotated alike; generate() serves it"
+)
 _TOKENIZER: ContextVar[Any] = ContextVar("tokenizer", default=None)  # given to generate_batch()
 
 
@@ -70,8 +76,8 @@ def continuous_batching(state: PatchState, decoder: str, previous: Callable[...,
         from ..serving import engine
 
         kv_bytes = sum(one.heads * (one.key + one.value) for one in state.shapes) * self.dtype.itemsize
-        positions = None if state.settings.renumbered else position_limit(self.config.get_text_config())
-        terms = engine.EngineTerms(state.settings, state.max_positions or positions, kv_bytes, _make_courier, state.prefixes)
+        positions, limit = _limit_positions(self, state)
+        terms = engine.EngineTerms(state.settings, positions, kv_bytes, _make_courier, state.prefixes, limit)
         given = _TOKENIZER.get() if tokenizer is None else tokenizer
         if conversations is not None:
             conversations.replace = functools.partial(_replace, self.get_submodule(decoder), state)
@@ -80,6 +86,13 @@ def continuous_batching(state: PatchState, decoder: str, previous: Callable[...,
         return engine.manager_of(self, terms, generation_config, config, workload_hints, given, conversations)
 
     return functools.wraps(GenerationMixin.init_continuous_batching)(init_continuous_batching)
+
+
+def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
+    """Return how many positions a request may have, and what to say of it."""
+    own = None if state.settings.renumbered else position_limit(model.config.get_text_config())
+    own, switch = state.max_positions or own, switch_length(model)
+    return (own, HAS) if switch is None or (own is not None and own <= switch) else (switch, ALIKE)
 
 
 def _replace(decoder: nn.Module, state: PatchState, cache: EvictingCache, span: tuple[int, int], ids: list[int]) -> None:

@@ -169,7 +169,7 @@ class Chat:
             )
         self._replace(self.cache, (start, stop), ids)
         self.ids = torch.cat([self.ids[:, :stop], self.ids.new_zeros(1, more), self.ids[:, stop:]], 1)
-        self.ids[0, start : start + len(ids)] = torch.tensor(ids)
+        self.ids[0, start : start + len(ids)] = torch.tensor(ids, device="cpu")
         self._read.starts = [one + more if one >= stop else one for one in self._read.starts]
         self._read.forgotten = {i: end + more if i > index else end for i, end in self._read.forgotten.items()}
         self._read.text = written

@@ -19,9 +19,10 @@ from ..cache.lossless import LosslessCache
 from ..cache.prefix import Prefix
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
+from ..policies.context import at_hand
 from ..policies.needs.second_reading import Rereading
 from ..serving.pool import RequestPool
-from . import inputs, lossless, ownership
+from . import inputs, lossless, offsets, ownership, texts
 from .attention import Courier, PassMask
 from .replay import begin_replay
 from .second_reading import enter_prepared
@@ -83,6 +84,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
 
 def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
     """Run `before_decoder` for any pass except a traced decode step."""
+    reader = state.merged.take_reader()
     if runs_own_code(decoder, call, state):
         return None
     past, config, scratch = cache_of(call), getattr(decoder, "config", None), _is_scratch(decoder, call)
@@ -122,6 +124,8 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     mask = inputs.padding_mask(call.get("attention_mask"), B)
     mask = inputs.read_empty_rows(mask) if scratch else mask
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
+    if mask is not None and cache.get_seq_length() and (Q > 1 or _is_by_hand(cache, mask)):
+        texts.check_seen_mask(mask, cache, Q)
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
     inputs.one_text_a_row(call)
     renumbered = cache.settings.renumbered
@@ -137,6 +141,8 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
         table = table_maker(decoder, state, tokens.device)
         merged = state.merged.take(B, Q)
         passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable, merged)
+        if reader is not None:
+            offsets.note_offsets(reader, cache, B, tokens.device)
     if state.adapter.positions_from_mask and call.get("position_ids") is None:
         call["position_ids"] = cache.running.positions_BQ
     if renumbered and state.max_positions is not None:
@@ -149,6 +155,12 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     set_cache(call, None if scratch else cache, state.cache_name)
     call["use_cache"] = not scratch
     return (), call
+
+
+def _is_by_hand(cache: EvictingCache, mask_BT: Tensor) -> bool:
+    """Tell if a pass of one column is no step of generate(), whose masks go on by themselves; a GPU is not waited for."""
+    read = cache.request.prompt_len
+    return at_hand(mask_BT) and (read is None or cache.get_seq_length() < read)
 
 
 def _give_no_place(call: dict[str, Any], tokens: Tensor) -> None:
@@ -168,7 +180,9 @@ def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> 
 
 def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, state: PatchState) -> Changed:
     """Begin a packed pass of continuous batching, whose layers get the caches of its requests."""
-    tokens = call["input_ids"]
+    tokens: Any = call.get("input_ids")
+    if tokens is None:  # of a model that reads images, whose decoder gets embeddings
+        tokens = state.merged.take(*call["inputs_embeds"].shape[:2])
     packed = pool.next_pass()
     for part in packed.parts:
         if part.cache.read_by is None:

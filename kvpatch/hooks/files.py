@@ -10,11 +10,13 @@ import torch
 from ..arch.bound import BoundAdapter
 from ..cache.cache import EvictingCache
 from ..cache.lossless import LosslessCache
+from ..errors import KVPatchError
 from ..storage.lossless import load_lossless, save_lossless
 from ..storage.save_load import load, save
 from . import lossless, ownership
 from .identity import stamp_model
 from .inputs import file_path
+from .offsets import clear_offsets
 from .state import PatchState
 from .target import Target
 
@@ -27,6 +29,11 @@ def save_cache(target: Target, state: PatchState, cache: Any, path: str | PathLi
         return save_lossless(whole, file_path(path), target.identity())
     ownership.check_own(cache, state)
     ownership.refuse_changed(cache, stamp_model(target.decoder))
+    if cache.ids.offset:
+        raise KVPatchError(
+            "This cache has read images, behind which the model counts positions otherwise, and a file does not say how: keep "
+            "the cache, or read the text and its images anew."
+        )
     return save(cache, file_path(path), target.identity())
 
 
@@ -40,6 +47,7 @@ def load_cache(target: Target, state: PatchState, path: str | PathLike[str]) -> 
     cache.lifetimes = None  # the file has none
     cache.read_by = stamp_model(target.decoder)
     cache.states.place(target.state_devices())
+    clear_offsets(target.outer, cache)
     with torch.no_grad():  # geometry comes from the model; concatenate() compares it
         for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):
             layer.geometry = BoundAdapter(adapter, module, layer.positions.shape[1]).geometry(layer.device)

@@ -26,12 +26,14 @@ from ..cache.lossless import LosslessCache
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.served import refuse
-from . import lossless, ownership, texts
+from . import inputs, lossless, offsets, ownership, texts
 from .decoder import own_cache
 from .generate_steps import GenerateSteps
 from .identity import remove_adapter_hooks
 from .state import PatchState
 from .versions import check_prompt_tuning
+
+DEFAULT_LENGTH = 20  # new tokens of a generate() that is told no number
 
 
 def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
@@ -91,7 +93,10 @@ def _run_with_cache(
             _announce_prompt(cache, given, virtual)
             cache.request.new_tokens = _new_tokens(self, kwargs, config, (cache.request.prompt_len or 0) - virtual)
             cache.request.room = cache.request.new_tokens if compiles else cache.request.room
+            if not state.settings.transparent and _drafts_wanted(kwargs, *configs):
+                inputs.refuse_switch(self, given.whole or 0, cache.request.new_tokens or DEFAULT_LENGTH)
         set_cache(kwargs, cache, taken_as)
+        offsets.give_back_offsets(self, cache, None if given.ids is None else len(given.ids))
         state.log.start(cache, made_here=past is None)
         takes = not (drafts or cache.is_compileable or kwargs.get("position_ids") is not None)
         with steps.running(self, cache) if takes else nullcontext():
@@ -169,8 +174,7 @@ def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None)
         text_config = model.config.get_text_config()
         return state.new_cache(getattr(text_config, "num_hidden_layers", None))
     if isinstance(past, Cache) and not isinstance(past, EvictingCache) and past.get_seq_length():
-        cache = state.new_cache()
-        from_dynamic.absorb(cache, past, mask)
+        from_dynamic.absorb(cache := state.new_cache(), past, mask)
         return cache
     return own_cache(past)
 
@@ -200,7 +204,7 @@ def _cache_parameter(run: Callable[..., Any], kwargs: dict[str, Any]) -> str | N
 def _asks_for_others(kwargs: dict[str, Any], *configs: Any) -> bool:
     """Tell if generate() is asked for the model's own cache, or to return attention matrices."""
     past = cache_of(kwargs)
-    if past is not None and not isinstance(past, EvictingCache):
+    if past is not None and not isinstance(past, EvictingCache | Prefix):
         return True
     asked = [kwargs.get("output_attentions"), *(getattr(c, "output_attentions", None) for c in configs)]
     return any(asked) or _other_implementation(kwargs, *configs) is not None
@@ -224,6 +228,13 @@ def _refuse_cache_implementation(kwargs: dict[str, Any], *configs: Any) -> None:
             f"cache_implementation={implementation!r} asks for another cache; inside the block kvpatch brings its own. "
             f"Leave it out (also in generation_config).{instead}"
         )
+
+
+def _drafts_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
+    """Tell if generate() was asked for assisted decoding."""
+    lookups = (getattr(config, "prompt_lookup_num_tokens", None) for config in configs)
+    asked = (kwargs.get("assistant_model"), kwargs.get("prompt_lookup_num_tokens"), *lookups)
+    return any(one is not None for one in asked)
 
 
 def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:

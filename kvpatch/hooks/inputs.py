@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arch.rotary import switch_length
 from ..arch.upstream import CACHE, cache_of
 from ..cache import passes
 from ..cache.cache import EvictingCache
@@ -183,6 +185,23 @@ def one_text_a_row(call: dict[str, Any]) -> None:
         )
 
 
+def refuse_switch(model: Any, prompt: int, new: int) -> None:
+    """Raise KVPatchError for drafts in a text on whose way the model drops its cache, to read the text anew.
+
+    Phi 3 does where its rotations switch (longrope). prompt, new: tokens of the text, and those to be generated.
+    """
+    prepare = getattr(inspect.unwrap(type(model).prepare_inputs_for_generation), "__code__", None)
+    names = () if prepare is None else (*prepare.co_names, *prepare.co_consts)
+    limit = switch_length(model) if "original_max_position_embeddings" in names else None
+    if limit is not None and limit < prompt + new:
+        less = f"give max_new_tokens={limit - prompt} or less, or " if prompt < limit else ""
+        raise KVPatchError(
+            f"This model reads a text anew once it is longer than {limit} tokens, for it rotates them otherwise then; under "
+            f"a budget drafts of assisted decoding cannot be taken back there: {less}leave the assistant "
+            "(prompt_lookup_num_tokens) out."
+        )
+
+
 def file_path(path: object) -> Path:
     """Return a path that names a file."""
     if not isinstance(path, str | PathLike) or not str(path) or "\0" in str(path):
@@ -214,6 +233,10 @@ def place(
         wanted = (wanted[:, :1] + real.long().cumsum(-1) - 1).clamp(min=0)
     if given is None:
         call["position_ids"] = wanted
+    elif given.ndim == 3:  # of several dimensions, as a model that reads images has made them: from the longest row's columns
+        behind = wanted if cache.ids.offsets_B1 is None else wanted + cache.ids.offsets_B1.to(wanted.device)
+        counted = [wanted] * (len(given) - 3)  # those of the text alone may stand in front
+        call["position_ids"] = torch.stack([*counted, *[behind] * 3])
     elif given.shape[-1] == Q and given.shape[0] in (1, len(wanted)):
         wrong = given.to(wanted.device) != wanted
         wrong = wrong if real is None or real.shape != wrong.shape else wrong & real

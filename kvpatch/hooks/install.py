@@ -19,6 +19,8 @@ from .attention import attention_forward, parameters
 from .batching import batches, continuous_batching, end_continuous_batching
 from .generate import masks_for_generate, wrap_generate, wrap_prepare_cache
 from .lossless import wrap_candidates
+from .offsets import NAME as OFFSETS
+from .offsets import has_offsets
 from .second_reading import after_decoder
 from .state import MISSING, Mark, PatchState
 from .target import Target, already_patched
@@ -78,10 +80,13 @@ class Installation:
             self._set_attribute(target.decoder, mark, name, state.aside[name][0])
         if state.settings.rereads or state.settings.stack is not None or state.lossless:
             put_hook(target.decoder, functools.partial(after_decoder, state=state), mark.undo.append, after=True)
-        if target.outer is not None and state.settings.policy.scope.protect is not None:
+        if target.outer is not None:
             names = parameters(type(target.outer))  # type: ignore[arg-type]
-            note = functools.partial(shell.note_ids, names=names, merged=state.merged)
-            put_hook(target.outer, note, self._mark_module(target.outer).undo.append)
+            begin = functools.partial(shell.before_outer, names=names, state=state)
+            mark = self._mark_module(target.outer)
+            put_hook(target.outer, begin, mark.undo.append)
+            if has_offsets(target.outer):  # of a text that was read before the block
+                mark.undo.append(Attribute(OFFSETS, vars(target.outer)[OFFSETS]))
         for module, hook in shell.list_hooks(target.shell, target.decoder, state):
             put_hook(module, hook, self._mark_module(module).undo.append)
         for generator in target.generators:

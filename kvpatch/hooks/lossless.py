@@ -19,6 +19,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 
 from ..arch.adapter import keys_dtype
+from ..arch.rotary import switch_length
 from ..arch.upstream import CACHE, cache_of, set_cache
 from ..cache.cache import EvictingCache
 from ..cache.lossless import LosslessCache
@@ -127,6 +128,19 @@ def end_pass(output: Any, cache: LosslessCache) -> Any:
 # ---- generate() ----
 
 
+def _check_rotations(model: Any, prompt: int, longest: int) -> None:
+    """Raise KVPatchError if a text of `longest` tokens would be rotated anew on the way, which verified entries are not."""
+    limit = switch_length(model)
+    if limit is None or longest - 1 <= limit:  # the last token is not read
+        return
+    room = limit + 1 - prompt
+    less = f"give max_new_tokens={room} or less, or " if room > 0 else ""
+    raise KVPatchError(
+        f"lossless=True: this model rotates its tokens otherwise once a text is longer than {limit} tokens, which the entries "
+        f"on the host do not follow, and this one may have {longest}: {less}leave lossless out of patched()."
+    )
+
+
 class Drafter(CandidateGenerator):
     """Candidates of assisted decoding, from a budgeted cache: up to `length` tokens, which follows what is accepted."""
 
@@ -215,6 +229,7 @@ def generate(
             raise KVPatchError("lossless=True generates greedily or by sampling: leave beams and other searches out.")
         if len(input_ids) != 1:
             raise KVPatchError("lossless=True drafts for one text at a time: leave num_return_sequences out.")
+        _check_rotations(model, input_ids.shape[1], generation_config.max_length)
         check_room(model, input_ids[:, read:], cache, state)
         piece = generation_config.prefill_chunk_size
         if (read or piece) and input_ids.shape[1] > read + 1:  # else the loop's first pass reads the text

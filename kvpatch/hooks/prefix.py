@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..arch.upstream import CACHE
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.served import refuse
 from .identity import stamp_model
+from .offsets import clear_offsets
 from .state import PatchState
 from .target import Target
 
@@ -24,6 +26,8 @@ def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) 
     """
     refuse("prefix", state.combine())
     tokens = _read_ids(ids)
+    _refuse_images(target, tokens)
+    _refuse_invoked(target, tokens)
     known = state.prefixes.get(tokens)
     return state.prefixes.add(_read_prefix(target, state, tokens)) if known is None else known
 
@@ -40,7 +44,34 @@ def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> 
     cache, ids_1N = state.new_cache(), torch.tensor([tokens], device=target.devices()[0])
     with torch.no_grad():
         target.decoder(input_ids=ids_1N, use_cache=True, **{state.cache_name: cache})
+    clear_offsets(target.outer, cache)
     return Prefix(tokens, cache)
+
+
+def _refuse_images(target: Target, tokens: tuple[int, ...]) -> None:
+    """Raise KVPatchError for a text with images, of which a prefix gets the tokens alone."""
+    image = next((token for token in tokens if token in target.image_tokens()), None)
+    if image is not None:
+        raise KVPatchError(
+            f"This text holds token {image}, which stands for an image, but a prefix is read from tokens alone. Read it with "
+            f"its image: cache = patch.new_cache(), model(input_ids, pixel_values=..., {CACHE}=cache), and give each question "
+            "a cache.clone()."
+        )
+
+
+def _refuse_invoked(target: Target, tokens: tuple[int, ...]) -> None:
+    """Raise KVPatchError for a text in which PEFT's aLoRA sets in: generate() tells it from where, a prefix cannot."""
+    acting = stamp_model(target.decoder).adapters[0].split(" + ")
+    for model in target.generators:
+        for name, config in getattr(model, "peft_config", {}).items():
+            calls = list(getattr(config, "alora_invocation_tokens", None) or ())
+            starts = range(len(tokens) - len(calls) + 1) if calls and name in acting else ()
+            at = next((start for start in starts if list(tokens[start : start + len(calls)]) == calls), None)
+            if at is not None:
+                raise KVPatchError(
+                    f"This text invokes adapter {name!r} by its tokens {calls} at {at}, from where it acts, but a prefix is "
+                    f"read without it: take patch.prefix(ids[:{at}]), and give generate() the whole text."
+                )
 
 
 def _read_ids(ids: object) -> tuple[int, ...]:

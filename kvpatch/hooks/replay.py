@@ -41,7 +41,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
         raise KVPatchError(f"attention_mask has {mask.shape[1]} columns, but input_ids have {Q}: a replay takes whole texts.")
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
     inputs.one_text_a_row(call)
-    real_BQ = torch.ones(B, Q, dtype=torch.bool) if mask is None else mask.cpu().bool().expand(B, -1)
+    real_BQ = torch.ones(B, Q, dtype=torch.bool, device="cpu") if mask is None else mask.cpu().bool().expand(B, -1)
     text_B = match(record, tokens.cpu(), real_BQ)
     positions_BQ = (real_BQ.long().cumsum(-1) - 1).masked_fill(~real_BQ, -1)
     gaps = real_BQ.flip(-1).long().cumsum(-1).flip(-1).bool() & (real_BQ.long().cumsum(-1) > 0) & ~real_BQ
@@ -64,7 +64,9 @@ def match(record: Record, ids_BQ: Tensor, real_BQ: Tensor) -> Tensor:
         KVPatchError: a row is no recorded text.
     """
     known_NT = record.ids.cpu()
-    return torch.tensor([_match_row(b, ids[real], known_NT) for b, (ids, real) in enumerate(zip(ids_BQ, real_BQ, strict=True))])
+    return torch.tensor(
+        [_match_row(b, ids[real], known_NT) for b, (ids, real) in enumerate(zip(ids_BQ, real_BQ, strict=True))], device="cpu"
+    )
 
 
 def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:

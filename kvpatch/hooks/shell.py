@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..arch.adapter import source_module
+from ..arch.upstream import CACHE_NAMES, cache_of
+from ..cache.cache import EvictingCache
+from ..cache.prefix import Prefix
 from ..errors import KVPatchError
+from . import offsets, ownership
 from .attention import parameters
 from .decoder import before_decoder, runs_own_code
-from .state import Changed, Merged, PatchState
+from .state import Changed, PatchState
 
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -43,10 +48,30 @@ def list_hooks(shell: nn.Module | None, decoder: nn.Module, state: PatchState) -
     return [(shell, outer), (decoder, functools.partial(_before_inner, state=state))]
 
 
-def note_ids(outer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], merged: Merged) -> None:
-    """Note the token ids that a model is given, of which its decoder gets embeddings alone."""
-    if not torch.compiler.is_compiling():
-        merged.ids = {**dict(zip(names, args, strict=False)), **kwargs}.get("input_ids")
+def before_outer(
+    outer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], state: PatchState
+) -> Changed:
+    """Note the token ids that a model is given, of which its decoder gets embeddings alone, and begin a prefix."""
+    if torch.compiler.is_compiling():
+        return None
+    call = {**dict(zip(names, args, strict=False)), **kwargs}
+    state.merged.ids = ids = call.get("input_ids")
+    state.merged.reader = weakref.ref(outer)
+    past, changed = cache_of(call), None
+    if (
+        isinstance(past, Prefix) and cache_of(kwargs) is past
+    ):  # the model may ask a cache for its length before its decoder does
+        past = ownership.begun(past, state)
+        changed = args, {name: past if name in CACHE_NAMES else value for name, value in kwargs.items()}
+    if ids is not None and call.get("position_ids") is None and (past is None or _is_empty(past)):
+        offsets.forget_offsets(outer)
+    elif isinstance(past, EvictingCache):
+        offsets.give_back_offsets(outer, past, None if ids is None else len(ids))
+    return changed
+
+
+def _is_empty(past: Any) -> bool:
+    return isinstance(past, EvictingCache) and not past.get_seq_length()
 
 
 def _before_shell(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -73,14 +74,23 @@ class Capturing(threading.local):
 
 
 class Merged(threading.local):
-    """Token ids of the pass that has begun in the model around the decoder, which merges images into their embeddings."""
+    """Token ids of the pass that has begun in the model around the decoder, which merges images into their embeddings.
+
+    reader: that model, until its decoder has begun the pass.
+    """
 
     ids: Tensor | None = None
+    reader: weakref.ref[nn.Module] | None = None
 
     def take(self, B: int, Q: int) -> Tensor | None:
         """Return the ids of a pass of this shape, once."""
         ids, self.ids = self.ids, None
         return ids if ids is not None and ids.shape == (B, Q) else None
+
+    def take_reader(self) -> nn.Module | None:
+        """Return the model around the decoder, once."""
+        reader, self.reader = self.reader, None
+        return None if reader is None else reader()
 
 
 class Offload(NamedTuple):

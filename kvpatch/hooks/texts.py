@@ -63,9 +63,11 @@ def check_mask(given: Given) -> None:
     """Raise KVPatchError unless the mask covers the given tokens, or these and the tokens that the cache has seen."""
     mask, new, seen = given.mask, given.columns, given.seen
     if mask is not None and new is not None and mask.shape[1] not in (new, seen + new):
+        whole = f"{new}, or " if new > seen else ""  # fewer are no whole text
+        again = " If the token is the last that was seen, it would be read twice: give what follows it." * (new == 1)
         raise KVPatchError(
-            f"attention_mask has {mask.shape[1]} columns, but {seen} tokens were seen and {new} are given: give {new}, or "
-            f"{seen + new} over both."
+            f"attention_mask has {mask.shape[1]} columns, but {seen} tokens were seen and {new} are given: give {whole}"
+            f"{seen + new} over both.{again * (mask.shape[1] == seen)}"
         )
 
 
@@ -91,7 +93,8 @@ def check_text(given: Given, cache: EvictingCache) -> str | None:
         return "the cache does not know the ids of what it has read"
     if given.ids is not None and not given.alone:
         _check_ids(given.ids[:, : given.seen].to(known_BT.device), known_BT)
-    _check_padding(given, known_BT)
+    if given.mask is not None:
+        _check_padding(given.mask[:, : given.seen], known_BT)
     if given.ids is None:
         return "inputs_embeds have no token ids"
     unknown = not given.alone and bool((known_BT == UNKNOWN).any())
@@ -120,19 +123,30 @@ def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
     return given_BT.repeat_interleave(each, 0) if each and each * len(given_BT) == len(known_BT) else None
 
 
-def _check_padding(given: Given, known_BT: Tensor) -> None:
-    """Raise KVPatchError if the mask takes a token for padding that the cache has read, or padding for a token."""
-    if given.mask is None:
+def check_seen_mask(mask_BT: Tensor, cache: EvictingCache, Q: int) -> None:
+    """Raise KVPatchError if the mask of a pass of Q columns says otherwise of columns before, which the cache has read."""
+    known_BT, seen = cache.ids.ids_BT, cache.get_seq_length()
+    if known_BT is None or known_BT.shape[1] != seen or mask_BT.shape[1] != seen + Q or cache.rows.joined:
         return
-    real_BT = _rows_like(given.mask[:, : given.seen].to(known_BT.device).bool(), known_BT)
+    _check_padding(mask_BT[:, :seen], known_BT, cache.rows.edited)
+
+
+def _check_padding(mask_BT: Tensor, known_BT: Tensor, edited: int = 0) -> None:
+    """Raise KVPatchError if the mask takes a token for padding that the cache has read, or padding for a token.
+
+    edited: columns of which tokens may be gone.
+    """
+    real_BT = _rows_like(mask_BT.to(known_BT.device).bool(), known_BT)
     if real_BT is None:
         return
-    wrong_BT = (real_BT == (known_BT == PADDING)) & (known_BT != UNKNOWN)
+    wrong_BT = (real_BT == (known_BT == PADDING)) & ((known_BT != UNKNOWN) | ~real_BT)
+    wrong_BT[:, :edited] &= real_BT[:, :edited]
     if not bool(wrong_BT.any()):
         return
     row, column = wrong_BT.nonzero()[0].tolist()
-    there, here = ("a token", "padding") if known_BT[min(row, len(known_BT) - 1), column] >= 0 else ("padding", "a token")
+    there, here = ("padding", "a token") if known_BT[min(row, len(known_BT) - 1), column] == PADDING else ("a token", "padding")
     raise KVPatchError(
         f"attention_mask has {here} at column {column} of row {row}, where the cache has read {there}: give the mask of the "
-        f"text that it has read, with ones for what was generated. {ANEW}"
+        "text that it has read, with ones for what was generated, behind an early end too (without a mask generate() takes pad "
+        f"tokens for padding). cache.forget([({column}, {column + 1})], row={row}) takes a token out. {ANEW}"
     )

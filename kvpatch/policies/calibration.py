@@ -188,7 +188,7 @@ class WholeHeads(CalibratedScore, Recency):
         assert self.calibration is not None
         areas = {layer: self.calibration.layers[layer]["area"] for layer, bound in enumerate(bounds) if bound is None}
         order = torch.cat([*areas.values()]).argsort(descending=True, stable=True)  # of equal areas the lower layer's
-        whole = torch.zeros(len(order), dtype=torch.bool)
+        whole = torch.zeros(len(order), dtype=torch.bool, device="cpu")
         whole[order[: max(1, share(part, len(order)))]] = True
         heads = iter(whole.tolist())
         return [[1.0 if next(heads) else few for _ in areas[layer]] if layer in areas else 1.0 for layer in range(len(bounds))]

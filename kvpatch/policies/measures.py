@@ -42,7 +42,7 @@ class Rotation:
             matrix_at: matrix_at(p) returns the matrix [D,D] of position p: row d is what the d-th unit vector becomes.
             count: positions that may be asked for are below that.
         """
-        first = matrix_at(1).double().cpu() if count > 1 else torch.empty(0, 0)
+        first = matrix_at(1).double().cpu() if count > 1 else torch.empty(0, 0, device="cpu")
         a, b = first.triu(1).nonzero(as_tuple=True)
         if not len(a):
             return None
@@ -194,7 +194,7 @@ def _count_norms(sample: Sample) -> Totals:
 
 
 def _count_sums(x_HGQD: Tensor) -> Totals:
-    return torch.tensor(x_HGQD.shape[2]), x_HGQD.sum(2)
+    return torch.tensor(x_HGQD.shape[2], device="cpu"), x_HGQD.sum(2)
 
 
 def _divide_sums(sums: Totals) -> Tensor:
@@ -205,7 +205,7 @@ def _sum_areas(sample: Sample) -> Totals:
     """Return the number of queries behind the first tokens, and the sum of the areas under their curves."""
     assert sample.q_HGQD is not None and sample.area_HT is not None
     _, G, Q, _ = sample.q_HGQD.shape
-    return torch.tensor(max(Q - FIRST, 0)), sample.area_HT[:, FIRST:].sum(1) / G
+    return torch.tensor(max(Q - FIRST, 0), device="cpu"), sample.area_HT[:, FIRST:].sum(1) / G
 
 
 def _list_pairs(sample: Sample) -> Totals:
@@ -234,7 +234,7 @@ def _solve_regression(sums: Totals) -> Tensor:
     products, total = sums
     size = products.diagonal(dim1=-2, dim2=-1).sqrt()
     size = torch.where(size > 0, size, 1.0)
-    ridge = _RIDGE * torch.eye(size.shape[-1], dtype=size.dtype)
+    ridge = _RIDGE * torch.eye(size.shape[-1], dtype=size.dtype, device="cpu")
     return torch.linalg.solve(products / (size[:, :, None] * size[:, None]) + ridge, total / size) / size
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Return an int64 tensor of these numbers. The host does not wait for a GPU, as torch.tensor(values, device=) does."""
-    host = torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda")
+    host = torch.tensor(values, dtype=torch.long, pin_memory=device.type == "cuda", device="cpu")
     return host.to(device, non_blocking=True)
 
 

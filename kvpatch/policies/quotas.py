@@ -39,7 +39,7 @@ def read_quota(quota: Any) -> list[Span] | Tensor:
     if spans is not None:
         return spans
     try:
-        numbers = torch.as_tensor(quota)
+        numbers = torch.as_tensor(quota, device=None if isinstance(quota, Tensor) else "cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise KVPatchError(_say_forms(f"quota={quota!r}")) from error
     if numbers.dtype not in (torch.int64, torch.int32) or numbers.ndim not in (1, 2):

@@ -260,11 +260,11 @@ def protect_tensor(protect: Any) -> Tensor:
         KVPatchError: anything else, or nothing to protect.
     """
     if isinstance(protect, AllBut):
-        return torch.tensor(protect.ids)
+        return torch.tensor(protect.ids, device="cpu")
     if isinstance(protect, list | tuple) and not len(protect):
         raise KVPatchError(f"protect={protect!r} marks nothing: give token ids or a boolean mask, or leave it out (None).")
     try:
-        tensor = torch.as_tensor(protect)
+        tensor = torch.as_tensor(protect, device=None if isinstance(protect, Tensor) else "cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise KVPatchError(
             f"protect={protect!r} must be a boolean mask over the prompt ([n] or [B, n]), token ids, 'image', 'text' or "

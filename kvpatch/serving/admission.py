@@ -10,6 +10,8 @@ from ..errors import KVPatchError
 from .conversations import Beginning
 from .pool import RequestPool
 
+HAS = "this model has {}"
+
 
 class Admission:
     """Checks of a request when it arrives, so that one that cannot be served fails alone; comes before a scheduler class."""
@@ -21,6 +23,7 @@ class Admission:
     active_requests: dict[str, Any]
     _requests_to_cancel: set[str]
     max_positions: int | None = None
+    limit: str = HAS
 
     def add_waiting_request(self, state: Any) -> None:
         """Add a request to the waiting list.
@@ -88,7 +91,7 @@ class Admission:
         stops: transformers' StopStringCriteria.
         """
         status, tokens = type(state.status), state.initial_tokens + state.generated_tokens
-        newest = torch.tensor([tokens[-stops.maximum_token_len :]])
+        newest = torch.tensor([tokens[-stops.maximum_token_len :]], device="cpu")
         if state.status is status.DECODING and bool(stops(newest, None)):
             state.status = status.FINISHED
             self.finish_request(state.request_id)
@@ -99,10 +102,10 @@ class Admission:
         prompt = len(state.initial_tokens)
         if state.max_new_tokens is None and prompt < positions:
             state.max_new_tokens = state._new_tokens_limit = positions - prompt + 1
-        check_length(prompt, state.max_new_tokens or 1, positions)
+        check_length(prompt, state.max_new_tokens or 1, positions, self.limit)
 
 
-def check_length(prompt: int, new: int, positions: int, limit: str = "this model has {}") -> None:
+def check_length(prompt: int, new: int, positions: int, limit: str = HAS) -> None:
     """Raise KVPatchError for a text of more positions than there are. The last new token needs none: nothing reads it.
 
     limit: words of the message, {} for the number of positions.

@@ -32,7 +32,7 @@ from ..arch.upstream import KEPT_MANAGER
 from ..cache.prefix import Prefixes
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
-from .admission import Admission
+from .admission import HAS, Admission
 from .conversations import Conversations
 from .pool import RequestPool
 
@@ -56,7 +56,8 @@ class EngineTerms:
     """Facts of a patch and its model.
 
     max_positions: that the model has, or None. kv_bytes: of a token's keys and values in all layers. carry: makes the attention
-    mask of a packed pass, which the patch finds in the decoder. prefixes: that requests may begin with.
+    mask of a packed pass, which the patch finds in the decoder. prefixes: that requests may begin with. limit: what to say of
+    max_positions.
     """
 
     settings: CacheSettings
@@ -64,6 +65,7 @@ class EngineTerms:
     kv_bytes: int
     carry: Callable[[RequestPool], Tensor]
     prefixes: Prefixes
+    limit: str = HAS
 
 
 class BatchingManager(ContinuousBatchingManager):
@@ -114,7 +116,7 @@ class BatchingManager(ContinuousBatchingManager):
         scheduler = type("BudgetScheduler", (Admission, scheduler_class), {})(
             cache=pool, safety_margin=config.safety_margin, max_requests_per_batch=config.max_requests_per_batch
         )
-        scheduler.max_positions = self.terms.max_positions
+        scheduler.max_positions, scheduler.limit = self.terms.max_positions, self.terms.limit
         if self.stops is not None:
             pool.after_token = functools.partial(scheduler.end_at, self.stops)
         self._use_prefix_sharing = False

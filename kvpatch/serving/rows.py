@@ -78,7 +78,7 @@ class RowPool:
     def _order_rows(self, rows: RequestRows) -> RequestRows:
         if self.order is None or (names := sorted(rows.alive, key=self.order)) == rows.alive:
             return rows
-        rows.cache.batch_select_indices(torch.tensor([rows.names.index(name) for name in names]))
+        rows.cache.batch_select_indices(torch.tensor([rows.names.index(name) for name in names], device="cpu"))
         return RequestRows([*names], rows.cache)
 
 

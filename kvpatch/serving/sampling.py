@@ -95,7 +95,7 @@ class RequestSampling(ContinuousBatchingLogitsProcessor):
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
         """Note the requests of the coming pass, in the order of its rows."""
         self._coming = [one.state for one in requests_with_new_token]
-        return torch.zeros(len(self._coming), dtype=torch.int32)
+        return torch.zeros(len(self._coming), dtype=torch.int32, device="cpu")
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
         """Return the scores [B,V] with each request's row as its Sampling makes it."""

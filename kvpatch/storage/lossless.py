@@ -26,7 +26,7 @@ def save_lossless(cache: LosslessCache, path: str | PathLike[str], model: Descri
     """
     if not cache.kept_positions:
         raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
-    tensors = {"ids": torch.tensor(cache.ids), "places": torch.tensor(cache.kept_positions)}
+    tensors = {"ids": torch.tensor(cache.ids, device="cpu"), "places": torch.tensor(cache.kept_positions, device="cpu")}
     for index, layer in enumerate(cache.whole):
         layer.store.wait()
         tensors[f"{index}.{ROWS}"] = layer.store.rows_NE[: len(cache.kept_positions)]
@@ -84,7 +84,7 @@ def _check_places(ids_T: Tensor, places_N: Tensor, edited: int) -> None:
     T, newest = len(ids_T), places_N[places_N >= edited]
     if bool((ids_T < 0).any()):
         raise InvalidError("ids holds a number that is no token")
-    if edited > T or not torch.equal(newest, torch.arange(edited, T)):
+    if edited > T or not torch.equal(newest, torch.arange(edited, T, device="cpu")):
         raise InvalidError(f"places are not those of {T} tokens, of which the first {edited} were edited")
     if bool((places_N < 0).any()) or bool((places_N.diff() <= 0).any()):
         raise InvalidError("places are not in order")

@@ -67,6 +67,6 @@ def _check_numbers(ids_NT: Tensor, deaths: tuple[Tensor, ...]) -> None:
         raise InvalidError("its ids are no texts with nothing behind their end")
     T = ids_NT.shape[1]
     for layer, deaths_NHT in enumerate(deaths):
-        lives = (deaths_NHT == NEVER) | ((deaths_NHT > torch.arange(T)) & (deaths_NHT <= T))
+        lives = (deaths_NHT == NEVER) | ((deaths_NHT > torch.arange(T, device="cpu")) & (deaths_NHT <= T))
         if not bool(lives.all()):
             raise InvalidError(f"in layer {layer} a token dies before its own query, or behind the texts' end")

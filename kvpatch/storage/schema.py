@@ -181,8 +181,8 @@ class _Layer:
             return
         for name in self.policy.needs.statistics:
             self._take_tensor(left, f"state.{name}", wide, shape)
-        key, value = (torch.zeros(1, self.H, 1, size, dtype=dtype) for size in self.sizes)
-        at = torch.zeros(1, 1, dtype=torch.long)
+        key, value = (torch.zeros(1, self.H, 1, size, dtype=dtype, device="cpu") for size in self.sizes)
+        at = torch.zeros(1, 1, dtype=torch.long, device="cpu")
         entry = self.policy.entry(NewTokens(key, value, at, self.group or 1, self.index, self.cache.settings.seed))
         for name, tensor in entry.items():
             rest = tensor.shape[3:] if self.group else (None,) * (tensor.ndim - 3)  # it may be of each query head

@@ -108,7 +108,7 @@ def make(name: str, *, layers: int = 2, seed: int = 0, dtype: torch.dtype = torc
 
 
 def prompt(B: int, n: int, seed: int = 1) -> Tensor:
-    return torch.randint(1, VOCAB, (B, n), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(1, VOCAB, (B, n), generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def left_pad(ids: Tensor, lengths: list[int]) -> Tensor:

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 import kvpatch
 from tests.helpers.serving import prompts
-from tests.helpers.tiny import make
+from tests.helpers.tiny import make, prompt
 
 DOCUMENT, QUESTION, OTHER = (torch.tensor([ids]) for ids in prompts((70, 11, 6), seed=2))
 WHOLE = torch.cat([DOCUMENT, QUESTION], 1)
@@ -118,3 +119,28 @@ def test_refused():
             asked(owner, prefix)
         with kvpatch.patched(owner, policy, k), pytest.raises(kvpatch.KVPatchError, match=words):
             owner(QUESTION, past_key_values=prefix)
+
+
+def test_a_text_that_invokes_an_adapter_is_no_prefix():
+    """PEFT's aLoRA acts from its tokens on, of which generate() tells it: https://github.com/huggingface/peft/pull/2609"""
+    names, calls = ["q_proj", "k_proj", "v_proj"], [11, 12]
+    base = make("llama_gqa", dtype=torch.float64)
+    config = {"r": 4, "lora_alpha": 64, "init_lora_weights": False, "task_type": "CAUSAL_LM", "target_modules": names}
+    model = get_peft_model(base, LoraConfig(**config, alora_invocation_tokens=calls)).double().eval()
+    ids = prompt(1, 30)
+    ids[0, 20:22] = torch.tensor(calls)
+
+    def run(**options):
+        return model.generate(input_ids=ids, max_new_tokens=5, do_sample=False, pad_token_id=0, **options)
+
+    want = run()
+    with model.disable_adapter():
+        assert not torch.equal(run(), want)
+    with kvpatch.patched(model, "h2o", 60) as patch:
+        assert torch.equal(run(past_key_values=patch.prefix(ids[:, :20])), want)
+        with pytest.raises(
+            kvpatch.KVPatchError, match=r"adapter 'default' by its tokens \[11, 12\] at 20.*patch\.prefix\(ids\[:20\]\)"
+        ):
+            patch.prefix(ids[:, :25])
+        with model.disable_adapter():
+            patch.prefix(ids[:, :25])

@@ -48,7 +48,8 @@ MUTANTS = {
         "hooks/chat.py", "            return False  # what stands behind has seen these tokens", "            pass",
         "tests/hooks/test_lossless_chat.py::test_what_a_template_takes_back_is_read_from_there_on"),
     "a file's places are not those of its tokens": (
-        "storage/lossless.py", "if edited > T or not torch.equal(newest, torch.arange(edited, T)):", "if edited > T:",
+        "storage/lossless.py", 'if edited > T or not torch.equal(newest, torch.arange(edited, T, device="cpu")):',
+        "if edited > T:",
         "tests/storage/test_lossless_file.py::test_a_file_that_was_altered_is_refused"),
     "room on the host is that of one layer": (
         "hooks/lossless.py", "for shape in state.shapes)", "for shape in state.shapes[:1])",

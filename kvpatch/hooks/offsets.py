@@ -1,0 +1,55 @@
+"""Offsets of positions behind images: Qwen's models that read images keep one for each row of a batch, as `rope_deltas`.
+
+It is of the text that the model has read last. A cache notes its own, and the model gets it back where the cache goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache.cache import EvictingCache
+
+NAME = "rope_deltas"
+
+
+def has_offsets(model: nn.Module | None) -> bool:
+    """Tell if a model keeps offsets."""
+    return model is not None and NAME in vars(model)
+
+
+def note_offsets(model: nn.Module, cache: EvictingCache, B: int, device: torch.device) -> None:
+    """Note the offsets [B,1] of the text that a cache goes on with. model: that keeps them, as they are for this pass."""
+    if not has_offsets(model):
+        return
+    given = vars(model)[NAME]
+    if isinstance(given, Tensor) and given.ndim == 2 and len(given) and B % len(given) == 0:
+        cache.ids.offsets_B1 = given if B == len(given) else given.repeat_interleave(B // len(given), 0)
+    elif not cache.get_seq_length():
+        cache.ids.offsets_B1 = torch.zeros(B, 1, dtype=torch.long, device=device)
+
+
+def clear_offsets(model: nn.Module | None, cache: EvictingCache) -> None:
+    """Note that a cache has read text alone, of which the model that keeps offsets was not told."""
+    if has_offsets(model):
+        cache.ids.offsets_B1 = torch.zeros(len(cache.lengths_B), 1, dtype=torch.long, device=cache.lengths_B.device)
+
+
+def forget_offsets(model: Any) -> None:
+    """Let a model that begins a text of ids find its offsets anew: of one without images it would keep those of the last."""
+    if has_offsets(model):
+        model.rope_deltas = None
+
+
+def give_back_offsets(model: nn.Module, cache: EvictingCache, B: int | None) -> None:
+    """Give a model, or a module of it, the offsets of the text that a cache has read; B: rows of what is read next."""
+    own = cache.ids.offsets_B1
+    if own is None or not cache.get_seq_length():
+        return
+    each = len(own) // B if B and len(own) % B == 0 else 1  # a text's row is given once for all its beams
+    for module in model.modules():
+        if has_offsets(module):
+            holder: Any = module
+            holder.rope_deltas = own[::each]
