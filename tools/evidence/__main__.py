@@ -8,14 +8,11 @@ python -m tools.evidence small later --models llama-0          what small models
 python -m tools.evidence quotas --samples 12                   what quotas do for the worst instruction
 """
 
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
-import transformers
 import typer
 
 from ..real_model import VARIABLE
@@ -23,7 +20,7 @@ from . import agents, answers, drafts, quotas
 from .choices import list_rows
 from .page import write_section
 from .report import write_page
-from .runs import append, measure, read_lines, run_apart, use_one_thread
+from .runs import append, load_model, read_lines, run_apart, run_task
 from .settings import LABELS, MIDDLE, MOST, ROWS, Cells
 from .small import page as small_page
 from .small import runs as small_runs
@@ -54,12 +51,6 @@ def _refuse_unknown(names: list[str], known: Collection[str], what: str) -> None
             raise typer.BadParameter(f"{name!r} is not a {what}: {'; '.join(known)}")
 
 
-def _load(model: str) -> tuple[Any, Any]:
-    use_one_thread()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-
 @app.command()
 def run(
     tasks: Annotated[list[str], typer.Argument(help="names of tasks, or all")],
@@ -81,16 +72,7 @@ def run(
     if samples or labels or choices or shares:
         rows = tuple(known[label] for label in labels or (known if choices else LABELS))
         cells = [Cells(k, samples or MOST, rows) for k in shares or [MIDDLE]]
-    run_apart(_run_alone, [(model, name, cells, out) for name in names], jobs)
-
-
-def _run_alone(model: str, name: str, cells: Sequence[Cells], out: Path) -> str:
-    start = time.monotonic()
-    tokenizer, loaded = _load(model)
-    wanted = cells or TASKS[name].cells
-    samples = TASKS[name].make(tokenizer, max(one.samples for one in wanted))
-    new = sum(1 for _ in measure(loaded, samples, wanted, out / f"{name}.jsonl"))
-    return f"{name}: {new} new lines in {time.monotonic() - start:.0f} s"
+    run_apart(run_task, [(model, name, cells, out) for name in names], jobs)
 
 
 STUDIES: tuple[tuple[ModuleType, int, int, str | None], ...] = (
@@ -110,7 +92,7 @@ def _add_command(study: ModuleType, count: int, least: int, of: str | None) -> N
         samples: Annotated[int, typer.Option(min=least, help=of)] = count,
         out: Annotated[Path, typer.Option(help="folder of the lines")] = LINES,
     ) -> None:
-        tokenizer, loaded = _load(model)
+        tokenizer, loaded = load_model(model)
         path = out / f"{name}.jsonl"
         for line in append(path, study.measure(loaded, tokenizer, samples, read_lines(path))):
             print(line, flush=True)

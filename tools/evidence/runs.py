@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import transformers
 from .measure import Bench, Judged
 from .samples import Sample
 from .settings import FULL, UNREAD, Cells, Setting
+from .tasks import TASKS
 
 Line = dict[str, Any]
 
@@ -44,6 +46,13 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def load_model(model: str) -> tuple[Any, Any]:
+    """Return the tokenizer and the model, in float32."""
+    use_one_thread()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
 
 def run_apart(work: Callable[..., str], calls: Iterable[tuple[Any, ...]], jobs: int) -> None:
@@ -96,3 +105,13 @@ def measure(model: Any, samples: Iterable[Sample], cells: Iterable[Cells], path:
         return new
 
     return append(path, itertools.starmap(measure_sample, enumerate(samples)))
+
+
+def run_task(model: str, name: str, cells: Sequence[Cells], folder: Path) -> str:
+    """Measure cells of a task, or its own where none are given; return a sentence. (No process imports __main__.)"""
+    start = time.monotonic()
+    tokenizer, loaded = load_model(model)
+    wanted = cells or TASKS[name].cells
+    samples = TASKS[name].make(tokenizer, max(one.samples for one in wanted))
+    new = sum(1 for _ in measure(loaded, samples, wanted, folder / f"{name}.jsonl"))
+    return f"{name}: {new} new lines in {time.monotonic() - start:.0f} s"
