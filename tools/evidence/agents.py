@@ -15,6 +15,7 @@ are those of keys and values then.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -128,8 +129,7 @@ class Meter:
         with kvpatch.patched(self.model, policy, k) as patch:
             first, _ = self.loop.spans[0]
             _, cache = read_ids(self.model, self.history[:first], None)
-            bounds = [first, *(stop for _, stop in self.loop.spans)]
-            for start, stop in zip(bounds, [*bounds[1:], len(self.history)], strict=True):
+            for start, stop in itertools.pairwise([first, *(stop for _, stop in self.loop.spans), len(self.history)]):
                 if start < stop:
                     read_ids(self.model, self.history[start:stop], cache)
             for way in ways:

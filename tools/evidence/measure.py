@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -37,40 +38,33 @@ class Shared:
     @contextmanager
     def record(cls, decoder: nn.Module) -> Iterator[Shared]:
         """Take down the outputs of the passes inside the block."""
-        shared, handles = cls({}), []
-        for name, module in _linear_layers(decoder):
+        shared = cls({})
+        with ExitStack() as stack:
+            for name, module in _linear_layers(decoder):
 
-            def keep(_: nn.Module, __: Any, output: Tensor, name: str = name) -> None:
-                shared.outputs[name] = output
+                def keep(_: nn.Module, __: Any, output: Tensor, name: str = name) -> None:
+                    shared.outputs[name] = output
 
-            handles.append(module.register_forward_hook(keep))
-        try:
+                stack.callback(module.register_forward_hook(keep).remove)
             yield shared
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def replayed(self, decoder: nn.Module) -> Iterator[None]:
         """Give each linear layer's first call its recorded output; a second reading of the prompt computes its own."""
         left = dict(self.outputs)
-        layers = _linear_layers(decoder)
-        for name, module in layers:
+        with ExitStack() as stack:
+            for name, module in _linear_layers(decoder):
 
-            def forward(x: Tensor, name: str = name, module: nn.Module = module) -> Tensor:
-                known = left.pop(name, None)
-                if known is None:
-                    return type(module).forward(module, x)
-                if known.shape[:-1] != x.shape[:-1]:
-                    raise AssertionError(f"{name} reads {tuple(x.shape)}, the prompt was recorded as {tuple(known.shape)}")
-                return known
+                def forward(x: Tensor, name: str = name, module: nn.Module = module) -> Tensor:
+                    known = left.pop(name, None)
+                    if known is None:
+                        return type(module).forward(module, x)
+                    if known.shape[:-1] != x.shape[:-1]:
+                        raise AssertionError(f"{name} reads {tuple(x.shape)}, the prompt was recorded as {tuple(known.shape)}")
+                    return known
 
-            module.forward = forward  # type: ignore[method-assign]
-        try:
+                stack.enter_context(mock.patch.object(module, "forward", forward))
             yield
-        finally:
-            for _, module in layers:
-                del module.forward
 
 
 def _linear_layers(decoder: nn.Module) -> list[tuple[str, nn.Module]]:
