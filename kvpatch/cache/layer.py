@@ -433,7 +433,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """
         mode = self.mode
         if isinstance(mode, Slotted):
-            counts = counts or self.counts()
+            counts, goals = counts or self.counts(), goals or self.list_goals()
             heads = zip(self.short_heads(goals), self.kv.capacities(), counts, strict=True)
             free = [capacity - count for short, capacity, count in heads if short]
             mode.grown = mode.grown if mode.growing else 0

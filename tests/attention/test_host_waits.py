@@ -86,7 +86,7 @@ def test_the_counter_counts():
     try:
         with HostWaits() as found:
             numbers.tolist(), numbers[2].item(), bool(numbers.any()), int(numbers.sum())
-            numbers.nonzero(), numbers[numbers > 1], torch.tensor([1, 2], device="cpu")
+            numbers.nonzero(), numbers[numbers > 1], torch.tensor([1, 2], device=numbers.device)
             numbers + 1, torch.tensor([1, 2]), numbers.argsort(), numbers[numbers.argsort()]
     finally:
         counting.PACKAGE = frame

@@ -20,6 +20,7 @@ class HostWaits:
     """Context manager; `at` counts waits by the line of kvpatch that caused them, `total` is their sum.
 
     A read of a tensor's numbers waits for the device, as does a copy of Python numbers to it, torch.tensor(list, device=).
+    A device by its name, "cpu", is the host.
     """
 
     def __init__(self):
@@ -56,7 +57,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is torch.Tensor.tolist or (function in FACTORIES and kwargs.get("device") is not None):
+        if function is torch.Tensor.tolist or (function in FACTORIES and isinstance(kwargs.get("device"), torch.device)):
             self.waits.note(function.__name__)
         return function(*args, **kwargs)
 

@@ -78,7 +78,7 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        sends = name in COPIES and (kwargs or {}).get("device") is not None
+        sends = name in COPIES and isinstance((kwargs or {}).get("device"), torch.device)  # "cpu" is the host
         if (name in READS or sends) and not self.found.paused:
             self.found.waits[name] += 1
         return func(*args, **(kwargs or {}))
