@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[1]
 NAMED = {name for use in USES for name in (use.policy, *use.also)}
 OTHERS = {  # examples whose subject is not the choice of a policy, and why their policy is none of the table's
     "offloading": "critical_adakv",  # heads of different lengths, with values weighed
-    "streaming": "tova",  # exactly k tokens in each layer, which its test counts
     "finetune_under_budget": "window",  # the harshest, and measured with it: docs/finetuning.md
     "sft_under_budget": "window",
     "grpo_under_budget": "window",
@@ -45,7 +44,7 @@ def test_the_table_names_policies_and_options_that_are_there():
 
 
 def test_a_use_is_found_by_its_key_and_a_slip_is_answered():
-    assert find_use("chat").policy == "streaming_llm" and {use.key for use in list_uses("h2o")} == {"server", "long"}
+    assert find_use("chat").policy == "streaming_llm" and {use.key for use in list_uses("h2o")} == {"server"}
     assert [use.key for use in list_uses("adakv")] == ["question"] and list_uses("window") == ()
     with pytest.raises(KVPatchError, match="Unknown use 'chatt'. Did you mean 'chat'.* Known: question, later"):
         find_use("chatt")

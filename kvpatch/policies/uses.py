@@ -101,7 +101,14 @@ USES = (
         "Requests are of all kinds: it keeps some of code and rules, little of facts. Where all end with a question about a "
         "fact, take `snapkv`; where all are chats, `streaming_llm`.",
     ),
-    Use("long", "a long answer", "h2o", 4096, "The budget also holds while the model writes."),
+    Use(
+        "long",
+        "a long answer",
+        "roco",
+        4096,
+        "The budget also holds while the model writes, and a mean favours no old tokens. `h2o` is a little behind.",
+        also=("tova",),
+    ),
     Use(
         "stream",
         "an endless stream",

@@ -224,6 +224,12 @@ def test_the_chooser_names_what_the_lines_say(tmp_path):
     said = chooser.describe_use(find_use("question"), folder=tmp_path)
     assert said == "fact asked in the prompt: 75% [75, 75], null 25%"
     assert chooser.describe_use(find_use("long"), folder=tmp_path) == "not measured"
+    lines = [(label, f"{i}", kl) for label, kl in (("roco", 0.1), (NULL, 0.2)) for i in range(2)]
+    (tmp_path / "answers.jsonl").write_text(
+        "".join(json.dumps({"label": label, "sample": sample, "kl": [kl, 3 * kl]}) + "\n" for label, sample, kl in lines)
+    )
+    wanted = "512 tokens: 0.20 [0.20, 0.20] nats a token from the full cache, null 0.40"
+    assert chooser.describe_use(find_use("long"), folder=tmp_path) == wanted
     assert chooser.describe_use(find_use("later"), folder=tmp_path) == "not measured"
 
 

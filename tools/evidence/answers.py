@@ -26,7 +26,7 @@ from .tables import mark, markdown
 from .texts import group_parts, sentences
 
 K, PROMPT, TOKENS, ROWS_AT_ONCE = 0.2, 700, 512, 12
-LABELS = (NULL, "streaming_llm", "h2o", "keyformer, no noise", "snapkv", "kvzip")
+LABELS = (NULL, "streaming_llm", "h2o", "tova", "roco", "keyformer, no noise", "snapkv", "kvzip")
 HEAD, ASK = "Read this text.\n\n", "\n\nExplain to a beginner, in detail, what this text says."
 LOOP, LONGEST = 64, 32
 """An answer loops where its last LOOP tokens repeat a piece of at most LONGEST tokens."""
@@ -118,12 +118,29 @@ def measure(model: Any, tokenizer: Any, count: int, lines: list[Line]) -> Iterat
         ]
 
 
+def read_losses(path: Path) -> dict[str, dict[str, float]]:
+    """Return nats a token from the full cache, by label and text."""
+    found: dict[str, dict[str, float]] = {}
+    for line in read_lines(path):
+        found.setdefault(line["label"], {})[line["sample"]] = sum(line["kl"]) / len(line["kl"])
+    return found
+
+
+def describe_answers(path: Path, label: str) -> str:
+    """Say what a policy loses, beside the null; an empty string where it was not measured."""
+    losses = read_losses(path)
+    if label not in losses:
+        return ""
+    own, null = (estimate(list(losses[one].values())) for one in (label, NULL))
+    return f"{TOKENS} tokens: {own:.2f} nats a token from the full cache, null {null.mean:.2f}"
+
+
 def write_table(path: Path) -> str:
     """Return the table of docs/results.md: a row for each policy, those that stay nearest to the full cache first."""
-    lines = read_lines(path)
+    lines, losses = read_lines(path), read_losses(path)
     samples = sorted({line["sample"] for line in lines})
     found = {label: {line["sample"]: line for line in lines if line["label"] == label} for label in (FULL, *LABELS)}
-    mean = {label: [sum(own[name]["kl"]) / 4 for name in samples] for label, own in found.items()}
+    mean = {label: [losses[label][name] for name in samples] for label in found}
     less = {label: [own - null for own, null in zip(mean[label], mean[NULL], strict=True)] for label in LABELS if label != NULL}
     sides = find_sides(less)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvpatch.policies.uses import Use as UseOfTable
 
+from .answers import describe_answers
 from .page import USES, Results, Use
 from .settings import NULL, ROWS
 from .statistics import Estimate
@@ -47,6 +48,8 @@ def describe_use(use: UseOfTable, folder: Path = LINES) -> str:
     for at in MEASURED.get(use.key, ()) if label is not None else ():
         if pair := find_pair(USES[at], label, k, folder):
             said.append(f"{WORDS[at]}: {shown_share(pair[0])}, null {100 * pair[1].mean:.0f}%")
+    if use.key == "long" and label is not None and (own := describe_answers(folder / "answers.jsonl", label)):
+        said.append(own)
     return "; ".join(said) or "not measured"
 
 
