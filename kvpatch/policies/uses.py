@@ -65,7 +65,7 @@ USES = (
         "snapkv",
         0.3,
         "It keeps what the prompt's last tokens look at: good for a fact that they ask for. Of code and of a system prompt's "
-        "rules it keeps less than eviction at random does.",
+        "rules it keeps less than eviction at random does, of a long list no more.",
         also=("adakv",),
     ),
     Use(
@@ -82,7 +82,8 @@ USES = (
         "code, asked for in the prompt or later",
         "keyformer",
         0.5,
-        "Of policies that read once it keeps most of a function. `kvzip` keeps all of it, and reads the prompt twice.",
+        "At a fifth of the prompt it keeps most of a function, of policies that read once. `kvzip` keeps all of it, and reads "
+        "the prompt twice. For long answers take `roco`.",
         {"noise": "none"},
     ),
     Use(
@@ -99,14 +100,15 @@ USES = (
         "h2o",
         4096,
         "Requests are of all kinds: it keeps some of code and rules, little of facts. Where all end with a question about a "
-        "fact, take `snapkv`; where all are chats, `streaming_llm`.",
+        "fact, take `snapkv`; where all are chats, `streaming_llm`; where answers are long, `roco`.",
     ),
     Use(
         "long",
         "a long answer",
         "roco",
         4096,
-        "The budget also holds while the model writes, and a mean favours no old tokens. `h2o` is a little behind.",
+        "The budget also holds while the model writes. `roco` scores by mean attention, `tova` by the newest token's; `h2o` is "
+        "a little behind. `snapkv` stays nearer to the full cache, but keeps the whole answer.",
         also=("tova",),
     ),
     Use(
@@ -114,7 +116,7 @@ USES = (
         "an endless stream",
         "streaming_llm",
         4096,
-        "It keeps the first four tokens and the newest ones, and computes no scores. `roco` reads on a little better.",
+        "It keeps the first four tokens and the newest ones, and computes no scores. `roco` stays nearer to the full cache.",
     ),
 )
 """The table, in the order in which it is shown."""

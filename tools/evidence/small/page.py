@@ -15,7 +15,7 @@ INTRODUCTION = """\
 # What small models show
 
 [Results](results.md) decide which policy to take: they are a pretrained model's. This page has what those do not measure:
-policies for questions after compression, long traces, budgets by mass, and single options of policies.
+more policies for questions after compression, budgets by mass, and long reasoning.
 The models are small (half a million to a million parameters) and trained by this repository; their texts have some two
 hundred tokens, but for the long traces. They show exactly which tokens a policy drops and what that breaks. How policies rank
 on a large model they show only as far as the mechanism is the same.
