@@ -226,8 +226,8 @@ class EvictingCache(TextState):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these batch rows: int64 indices, or a bool mask [B]."""
         self.check_finished()
-        checks.check_rows(indices, self.seen_B)
-        self._map_rows("batch_select_indices()", lambda tensor: tensor[indices.to(tensor.device), ...])
+        index = checks.check_rows(indices, self.seen_B)
+        self._map_rows("batch_select_indices()", lambda tensor: tensor[index.to(tensor.device), ...])
 
     @writable
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -58,9 +58,7 @@ def before_outer(
     state.merged.ids = ids = call.get("input_ids")
     state.merged.reader = weakref.ref(outer)
     past, changed = cache_of(call), None
-    if (
-        isinstance(past, Prefix) and cache_of(kwargs) is past
-    ):  # the model may ask a cache for its length before its decoder does
+    if isinstance(past, Prefix) and cache_of(kwargs) is past:  # the model may ask a cache for its length first
         past = ownership.begun(past, state)
         changed = args, {name: past if name in CACHE_NAMES else value for name, value in kwargs.items()}
     if ids is not None and call.get("position_ids") is None and (past is None or _is_empty(past)):
