@@ -438,18 +438,17 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             free = [capacity - count for short, capacity, count in heads if short]
             mode.grown = mode.grown if mode.growing else 0
             mode.slack = mode.grown + min(free, default=0)
+        if isinstance(mode, Evicting) and mode.filling:
+            counts, goals = counts or self.counts(), goals or self.list_goals() or []
+            # rows that were dropped may have been those with the most steps to go
+            mode.filling = min(mode.filling, max(goal - 1 - count for goal, count in zip(goals, counts, strict=True)))
         self.update_pace(counts, goals)
 
     def update_pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Update the steps until all heads evict, and, if `every` > 1, until each does. counts, goals: see `measure_room`."""
-        mode = self.mode
-        if not isinstance(mode, Evicting) or not (mode.filling or self.every > 1):
-            return
-        counts, goals = counts or self.counts(), goals or self.list_goals() or []
-        # rows that were dropped may have been those with the most steps to go
-        mode.filling = min(mode.filling, max(goal - 1 - count for goal, count in zip(goals, counts, strict=True)))
-        if self.every > 1:
-            mode.every, mode.waits = self.every, list_waits(counts, goals)
+        """Update the steps until each head evicts, if `every` > 1. counts, goals: see `measure_room`."""
+        if isinstance(self.mode, Evicting) and self.every > 1:
+            self.mode.every = self.every
+            self.mode.waits = list_waits(counts or self.counts(), goals or self.list_goals() or ())
 
     def short_heads(self, goals: list[int] | None = None) -> list[bool]:
         """Tell which heads may need more slots than they have, and update the mode's fields about them."""
