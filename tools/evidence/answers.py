@@ -118,29 +118,21 @@ def measure(model: Any, tokenizer: Any, count: int, lines: list[Line]) -> Iterat
         ]
 
 
-def read_losses(path: Path) -> dict[str, dict[str, float]]:
-    """Return nats a token from the full cache, by label and text."""
-    found: dict[str, dict[str, float]] = {}
-    for line in read_lines(path):
-        found.setdefault(line["label"], {})[line["sample"]] = sum(line["kl"]) / len(line["kl"])
-    return found
-
-
 def describe_answers(path: Path, label: str) -> str:
     """Say what a policy loses, beside the null; an empty string where it was not measured."""
-    losses = read_losses(path)
-    if label not in losses:
+    lines = read_lines(path)
+    own, null = ([sum(line["kl"]) / len(line["kl"]) for line in lines if line["label"] == one] for one in (label, NULL))
+    if not own:
         return ""
-    own, null = (estimate(list(losses[one].values())) for one in (label, NULL))
-    return f"{TOKENS} tokens: {own:.2f} nats a token from the full cache, null {null.mean:.2f}"
+    return f"{TOKENS} tokens: {estimate(own):.2f} nats a token from the full cache, null {estimate(null).mean:.2f}"
 
 
 def write_table(path: Path) -> str:
     """Return the table of docs/results.md: a row for each policy, those that stay nearest to the full cache first."""
-    lines, losses = read_lines(path), read_losses(path)
+    lines = read_lines(path)
     samples = sorted({line["sample"] for line in lines})
     found = {label: {line["sample"]: line for line in lines if line["label"] == label} for label in (FULL, *LABELS)}
-    mean = {label: [losses[label][name] for name in samples] for label in found}
+    mean = {label: [sum(own[name]["kl"]) / 4 for name in samples] for label, own in found.items()}
     less = {label: [own - null for own, null in zip(mean[label], mean[NULL], strict=True)] for label in LABELS if label != NULL}
     sides = find_sides(less)
 
