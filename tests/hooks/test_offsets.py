@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 import kvpatch
 from tests.arch.test_shells import IMAGE, VIDEO, make_reader, two_images
+from tests.helpers.marks import batches
 from tests.helpers.tiny import prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -124,6 +125,7 @@ def test_files_hold_no_offsets(tmp_path):
             patch.replace(seen, (0, 1), [3])
 
 
+@batches
 @pytest.mark.parametrize("kind", ["mistral3", "qwen2_5_vl"])
 def test_continuous_batching_reads_text(kind):
     model, ids, images, text, _ = world(kind)

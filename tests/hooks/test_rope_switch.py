@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Phi3Co
 
 import kvpatch
 from kvpatch.arch.rotary import switch_length
+from tests.helpers.marks import batches, since
 from tests.helpers.tiny import IDS, VOCAB, make, prompt
 
 LIMIT = 32
@@ -40,6 +41,9 @@ def generate(model, ids, new, **options):
     return model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, **options)
 
 
+SWITCHES = since("5.24", "texts that go past Phi 3's switch were not looked at")
+
+
 def test_lengths_at_which_models_switch():
     assert [switch_length(switching(kind)) for kind in ("longrope", "dynamic")] == [LIMIT, LIMIT]
     assert switch_length(make("llama_gqa")) is None
@@ -57,6 +61,7 @@ def test_lossless_generates_up_to_there_and_no_further(kind):
             generate(model, prompt(1, 40), 5)
 
 
+@SWITCHES
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_generate_goes_beyond(policy):
     model, ids = switching("longrope"), prompt(1, 26)
@@ -65,6 +70,7 @@ def test_generate_goes_beyond(policy):
         assert torch.equal(generate(model, ids, 12), want)
 
 
+@SWITCHES
 def test_drafts_that_would_meet_the_switch_are_refused():
     model, ids = switching("longrope"), prompt(1, 26)
     unpatched = generate(model, ids, 12, prompt_lookup_num_tokens=3)
@@ -80,6 +86,7 @@ def test_drafts_that_would_meet_the_switch_are_refused():
         assert torch.equal(generate(model, ids, 12, prompt_lookup_num_tokens=3), unpatched)
 
 
+@batches
 def test_requests_of_one_pass_are_rotated_alike():
     """A longer text beside it would change what a short one says: under the unpatched engine it does."""
     model, short, long = switching("longrope"), prompt(1, 20), prompt(1, 50, seed=4)
