@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from .adapter import source_module
 
-BY_LENGTH = ("dynamic", "longrope")
-"""Scalings of rotary positions that change with the length of the text."""
+BY_LENGTH = {"longrope": "original_max_position_embeddings", "dynamic": ""}
+"""Scalings of rotary positions that change with the length of the text, and the parameter that says behind which length; where
+none does, it is the model's number of positions."""
 
 
 def switch_length(model: nn.Module) -> int | None:
@@ -25,11 +26,8 @@ def _list_switches(rotary: Any) -> list[int]:
     asked = getattr(config, "rope_parameters", None) or {}
     one_kind = not isinstance(kinds, dict)
     tables = [(kinds, asked)] if one_kind else [(kind, asked.get(layer) or {}) for layer, kind in kinds.items()]
-    named, most = (
-        {"longrope": "original_max_position_embeddings", "dynamic": ""},
-        getattr(config, "max_position_embeddings", None),
-    )
-    lengths = [own.get(named[kind]) or most for kind, own in tables if kind in named]
+    most = getattr(config, "max_position_embeddings", None)
+    lengths = [own.get(BY_LENGTH[kind]) or most for kind, own in tables if kind in BY_LENGTH]
     return [int(length) for length in lengths if length is not None]
 
 

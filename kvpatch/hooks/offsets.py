@@ -44,12 +44,12 @@ def forget_offsets(model: Any) -> None:
 
 
 def give_back_offsets(model: nn.Module, cache: EvictingCache, B: int | None) -> None:
-    """Give a model, or a module of it, the offsets of the text that a cache has read; B: rows of what is read next."""
+    """Give a model, or the modules of it that keep them, the offsets of a cache's text. B: rows of what is read next."""
     own = cache.ids.offsets_B1
     if own is None or not cache.get_seq_length():
         return
     each = len(own) // B if B and len(own) % B == 0 else 1  # a text's row is given once for all its beams
-    for module in model.modules():
-        if has_offsets(module):
-            holder: Any = module
-            holder.rope_deltas = own[::each]
+    # a step, whose model keeps them itself, has no time to look through its modules
+    holders: list[Any] = [model] if has_offsets(model) else [*filter(has_offsets, model.modules())]
+    for holder in holders:
+        holder.rope_deltas = own[::each]
