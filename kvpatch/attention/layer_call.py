@@ -466,9 +466,8 @@ class Call(LayerRead):
             cache.shared = shared = torch.cat([shared, more], -1)
         index = positions + 1  # column 0 belongs to empty slots
         old = shared.gather(-1, index)
-        total = old * self._find_decay(old, decay) + increment.nan_to_num(
-            0.0
-        )  # a NaN in one layer adds nothing to the shared sum
+        # a NaN in one layer adds nothing to the shared sum
+        total = old * self._find_decay(old, decay) + increment.nan_to_num(0.0)
         shared.scatter_(-1, index, total)
 
     def _find_shared_score(self, like: Tensor) -> Tensor:
