@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
 from ..arch.rotary import switch_length
 from ..arch.upstream import CACHE, cache_of
@@ -188,11 +188,11 @@ def one_text_a_row(call: dict[str, Any]) -> None:
 def refuse_switch(model: Any, prompt: int, new: int) -> None:
     """Raise KVPatchError for drafts in a text on whose way the model drops its cache, to read the text anew.
 
-    Phi 3 does where its rotations switch (longrope). prompt, new: tokens of the text, and those to be generated.
+    Phi 3 does where its rotations switch (longrope): such models prepare their inputs by a method of their own.
+    prompt, new: tokens of the text, and those to be generated.
     """
-    prepare = getattr(inspect.unwrap(type(model).prepare_inputs_for_generation), "__code__", None)
-    names = () if prepare is None else (*prepare.co_names, *prepare.co_consts)
-    limit = switch_length(model) if "original_max_position_embeddings" in names else None
+    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    limit = switch_length(model) if own else None
     if limit is not None and limit < prompt + new:
         less = f"give max_new_tokens={limit - prompt} or less, or " if prompt < limit else ""
         raise KVPatchError(
