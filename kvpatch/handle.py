@@ -100,7 +100,7 @@ class Patch:
         Args:
             past: a DynamicCache that the unpatched model filled, or a cache under policy "full".
             ids: the prompt's token ids [B,T], for policies that read it a second time.
-            attention_mask: the prompt's padding mask [B,T], of a DynamicCache with padding.
+            attention_mask: the prompt's padding mask [B,T], of a DynamicCache with padding that positions did not count.
 
         Raises:
             KVPatchError: the policy needs queries or attention rows that `past` does not hold, or `past` has dropped tokens.

@@ -81,7 +81,8 @@ class Forward:
     the last one, since all share one budget, or for a second reading (attention/compress.py).
     span_BQ: the columns' spans of `quota=` (policies/quotas.py), or None.
     shown: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
-    reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. repeat: the
+    reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. ahead_B1:
+    how far the model's positions are ahead of those counted from 0, as such a reading must know; None: not at all. repeat: the
     pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end. lender: lends
     each layer the earlier tokens, of which the cache itself holds none (cache/lossless.py), or None.
     """
@@ -111,6 +112,7 @@ class Forward:
     ended: list[Any] = field(default_factory=list)
     shown: dict[int, list[Any]] = field(default_factory=dict)
     reread_BN: Tensor | None = None
+    ahead_B1: Tensor | None = None
     repeat: Repeat | None = None
     edit: Edit | None = None
     lender: Lender | None = None

@@ -17,7 +17,7 @@ from ..errors import KVPatchError
 from ..policies.served import refuse
 from . import decoder, ownership
 from .identity import stamp_model
-from .second_reading import read_again
+from .second_reading import check_second_reading, read_again
 from .state import PatchState
 from .target import Target
 
@@ -25,6 +25,7 @@ from .target import Target
 def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: Any) -> EvictingCache:
     """Return a cache under the budget with what the policy keeps of `past`; see Patch.compress."""
     refuse("compress", state.combine())
+    by_columns = isinstance(past, EvictingCache) and past.rows.by_columns
     if isinstance(past, EvictingCache):
         past, mask = _take_entries(past)
     _check_past(target.decoder, state, past, ids, mask)
@@ -34,6 +35,8 @@ def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: 
         cache.read_by = stamp_model(target.decoder)
         known = ids if ids is None or mask is None else ids.masked_fill(mask.to(ids.device) == 0, -1)
         now = passes.begin_compression(cache, known, decoder.table_maker(target.decoder, state, devices[0]))
+        if by_columns:
+            now.ahead_B1 = past.get_seq_length() - cache.lengths_B[:, None]
         _end_prompt(target, cache, devices)
         if now.reread_BN is None:
             passes.finish(cache)
@@ -100,4 +103,4 @@ def _check_past(model: nn.Module, state: PatchState, past: Any, ids: Any, mask: 
                 f"Policy {settings.policy.name!r} reads the prompt a second time: call compress() inside the block."
             )
         if shape is not None and state.max_positions is not None:
-            decoder.check_second_reading(settings, shape[1], shape[1], state.max_positions)
+            check_second_reading(settings, shape[1], shape[1], state.max_positions)

@@ -17,15 +17,13 @@ from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
 from ..cache.lossless import LosslessCache
 from ..cache.prefix import Prefix
-from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.context import at_hand
-from ..policies.needs.second_reading import Rereading
 from ..serving.pool import RequestPool
 from . import inputs, lossless, offsets, ownership, texts
 from .attention import Courier, PassMask
 from .replay import begin_replay
-from .second_reading import enter_prepared
+from .second_reading import check_second_reading, enter_prepared, note_places
 from .state import Changed, NotCaptured, PatchState, by_kind, is_aside, pass_mask, put_aside
 
 NO_CAPTURE = (
@@ -136,6 +134,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     if cache.settings.rereads and state.max_positions is not None and Q > 1:
         check_second_reading(cache.settings, cache.get_seq_length() + Q, Q, state.max_positions)
     cache.count_in(keys_dtype(decoder, tokens.device.type))
+    columns = cache.get_seq_length()
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
         repeatable = scratch and decoder.training
         table = table_maker(decoder, state, tokens.device)
@@ -147,6 +146,8 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
         call["position_ids"] = cache.running.positions_BQ
     if renumbered and state.max_positions is not None:
         _give_no_place(call, tokens)
+    if cache.running.reread_BN is not None and not renumbered and "position_ids" in state.decoder_parameters:
+        note_places(cache.running, call.get("position_ids"), columns)
     if cache.rows.padded and not renumbered and "position_ids" in state.decoder_parameters:
         cache.rows.by_columns |= call.get("position_ids") is None
     own = pass_mask(tokens.device)
@@ -279,18 +280,6 @@ def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, 
         raise KVPatchError(
             f"The text needs {last} positions, but this model has {limit}. Evicting tokens does not give new positions: "
             "shorten the prompt or generate fewer tokens."
-        )
-
-
-def check_second_reading(settings: CacheSettings, seen: int, Q: int, limit: int) -> None:
-    """Raise KVPatchError if what repeats a prompt of Q tokens, the newest of those seen, has no positions left."""
-    need = settings.policy.needs.find(Rereading)
-    assert need is not None
-    more = need.longest(Q)
-    if seen + more > limit:
-        raise KVPatchError(
-            f"Policy {settings.policy.name!r} reads {more} tokens a second time behind {seen}, but this model has "
-            f"{limit} positions: give chunk= fewer tokens, or shorten the prompt."
         )
 
 

@@ -15,7 +15,10 @@ from ..arch.upstream import cache_of, set_cache
 from ..attention import anomaly, compress
 from ..cache import passes
 from ..cache.cache import EvictingCache
+from ..cache.forward_context import Forward
 from ..cache.lossless import LosslessCache
+from ..cache.settings import CacheSettings
+from ..errors import KVPatchError
 from ..policies.needs.second_reading import Rereading
 from . import lossless
 from .attention import PassMask
@@ -61,7 +64,8 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
                     tokens, positions = passes.begin_repeat(cache, now, pieces, ids_BN.device)
                 call: dict[str, Any] = {"input_ids": tokens, state.cache_name: cache, "use_cache": True}
                 if "position_ids" in state.decoder_parameters:
-                    call["position_ids"] = positions.clamp(min=0)
+                    ahead_B1 = 0 if now.ahead_B1 is None else now.ahead_B1
+                    call["position_ids"] = (positions + ahead_B1).clamp(min=0)
                 with cache.states.kept():
                     decoder(**call)
         finally:
@@ -69,6 +73,33 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
         with torch.inference_mode(False):
             compress.finish(cache, now)
             passes.finish(cache)
+
+
+def check_second_reading(settings: CacheSettings, seen: int, Q: int, limit: int) -> None:
+    """Raise KVPatchError if what repeats a prompt of Q tokens, the newest of those seen, has no positions left."""
+    need = settings.policy.needs.find(Rereading)
+    assert need is not None
+    more = need.longest(Q)
+    if seen + more > limit:
+        raise KVPatchError(
+            f"Policy {settings.policy.name!r} reads {more} tokens a second time behind {seen}, but this model has "
+            f"{limit} positions: give chunk= fewer tokens, or shorten the prompt."
+        )
+
+
+def note_places(now: Forward, position_ids: Tensor | None, columns: int) -> None:
+    """Note how far the model's positions of each row's last token are from those that are counted from 0.
+
+    Padding in front of a row that gets no position_ids moves its tokens, as the caller's position_ids may: what repeats a
+    prompt must follow it. columns: read before this pass.
+    """
+    counted_BQ = now.positions_BQ
+    if position_ids is None:
+        given_BQ = torch.arange(columns, columns + counted_BQ.shape[1], device=counted_BQ.device).expand_as(counted_BQ)
+    else:  # the last of several dimensions, which agree on text
+        given_BQ = (position_ids if position_ids.ndim == 2 else position_ids[-1]).to(counted_BQ.device).expand_as(counted_BQ)
+    last_B1 = counted_BQ.argmax(-1, keepdim=True)
+    now.ahead_B1 = given_BQ.gather(1, last_B1) - counted_BQ.gather(1, last_B1)
 
 
 def enter_prepared(call: dict[str, Any], cache: EvictingCache, device: torch.device, state: PatchState) -> Changed:

@@ -25,10 +25,11 @@ def model():
 @pytest.mark.parametrize("policy", [*POLICIES, *COMBINED])
 def test_what_was_read_before_the_block_is_kept_as_if_it_were_read_inside(model, policy, padded):
     mask = left_pad(IDS, [30, 19]) if padded else None
-    past = model(IDS, attention_mask=mask).past_key_values
+    at = {} if mask is None else {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    past = model(IDS, **at).past_key_values
     with kvpatch.patched(model, policy, 0.4, **SMALL.get(policy, {})) as patch:
         want = patch.new_cache()
-        model(IDS, attention_mask=mask, past_key_values=want)
+        model(IDS, **at, past_key_values=want)
         got = patch.compress(past, IDS if "kvzip" in policy else None, attention_mask=mask)
         got.check_invariants()
         assert kept(got) == kept(want)
@@ -158,3 +159,12 @@ def test_what_to_type_instead(model):
         pass
     with pytest.raises(kvpatch.KVPatchError, match=r"call compress\(\) inside the block"):
         patch.compress(past, IDS)
+
+
+def test_a_second_reading_of_a_cache_whose_positions_count_padding_follows_them(model):
+    mask = left_pad(IDS, [30, 19])
+    with kvpatch.patched(model, "full"):
+        past = model(IDS, attention_mask=mask).past_key_values
+    with kvpatch.patched(model, "kvzip", 0.4, **SMALL["kvzip"]) as patch:
+        want = model(IDS, attention_mask=mask, past_key_values=patch.new_cache()).past_key_values
+        assert kept(patch.compress(past, IDS)) == kept(want)

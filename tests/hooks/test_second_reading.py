@@ -224,3 +224,17 @@ def test_the_instruction_of_a_tokenizer():
     assert pieces[0][2] == [1, 2, 4, *range(100, 110)]
     assert pieces[1][2] == [3, *range(102, 110), 4, *range(110, 120)]
     assert max(len(text) for _, _, text in pieces) == need.longest(25)
+
+
+def test_a_second_reading_follows_padding_and_given_positions(model):
+    """It took the prompt to begin at 0, and so overlapped with a text that began behind padding."""
+    ids = prompt(1, 40)
+    padded = torch.cat([prompt(1, 6, seed=3), ids], 1)
+
+    def read(ids, **more):
+        return kept(model(ids, past_key_values=patch.new_cache(), **more).past_key_values)
+
+    with kvpatch.patched(model, "kvzip", 0.3, **OPTIONS) as patch:
+        alone = read(ids)
+        assert read(padded, attention_mask=left_pad(padded, [40])) == alone
+        assert read(ids, position_ids=torch.arange(9, 49)[None]) == alone
