@@ -318,7 +318,7 @@ def _compress_layer(
     elif evicts and (slots.holes or not filling or roomy):
         slots.holes |= filling > 0
         first_BH = None
-        if kept is None and index is not None and slots.kv.appends:  # all heads have as many tokens, in their first slots
+        if kept is None and slots.kv.appends:  # all heads have as many tokens, in their first slots
             first_BH = slots.positions.new_full(slots.positions.shape[:2], held)
         slots.start_evicting(filling, first_BH, counts, goals)
     elif evicts:

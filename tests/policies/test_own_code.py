@@ -75,7 +75,7 @@ MISTAKES = [
     (Silent(), r"Silent\.value\(context\).*returned None.*float tensor \[B,H,T\] = \[1, 2, 20\]"),
     (Flat(), r"Flat\.value\(context\).*returned a tensor of shape \[3\].*\[B,H,T\] = \[1, 2, 20\]"),
     (OneHead(), r"OneHead\.value\(context\).*returned a tensor of shape \[20\].*\[1, 2, 20\]"),
-    (Typo(), r"Typo\.value\(context\).*AttributeError: .*position_BHT"),
+    (Typo(), r"Typo\.value\(context\).*AttributeError: .*position_BHT.*context\.positions_BHT\.$"),
     (ListEntry(), r"ListEntry\.entry\(.*returned a list.*dict.*\[B,H,Q\] = \[1, 2, 20\]"),
     (WideEntry(), r"WideEntry\.entry\(.*'mine' is a tensor of shape \[1, 20\].*\[B,H,Q\] = \[1, 2, 20\]"),
     (OldEntry(), r"OldEntry\.entry\(.*TypeError: .*positional argument.*entry\(self, new\)"),

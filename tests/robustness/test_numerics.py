@@ -239,8 +239,12 @@ def test_strict_names_the_layer_the_tensor_and_the_position(hop):
         assert torch.equal(used[0], cache.layers[1].keys)
         assert torch.equal(used[1], cache.layers[1].positions)
         handle.remove()
-        getattr(model.model.layers[1].self_attn, name).register_forward_hook(_poison(1, 4))
+        handle = getattr(model.model.layers[1].self_attn, name).register_forward_hook(_poison(1, 4))
         with pytest.raises(kvpatch.KVPatchError, match=where.format(4) + r".*strict=True|strict=True.*" + where.format(4)):
+            model(ids)
+        handle.remove()
+        getattr(model.model.layers[1].self_attn, name).register_forward_hook(_poison(1, slice(3, 9)))
+        with pytest.raises(kvpatch.KVPatchError, match=where.format(3) + r", .*position 6 and 2 more, head"):
             model(ids)
 
 
