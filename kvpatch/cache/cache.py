@@ -97,7 +97,6 @@ class EvictingCache(TextState):
 
     # ---- copies ----
 
-    @writable
     def clone(self) -> EvictingCache:
         """Return an independent copy, for several questions after one context."""
         self.catch_up()

@@ -44,9 +44,6 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     cannot be cropped, because an eviction chose them or some rows' padding lies there.
     """
 
-    is_compileable = False
-    is_croppable = False
-
     def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL, every: int = 1, latent: bool = False) -> None:
         self.statistics, self.bits, self.every, self.latent = statistics, bits, every, latent
         self.storage: Callable[[Tensor, Tensor], Slots] | None = None  # of an engine, in place of buffers of the layer's own
