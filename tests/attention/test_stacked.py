@@ -24,7 +24,8 @@ def test_layer_by_layer_and_stacked_steps_agree(monkeypatch):
     """Also where the cache is cloned between steps."""
     model, ids, fed = make("llama_gqa"), prompt(2, 30), prompt(2, 9, seed=2)
     critical = [kvpatch.get_policy(f"critical({base})") for base in ("keyformer", "tova", "roco")]
-    for policy in (*EVICTING, *critical):
+    drawn_anew = kvpatch.get_policy("keyformer").with_options(resample=True)  # by the numbers of layers and heads
+    for policy in (*EVICTING, *critical, drawn_anew):
         stacked, one = run(model, ids, fed, policy, 0.4)
         assert (not one.stacked) == (policy in ONCE or policy == "key_diff")
         with kvpatch.patched(model, policy, 0.4) as patch:
@@ -40,6 +41,8 @@ def test_layer_by_layer_and_stacked_steps_agree(monkeypatch):
         assert not other.stacked
         torch.testing.assert_close(stacked, alone, atol=1e-6, rtol=0)
         assert kept(one) == kept(other) == kept(twin)
+        for mine, own in zip(one.layers, other.layers, strict=True):
+            torch.testing.assert_close(mine.state, own.state, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
 def test_steps_are_stacked_once_the_slots_are_full():

@@ -132,17 +132,19 @@ def test_turns_first_leaves_the_question_whole():
 
 
 @pytest.mark.parametrize("policy", ["h2o", "adakv", "critical_snapkv", "dropkv"])
-def test_a_padded_batch_has_turns_too(policy):
-    """The second prompt is padded too, between what its row holds and what it brings."""
+@pytest.mark.parametrize("short", [8, 11])
+def test_a_padded_batch_has_turns_too(policy, short):
+    """The second prompt is padded too, between what its row holds and what it brings; or it is not, and has no mask."""
     model, ids, fed, more = make("llama_gqa"), prompt(2, 30), prompt(2, 3, seed=7), prompt(2, 11, seed=4)
     with torch.no_grad(), kvpatch.patched(model, policy, 0.4, **SMALL.get(policy, {})):
-        mask, second = left_pad(ids, [30, 21]), left_pad(more, [11, 8])
+        mask, second = left_pad(ids, [30, 21]), left_pad(more, [11, short])
         _, cache = force(model, ids, fed, mask)
         mask = torch.cat([mask, torch.ones(2, 3, dtype=mask.dtype), second], 1)
         places = (mask.cumsum(1)[:, -11:] - 1).clamp_min(0)
-        out = model(more, attention_mask=mask, past_key_values=cache, position_ids=places).logits
+        masked = {"attention_mask": mask} if short < 11 else {}
+        out = model(more, **masked, past_key_values=cache, position_ids=places).logits
         together = cache.held(1)
-        for row, (n, m) in enumerate(((30, 11), (21, 8))):
+        for row, (n, m) in enumerate(((30, 11), (21, short))):
             one = slice(row, row + 1)
             _, alone = force(model, ids[one, 30 - n :], fed[one])
             own = model(more[one, 11 - m :], past_key_values=alone).logits

@@ -70,6 +70,11 @@ def test_as_the_oracle_has_it(policy, more):
         certain(name, policy, K[policy], steps=14, **SMALL_STEPS[policy] | more)
 
 
+@pytest.mark.parametrize("policy", RECALLING)
+def test_the_last_queries_see_a_sliding_window_alone(policy):
+    certain("mistral_sliding", policy, K[policy], steps=14, **SMALL_STEPS[policy])
+
+
 @pytest.mark.parametrize("policy", DECODING)
 def test_float32(policy):
     certain("llama_gqa", policy, K[policy], steps=14, dtype=torch.float32, **SMALL_STEPS[policy])
