@@ -20,6 +20,7 @@ from ..policies.windows import Chunk
 from ..serving.admission import HAS
 from ..serving.conversations import Conversations
 from ..serving.pool import RequestPool
+from .accelerate import OwnMethod
 from .attention import Courier
 from .editing import replace_span
 from .identity import stamp_model
@@ -47,14 +48,14 @@ def batches() -> Callable[..., Any]:
     return functools.wraps(GenerationMixin.generate_batch)(generate_batch)
 
 
-def continuous_batching(state: PatchState, decoder: str, previous: Callable[..., Any] | None) -> Callable[..., Any]:
+def continuous_batching(state: PatchState, decoder: str, own: OwnMethod) -> Callable[..., Any]:
     """Make init_continuous_batching(), whose manager gives each request a budget; generate_batch() calls it.
 
     Where nothing is evicted the engine is transformers' own, unless conversations are to be kept.
 
     With `messages` its requests are added with their Messages, as `messages=`.
 
-    decoder: its name in the model. previous: the model's own method, if it is an attribute of its own.
+    decoder: its name in the model.
     """
 
     def init_continuous_batching(
@@ -67,8 +68,7 @@ def continuous_batching(state: PatchState, decoder: str, previous: Callable[...,
         messages: bool = False,
     ) -> Any:
         if state.settings.transparent and conversations is None:
-            own = functools.partial(type(self).init_continuous_batching, self) if previous is None else previous
-            return own(generation_config, continuous_batching_config, workload_hints)
+            return own(self)(generation_config, continuous_batching_config, workload_hints)
         check_engine(transformers.__version__)
         chunks = any(isinstance(shape.sliding, Chunk) for shape in state.shapes)
         sharded = getattr(self, "_device_mesh", None) is not None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, GenerationMixin
 
-from ..arch.upstream import CACHE, CACHE_NAMES, PREPARE_CACHE, cache_of, mask_columns, set_cache
+from ..arch.upstream import CACHE, CACHE_NAMES, cache_of, mask_columns, set_cache
 from ..arch.upstream import create_masks_for_generate as make_masks
 from ..cache import from_dynamic
 from ..cache.cache import EvictingCache
@@ -27,6 +27,7 @@ from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.served import refuse
 from . import inputs, lossless, offsets, ownership, texts
+from .accelerate import OwnMethod
 from .decoder import own_cache
 from .generate_steps import GenerateSteps
 from .identity import remove_adapter_hooks
@@ -36,7 +37,7 @@ from .versions import check_prompt_tuning
 DEFAULT_LENGTH = 20  # new tokens of a generate() that is told no number
 
 
-def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
+def wrap_generate(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
     """Wrap generate() to pass its own EvictingCache, which knows the prompt's length and the number of new tokens.
 
     A caller's cache that has read another text raises an error: see texts.check_text.
@@ -45,7 +46,7 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return _run_with_cache(self, previous, steps, args, kwargs)
+            return _run_with_cache(self, own(self), steps, args, kwargs)
         except KVPatchError:
             remove_adapter_hooks(self)
             raise
@@ -54,11 +55,10 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
 
 
 def _run_with_cache(
-    self: Any, previous: Callable[..., Any] | None, steps: GenerateSteps, args: tuple[Any, ...], kwargs: dict[str, Any]
+    self: Any, run: Callable[..., Any], steps: GenerateSteps, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run generate() with an EvictingCache, unless its options ask for none or another."""
     state = steps.state
-    run = functools.partial(type(self).generate, self) if previous is None else previous
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
     config = config if isinstance(config, GenerationConfig) else None
     configs = (config, getattr(self, "generation_config", None))
@@ -109,7 +109,7 @@ def _run_with_cache(
         _finish(cache, state)
 
 
-def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
+def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
     """Wrap the method in which generate() makes a cache: an EvictingCache unless the caller passed one.
 
     Its configuration is generate()'s own copy, and may be changed.
@@ -118,11 +118,10 @@ def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        run = functools.partial(getattr(type(self), PREPARE_CACHE), self) if previous is None else previous
         past = cache_of(model_kwargs)
         past = ownership.begun(past, state) if isinstance(past, Prefix) else past
         if isinstance(past, LosslessCache):
-            return run(generation_config, model_kwargs, *args, **kwargs)
+            return own(self)(generation_config, model_kwargs, *args, **kwargs)
         ours = isinstance(past, EvictingCache)
         foreign = state.settings.transparent and not ours and _asks_for_others(model_kwargs, generation_config)
         if not foreign and (ours or generation_config.use_cache is not False):
@@ -135,7 +134,7 @@ def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -
                 state.log.start(past, made_here)
                 _begin_uncalled(past, generation_config, model_kwargs, state)
             set_cache(model_kwargs, past, CACHE)
-        return run(generation_config, model_kwargs, *args, **kwargs)
+        return own(self)(generation_config, model_kwargs, *args, **kwargs)
 
     return _prepare_cache_for_generation
 

@@ -25,6 +25,7 @@ from ..cache.cache import EvictingCache
 from ..cache.lossless import LosslessCache
 from ..errors import KVPatchError
 from . import inputs
+from .accelerate import OwnMethod
 from .state import Offload, PatchState
 
 FIRST, MOST = 8, 16  # tokens of a draft: of the first one, and of the longest
@@ -185,13 +186,13 @@ class Drafter(CandidateGenerator):
             self.state.settings.notices.say("drafts", HOPELESS)
 
 
-def wrap_candidates(previous: Callable[..., Any], state: PatchState) -> Callable[..., Any]:
+def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
     """Wrap the method that makes the candidates of assisted decoding."""
 
     def _get_candidate_generator(self: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         cache = cache_of(kwargs["model_kwargs"])
         if not isinstance(cache, LosslessCache):
-            return previous(generation_config=generation_config, **kwargs)
+            return own(self)(generation_config=generation_config, **kwargs)
         return Drafter(self, cache, kwargs.get("logits_processor"), generation_config, state)
 
     return _get_candidate_generator
