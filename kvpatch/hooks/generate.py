@@ -169,6 +169,7 @@ def _finish(cache: EvictingCache, state: PatchState) -> None:
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
     """Return an EvictingCache to continue from `past`: None, an EvictingCache, or a cache that an unpatched run filled."""
+    refuse("generate() of the class", state.combine())
     if past is None:
         text_config = model.config.get_text_config()
         return state.new_cache(getattr(text_config, "num_hidden_layers", None))
