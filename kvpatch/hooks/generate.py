@@ -66,7 +66,7 @@ def _run_with_cache(
         return run(*args, **kwargs)
     _refuse_cache_implementation(kwargs, *configs)
     taken_as = _cache_parameter(run, kwargs)
-    if _no_cache_wanted(kwargs, config) or taken_as is None:
+    if find_option("use_cache", kwargs, config) is False or taken_as is None:
         return run(*args, **kwargs)
     _refuse_checkpointing(self)
     past = cache_of(kwargs)
@@ -91,7 +91,7 @@ def _run_with_cache(
             _draft(cache, given.columns)
         elif given.columns is not None:
             _announce_prompt(cache, given, virtual)
-            cache.request.new_tokens = _new_tokens(self, kwargs, config, (cache.request.prompt_len or 0) - virtual)
+            cache.request.new_tokens = _count_new(kwargs, configs, (cache.request.prompt_len or 0) - virtual)
             cache.request.room = cache.request.new_tokens if compiles else cache.request.room
             if not state.settings.transparent and _drafts_wanted(kwargs, *configs):
                 inputs.refuse_switch(self, given.whole or 0, cache.request.new_tokens or DEFAULT_LENGTH)
@@ -201,6 +201,12 @@ def _cache_parameter(run: Callable[..., Any], kwargs: dict[str, Any]) -> str | N
 # ---- the caller's options ----
 
 
+def find_option(name: str, kwargs: dict[str, Any], *configs: Any) -> Any:
+    """Return an option of generate() as it resolves it: the caller's own, else of the first configuration that has it."""
+    found = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+    return next((one for one in found if one is not None), None)
+
+
 def _asks_for_others(kwargs: dict[str, Any], *configs: Any) -> bool:
     """Tell if generate() is asked for the model's own cache, or to return attention matrices."""
     past = cache_of(kwargs)
@@ -232,9 +238,7 @@ def _refuse_cache_implementation(kwargs: dict[str, Any], *configs: Any) -> None:
 
 def _drafts_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
     """Tell if generate() was asked for assisted decoding."""
-    lookups = (getattr(config, "prompt_lookup_num_tokens", None) for config in configs)
-    asked = (kwargs.get("assistant_model"), kwargs.get("prompt_lookup_num_tokens"), *lookups)
-    return any(one is not None for one in asked)
+    return any(find_option(name, kwargs, *configs) is not None for name in ("assistant_model", "prompt_lookup_num_tokens"))
 
 
 def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
@@ -243,11 +247,6 @@ def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
         return False
     asked = (kwargs.get("compile_config"), *(getattr(config, "compile_config", None) for config in configs))
     return any(one is not None for one in asked)
-
-
-def _no_cache_wanted(kwargs: dict[str, Any], config: Any) -> bool:
-    asked = kwargs.get("use_cache")
-    return asked is False or (asked is None and getattr(config, "use_cache", None) is False)
 
 
 def _refuse_checkpointing(model: Any) -> None:
@@ -268,15 +267,12 @@ def _virtual_tokens(model: Any) -> int:
     return config.num_virtual_tokens
 
 
-def _new_tokens(model: Any, kwargs: dict[str, Any], config: Any, prompt: int) -> int | None:
+def _count_new(kwargs: dict[str, Any], configs: tuple[Any, ...], prompt: int) -> int | None:
     """Return the number of new tokens as generate() will resolve it."""
-    sources = [kwargs, vars(config) if config is not None else {}, vars(getattr(model, "generation_config", object()))]
-    for source in sources:
-        if source.get("max_new_tokens") is not None:
-            return int(source["max_new_tokens"])
-        if source.get("max_length") is not None:
-            return max(int(source["max_length"]) - prompt, 1)
-    return None
+    new, longest = (find_option(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
+    if new is None and longest is not None:
+        return max(int(longest) - prompt, 1)
+    return None if new is None else int(new)
 
 
 # ---- masks ----
