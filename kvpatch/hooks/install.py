@@ -56,6 +56,11 @@ class Installation:
         self.target, self.state = target, state
         self.marked: list[tuple[nn.Module, Mark]] = []
 
+    @property
+    def in_force(self) -> bool:
+        """True while the model has these changes."""
+        return any(vars(module).get("_kvpatch") is mark for module, mark in self.marked)
+
     def install(self) -> None:
         """Change the model; if that fails or is interrupted, the model is as before.
 
