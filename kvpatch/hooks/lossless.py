@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     StoppingCriteriaList,
+    StopStringCriteria,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
@@ -243,7 +244,9 @@ def generate(
             "leave the cache out."
         )
     set_cache(kwargs, cache, taken_as)
-    streamer = kwargs.get("streamer")
+    streamer, tokenizer = kwargs.get("streamer"), kwargs.pop("tokenizer", None)  # which generate() hands to its own loops alone
+    if tokenizer is not None and (strings := kwargs.pop("stop_strings", None)) is not None:
+        kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
 
     def decode(model: Any, input_ids: Tensor, generation_config: GenerationConfig, **others: Any) -> Any:
         if generation_config.get_generation_mode(None) not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
