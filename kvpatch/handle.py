@@ -248,9 +248,9 @@ class Patch:
         """Let passes without a cache follow a record inside a with-block; see `kvpatch.replay`. Others are on the budget.
 
         Raises:
-            KVPatchError: the record is of another model.
+            KVPatchError: the record is of another model, or the patch was removed.
         """
-        return follow(self._state, self._target.describe_class(), record)
+        return follow(self._state, self._target.describe_class(), record, self._installation.in_force)
 
     def save_cache(self, cache: Cache, path: str | PathLike[str]) -> None:
         """Write a compressed cache, with its scores, to a safetensors file; with lossless=True the entries of all tokens.

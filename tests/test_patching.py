@@ -4,11 +4,12 @@ import copy
 import gc
 import threading
 import weakref
+from types import MethodType
 
 import pytest
 import torch
 from accelerate import cpu_offload
-from accelerate.hooks import remove_hook_from_submodules
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 
 import kvpatch
@@ -35,6 +36,29 @@ def test_a_deepcopy_inside_the_block_uses_its_own_weights():
         got, cache = force(twin, ids, fed)
     assert torch.equal(want, got)
     assert cache.held(0).tolist() == [[10, 10]]
+
+
+def test_methods_of_a_deepcopy_are_its_own():
+    """Hooks of accelerate keep the forward of an attention module on it; some wrap generate() on the model."""
+    model, ids = make("llama_gqa"), prompt(1, 20)
+    for module in model.modules():
+        if kvpatch.arch.adapter.adapter_of(module) is not None:
+            add_hook_to_module(module, AlignDevicesHook())
+    model.generate = MethodType(type(model).generate, model)
+
+    def run(model):
+        logits = model(ids, use_cache=False).logits
+        return logits, model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+
+    want = run(model)
+    with kvpatch.patched(model, "h2o", 1.0):
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert all(map(torch.equal, want, run(twin)))
+    kvpatch.unpatch(twin)
+    assert all(map(torch.equal, want, run(twin)))
 
 
 def test_the_patch_is_freed_after_the_block():

@@ -24,11 +24,12 @@ class Prefix(Unpicklable):
 
     Attributes:
         ids: the tokens.
+        training: the model was in training mode, so that its dropout is in what was read.
         copies: made so far, for texts that began with it.
     """
 
-    def __init__(self, ids: Tokens, cache: EvictingCache) -> None:
-        self.ids, self.copies, self.read_by = ids, 0, cache.read_by
+    def __init__(self, ids: Tokens, cache: EvictingCache, training: bool) -> None:
+        self.ids, self.copies, self.read_by, self.training = ids, 0, cache.read_by, training
         self._cache = cache
 
     def __len__(self) -> int:

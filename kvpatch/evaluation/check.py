@@ -48,7 +48,7 @@ def check_model(model: Any, policy: str | Policy | Settings = "snapkv", k: Any =
         result, and so do scores that are NaN.
 
     Raises:
-        KVPatchError: `patched` refuses the model or an option, before anything is measured.
+        KVPatchError: `patched` refuses the model or an option, or the model is in training mode; before anything is measured.
 
     Example:
         >>> print(kvpatch.check_model(model, "snapkv", k=0.3))
@@ -87,6 +87,8 @@ class Checks:
 
     def __init__(self, model: Any, policy: str | Policy = "snapkv", k: Any = 0.5, seed: int = 0) -> None:
         self.model, self.seed = model, seed
+        if getattr(model, "training", False):
+            raise KVPatchError("A model in training mode fills no cache, which check_model() looks at: call model.eval().")
         self.policy, self.k = get_policy(policy) if isinstance(policy, str) else policy, k
         with patched(model, self.policy, k, seed=seed) as patch:
             pass  # a wrong option ends here, before anything is measured

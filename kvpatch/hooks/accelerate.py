@@ -5,6 +5,7 @@ Such a hook keeps a module's own forward in `_old_forward` and replaces `forward
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
@@ -14,6 +15,17 @@ import torch
 from torch import Tensor, nn
 
 _PLACES = ("forward", "_old_forward")
+OwnMethod = Callable[[Any], Callable[..., Any]]
+"""Finds a method of a module as it is without the patch; of a copy of the module that was patched, the copy's."""
+
+
+def own_method(module: nn.Module, name: str, previous: Callable[..., Any] | None) -> OwnMethod:
+    """Return what finds the method `name` without the patch. previous: that of the instance; None for that of its class."""
+    if previous is None:
+        return lambda one: functools.partial(getattr(type(one), name), one)
+    if getattr(previous, "__self__", None) is module:
+        return functools.partial(MethodType, previous.__func__)  # type: ignore[attr-defined]
+    return lambda one: previous
 
 
 @dataclass
@@ -43,16 +55,16 @@ class ForwardUndo:
 
 
 def replace_forward(
-    module: nn.Module, make: Callable[[Any], Callable[..., Any]], register: Callable[[ForwardUndo], None]
+    module: nn.Module, make: Callable[[OwnMethod], Callable[..., Any]], register: Callable[[ForwardUndo], None]
 ) -> None:
-    """Replace the forward of `module` by `make(its forward in the instance's attributes, or None)`.
+    """Replace the forward of `module` by `make(what finds its own)`.
 
     `register` gets the undo before the change.
     """
     own = vars(module)
     name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
     before = own.get(name)
-    ours = make(before)
+    ours = make(own_method(module, "forward", before))
     register(ForwardUndo(name, before, ours))
     own[name] = MethodType(ours, module)
 

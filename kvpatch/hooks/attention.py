@@ -18,19 +18,16 @@ from ..cache import compiled
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
 from ..serving.packed import PackedPass
+from .accelerate import OwnMethod
 
 
-def attention_forward(
-    cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool, previous: Callable[..., Any] | None
-) -> Callable[..., Any]:
-    """Make the forward of an attention module: through the cache if there is one, else the previous forward.
+def attention_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool, own: OwnMethod) -> Callable[..., Any]:
+    """Make the forward of an attention module: through the cache if there is one, else its own forward.
 
     layer: index of its layer in the cache, which layers without keys are not counted in. reads: the module is one of those,
     and uses the keys of that layer.
     """
     names, taken_as = parameters(cls), cache_argument(cls.forward)  # type: ignore[arg-type]
-    # a bound method belongs to the model that was patched, not to a copy of it
-    replaced = None if getattr(previous, "__func__", None) is cls.forward else previous
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
@@ -40,7 +37,7 @@ def attention_forward(
             cache = cache or next((value.cache for value in call.values() if isinstance(value, Courier)), None)
         if cache is None:
             _refuse_lost_mask(call, Q=call[names[0]].shape[1])
-            return cls.forward(self, *args, **kwargs) if previous is None else previous(*args, **kwargs)
+            return own(self)(*args, **kwargs)
         if self.training and (rate := adapter.dropout(self)):
             raise KVPatchError(
                 f"This model trains with an attention dropout of {rate:g}, which evicting attention leaves out: set it to 0 "
@@ -62,9 +59,8 @@ def attention_forward(
             return out if out.dtype == v.dtype else out.to(v.dtype)
 
         core = functools.partial(cache.attend, through) if isinstance(cache, PackedPass) else functools.partial(through, cache)
-        own: Callable[..., Any] = functools.partial(cls.forward, self) if replaced is None else replaced
         call = adapter.unplaced(call) if cache.settings.renumbered else call
-        return adapter.run(self, own, core, hidden, call)
+        return adapter.run(self, own(self), core, hidden, call)
 
     return forward
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,11 +15,13 @@ from transformers import GenerationMixin
 from ..arch.kinds import position_limit
 from ..arch.rotary import switch_length
 from ..cache.cache import EvictingCache
+from ..cache.prefix import Prefix, Prefixes
 from ..policies.served import refuse
 from ..policies.windows import Chunk
 from ..serving.admission import HAS
 from ..serving.conversations import Conversations
 from ..serving.pool import RequestPool
+from .accelerate import OwnMethod
 from .attention import Courier
 from .editing import replace_span
 from .identity import stamp_model
@@ -47,14 +49,14 @@ def batches() -> Callable[..., Any]:
     return functools.wraps(GenerationMixin.generate_batch)(generate_batch)
 
 
-def continuous_batching(state: PatchState, decoder: str, previous: Callable[..., Any] | None) -> Callable[..., Any]:
+def continuous_batching(state: PatchState, decoder: str, own: OwnMethod) -> Callable[..., Any]:
     """Make init_continuous_batching(), whose manager gives each request a budget; generate_batch() calls it.
 
     Where nothing is evicted the engine is transformers' own, unless conversations are to be kept.
 
     With `messages` its requests are added with their Messages, as `messages=`.
 
-    decoder: its name in the model. previous: the model's own method, if it is an attribute of its own.
+    decoder: its name in the model.
     """
 
     def init_continuous_batching(
@@ -67,8 +69,7 @@ def continuous_batching(state: PatchState, decoder: str, previous: Callable[...,
         messages: bool = False,
     ) -> Any:
         if state.settings.transparent and conversations is None:
-            own = functools.partial(type(self).init_continuous_batching, self) if previous is None else previous
-            return own(generation_config, continuous_batching_config, workload_hints)
+            return own(self)(generation_config, continuous_batching_config, workload_hints)
         check_engine(transformers.__version__)
         chunks = any(isinstance(shape.sliding, Chunk) for shape in state.shapes)
         sharded = getattr(self, "_device_mesh", None) is not None
@@ -77,11 +78,13 @@ def continuous_batching(state: PatchState, decoder: str, previous: Callable[...,
 
         kv_bytes = sum(one.heads * (one.key + one.value) for one in state.shapes) * self.dtype.itemsize
         positions, limit = _limit_positions(self, state)
-        terms = engine.EngineTerms(state.settings, positions, kv_bytes, _make_courier, state.prefixes, limit)
+        reader = self.get_submodule(decoder)
+        find = functools.partial(_find_prefix, reader, state.prefixes)
+        terms = engine.EngineTerms(state.settings, positions, kv_bytes, _make_courier, find, limit)
         given = _TOKENIZER.get() if tokenizer is None else tokenizer
         if conversations is not None:
-            conversations.replace = functools.partial(_replace, self.get_submodule(decoder), state)
-            conversations.read_alike = functools.partial(_is_read_alike, self.get_submodule(decoder))
+            conversations.replace = functools.partial(_replace, reader, state)
+            conversations.read_alike = functools.partial(_is_read_alike, reader)
         config = continuous_batching_config
         return engine.manager_of(self, terms, generation_config, config, workload_hints, given, conversations)
 
@@ -99,7 +102,14 @@ def _replace(decoder: nn.Module, state: PatchState, cache: EvictingCache, span: 
     replace_span(decoder, state, cache, span, ids, 0)
 
 
-def _is_read_alike(decoder: nn.Module, cache: EvictingCache) -> bool:
+def _find_prefix(decoder: nn.Module, prefixes: Prefixes, ids: Sequence[int]) -> Prefix | None:
+    """Return the longest prefix that a text begins with; a copy of the patched model takes what it would have read alike."""
+    found = prefixes.longest(ids)
+    own = found is None or found.read_by is None or found.read_by.decoder() is decoder or _is_read_alike(decoder, found)
+    return found if own else None
+
+
+def _is_read_alike(decoder: nn.Module, cache: EvictingCache | Prefix) -> bool:
     """Tell if the model that has read a cache is the one of now."""
     return cache.read_by is not None and cache.read_by.differs(stamp_model(decoder)) is None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 from ..arch.upstream import CACHE, CACHE_NAMES
 from ..cache.cache import EvictingCache
@@ -16,6 +16,7 @@ from ..cache.lossless import LosslessCache
 from ..cache.messages import Messages
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
+from .generate import find_option
 from .streams import Outcome, Stop
 from .target import Target
 from .transcript import Template, Transcript, find_dropped
@@ -41,7 +42,7 @@ class Chat:
         self, model: Any, tokenizer: Any, new_cache: Callable[[], EvictingCache | LosslessCache], replace: Callable[..., None],
         system: str | None, **options: Any,
     ) -> None:  # fmt: skip
-        _check_options(options)
+        _check_options(options, model.generation_config)
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._template = Template(tokenizer, dict(options.pop("template", None) or {}))
         self._model, self._tokenizer, self._options = model, tokenizer, options
@@ -187,8 +188,7 @@ class Chat:
     def _forget_span(self, index: int) -> None:
         """Take from the cache what it has read of a message; the last token of an answer is read with the next turn."""
         start, stop = self.spans[index]
-        stop = min(stop, self.cache.get_seq_length())
-        start = max(start, self._read.forgotten.get(index, 0))
+        start, stop = max(start, self._read.forgotten.get(index, 0)), min(stop, self.cache.get_seq_length())
         if start < stop:
             self.cache.forget([(start, stop)])
             self._read.forgotten[index] = stop
@@ -235,10 +235,10 @@ class Chat:
             self.cache.go_back(asked[0].tolist())
         else:
             self.cache.messages = Messages([*(one["role"] for one in self.messages), "assistant"], list(self._read.starts))
-        given = self._options | options
+        given = self._options | options | {"tokenizer": self._tokenizer, "return_dict_in_generate": False, CACHE: self.cache}
         if stops := StoppingCriteriaList([*(given.pop("stopping_criteria", None) or ()), *criteria]):
             given["stopping_criteria"] = stops
-        return self._model.generate(asked, attention_mask=torch.ones_like(asked), **{CACHE: self.cache}, **given)
+        return self._model.generate(input_ids=asked, attention_mask=torch.ones_like(asked), **given)
 
     def _end_turn(self, ids: Tensor, asked: Tensor) -> str:
         """Add the answer to the messages, and return it."""
@@ -262,14 +262,18 @@ def begin_chat(
     replace: Callable[..., None], tokenizer: Any, system: str | None, keep_system: bool, options: dict[str, Any],
 ) -> Chat:  # fmt: skip
     """Make a Chat: see Patch.chat."""
-    if not target.generators:
+    model = target.find_caller()
+    if model is None:
         raise KVPatchError("This model has no generate(): patch a model with a language head, such as AutoModelForCausalLM.")
-    chat = Chat(target.generators[0], tokenizer, new_cache, replace, system, **options)
-    keeps_system = settings.policy.scope.keeps_system
-    if keeps_system and not chat.system_tokens:
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise KVPatchError(
-            "protect='system' keeps a system prompt, and there is none: write patch.chat(tokenizer, system='...')."
+            "PEFT's prompt tuning puts tokens before a text, which no chat counts: call generate() with patch.new_cache()."
         )
+    chat = Chat(model, tokenizer, new_cache, replace, system, **options)
+    keeps_system = settings.policy.scope.keeps_system
+    asked = "protect='system'" if keeps_system else "keep_system=True" if keep_system else None
+    if asked and not chat.system_tokens:
+        raise KVPatchError(f"{asked} keeps a system prompt, and there is none: write patch.chat(tokenizer, system='...').")
     if keep_system and not keeps_system:
         _check_kept(settings, chat.system_tokens)
     return chat
@@ -279,10 +283,6 @@ def _check_kept(settings: CacheSettings, tokens: int) -> None:
     """Raise KVPatchError unless this many first tokens are never evicted."""
     ks = [k for k, evicts in zip(settings.budget.per_layer, settings.evicts, strict=True) if evicts]
     sinks = getattr(settings.policy.scope, "sinks", 0)
-    if not tokens:
-        raise KVPatchError(
-            "keep_system=True keeps a system prompt, and there is none: write patch.chat(tokenizer, system='...')."
-        )
     if ks and (sinks < tokens or not all(isinstance(k, int) and k > tokens for k in ks)):
         raise KVPatchError(
             f"keep_system=True: the system prompt has {tokens} tokens. Write patched(model, ..., k=..., sinks={tokens}) with "
@@ -290,11 +290,11 @@ def _check_kept(settings: CacheSettings, tokens: int) -> None:
         )
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def _check_options(options: dict[str, Any], config: GenerationConfig) -> None:
     """Raise KVPatchError for options of generate() that a chat gives itself, or that make several texts."""
     for name in OWN:
         if name in options:
             raise KVPatchError(f"patch.chat() gives generate() its own {name}: leave it out.")
     for name in ROWS:
-        if options.get(name) not in (None, 1):
-            raise KVPatchError(f"A chat is one text, and {name}={options[name]!r} makes several: leave {name} out.")
+        if (rows := find_option(name, options, options.get("generation_config"), config)) not in (None, 1):
+            raise KVPatchError(f"A chat is one text, and {name}={rows!r} makes several: leave {name} out, or give {name}=1.")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, GenerationMixin
 
-from ..arch.upstream import CACHE, CACHE_NAMES, PREPARE_CACHE, cache_of, mask_columns, set_cache
+from ..arch.upstream import CACHE, CACHE_NAMES, cache_of, mask_columns, set_cache
 from ..arch.upstream import create_masks_for_generate as make_masks
 from ..cache import from_dynamic
 from ..cache.cache import EvictingCache
@@ -27,6 +27,7 @@ from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.served import refuse
 from . import inputs, lossless, offsets, ownership, texts
+from .accelerate import OwnMethod
 from .decoder import own_cache
 from .generate_steps import GenerateSteps
 from .identity import remove_adapter_hooks
@@ -36,7 +37,7 @@ from .versions import check_prompt_tuning
 DEFAULT_LENGTH = 20  # new tokens of a generate() that is told no number
 
 
-def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
+def wrap_generate(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
     """Wrap generate() to pass its own EvictingCache, which knows the prompt's length and the number of new tokens.
 
     A caller's cache that has read another text raises an error: see texts.check_text.
@@ -45,7 +46,7 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return _run_with_cache(self, previous, steps, args, kwargs)
+            return _run_with_cache(self, own(self), steps, args, kwargs)
         except KVPatchError:
             remove_adapter_hooks(self)
             raise
@@ -54,11 +55,10 @@ def wrap_generate(previous: Callable[..., Any] | None, state: PatchState) -> Cal
 
 
 def _run_with_cache(
-    self: Any, previous: Callable[..., Any] | None, steps: GenerateSteps, args: tuple[Any, ...], kwargs: dict[str, Any]
+    self: Any, run: Callable[..., Any], steps: GenerateSteps, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run generate() with an EvictingCache, unless its options ask for none or another."""
     state = steps.state
-    run = functools.partial(type(self).generate, self) if previous is None else previous
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
     config = config if isinstance(config, GenerationConfig) else None
     configs = (config, getattr(self, "generation_config", None))
@@ -66,7 +66,7 @@ def _run_with_cache(
         return run(*args, **kwargs)
     _refuse_cache_implementation(kwargs, *configs)
     taken_as = _cache_parameter(run, kwargs)
-    if _no_cache_wanted(kwargs, config) or taken_as is None:
+    if find_option("use_cache", kwargs, config) is False or taken_as is None:
         return run(*args, **kwargs)
     _refuse_checkpointing(self)
     past = cache_of(kwargs)
@@ -91,7 +91,7 @@ def _run_with_cache(
             _draft(cache, given.columns)
         elif given.columns is not None:
             _announce_prompt(cache, given, virtual)
-            cache.request.new_tokens = _new_tokens(self, kwargs, config, (cache.request.prompt_len or 0) - virtual)
+            cache.request.new_tokens = _count_new(kwargs, configs, (cache.request.prompt_len or 0) - virtual)
             cache.request.room = cache.request.new_tokens if compiles else cache.request.room
             if not state.settings.transparent and _drafts_wanted(kwargs, *configs):
                 inputs.refuse_switch(self, given.whole or 0, cache.request.new_tokens or DEFAULT_LENGTH)
@@ -109,7 +109,7 @@ def _run_with_cache(
         _finish(cache, state)
 
 
-def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -> Callable[..., Any]:
+def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
     """Wrap the method in which generate() makes a cache: an EvictingCache unless the caller passed one.
 
     Its configuration is generate()'s own copy, and may be changed.
@@ -118,11 +118,10 @@ def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        run = functools.partial(getattr(type(self), PREPARE_CACHE), self) if previous is None else previous
         past = cache_of(model_kwargs)
         past = ownership.begun(past, state) if isinstance(past, Prefix) else past
         if isinstance(past, LosslessCache):
-            return run(generation_config, model_kwargs, *args, **kwargs)
+            return own(self)(generation_config, model_kwargs, *args, **kwargs)
         ours = isinstance(past, EvictingCache)
         foreign = state.settings.transparent and not ours and _asks_for_others(model_kwargs, generation_config)
         if not foreign and (ours or generation_config.use_cache is not False):
@@ -135,7 +134,7 @@ def wrap_prepare_cache(previous: Callable[..., Any] | None, state: PatchState) -
                 state.log.start(past, made_here)
                 _begin_uncalled(past, generation_config, model_kwargs, state)
             set_cache(model_kwargs, past, CACHE)
-        return run(generation_config, model_kwargs, *args, **kwargs)
+        return own(self)(generation_config, model_kwargs, *args, **kwargs)
 
     return _prepare_cache_for_generation
 
@@ -170,6 +169,7 @@ def _finish(cache: EvictingCache, state: PatchState) -> None:
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
     """Return an EvictingCache to continue from `past`: None, an EvictingCache, or a cache that an unpatched run filled."""
+    refuse("generate() of the class", state.combine())
     if past is None:
         text_config = model.config.get_text_config()
         return state.new_cache(getattr(text_config, "num_hidden_layers", None))
@@ -199,6 +199,12 @@ def _cache_parameter(run: Callable[..., Any], kwargs: dict[str, Any]) -> str | N
 
 
 # ---- the caller's options ----
+
+
+def find_option(name: str, kwargs: dict[str, Any], *configs: Any) -> Any:
+    """Return an option of generate() as it resolves it: the caller's own, else of the first configuration that has it."""
+    found = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+    return next((one for one in found if one is not None), None)
 
 
 def _asks_for_others(kwargs: dict[str, Any], *configs: Any) -> bool:
@@ -232,9 +238,7 @@ def _refuse_cache_implementation(kwargs: dict[str, Any], *configs: Any) -> None:
 
 def _drafts_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
     """Tell if generate() was asked for assisted decoding."""
-    lookups = (getattr(config, "prompt_lookup_num_tokens", None) for config in configs)
-    asked = (kwargs.get("assistant_model"), kwargs.get("prompt_lookup_num_tokens"), *lookups)
-    return any(one is not None for one in asked)
+    return any(find_option(name, kwargs, *configs) is not None for name in ("assistant_model", "prompt_lookup_num_tokens"))
 
 
 def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
@@ -243,11 +247,6 @@ def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
         return False
     asked = (kwargs.get("compile_config"), *(getattr(config, "compile_config", None) for config in configs))
     return any(one is not None for one in asked)
-
-
-def _no_cache_wanted(kwargs: dict[str, Any], config: Any) -> bool:
-    asked = kwargs.get("use_cache")
-    return asked is False or (asked is None and getattr(config, "use_cache", None) is False)
 
 
 def _refuse_checkpointing(model: Any) -> None:
@@ -268,15 +267,12 @@ def _virtual_tokens(model: Any) -> int:
     return config.num_virtual_tokens
 
 
-def _new_tokens(model: Any, kwargs: dict[str, Any], config: Any, prompt: int) -> int | None:
+def _count_new(kwargs: dict[str, Any], configs: tuple[Any, ...], prompt: int) -> int | None:
     """Return the number of new tokens as generate() will resolve it."""
-    sources = [kwargs, vars(config) if config is not None else {}, vars(getattr(model, "generation_config", object()))]
-    for source in sources:
-        if source.get("max_new_tokens") is not None:
-            return int(source["max_new_tokens"])
-        if source.get("max_length") is not None:
-            return max(int(source["max_length"]) - prompt, 1)
-    return None
+    new, longest = (find_option(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
+    if new is None and longest is not None:
+        return max(int(longest) - prompt, 1)
+    return None if new is None else int(new)
 
 
 # ---- masks ----

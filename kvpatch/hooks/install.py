@@ -14,7 +14,7 @@ from torch import nn
 
 from ..arch.upstream import CANDIDATES, COMPILED, KEPT_MANAGER, MAKE_MASKS, PREPARE_CACHE, START_BATCHING
 from . import shell
-from .accelerate import put_hook, replace_forward
+from .accelerate import own_method, put_hook, replace_forward
 from .attention import attention_forward, parameters
 from .batching import batches, continuous_batching, end_continuous_batching
 from .generate import masks_for_generate, wrap_generate, wrap_prepare_cache
@@ -24,6 +24,9 @@ from .offsets import has_offsets
 from .second_reading import after_decoder
 from .state import MISSING, Mark, PatchState
 from .target import Target, already_patched
+
+METHODS = ("generate", PREPARE_CACHE, CANDIDATES, START_BATCHING)
+"""Methods of a model with generate() in whose place the patch puts its own, which call them."""
 
 
 @dataclass
@@ -52,6 +55,11 @@ class Installation:
     def __init__(self, target: Target, state: PatchState) -> None:
         self.target, self.state = target, state
         self.marked: list[tuple[nn.Module, Mark]] = []
+
+    @property
+    def in_force(self) -> bool:
+        """True while the model has these changes."""
+        return any(vars(module).get("_kvpatch") is mark for module, mark in self.marked)
 
     def install(self) -> None:
         """Change the model; if that fails or is interrupted, the model is as before.
@@ -96,15 +104,15 @@ class Installation:
     def _install_generate(self, generator: nn.Module, mark: Mark) -> None:
         """Wrap generate() and the methods that it calls, and drop what it has compiled before."""
         state, changes = self.state, dict[str, object]()
-        changes["generate"] = MethodType(wrap_generate(vars(generator).get("generate"), state), generator)
+        own = {name: own_method(generator, name, vars(generator).get(name)) for name in METHODS}
+        changes["generate"] = MethodType(wrap_generate(own["generate"], state), generator)
         changes[MAKE_MASKS] = masks_for_generate(getattr(generator, MAKE_MASKS, None))
-        changes[PREPARE_CACHE] = MethodType(wrap_prepare_cache(vars(generator).get(PREPARE_CACHE), state), generator)
+        changes[PREPARE_CACHE] = MethodType(wrap_prepare_cache(own[PREPARE_CACHE], state), generator)
         if state.lossless and hasattr(generator, CANDIDATES):
-            changes[CANDIDATES] = MethodType(wrap_candidates(getattr(generator, CANDIDATES), state), generator)
+            changes[CANDIDATES] = MethodType(wrap_candidates(own[CANDIDATES], state), generator)
         if hasattr(generator, START_BATCHING):
-            own = vars(generator).get(START_BATCHING)
             inner = next(name for name, module in generator.named_modules() if module is self.target.decoder)
-            changes[START_BATCHING] = MethodType(continuous_batching(state, inner, own), generator)
+            changes[START_BATCHING] = MethodType(continuous_batching(state, inner, own[START_BATCHING]), generator)
             mark.undo.append(end_continuous_batching)
         if not state.settings.transparent and hasattr(generator, START_BATCHING):
             changes["generate_batch"] = MethodType(batches(), generator)

@@ -7,14 +7,20 @@ chosen anew is what the next draft is made from.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import (
+    GenerationConfig,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -25,9 +31,12 @@ from ..cache.cache import EvictingCache
 from ..cache.lossless import LosslessCache
 from ..errors import KVPatchError
 from . import inputs
+from .accelerate import OwnMethod
 from .state import Offload, PatchState
 
 FIRST, MOST = 8, 16  # tokens of a draft: of the first one, and of the longest
+CRITERIA = "_kvpatch_criteria"
+STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 TRIES = 8  # drafts in a row of which nothing is accepted, after which no more are made
 HOPELESS = (
     f"lossless=True: nothing of the last {TRIES} drafts was accepted, so that tokens are generated one by one, each by "
@@ -141,15 +150,27 @@ def _check_rotations(model: Any, prompt: int, longest: int) -> None:
     )
 
 
+def _check_processors(processors: Iterable[Any]) -> None:
+    """Raise KVPatchError for a processor that goes on from its last call, since drafts that are rejected call it too."""
+    for one in processors:
+        if isinstance(one, STATEFUL):
+            raise KVPatchError(
+                f"lossless=True: {type(one).__name__} goes on from one token to the next, also from rejected drafts: leave "
+                "guidance_scale and watermarking_config out of generate(), or lossless out of patched()."
+            )
+
+
 class Drafter(CandidateGenerator):
-    """Candidates of assisted decoding, from a budgeted cache: up to `length` tokens, which follows what is accepted."""
+    """Candidates of assisted decoding, from a budgeted cache: up to `length` tokens, which follows what is accepted.
+
+    No draft holds a token that ends the text: the pass over all entries writes it, and criteria look at the last token alone.
+    """
 
     def __init__(self, model: Any, cache: LosslessCache, processors: Any, config: GenerationConfig, state: PatchState) -> None:
         self.model, self.cache, self.processors, self.state = model, cache, processors, state
         self.samples = bool(config.do_sample)
         self.longest: int = config.max_length
-        stops = getattr(config, "_eos_token_tensor", None)
-        self.stops = set() if stops is None else set(stops.flatten().tolist())
+        self.criteria: StoppingCriteriaList = vars(config)[CRITERIA]
         self.length: int = FIRST
         self.failed = self.drafted = 0
 
@@ -160,17 +181,18 @@ class Drafter(CandidateGenerator):
         wanted = min(self.length, self.longest - before - 1)
         if not self.cache.drafting or wanted <= 0 or drafts.seen != before - 1:  # a pass reads the text first
             return input_ids, None
-        text, logits = input_ids, []
+        text, logits = input_ids, list[Tensor]()
         for _ in range(wanted):
             logits_1QV = self.model(text[:, -1:], **{CACHE: drafts}, use_cache=True).logits
             logits_1V = logits_1QV[:, -1].to(torch.float32)
-            logits.append(self.processors(text, logits_1V) if self.processors else logits_1V)
-            token = logits[-1].softmax(-1).multinomial(1) if self.samples else logits[-1].argmax(-1, keepdim=True)
-            text = torch.cat([text, token.to(text.device)], 1)
-            if self.stops and int(token) in self.stops:
+            logits_1V = self.processors(text, logits_1V) if self.processors else logits_1V
+            token = logits_1V.softmax(-1).multinomial(1) if self.samples else logits_1V.argmax(-1, keepdim=True)
+            longer = torch.cat([text, token.to(text.device)], 1)
+            if bool(self.criteria(longer, (*logits, logits_1V)).all()):
                 break
-        self.drafted = text.shape[1] - before
-        return text, torch.stack(logits, 1) if self.samples else None
+            text, logits = longer, [*logits, logits_1V]
+        self.drafted = len(logits)
+        return text, torch.stack(logits, 1) if self.samples and logits else None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Adapt the length of drafts."""
@@ -185,13 +207,13 @@ class Drafter(CandidateGenerator):
             self.state.settings.notices.say("drafts", HOPELESS)
 
 
-def wrap_candidates(previous: Callable[..., Any], state: PatchState) -> Callable[..., Any]:
+def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
     """Wrap the method that makes the candidates of assisted decoding."""
 
     def _get_candidate_generator(self: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         cache = cache_of(kwargs["model_kwargs"])
         if not isinstance(cache, LosslessCache):
-            return previous(generation_config=generation_config, **kwargs)
+            return own(self)(generation_config=generation_config, **kwargs)
         return Drafter(self, cache, kwargs.get("logits_processor"), generation_config, state)
 
     return _get_candidate_generator
@@ -222,13 +244,16 @@ def generate(
             "leave the cache out."
         )
     set_cache(kwargs, cache, taken_as)
-    streamer = kwargs.get("streamer")
+    streamer, tokenizer = kwargs.get("streamer"), kwargs.pop("tokenizer", None)  # which generate() hands to its own loops alone
+    if tokenizer is not None and (strings := kwargs.pop("stop_strings", None)) is not None:
+        kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
 
     def decode(model: Any, input_ids: Tensor, generation_config: GenerationConfig, **others: Any) -> Any:
         if generation_config.get_generation_mode(None) not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise KVPatchError("lossless=True generates greedily or by sampling: leave beams and other searches out.")
         if len(input_ids) != 1:
             raise KVPatchError("lossless=True drafts for one text at a time: leave num_return_sequences out.")
+        _check_processors(others["logits_processor"])
         _check_rotations(model, input_ids.shape[1], generation_config.max_length)
         check_room(model, input_ids[:, read:], cache, state)
         piece = generation_config.prefill_chunk_size
@@ -236,6 +261,7 @@ def generate(
             for ids_1Q in input_ids[:, read:-1].split(piece or input_ids.shape[1], 1):
                 model(ids_1Q, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         cache.again = len(cache.ids)
+        vars(generation_config)[CRITERIA] = others["stopping_criteria"]  # of this call's own configuration
         others.pop("streamer", None)
         return model._assisted_decoding(input_ids, generation_config=generation_config, streamer=streamer, **others)
 

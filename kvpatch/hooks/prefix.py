@@ -37,7 +37,7 @@ def renew_prefix(target: Target, owner: weakref.ref[PatchState], prefix: Prefix)
     state = owner()
     assert state is not None
     same = prefix.read_by is not None and prefix.read_by.differs(stamp_model(target.decoder)) is None
-    return prefix if same else _read_prefix(target, state, prefix.ids)
+    return prefix if same and prefix.training == target.decoder.training else _read_prefix(target, state, prefix.ids)
 
 
 def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> Prefix:
@@ -45,7 +45,7 @@ def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> 
     with torch.no_grad():
         target.decoder(input_ids=ids_1N, use_cache=True, **{state.cache_name: cache})
     clear_offsets(target.outer, cache)
-    return Prefix(tokens, cache)
+    return Prefix(tokens, cache, target.decoder.training)
 
 
 def _refuse_images(target: Target, tokens: tuple[int, ...]) -> None:

@@ -91,8 +91,15 @@ def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
 
 
 @contextmanager
-def follow(state: PatchState, model: dict[str, Any], record: Record | Sequence[Record]) -> Iterator[None]:
-    """Let passes without a cache follow a record inside a with-block: see Patch.replay. model: its class and shapes."""
+def follow(state: PatchState, model: dict[str, Any], record: Record | Sequence[Record], in_force: bool) -> Iterator[None]:
+    """Let passes without a cache follow a record inside a with-block: see Patch.replay.
+
+    model: its class and shapes. in_force: the patch was not removed.
+    """
+    if not in_force:
+        raise KVPatchError(
+            "This patch was removed, so that no pass would follow the record: write `with kvpatch.replay(model, record):`."
+        )
     joined = record if isinstance(record, Record) else Record.join(record)
     same_model(joined.model, model, "this one")
     if state.settings.renumbered:

@@ -52,7 +52,7 @@ class Target:
 
     attentions: of the layers on the budget. readers: of layers without keys of their own, each with the index of the layer on
     the budget whose keys it uses. shell: a model around the decoder that makes its masks, or None. outer: the innermost model
-    around the decoder that knows tokens of images, else the innermost one, or None.
+    around the decoder that knows tokens of images, else the innermost one, or None. given: the model that was patched.
     """
 
     def __init__(
@@ -65,10 +65,11 @@ class Target:
         shell: nn.Module | None,
         outer: nn.Module | None,
         stack: Stack | None,
+        given: nn.Module,
     ):
         self.attentions, self.readers = attentions, readers
         self.decoder, self.generators, self.parallel = decoder, generators, parallel
-        self.shell, self.outer, self.stack = shell, outer, stack
+        self.shell, self.outer, self.stack, self.given = shell, outer, stack, given
 
     @classmethod
     def find(cls, model: nn.Module, *, auto: bool = True) -> Target:
@@ -117,12 +118,17 @@ class Target:
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
         innermost = holders[-2] if len(holders) > 1 else None
         outer = next((holder for holder in reversed(holders[:-1]) if _image_tokens(holder)), innermost)
-        return cls(own, readers, decoder, generators, parallel_of(model, found), shell, outer, stack)
+        return cls(own, readers, decoder, generators, parallel_of(model, found), shell, outer, stack, model)
 
     def modules(self) -> Iterator[tuple[int, bool, tuple[nn.Module, Adapter]]]:
         """Yield the index of the layer whose keys a module uses, if another module writes them, the module and its adapter."""
         yield from ((layer, False, pair) for layer, pair in enumerate(self.attentions))
         yield from ((layer, True, pair) for layer, pair in self.readers)
+
+    def find_caller(self) -> Any:
+        """Return the model whose generate() is called: PEFT's wrapper tells its adapters of the text; None if there is none."""
+        wrapped = self.generators and hasattr(self.given, "peft_config")
+        return self.given if wrapped else next(iter(self.generators), None)
 
     def bounds(self) -> tuple[int | None, ...]:
         """Return the window of each layer that has one; None for others, and for all if every layer has one."""

@@ -144,9 +144,13 @@ def _check_padding(mask_BT: Tensor, known_BT: Tensor, edited: int = 0) -> None:
     if not bool(wrong_BT.any()):
         return
     row, column = wrong_BT.nonzero()[0].tolist()
-    there, here = ("padding", "a token") if known_BT[min(row, len(known_BT) - 1), column] == PADDING else ("a token", "padding")
+    own = min(row, len(known_BT) - 1)
+    known_T = known_BT[own]
+    there, here = ("padding", "a token") if known_T[column] == PADDING else ("a token", "padding")
+    at = int((known_T[:column] != PADDING).sum())
+    take_out = f"cache.forget([({at}, {at + 1})], row={own}) takes that token out. " * (here == "padding")
     raise KVPatchError(
         f"attention_mask has {here} at column {column} of row {row}, where the cache has read {there}: give the mask of the "
         "text that it has read, with ones for what was generated, behind an early end too (without a mask generate() takes pad "
-        f"tokens for padding). cache.forget([({column}, {column + 1})], row={row}) takes a token out. {ANEW}"
+        f"tokens for padding). {take_out}{ANEW}"
     )

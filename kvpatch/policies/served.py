@@ -273,6 +273,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "schedule='both', or k as tokens, which are then of the generated text.",
     },
     # what a patch offers
+    "generate() of the class": {
+        "lossless": "lossless=True drafts in the generate() of the patched model: call model.generate(...), not its class's."
+    },
     "prefix": {"lossless": "lossless=True keeps each text's own cache: leave lossless out, or give generate() the whole text."},
     "room=": {
         "lossless": "room= is for steps that are compiled, and lossless=True drafts and verifies: leave one of them out."

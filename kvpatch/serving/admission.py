@@ -33,7 +33,7 @@ class Admission:
         """
         if self.max_positions is not None:
             self._limit(state, self.max_positions)
-        prefix = self.cache.prefixes.longest(state.initial_tokens)
+        prefix = self.cache.find_prefix(state.initial_tokens)
         messages = state.logit_processor_kwargs.get("messages")
         self.cache.check(len(state.initial_tokens), state.max_new_tokens, prefix, messages)
         if prefix is not None:  # as the engine's own prefix sharing does

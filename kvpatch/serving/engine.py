@@ -10,7 +10,7 @@ import copy
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from transformers.generation.continuous_batching.initialization import update_cb
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..arch.upstream import KEPT_MANAGER
-from ..cache.prefix import Prefixes
+from ..cache.prefix import Prefix
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from .admission import HAS, Admission
@@ -56,15 +56,15 @@ class EngineTerms:
     """Facts of a patch and its model.
 
     max_positions: that the model has, or None. kv_bytes: of a token's keys and values in all layers. carry: makes the attention
-    mask of a packed pass, which the patch finds in the decoder. prefixes: that requests may begin with. limit: what to say of
-    max_positions.
+    mask of a packed pass, which the patch finds in the decoder. find_prefix: returns what a text begins with. limit: what to
+    say of max_positions.
     """
 
     settings: CacheSettings
     max_positions: int | None
     kv_bytes: int
     carry: Callable[[RequestPool], Tensor]
-    prefixes: Prefixes
+    find_prefix: Callable[[Sequence[int]], Prefix | None]
     limit: str = HAS
 
 
@@ -158,7 +158,7 @@ class BatchingManager(ContinuousBatchingManager):
             chunk = max(chunk // settings.block, 1) * settings.block
         rows = config.max_requests_per_batch or chunk
         pool = RequestPool(settings, blocks, config.page_size, chunk + rows, self.model.device)
-        pool.chunk, pool.prefixes, pool.conversations = chunk, self.terms.prefixes, self.conversations
+        pool.chunk, pool.find_prefix, pool.conversations = chunk, self.terms.find_prefix, self.conversations
         return pool
 
 

@@ -17,7 +17,7 @@ import torch
 
 from ..cache.cache import EvictingCache
 from ..cache.messages import Messages
-from ..cache.prefix import Prefix, Prefixes
+from ..cache.prefix import Prefix
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
 from ..policies.numbers import on_device
@@ -42,9 +42,9 @@ class RequestPool:
     """The requests of one engine.
 
     settings: of the patch. chunk: tokens of a prompt that one pass reads; a longer prompt is compressed after every chunk.
-    num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. prefixes: of the patch; begins: those
-    that requests begin with, which wait or were admitted. conversations: that are kept, if any are. compute: enters the stream
-    of passes. after_token: gets a request's state with its new token.
+    num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. find_prefix: returns the patch's that
+    a text begins with; begins: those of requests that wait or were admitted. conversations: that are kept, if any are. compute:
+    enters the stream of passes. after_token: gets a request's state with its new token.
     """
 
     # the engine's interface: no index tensors and masks are made, since there is no allocator to ask for them
@@ -61,7 +61,8 @@ class RequestPool:
         self.pool = _Sectors()
         self.chunk = max_batch_tokens
         self.requests: dict[str, Request] = {}
-        self.prefixes, self.begins = Prefixes(), dict[str, Prefix | Beginning]()
+        self.find_prefix: Callable[[Sequence[int]], Prefix | None] = lambda ids: None
+        self.begins: dict[str, Prefix | Beginning] = {}
         self.conversations: Conversations | None = None
         self.compute: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.after_token: Callable[[Any], None] | None = None

@@ -211,6 +211,8 @@ def test_in_a_patched_block_passes_with_a_cache_are_on_the_budget():
         assert patch.report().backends["replay"] == ("torch", "triton: kernels run on a GPU")
     close(replayed[:, 23:], logits)
     assert torch.equal(again, logits)
+    with pytest.raises(kvpatch.KVPatchError, match=r"was removed.*with kvpatch\.replay\(model, record\)"), patch.replay(first):
+        model(text)
 
 
 def replaying(model, record):

@@ -78,6 +78,11 @@ def test_a_large_budget_is_checked_on_a_longer_text_or_said_not_to_be():
         assert words in next(result.detail for result in table if result.name == OWN.format("h2o"))
 
 
+def test_a_model_in_training_mode_is_refused():
+    with pytest.raises(kvpatch.KVPatchError, match=r"training mode fills no cache.*model\.eval\(\)"):
+        kvpatch.check_model(tiny.make("gpt2").train(), "h2o")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_tolerance_comes_from_the_models_own_rounding(dtype):
     model = tiny.make("llama", dtype=dtype)

@@ -4,10 +4,11 @@ import threading
 
 import pytest
 import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
 import kvpatch
 from kvpatch.errors import KVPatchError
@@ -393,6 +394,31 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(model, tokenizer, h
         assert read.count("one?") == read.count("two?") == 1 and read.count("yes") == 1
 
 
+def test_stop_strings_are_in_the_chat_s_own_words(model, tokenizer):
+    with kvpatch.patched(model, "h2o", k=24) as patch:
+        chat = patch.chat(tokenizer, **saying(tokenizer, "yes. or no."), stop_strings=["."])
+        assert chat.send("one?") == "yes."
+
+
+@pytest.mark.parametrize("calls", [None, "assistant\n"])
+def test_adapters_are_asked_as_peft_asks_them(model, tokenizer, calls):
+    """PEFT's wrapper tells an aLoRA where in a text it sets in."""
+    options = {} if calls is None else {"alora_invocation_tokens": tokenizer(calls, add_special_tokens=False).input_ids}
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=64, init_lora_weights=False, target_modules=["q_proj", "v_proj"], **options
+    )
+    model = get_peft_model(model, config).double().eval()
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat = patch.chat(tokenizer, **GREEDY)
+        chat.send("one?")
+        asked = chat.ids[:, :-7]
+        want = model.generate(input_ids=asked, attention_mask=torch.ones_like(asked), **GREEDY)
+        assert torch.equal(chat.ids, want)
+        with model.disable_adapter():
+            plain = model.generate(input_ids=asked, attention_mask=torch.ones_like(asked), **GREEDY)
+        assert not torch.equal(plain, want)
+
+
 # ---- the system prompt ----
 
 
@@ -434,9 +460,21 @@ def test_errors_say_what_to_type(model, tokenizer):
         for name, value in {"past_key_values": None, "num_beams": 2, "streamer": None}.items():
             with pytest.raises(KVPatchError, match=f"leave (it|{name}) out"):
                 patch.chat(tokenizer, **{name: value})
+        several = GenerationConfig(num_return_sequences=2, do_sample=True)
+        with pytest.raises(KVPatchError, match="num_return_sequences=2 makes several.*give num_return_sequences=1"):
+            patch.chat(tokenizer, generation_config=several)
+        patch.chat(tokenizer, generation_config=several, num_return_sequences=1, max_new_tokens=3).send("one?")
+        model.generation_config.num_beams = 2
+        with pytest.raises(KVPatchError, match="num_beams=2 makes several"):
+            patch.chat(tokenizer)
+        model.generation_config.num_beams, model.generation_config.return_dict_in_generate = 1, True
+        patch.chat(tokenizer, **GREEDY).send("one?")
         tokenizer.chat_template = None
         with pytest.raises(KVPatchError, match=r"no chat template: .* set tokenizer.chat_template"):
             patch.chat(tokenizer)
     headless = make("llama_gqa").model
     with kvpatch.patched(headless, "h2o", k=24) as patch, pytest.raises(KVPatchError, match="has no generate"):
+        patch.chat(make_tokenizer())
+    tuned = get_peft_model(make("llama_gqa"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with kvpatch.patched(tuned, "h2o", k=24) as patch, pytest.raises(KVPatchError, match="prompt tuning puts tokens before"):
         patch.chat(make_tokenizer())

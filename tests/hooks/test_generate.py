@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from transformers import StoppingCriteriaList
 
 import kvpatch
 from tests.helpers.comparing import same_tokens
@@ -48,3 +49,22 @@ def test_assisted_decoding_under_one_budget_for_all_layers_is_refused():
     refused = pytest.raises(kvpatch.KVPatchError, match=r"Use adaptive\(\) in place of global_topk\(\)")
     with kvpatch.patched(model, RAGGED["global_topk_snapkv"], 0.5), refused:
         model.generate(ids, assistant_model=assistant, max_new_tokens=8, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [({"max_new_tokens": 5, "max_length": 90}, None), ({"max_length": 25}, None), ({"max_length": 90}, 5)],
+)
+def test_a_cache_knows_how_many_tokens_generate_writes(given, own):
+    model, ids, told = make("llama_gqa"), prompt(1, 20), []
+    model.generation_config.max_new_tokens = own
+
+    def note(input_ids, scores, **kwargs):
+        told.append(cache.request.new_tokens)
+        return torch.zeros(1, dtype=torch.bool)
+
+    with kvpatch.patched(model, "keyformer", 8) as patch:
+        cache = patch.new_cache()
+        given = {**given, "past_key_values": cache, "stopping_criteria": StoppingCriteriaList([note])}
+        model.generate(ids, do_sample=False, pad_token_id=0, **given)
+    assert told == [5] * 5

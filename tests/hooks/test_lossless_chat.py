@@ -58,6 +58,16 @@ def test_each_turn_is_the_unpatched_model_s(model):
         assert write(model, tokenizer, messages, GREEDY).tolist() == ids.tolist()
 
 
+def test_stop_strings_end_an_answer_where_they_end_the_unpatched_model_s(model):
+    tokenizer, said = make_tokenizer(), []
+    for options in ({"k": 1.0}, {"k": 0.9, "lossless": True}):
+        with kvpatch.patched(model, "h2o", **options) as patch:
+            chat = patch.chat(tokenizer, stop_strings=["o", "."], max_new_tokens=40, do_sample=False)
+            said.append([chat.send(turn) for turn in TURNS])
+    assert said[0] == said[1]
+    assert all(one[-1] in "o." and len(one) < 20 for one in said[0])
+
+
 @pytest.mark.parametrize("template", [THINKING, SHORTENED])
 def test_what_a_template_takes_back_is_read_from_there_on(template, model):
     """Nothing stays that has seen tokens which are gone; what is before them is not read again."""

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, SynthIDTextWatermarkingConfig
 
 import kvpatch
 from kvpatch.arch.upstream import HYBRIDS, cache_of
@@ -42,6 +42,15 @@ REFUSED = {
     "several samples": (
         lambda model, ids, patch: generate(model, ids, do_sample=True, num_return_sequences=2),
         "leave num_return_sequences out",
+    ),
+    "guidance": (lambda model, ids, patch: generate(model, ids, guidance_scale=1.5), "leave guidance_scale and"),
+    "a watermark of all tokens": (
+        lambda model, ids, patch: generate(model, ids, watermarking_config=SynthIDTextWatermarkingConfig(3, [3, 5, 7])),
+        "SynthIDTextWatermarkLogitsProcessor goes on from one token to the next",
+    ),
+    "generate() of the class": (
+        lambda model, ids, patch: type(model).generate(model, ids, **OPTIONS),
+        r"call model.generate\(...\), not its class's",
     ),
     "several texts": (lambda model, ids, patch: generate(model, ids.repeat(2, 1)), "one text a call"),
     "embeddings": (

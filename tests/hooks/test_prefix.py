@@ -94,6 +94,18 @@ def test_it_is_read_once_and_shared():
             patch.prefixes.drop(prefix)
 
 
+def test_one_that_was_read_with_dropout_is_read_anew():
+    model = make("gpt2").train()
+    for block in model.transformer.h:
+        block.attn.attn_dropout.p = 0.0
+    with kvpatch.patched(model, "h2o", 16) as patch:
+        noisy = patch.prefix(DOCUMENT)
+        assert patch.prefix(DOCUMENT) is noisy
+        model.eval()
+        assert torch.equal(asked(model, patch.prefix(DOCUMENT))[0], asked(model, anew(patch, model))[0])
+        assert len(patch.prefixes) == 1
+
+
 def test_refused():
     model, other = make("llama_gqa"), make("llama_gqa")
     with torch.no_grad():

@@ -1,5 +1,7 @@
 """Requests of continuous batching whose prompts begin with a prefix of the patch start from it."""
 
+import copy
+
 import pytest
 import torch
 
@@ -44,6 +46,21 @@ def test_tokens(policy, k, options):
         assert batched(model, TEXTS) == wanted
         assert policy == "adakv" or options or wanted != plain
         assert [one.copies for one in patch.prefixes] == [6, 2, 2], "the longest that the prompt goes beyond"
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_copy_with_other_weights_reads_its_texts_itself(alike):
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 24) as patch:
+        twin = copy.deepcopy(model)
+        if not alike:
+            with torch.no_grad():
+                for parameter in twin.parameters():
+                    parameter.mul_(0.9)
+        plain = batched(twin, TEXTS[:1])
+        prefix = patch.prefix(LONG)
+        assert batched(twin, TEXTS[:1]) == (expected(model, patch, TEXTS[:1]) if alike else plain)
+        assert prefix.copies == 2 * alike
 
 
 def test_several_sequences_and_chunks():
