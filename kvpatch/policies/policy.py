@@ -149,8 +149,8 @@ class Policy:
 
     @property
     def aligned(self) -> bool:
-        """Tell whether heads with equal scores hold the same tokens."""
-        return self.over_heads is None and self.selection is None
+        """Tell whether heads with equal scores hold the same tokens: scopes of other kinds may rank each head's own."""
+        return self.over_heads is None and self.selection is None and type(self.scope).mask is Scope.mask
 
     @property
     def over_model(self) -> bool:
