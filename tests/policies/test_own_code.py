@@ -8,6 +8,7 @@ import torch
 
 import kvpatch
 from kvpatch import KVPatchError, Policy, Scope, Score
+from kvpatch.policies.needs import Need
 from tests.helpers.tiny import make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -65,6 +66,27 @@ class OldEntry(ListEntry):
 
 
 @dataclass(frozen=True)
+class TakenEntry(ListEntry):
+    """Norms of keys would count as those of projected values."""
+
+    name: str
+
+    def entry(self, new):
+        return {self.name: new.k_BHQD.norm(dim=-1)}
+
+
+@dataclass(frozen=True)
+class ListNeed(Need):
+    def entry(self, new):
+        return [new.k_BHQD.norm(dim=-1)]
+
+
+@dataclass(frozen=True)
+class Needing(ListEntry):
+    needs = (ListNeed(),)
+
+
+@dataclass(frozen=True)
 class WrongScope(Scope):
     def mask(self, context):
         return context.positions_BHT
@@ -79,6 +101,8 @@ MISTAKES = [
     (ListEntry(), r"ListEntry\.entry\(.*returned a list.*dict.*\[B,H,Q\] = \[1, 2, 20\]"),
     (WideEntry(), r"WideEntry\.entry\(.*'mine' is a tensor of shape \[1, 20\].*\[B,H,Q\] = \[1, 2, 20\]"),
     (OldEntry(), r"OldEntry\.entry\(.*TypeError: .*positional argument.*entry\(self, new\)"),
+    (Needing(), r"ListNeed\.entry\(.*returned a list.*dict.*\[B,H,Q\] = \[1, 2, 20\]"),
+    *((TakenEntry(name), rf"TakenEntry\.entry\(.*stores '{name}'.*another name") for name in ("norm", "protect", "quota", "span")),
 ]  # fmt: skip
 
 
@@ -88,7 +112,7 @@ def test_a_mistake_in_a_score_names_the_method_and_the_shape(score, words):
         patch._target.decoder(prompt(1, 20))
     assert re.search(words, str(told.value)), told.value
     assert "policy 'mine'" in str(told.value)
-    assert told.value.__cause__ is not None or "returned" in str(told.value) or " is a " in str(told.value)
+    assert told.value.__cause__ is not None or "returned" in str(told.value) or " is a " in str(told.value) or "stores" in str(told.value)
 
 
 def test_a_mistake_in_a_scope_too():
