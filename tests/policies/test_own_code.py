@@ -102,7 +102,7 @@ MISTAKES = [
     (WideEntry(), r"WideEntry\.entry\(.*'mine' is a tensor of shape \[1, 20\].*\[B,H,Q\] = \[1, 2, 20\]"),
     (OldEntry(), r"OldEntry\.entry\(.*TypeError: .*positional argument.*entry\(self, new\)"),
     (Needing(), r"ListNeed\.entry\(.*returned a list.*dict.*\[B,H,Q\] = \[1, 2, 20\]"),
-    *((TakenEntry(name), rf"TakenEntry\.entry\(.*stores '{name}'.*another name") for name in ("norm", "protect", "quota", "span")),
+    *((TakenEntry(one), rf"TakenEntry\.entry\(.*stores '{one}'.*another name") for one in ("norm", "protect", "quota", "span")),
 ]  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_a_mistake_in_a_score_names_the_method_and_the_shape(score, words):
         patch._target.decoder(prompt(1, 20))
     assert re.search(words, str(told.value)), told.value
     assert "policy 'mine'" in str(told.value)
-    assert told.value.__cause__ is not None or "returned" in str(told.value) or " is a " in str(told.value) or "stores" in str(told.value)
+    assert told.value.__cause__ is not None or any(word in str(told.value) for word in ("returned", " is a ", "stores"))
 
 
 def test_a_mistake_in_a_scope_too():

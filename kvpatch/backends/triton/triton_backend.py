@@ -258,6 +258,8 @@ def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
         return "more is protected than sinks and recent tokens"
     if policy.score.stored is None:
         return "no kernel knows the score's value()"
+    if policy.score.stored == "mean" and "unseen" in slots.state:
+        return "an edit's tokens were seen by other rows than positions say"
     return None
 
 
