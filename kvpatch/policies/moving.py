@@ -227,10 +227,10 @@ def _weigh_tokens(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Ten
 
 def _check_sizes(rule: Rule, policy: Any, also: str = "") -> None:
     """Raise KVPatchError for protected sizes that are shares of the budget, where it is no number of tokens."""
-    names = ("recent", "protected")
-    shares = [(name, value) for name in names if isinstance(value := policy.options().get(name), float) and value > 0.0]
-    for name, value in shares:
-        raise KVPatchError(
-            f"{name}={value} is a share of the budget, which k={rule} does not give as a number of tokens: give "
-            f"tokens, such as {name}=32{f', or {also}' if also else ''}."
-        )
+    for name in ("recent", policy.scope.ranked):
+        value = policy.options().get(name)
+        if isinstance(value, float) and value > 0.0:
+            raise KVPatchError(
+                f"{name}={value} is a share of the budget, which k={rule} does not give as a number of tokens: give "
+                f"tokens, such as {name}=32{f', or {also}' if also else ''}."
+            )
