@@ -49,8 +49,9 @@ def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | N
         f"a bool tensor {_format_shape(context.positions_BHT, 'B,H,T')}, or None",
     )
     result = _run_method(where, wanted, lambda error: _name_missing_need(error, context), scope.mask, context)
-    if result is not None and (not isinstance(result, Tensor) or result.dtype != torch.bool):
-        said = f"a tensor of {result.dtype}" if isinstance(result, Tensor) else _describe_result(result)
+    is_mask = isinstance(result, Tensor) and result.dtype == torch.bool
+    if result is not None and not (is_mask and result.shape[-1:] == context.positions_BHT.shape[-1:]):
+        said = f"a tensor of {result.dtype}" if isinstance(result, Tensor) and not is_mask else _describe_result(result)
         raise KVPatchError(f"{where} returned {said}: it must return {wanted}.")
     return result
 

@@ -115,9 +115,16 @@ def test_a_mistake_in_a_score_names_the_method_and_the_shape(score, words):
     assert told.value.__cause__ is not None or any(word in str(told.value) for word in ("returned", " is a ", "stores"))
 
 
-def test_a_mistake_in_a_scope_too():
-    policy = Policy("mine", kvpatch.get_policy("h2o").score, WrongScope())
-    words = r"WrongScope\.mask\(context\) of policy 'mine' returned a tensor of torch\.int64.*bool tensor \[B,H,T\]"
+@dataclass(frozen=True)
+class ShortScope(Scope):
+    def mask(self, context):
+        return context.positions_BHT[..., 1:] > 3
+
+
+@pytest.mark.parametrize(("scope", "said"), [(WrongScope(), r"torch\.int64"), (ShortScope(), r"shape \[1, 2, 19\]")])
+def test_a_mistake_in_a_scope_too(scope, said):
+    policy = Policy("mine", kvpatch.get_policy("h2o").score, scope)
+    words = rf"{type(scope).__name__}\.mask\(context\) of policy 'mine' returned a tensor of {said}.*bool tensor \[B,H,T\]"
     with kvpatch.patched(make("llama_gqa"), policy, 0.5) as patch, pytest.raises(KVPatchError, match=words):
         patch._target.decoder(prompt(1, 20))
 
