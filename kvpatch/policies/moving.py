@@ -94,7 +94,7 @@ class Mass(Rule):
     left a sliding window count as 0, and go first unless they are protected.
 
     Attributes:
-        share: share of the sum, in (0, 1]; 1.0 never evicts.
+        share: share of the sum, in (0, 1]; 1.0 evicts what is over the ceiling alone, and without one never.
         floor: fewest tokens that a head keeps: tokens (int) or a share of the prompt (float).
         ceiling: most tokens that a head keeps, in the same units, or None. Shares of the budget, such as recent=0.5, are of it.
 
@@ -130,7 +130,7 @@ class Mass(Rule):
 
     @property
     def evicts(self) -> bool:
-        return self.share < 1.0
+        return self.share < 1.0 or self.ceiling is not None
 
     def tokens(self, n: int) -> int:
         return MAX_POSITION if self.ceiling is None else max(1, share(self.ceiling, n))
