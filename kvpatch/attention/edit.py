@@ -97,4 +97,19 @@ class EditEnded(Ended):
 
 def end_edit(call: Call, past: int, q_BHGQD: Tensor) -> None:
     """Keep each head's budget after an edit, in buffers with room for the tokens that follow."""
+    if call.evicts and call.policy.needs.sums:
+        _count_unseen(call, past, q_BHGQD.shape[3])
     finish_group([EditEnded(call, past, [], q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))])
+
+
+def _count_unseen(call: Call, past: int, new: int) -> None:
+    """Note by how many rows `context.rows_seen`, which goes by positions, would be too many; fewer than 0 where too few.
+
+    The rows behind an edit have not seen its tokens. Those in front are seen by its rows, of which positions count the opened.
+    """
+    edit, positions, unseen = call.now.edit, call.slots.positions, call.slots.statistic("unseen")
+    assert edit is not None
+    before, own = (positions[:, :, :past] >= 0) & (positions[:, :, :past] < edit.start), slice(past, past + new)
+    unseen[:, :, :past] -= before * (new - edit.opened)
+    end_B11 = call.now.copy(call.now.n_B, positions.device)[:, None, None]
+    unseen[:, :, own] = (end_B11 - positions[:, :, own] - torch.arange(new, 0, -1, device=positions.device)).to(unseen.dtype)

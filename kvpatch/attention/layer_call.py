@@ -98,7 +98,8 @@ class Call(LayerRead):
         """Compute what the score, the selection, `protect=` and `quota=` keep about a prompt's tokens when they are written."""
         if not self.evicts:
             return {}
-        entry = {**self.score_entry(k_BHQD, v_BHQD, positions_BQ), **self.selection_entry(v_BHQD)}
+        entry = self.slots.make_blanks(k_BHQD.shape[2])
+        entry |= {**self.score_entry(k_BHQD, v_BHQD, positions_BQ), **self.selection_entry(v_BHQD)}
         for name, given_BQ in (("protect", self.now.protect_BQ), ("span", self.now.span_BQ)):
             if given_BQ is not None:
                 own = given_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
@@ -160,7 +161,7 @@ class Call(LayerRead):
         """Compute `entry` of one decoded token; what depends on positions alone comes from `entry_ahead`."""
         if not self.evicts:
             return {}
-        entry = {**self.selection_entry(v_BH1D), **self.slots.blank_spans()}
+        entry = {**self.selection_entry(v_BH1D), **self.slots.make_blanks()}
         if not self.policy.entry_by_position or self.now.traced:
             return {**self.score_entry(k_BH1D, v_BH1D, positions_B1), **entry}
         return {**self.entry_ahead(k_BH1D, positions_B1), **entry}

@@ -119,7 +119,7 @@ class LayerStack:
         self.slots.seen += 1
         if self.backend != "triton":
             self.slots.write_position(self.call.positions_BQ)
-        if blank := self.slots.blank_spans():
+        if blank := self.slots.make_blanks():
             self.slots.write_entry(blank)
         if self.call.policy.entry_by_position:
             like = torch.empty(1, device=self.slots.device).expand(len(self.slots.positions), self.H, 1, 1)

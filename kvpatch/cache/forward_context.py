@@ -46,11 +46,13 @@ class Repeat:
 class Edit:
     """Tokens that a pass reads into the middle of a text: they see what is held before `start`, and themselves.
 
-    start: position of the first of them. stop: the position after their last; tokens from there on are behind the edit.
+    start: position of the first of them. stop: the position after their last; tokens from there on are behind the edit. opened:
+    positions that are new in the text.
     """
 
     start: int
     stop: int
+    opened: int
 
 
 class Lender(Protocol):

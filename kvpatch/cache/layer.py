@@ -266,9 +266,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             rows = self.state[name].flatten(0, 2)
             rows.index_copy_(0, self.free_slots(), tensor.reshape(-1, *rows.shape[1:]))
 
-    def blank_spans(self) -> dict[str, Tensor]:
-        """Return the entry of a token without a span, which may get the slot of one that had one; nothing without quotas."""
-        return {"span": self.state["span"].new_zeros(*self.positions.shape[:2], 1)} if "span" in self.state else {}
+    def make_blanks(self, tokens: int = 1) -> dict[str, Tensor]:
+        """Return zeros of new tokens for what few tokens have: they may get the slots of such."""
+        own = [name for name in ("span", "unseen") if name in self.state]
+        return {name: self.state[name].new_zeros(*self.positions.shape[:2], tokens) for name in own}
 
     def free_slots(self) -> Tensor:
         """Return the free slots as indices [B*H] into the flattened slots, computed once."""

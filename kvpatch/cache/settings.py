@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..backends.entries import FULL
 from ..errors import KVPatchError
 from ..policies import Policy, get_policy
-from ..policies.budgets import Budget, HeadSizes, Rule, Size
+from ..policies.budgets import Budget, HeadSizes, Rule, Size, as_python
 from ..policies.measures import Calibration
 from ..policies.needs.second_reading import Rereading
 from ..policies.parallel import WHOLE, Parallel
@@ -238,15 +238,16 @@ def _describe_policy(policy: Policy) -> dict[str, Any]:
     """Describe a policy's name, schedule, parts and options as plain values."""
     own = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
     parts = {name: type(part).__name__ for name, part in own.items() if not isinstance(part, str | None)}
-    options = {name: _simplify_option(value) for name, value in policy.options().items()}
+    options = json.loads(json.dumps(policy.options(), default=_simplify_option))
     return {"name": policy.name, "schedule": policy.schedule, **parts, **options}
 
 
-def _simplify_option(value: Any) -> Any:
-    """Return an option as JSON has it."""
+def _simplify_option(value: object) -> object:
+    """Return what JSON has no form of as it has one: numbers of a tensor or an array, of anything else its text."""
     if isinstance(value, Calibration):
         return value.digest
-    return value.tolist() if isinstance(value, Tensor) else value
+    plain = as_python(value)
+    return repr(value) if plain is value else plain
 
 
 def _flatten_names(described: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[i
         cache.forget([(start, stop + reread)])
     if opened:
         replacing.open_positions(cache, stop, opened)
-    _read(reader, state, cache, call, Edit(start, int(places_Q[-1]) + 1), places_Q)
+    _read(reader, state, cache, call, Edit(start, int(places_Q[-1]) + 1, opened), places_Q)
 
 
 def _read(reader: nn.Module, state: PatchState, cache: EvictingCache, call: dict[str, Any], edit: Edit, places_Q: Any) -> None:

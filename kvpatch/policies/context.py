@@ -115,6 +115,8 @@ class EvictionContext:
             next_B11, positions = self.newest_B11 + 1, self.positions_BHT
             until = next_B11 if self.sliding is None else torch.minimum(next_B11, find_end(self.sliding, positions))
             self._rows_seen = (until - positions).to(self.state["sum"].dtype)
+            if "unseen" in self.state:  # rows that have passed by a token that an edit read into the text, or that it brought
+                self._rows_seen = self._rows_seen - self.state["unseen"]
         return self._rows_seen
 
     @property

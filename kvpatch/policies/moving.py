@@ -94,7 +94,7 @@ class Mass(Rule):
     left a sliding window count as 0, and go first unless they are protected.
 
     Attributes:
-        share: share of the sum, in (0, 1]; 1.0 never evicts.
+        share: share of the sum, in (0, 1]; 1.0 evicts what is over the ceiling alone, and without one never.
         floor: fewest tokens that a head keeps: tokens (int) or a share of the prompt (float).
         ceiling: most tokens that a head keeps, in the same units, or None. Shares of the budget, such as recent=0.5, are of it.
 
@@ -130,7 +130,7 @@ class Mass(Rule):
 
     @property
     def evicts(self) -> bool:
-        return self.share < 1.0
+        return self.share < 1.0 or self.ceiling is not None
 
     def tokens(self, n: int) -> int:
         return MAX_POSITION if self.ceiling is None else max(1, share(self.ceiling, n))
@@ -227,10 +227,10 @@ def _weigh_tokens(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Ten
 
 def _check_sizes(rule: Rule, policy: Any, also: str = "") -> None:
     """Raise KVPatchError for protected sizes that are shares of the budget, where it is no number of tokens."""
-    names = ("recent", "protected")
-    shares = [(name, value) for name in names if isinstance(value := policy.options().get(name), float) and value > 0.0]
-    for name, value in shares:
-        raise KVPatchError(
-            f"{name}={value} is a share of the budget, which k={rule} does not give as a number of tokens: give "
-            f"tokens, such as {name}=32{f', or {also}' if also else ''}."
-        )
+    for name in ("recent", policy.scope.ranked):
+        value = policy.options().get(name)
+        if isinstance(value, float) and value > 0.0:
+            raise KVPatchError(
+                f"{name}={value} is a share of the budget, which k={rule} does not give as a number of tokens: give "
+                f"tokens, such as {name}=32{f', or {also}' if also else ''}."
+            )

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from .context import EvictionContext, NewTokens
+from .needs import AnyNeed
 from .scopes import Scope
 from .scores import Score
 from .statistics import STATISTICS
 
 _HERE = __name__.partition(".")[0]
+_TAKEN = ("norm", "protect", "quota", "span")  # in a layer's state, of selections and options
 
 
 def is_own(part: object) -> bool:
@@ -47,27 +49,30 @@ def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | N
         f"a bool tensor {_format_shape(context.positions_BHT, 'B,H,T')}, or None",
     )
     result = _run_method(where, wanted, lambda error: _name_missing_need(error, context), scope.mask, context)
-    if result is not None and (not isinstance(result, Tensor) or result.dtype != torch.bool):
-        said = f"a tensor of {result.dtype}" if isinstance(result, Tensor) else _describe_result(result)
+    is_mask = isinstance(result, Tensor) and result.dtype == torch.bool
+    if result is not None and not (is_mask and result.shape[-1:] == context.positions_BHT.shape[-1:]):
+        said = f"a tensor of {result.dtype}" if isinstance(result, Tensor) and not is_mask else _describe_result(result)
         raise KVPatchError(f"{where} returned {said}: it must return {wanted}.")
     return result
 
 
-def call_entry(score: Score, policy: str, new: NewTokens) -> dict[str, Tensor]:
-    """Return what a score stores with new tokens.
+def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens) -> dict[str, Tensor]:
+    """Return what a score or a need stores with new tokens.
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
     """
-    where = _name_method(score, "entry(new)", policy)
+    where = _name_method(part, "entry(new)", policy)
     wanted = f"a dict of tensors {_format_shape(new.k_BHQD[..., 0], 'B,H,Q')} or [B,H,Q,n]"
     signature = " Its signature is entry(self, new); new is a kvpatch.policies.NewTokens."
-    result = _run_method(where, wanted, lambda error: signature, score.entry, new)
+    result = _run_method(where, wanted, lambda error: signature, part.entry, new)
     if not isinstance(result, dict):
         raise KVPatchError(f"{where} returned {_describe_result(result)}: it must return {wanted}.")
     for name, one in result.items():
         if not isinstance(one, Tensor) or one.shape[:3] != new.k_BHQD.shape[:3] or one.ndim > 4:
             raise KVPatchError(f"{where}: {name!r} is {_describe_result(one)}: it must return {wanted}.")
+        if name in _TAKEN:
+            raise KVPatchError(f"{where} stores {name!r}, under which layers have numbers of their own: take another name.")
     return result
 
 

@@ -149,8 +149,8 @@ class Policy:
 
     @property
     def aligned(self) -> bool:
-        """Tell whether heads with equal scores hold the same tokens."""
-        return self.over_heads is None and self.selection is None
+        """Tell whether heads with equal scores hold the same tokens: scopes of other kinds may rank each head's own."""
+        return self.over_heads is None and self.selection is None and type(self.scope).mask is Scope.mask
 
     @property
     def over_model(self) -> bool:
@@ -175,10 +175,9 @@ class Policy:
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
         """Return what the score and its needs store with new tokens: see Score.entry."""
         found: dict[str, Tensor] = {}
-        for need in self.needs:
-            found |= need.entry(new)
-        own = own_code.call_entry(self.score, self.name, new) if own_code.is_own(self.score) else self.score.entry(new)
-        return found | own
+        for part in (*self.needs, self.score):
+            found |= own_code.call_entry(part, self.name, new) if own_code.is_own(part) else part.entry(new)
+        return found
 
     def budget(self, k: object, bounds: Sequence[int | None]) -> object:
         """Return the budget where the user asks for `k`: see Score.budget."""

@@ -185,8 +185,8 @@ class FileKind:
         with safe_open(Path(path), "pt") as file:
             texts = file.metadata() or {}
             about, found = self.parse_description(texts.get("kvpatch", ""), path), read_entries(file)
-            check_header(about, found)
             self.check_shapes(found)
+            check_header(about, found)
             tensors = {name: read_tensor(file, name) for name in found}
         verify_checksum(texts.get("checksum"), texts["kvpatch"], tensors)
         return Document(about, tensors, texts["checksum"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from os import PathLike
 from typing import Any
 
@@ -190,7 +189,7 @@ def _read_file(
 
     def check_header(about: Description, found: dict[str, Entry]) -> None:
         compare_tables("model", about["model"], model, path)
-        compare_tables("settings", about["settings"], json.loads(json.dumps(cache.settings.described())), path)
+        compare_tables("settings", about["settings"], cache.settings.described(), path)
         schema.check_header(about, found, cache, shapes)
 
     return CACHE.read_file(path, check_header)

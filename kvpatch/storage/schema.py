@@ -179,7 +179,9 @@ class _Layer:
         shape, wide = (self.B, self.H, C), (accumulator(dtype),)
         if not self.cache.settings.evicts[self.index]:
             return
-        for name in self.policy.needs.statistics:
+        statistics = self.policy.needs.statistics
+        edited = ("unseen",) if statistics and f"{self.index}.state.unseen" in left else ()
+        for name in (*statistics, *edited):
             self._take_tensor(left, f"state.{name}", wide, shape)
         key, value = (torch.zeros(1, self.H, 1, size, dtype=dtype, device="cpu") for size in self.sizes)
         at = torch.zeros(1, 1, dtype=torch.long, device="cpu")

@@ -74,6 +74,20 @@ class Fading(scores.Accumulated):
 
 
 @dataclass(frozen=True)
+class FadingBoth(Cubes):
+    """Two sums, damped by one factor or by two."""
+
+    other: float = 0.5
+
+    @property
+    def needs(self):
+        return Sums("sum", decay=0.5), Sums("squares", decay=self.other)
+
+    def value(self, context):
+        return context.state["squares"] - context.state["sum"] / 9
+
+
+@dataclass(frozen=True)
 class More(scores.Accumulated):
     """Another statistic beside the one that the inherited value() reads."""
 
@@ -196,6 +210,8 @@ OWN = {
     "a statistic under another scope": lambda: Policy("own", Cubes(), DeviationScope(recent=2)),
     "another statistic than value() reads": lambda: Policy("own", More()),
     "a decay": lambda: Policy("own", Fading()),
+    "a decay of two sums": lambda: Policy("own", FadingBoth()),
+    "two decays": lambda: Policy("own", FadingBoth(other=0.25)),
     "an entry": lambda: Policy("own", Louder(tau=(1.0, 3.0))),
     "an entry at one temperature": lambda: adaptive(Policy("own", Louder(tau=(1.0, 1.0)))),
     "a scope": lambda: Policy("own", scores.Accumulated(), Naming(recent=2)),
@@ -228,11 +244,13 @@ WRITTEN = [(own, *how) for own in OWN for how in (("llama_gqa", False), ("mpt", 
 def test_what_a_user_adds_is_computed_as_written(own, model, padded):
     policy = OWN[own]()
     report = alike(model, policy, padded, steps=4)
-    if "cubes" in policy.needs.statistics:
+    unknown = next((name for name, kernel in policy.needs.kernels if kernel is None), None)
+    assert (unknown is not None) == ("cubes" in policy.needs.statistics or own == "two decays")
+    if unknown:
         for task, (name, why) in report.backends.items():
             assert name == ("triton" if task == "prompt" else "torch")
             known = task == "prompt" or (task == "decode" and policy.schedule == "prompt")  # appended
-            assert known or "triton: its kernels do not know the function that computes 'cubes'" in why
+            assert known or f"triton: its kernels do not know the function that computes {unknown!r}" in why
     else:
         assert {name for name, _ in report.backends.values()} == {"triton"}
 

@@ -8,6 +8,8 @@ import torch
 import kvpatch
 from kvpatch import Mass, Share, Threshold
 from kvpatch.cache.modes import Moving
+from kvpatch.policies import Policy, RangeScope
+from kvpatch.policies.scores import Mean
 from tests.helpers.running import uneven
 from tests.helpers.tiny import force, left_pad, make, prompt
 
@@ -88,6 +90,12 @@ REFUSED = [
     ("random", Mass(0.9), {"schedule": "prompt"}, "takes scores for weights"),
     ("h2o", Mass(0.9), {}, "recent=0.5 is a share of the budget.*give tokens, such as recent=32, or add a ceiling"),
     ("roco", Threshold(0.1), {}, "protected=0.5 is a share of the budget.*give tokens, such as protected=32"),
+    (
+        Policy("wide", Mean(), RangeScope()),
+        Threshold(0.1),
+        {},
+        "ranges=0.25 is a share of the budget.*tokens, such as ranges=32",
+    ),
     ("tova", Mass(0.9), {}, "measured anew at each step: use schedule='prompt'"),
     ("adakv", Mass(0.9), {}, "divides one number of tokens over layers or heads"),
     ("pyramidkv", Threshold(0.1), {}, "divides one number of tokens over layers or heads"),
@@ -105,7 +113,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "k", "options", "message"), REFUSED, ids=[f"{p}-{k}-{o}" for p, k, o, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("policy", "k", "options", "message"), REFUSED, ids=[f"{getattr(p, 'name', p)}-{k}-{o}" for p, k, o, _ in REFUSED]
+)
 def test_refused(policy, k, options, message):
     model = make("llama_gqa")
     with pytest.raises(kvpatch.KVPatchError, match=message):

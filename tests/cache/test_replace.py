@@ -14,6 +14,7 @@ from kvpatch.arch.upstream import cache_of
 from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.masked import masked_predictions
 from kvpatch.hooks.target import Target
+from kvpatch.policies import DeviationScope, Policy, scores
 from tests.cache.test_forget import read
 from tests.helpers.comparing import entries, same
 from tests.helpers.tiny import left_pad, make, prompt
@@ -319,6 +320,56 @@ def test_an_interrupted_edit_leaves_a_cache_that_says_so():
         handle.remove()
         with pytest.raises(KVPatchError, match="An earlier edit of this cache did not finish"):
             model(prompt(2, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("positions", ["original", "renumbered"])
+def test_means_are_over_the_rows_that_have_seen_a_token(positions, every, tmp_path):
+    """Those behind an edit have not seen its tokens, and its rows have seen those in front a second time."""
+    model, rows, inserts, asked = make("llama_gqa"), {p: 20 - p for p in range(20)}, positions == "renumbered", 0
+
+    class Noted(scores.Mean):
+        def value(self, context):
+            nonlocal asked
+            for at, count in zip(context.positions_BHT.flatten().tolist(), context.rows_seen.flatten().tolist(), strict=True):
+                asked += at >= 0
+                assert at < 0 or count == rows[at], (at, count, rows[at])
+            return super().value(context)
+
+    def read(n):
+        """Read n tokens at the end."""
+        for p in rows:
+            rows[p] += n
+        rows.update({len(rows) + q: n - q for q in range(n)})
+        model(prompt(1, n), past_key_values=cache)
+
+    def replace(start, stop, n, reread=0):
+        opened, behind = max(n - (stop - start), 0), stop + reread
+        was = {p + opened * (p >= behind): count for p, count in rows.items() if not start <= p < behind}
+        places = [*range(start, start + n), *range(stop + opened, behind + opened)]
+        now = {p: count + len(places) * (p < start) for p, count in was.items()}
+        now |= {p: len(places) - q for q, p in enumerate(places)}
+        rows.clear()
+        rows.update({p: now.get(p, 0) for p in range(max(now) + 1)})  # a place may be empty
+        patch.replace(cache, (start, stop), prompt(1, n, seed=3), reread=reread)
+
+    policy = Policy("mine", Noted(), DeviationScope(recent=1, protected=0.3), every=every)
+    with torch.no_grad(), kvpatch.patched(model, policy, 14, positions=positions) as patch:
+        cache = patch.new_cache()
+        model(prompt(1, 20), past_key_values=cache)
+        read(1)
+        replace(4, 9, 8 if inserts else 3)
+        read(1)
+        replace(2, 5, 2, reread=2)
+        for _ in range(4):
+            read(1)
+        patch.save_cache(cache, tmp_path / "cache")
+        cache = patch.load_cache(tmp_path / "cache")
+        read(7)
+        cache = kvpatch.EvictingCache.concatenate([cache.select_rows(0)])
+        for _ in range(5):
+            read(1)
+    assert asked > 200
 
 
 def test_a_cache_is_saved_joined_and_copied_after_an_edit(tmp_path):

@@ -181,7 +181,7 @@ def certain(*args, **kwargs):
 
 
 def entries(cache, layer):
-    """Of each row and head: key, value and score state by position."""
+    """Of each row and head: key, value and score state by position, but for what edits count (`unseen`)."""
     one = cache.layers[layer]
     keys, values = one.kv.numbers(one.used)
     if one.kv.head_offsets is not None:
@@ -193,7 +193,7 @@ def entries(cache, layer):
         strict=True,
     ):
         if position >= 0:
-            state = [one.state[name][b, h, slot].clone() for name in sorted(one.state)]
+            state = [one.state[name][b, h, slot].clone() for name in sorted(one.state) if name != "unseen"]
             found[b, h, position] = [keys[b, h, slot].clone(), values[b, h, slot].clone(), *state]
     return found
 

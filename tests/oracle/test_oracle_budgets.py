@@ -50,6 +50,7 @@ RUNS = {
     "h2o-mass-floor": ("h2o", Mass(0.6, floor=12), {"recent": 3, "steps": 14}),
     "h2o-mass-shares": ("h2o", Mass(0.89, floor=0.3, ceiling=0.6), {"steps": 14}),
     "h2o-mass-ceiling": ("h2o", Mass(0.89, ceiling=32), {"steps": 12, "pads": (0, 0)}),
+    "h2o-mass-ceiling-alone": ("h2o", Mass(1.0, ceiling=11), {"recent": 2, "steps": 12}),
     "h2o-mass-decode": ("h2o", Mass(0.89), {"recent": 2, "schedule": "decode", "steps": 16, "sinks": 2}),
     "h2o-mass-decode-floor": ("h2o", Mass(0.2, floor=7), {"recent": 1, "schedule": "decode", "steps": 16}),
     "h2o-mass-prompt": ("h2o", Mass(0.89), {"recent": 2, "schedule": "prompt"}),

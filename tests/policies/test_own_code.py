@@ -8,6 +8,7 @@ import torch
 
 import kvpatch
 from kvpatch import KVPatchError, Policy, Scope, Score
+from kvpatch.policies.needs import Need
 from tests.helpers.tiny import make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -65,6 +66,27 @@ class OldEntry(ListEntry):
 
 
 @dataclass(frozen=True)
+class TakenEntry(ListEntry):
+    """Norms of keys would count as those of projected values."""
+
+    name: str
+
+    def entry(self, new):
+        return {self.name: new.k_BHQD.norm(dim=-1)}
+
+
+@dataclass(frozen=True)
+class ListNeed(Need):
+    def entry(self, new):
+        return [new.k_BHQD.norm(dim=-1)]
+
+
+@dataclass(frozen=True)
+class Needing(ListEntry):
+    needs = (ListNeed(),)
+
+
+@dataclass(frozen=True)
 class WrongScope(Scope):
     def mask(self, context):
         return context.positions_BHT
@@ -79,6 +101,8 @@ MISTAKES = [
     (ListEntry(), r"ListEntry\.entry\(.*returned a list.*dict.*\[B,H,Q\] = \[1, 2, 20\]"),
     (WideEntry(), r"WideEntry\.entry\(.*'mine' is a tensor of shape \[1, 20\].*\[B,H,Q\] = \[1, 2, 20\]"),
     (OldEntry(), r"OldEntry\.entry\(.*TypeError: .*positional argument.*entry\(self, new\)"),
+    (Needing(), r"ListNeed\.entry\(.*returned a list.*dict.*\[B,H,Q\] = \[1, 2, 20\]"),
+    *((TakenEntry(one), rf"TakenEntry\.entry\(.*stores '{one}'.*another name") for one in ("norm", "protect", "quota", "span")),
 ]  # fmt: skip
 
 
@@ -88,12 +112,19 @@ def test_a_mistake_in_a_score_names_the_method_and_the_shape(score, words):
         patch._target.decoder(prompt(1, 20))
     assert re.search(words, str(told.value)), told.value
     assert "policy 'mine'" in str(told.value)
-    assert told.value.__cause__ is not None or "returned" in str(told.value) or " is a " in str(told.value)
+    assert told.value.__cause__ is not None or any(word in str(told.value) for word in ("returned", " is a ", "stores"))
 
 
-def test_a_mistake_in_a_scope_too():
-    policy = Policy("mine", kvpatch.get_policy("h2o").score, WrongScope())
-    words = r"WrongScope\.mask\(context\) of policy 'mine' returned a tensor of torch\.int64.*bool tensor \[B,H,T\]"
+@dataclass(frozen=True)
+class ShortScope(Scope):
+    def mask(self, context):
+        return context.positions_BHT[..., 1:] > 3
+
+
+@pytest.mark.parametrize(("scope", "said"), [(WrongScope(), r"torch\.int64"), (ShortScope(), r"shape \[1, 2, 19\]")])
+def test_a_mistake_in_a_scope_too(scope, said):
+    policy = Policy("mine", kvpatch.get_policy("h2o").score, scope)
+    words = rf"{type(scope).__name__}\.mask\(context\) of policy 'mine' returned a tensor of {said}.*bool tensor \[B,H,T\]"
     with kvpatch.patched(make("llama_gqa"), policy, 0.5) as patch, pytest.raises(KVPatchError, match=words):
         patch._target.decoder(prompt(1, 20))
 

@@ -9,7 +9,7 @@ import torch
 import kvpatch
 from kvpatch.attention import compress
 from kvpatch.backends import torch_backend
-from kvpatch.policies import POLICIES, Score, content, scores
+from kvpatch.policies import POLICIES, DeviationScope, Policy, RangeScope, Score, content, scores
 from kvpatch.policies.context import EvictionContext, Limits, NewTokens
 from kvpatch.policies.needs import (
     Calibrated,
@@ -185,6 +185,22 @@ def test_the_last_row_s_attention_is_added_up_by_position_where_heads_hold_other
         context.state = {"observed": torch.tensor([[[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]]])}
         got = scores.Last().value(context)[0].flatten().tolist()
         assert [(2 * a, b) for a, b in zip(got, itertools.chain(*want), strict=True) if b is not None and 2 * a != b] == []
+
+
+@pytest.mark.parametrize("scope", [DeviationScope(recent=2, protected=4), RangeScope(ranges=4, recent=2)], ids=repr)
+def test_heads_hold_other_tokens_where_a_scope_ranks_their_own(scope):
+    """Then slots of one number are of different tokens, whose attention the score must not add up."""
+    calls = []
+
+    class Noted(scores.Last):
+        def value(self, context):
+            calls.append((context.positions_BHT.clone(), context.state["observed"].clone(), super().value(context)))
+            return calls[-1][2]
+
+    run(make("llama"), prompt(1, 20), prompt(1, 4, seed=2), Policy("mine", Noted(), scope), 9)
+    for positions, last, value in (row for call in calls for row in zip(*call, strict=True)):
+        want = torch.zeros(32).scatter_add_(0, positions.flatten(), last.flatten()) / len(positions)
+        torch.testing.assert_close(value, want[positions])
 
 
 @pytest.mark.parametrize("policy", ["dropkv", "defensive_snapkv"])

@@ -64,7 +64,7 @@ MUTANTS = {
         "attention/edit.py", "torch.where(mask, old, tensor)", "tensor",
         f"{REPLACE}what_stays_is_bit_for_bit_what_it_was[tova-12-8]"),
     "the last of the tokens in a span's place counts as behind them": (
-        "hooks/editing.py", "Edit(start, int(places_Q[-1]) + 1)", "Edit(start, int(places_Q[-1]))",
+        "hooks/editing.py", "int(places_Q[-1]) + 1, opened", "int(places_Q[-1]), opened",
         f"{EDITS}any_sequence[llama_gqa]"),
     "a place too many opens where a text becomes longer": (
         "cache/replacing.py", "max(ids_BN.shape[1] - (stop - start), 0)",

@@ -144,6 +144,7 @@ BROKEN = [
     ({}, {"0.rows": torch.zeros(40, 32, dtype=torch.int64)}, "its rows are torch.int64"),
     ({}, {"1.rows": torch.full((40, 32), torch.nan)}, "layer 1: keys or values are not finite"),
     ({}, {"ids": torch.ones(40, 1, dtype=torch.int64)}, r"ids is .* where torch.int64 \[T\] belongs"),
+    ({}, {"places": torch.tensor(40)}, r"places is .* where torch.int64 \[N\] belongs"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy
 import pytest
 import torch
 from safetensors import safe_open
@@ -9,6 +10,7 @@ from safetensors.torch import save_file
 
 import kvpatch
 from kvpatch import EvictingCache, KVPatchError
+from kvpatch.policies.scopes import AllBut
 from tests.helpers.comparing import combined
 from tests.helpers.running import feed, go_on, kept
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt
@@ -89,6 +91,27 @@ def test_a_file_of_something_else_is_refused(saved, model, options, words):
     patch = kvpatch.patch(make(**{"name": "llama_gqa", **model}), **{"policy": "h2o", "k": 0.4, **options})
     with pytest.raises(KVPatchError, match=words):
         patch.load_cache(saved)
+
+
+MARKED = {
+    "mask": {"protect": numpy.arange(40) < 3},
+    "ids": {"protect": [numpy.int64(7)]},
+    "range": {"protect": range(5)},
+    "text": {"protect": AllBut(tuple(range(80)))},
+    "numbers": {"quota": numpy.arange(40) // 20},
+}
+
+
+@pytest.mark.parametrize("options", MARKED.values(), ids=MARKED)
+def test_options_that_json_has_no_form_of(options, tmp_path):
+    """Arrays and ranges are taken where tensors and lists are; protect="text" becomes all ids but those of images."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 0.5, **options) as patch:
+        _, cache = force(model, prompt(1, 40), prompt(1, 1))
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        assert kept(patch.load_cache(tmp_path / "cache.safetensors")) == kept(cache)
+    with kvpatch.patched(model, "h2o", 0.5) as patch, pytest.raises(KVPatchError, match=f"policy: {next(iter(options))} is "):
+        patch.load_cache(tmp_path / "cache.safetensors")
 
 
 def test_truncated_altered_and_missing_files_are_refused(saved, tmp_path):

@@ -256,8 +256,10 @@ def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
         return "the policy has an order of its own"
     if type(policy.scope) is not Scope or "protect" in slots.state or "span" in slots.state:
         return "more is protected than sinks and recent tokens"
-    if policy.score.stored is None:
+    if (stored := policy.score.stored) is None:
         return "no kernel knows the score's value()"
+    if stored == "mean" and "unseen" in slots.state:
+        return "an edit's tokens were seen by other rows than positions say"
     return None
 
 

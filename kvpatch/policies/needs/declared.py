@@ -80,7 +80,8 @@ class Needs(tuple[AnyNeed, ...]):
     @property
     def kernels(self) -> tuple[tuple[str, str | None], ...]:
         """Names of all that the needs make of attention, each with the kernels' name of the same computation or None."""
-        return tuple(name for need in self for name in need.kernels)
+        several = len({one.decay for one in self.sums} - {1.0}) > 1  # kernels know one factor
+        return tuple((name, None if several else kernel) for need in self for name, kernel in need.kernels)
 
     @property
     def fresh(self) -> bool:
@@ -90,7 +91,8 @@ class Needs(tuple[AnyNeed, ...]):
     @property
     def decay(self) -> tuple[float, tuple[str, ...]]:
         """Factor of sums before each addition, and the statistics that have it; the others have 1."""
-        return next(((one.decay, (one.key,)) for one in self.sums if one.decay != 1.0), (1.0, ()))
+        decay = next((one.decay for one in self.sums if one.decay != 1.0), 1.0)
+        return decay, tuple(one.key for one in self.sums if one.decay == decay != 1.0)
 
     @property
     def across_layers(self) -> bool:
