@@ -100,8 +100,8 @@ class Admission:
     def _limit(self, state: Any, positions: int) -> None:
         """End a request of unlimited length at the model's last position."""
         prompt = len(state.initial_tokens)
-        if state.max_new_tokens is None and prompt < positions:
-            state.max_new_tokens = state._new_tokens_limit = positions - prompt + 1
+        if state.max_new_tokens is None:
+            state.max_new_tokens = state._new_tokens_limit = max(positions - prompt + 1, 1)
         check_length(prompt, state.max_new_tokens or 1, positions, self.limit)
 
 
