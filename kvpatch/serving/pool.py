@@ -44,7 +44,7 @@ class RequestPool:
     settings: of the patch. chunk: tokens of a prompt that one pass reads; a longer prompt is compressed after every chunk.
     num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. prefixes: of the patch; begins: those
     that requests begin with, which wait or were admitted. conversations: that are kept, if any are. compute: enters the stream
-    of passes. after_token: gets a request's state with its new token.
+    of passes. after_token: gets a request's state with its new token. coming: tokens of the next pass, by request.
     """
 
     # the engine's interface: no index tensors and masks are made, since there is no allocator to ask for them
@@ -66,7 +66,7 @@ class RequestPool:
         self.compute: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.after_token: Callable[[Any], None] | None = None
         self.rows = RowPool()
-        self._coming: list[tuple[str, int, int]] = []
+        self.coming: list[tuple[str, int, int]] = []
         self._forked: list[str] = []  # requests whose caches are still their sources'
 
     @cached_property
@@ -187,7 +187,7 @@ class RequestPool:
         """Drop all requests."""
         self.requests.clear()
         self.begins.clear()
-        self._coming.clear()
+        self.coming.clear()
         self._forked.clear()
         self.rows = RowPool()
 
@@ -241,11 +241,12 @@ class RequestPool:
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
     ) -> None:
         """Note that the next pass brings tokens of this request, behind those noted before."""
-        self._coming.append((request_id, past_length, query_length))
+        if query_length:  # 0: of a prompt whose only token that is left is read when the request has been copied
+            self.coming.append((request_id, past_length, query_length))
 
     def next_pass(self) -> PackedPass:
         """Return the parts of the pass that was noted: the decoding requests as one, and each prompt's piece."""
-        coming, self._coming = self._coming, []
+        coming, self.coming = self.coming, []
         for name in self._forked:
             request = self.requests.get(name)
             if request is not None and request.cache is not None:
@@ -255,8 +256,6 @@ class RequestPool:
         parts = list[Part]()
         for name, past, count in coming:
             request = self.requests[name]
-            if past < request.prompt and not count:
-                continue
             if past < request.prompt:
                 parts.append(self._piece(request, past, torch.arange(column, column + count, device=self.device)))
             else:
