@@ -83,7 +83,7 @@ class Answers(CBGenerateManager):
         self.model, self.positions, self.figures = model, positions, ServerFigures(engine)
         self.asked: dict[str, AcceptedRequest] = {}
         self._closed = 0
-        self.conversations: Conversations | None = getattr(engine, "conversations", None)
+        self.conversations: Conversations | None = engine.conversations
         if self.conversations is not None:
             self.conversations.note_reuse = self._note_reuse
 
@@ -177,10 +177,9 @@ class Answers(CBGenerateManager):
         try:
             if self.positions is not None:
                 check_length(len(ids), new, self.positions, "this server takes {} (--max-model-len)")
-            pool, messages = getattr(self.engine, "pool", None), None
-            if pool is not None:
-                messages = find_messages(tokenizer, asked.body, ids) if pool.keeps_system else None
-                pool.check(len(ids), new, messages=messages)
+            pool = self.engine.pool
+            messages = find_messages(tokenizer, asked.body, ids) if pool.keeps_system else None
+            pool.check(len(ids), new, messages=messages)
             chosen = self._configure(asked.sampling)
         except KVPatchError as error:
             asked.ended = "refused"

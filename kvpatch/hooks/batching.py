@@ -50,7 +50,7 @@ def batches() -> Callable[..., Any]:
 def continuous_batching(state: PatchState, decoder: str, previous: Callable[..., Any] | None) -> Callable[..., Any]:
     """Make init_continuous_batching(), whose manager gives each request a budget; generate_batch() calls it.
 
-    Where nothing is evicted the engine is transformers' own, unless conversations are to be kept.
+    Where nothing is evicted the engine is transformers' own, unless conversations are to be kept or messages are told.
 
     With `messages` its requests are added with their Messages, as `messages=`.
 
@@ -66,7 +66,7 @@ def continuous_batching(state: PatchState, decoder: str, previous: Callable[...,
         conversations: Conversations | None = None,
         messages: bool = False,
     ) -> Any:
-        if state.settings.transparent and conversations is None:
+        if state.settings.transparent and conversations is None and not messages:
             own = functools.partial(type(self).init_continuous_batching, self) if previous is None else previous
             return own(generation_config, continuous_batching_config, workload_hints)
         check_engine(transformers.__version__)
