@@ -206,6 +206,24 @@ def test_refused_types_are_those_of_the_page():
     assert said == {reason: set(kinds) for reason, kinds in REFUSED.items()}
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"layer_types": ["full_attention"]},
+        {"layer_types": [None] * 32},
+        {"sliding_window": "7", "use_sliding_window": True},
+        {"num_key_value_heads": -8},
+        {"head_dim": "128"},
+        {"max_position_embeddings": "many"},
+        {"intermediate_size": "wide"},
+    ],
+    ids=str,
+)
+def test_a_value_that_no_configuration_has(tmp_path, values):
+    with pytest.raises(KVPatchError, match=r"config.json of .*\(model_type llama\) has a value that cannot be read"):
+        kvpatch.plan(save(tmp_path, **values))
+
+
 # ---- the command ----
 
 
