@@ -198,11 +198,13 @@ class Configuration:
         return self.kind in ("bloom", "mpt") or bool(self.get("alibi"))
 
     def _configure(self, index: int, window: int | None) -> Configuration:
-        """Return the configuration with what one layer has of its own, which Gemma 4's older files say in other words."""
+        """Return the configuration with what one layer has of its own; older files of Gemma 4, and MiMo's, do not list it."""
         own = (self.get("per_layer_config") or {}).get(str(index), {})
         if self.kind == "gemma4_text" and window is None and not own:
             heads = self.get("num_global_key_value_heads") if self.get("attention_k_eq_v") else None
             own = {"head_dim": self.get("global_head_dim") or 512, "num_key_value_heads": heads or self.kv_heads}
+        if self.kind == "mimo_v2_flash" and window is not None:
+            own = {"num_key_value_heads": 2 * self.kv_heads}
         layer = copy.copy(self)
         layer.values = {**self.values, **own}
         return layer

@@ -118,9 +118,9 @@ def test_what_is_held_while_a_prompt_is_read_bounds_the_peak(saved):
     assert plan.held < plan.reading and patch.report().peak_nbytes <= B * plan.reading * 1.1
 
 
-@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", "falcon_h1"])
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", "falcon_h1", "mimo_v2_flash"])
 def test_layers_of_sizes_of_their_own(kind, tmp_path):
-    """Full layers of Gemma 4 have heads of their own; Gemma 3n has a width for each layer, Falcon H1 names no kinds."""
+    """Full layers of Gemma 4 have heads of their own; Falcon H1 names no kinds, and values of MiMo are narrow."""
     pytest.importorskip(f"transformers.models.{kind.removesuffix('_text')}")
     model = AutoModelForCausalLM.from_config(shrink_config(CONFIG_MAPPING[kind]())).eval()
     model.config.save_pretrained(tmp_path)
