@@ -260,6 +260,11 @@ def test_the_table_and_the_object_say_the_same(folder):
         (["--tokens", "200000"], "--tokens 131072"),
         (["--dtype", "bf17"], "Did you mean 'bf16'?"),
         (["--bits", "5"], "must be one of 16, 8, 4"),
+        (["--memory", "9" * 400 + "GiB"], "is no size: give a number and a unit"),
+        (["-o", "model=3"], "Policy 'snapkv' has no option 'model'"),
+        (["-o", "window=-5"], "window=-5 must be a number of tokens"),
+        (["--policy", "pyramidkv", "-o", "window=x"], "window='x' must be a number of tokens"),
+        (["--policy", "pyramidkv", "-o", "beta=-1"], "beta=-1 must be a number of at least 1"),
     ],
 )
 def test_a_mistake_is_one_sentence(folder, given, words):
