@@ -77,6 +77,7 @@ class Admission:
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """Schedule a pass; a request that waits for room in a pass has its blocks, and none is offloaded for it."""
+        self.cache.full = False
         scheduled = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
         self.starved_requests = []
         return scheduled

@@ -45,6 +45,7 @@ class RequestPool:
     num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. prefixes: of the patch; begins: those
     that requests begin with, which wait or were admitted. conversations: that are kept, if any are. compute: enters the stream
     of passes. after_token: gets a request's state with its new token. coming: tokens of the next pass, by request.
+    full: whether a request waits for room, so that those behind it wait, too; a pass begins with False.
     """
 
     # the engine's interface: no index tensors and masks are made, since there is no allocator to ask for them
@@ -66,6 +67,7 @@ class RequestPool:
         self.compute: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.after_token: Callable[[Any], None] | None = None
         self.rows = RowPool()
+        self.full = False
         self.coming: list[tuple[str, int, int]] = []
         self._forked: list[str] = []  # requests whose caches are still their sources'
 
@@ -133,7 +135,8 @@ class RequestPool:
             return True
         prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.begins.get(state.request_id)
         blocks = self.blocks_of(prompt, new, prefix)
-        if self.claimed + blocks > self.num_blocks:
+        self.full = self.full or self.claimed + blocks > self.num_blocks
+        if self.full:
             return False
         messages = state.logit_processor_kwargs.get("messages")
         self.requests[state.request_id] = Request(prompt, new, blocks, prefix=prefix, messages=messages)
