@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from .request_fields import AcceptedRequest
+
 _DATA = b"data: {"
 
 
@@ -54,11 +56,19 @@ class Amended:
         return json.dumps(found, separators=(",", ":")).encode() if self._change(found) else text
 
 
-def add_reuse(answer: Any, tokens: int) -> bool:
-    """Say in an answer's usage how many tokens of the prompt were not read again; tell if it has a usage."""
-    usage = answer.get("usage") or (answer.get("response") or {}).get("usage")
+def complete(answer: dict[str, Any], asked: AcceptedRequest) -> bool:
+    """Say in a whole answer how many tokens of the prompt were not read again, and in a response that it was cut.
+
+    Returns whether it is whole, which has a usage.
+    """
+    response = answer.get("response") or answer
+    usage = response.get("usage")
     if not usage:
         return False
     details = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
-    usage[details] = {**(usage.get(details) or {}), "cached_tokens": tokens}
+    usage[details] = {**(usage.get(details) or {}), "cached_tokens": asked.cached}
+    if asked.ended == "length" and "status" in response:
+        response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+        if response is not answer:
+            answer["type"] = "response.incomplete"
     return True

@@ -27,7 +27,7 @@ from ..serving.sampling import make_sampling, sample_by_request
 from .figures import ServerFigures
 from .free_memory import EVERY, give_back_memory
 from .request_fields import AcceptedRequest, RefusedError
-from .request_stops import StopWatch, cut_tokens
+from .request_stops import StopWatch, WatchedDecoder, cut_tokens
 from .request_system import find_messages
 
 USUAL = 1024  # new tokens of a request that does not say how many
@@ -83,7 +83,7 @@ class Answers(CBGenerateManager):
         self.model, self.positions, self.figures = model, positions, ServerFigures(engine)
         self.asked: dict[str, AcceptedRequest] = {}
         self._closed = 0
-        self.conversations: Conversations | None = getattr(engine, "conversations", None)
+        self.conversations: Conversations | None = engine.conversations
         if self.conversations is not None:
             self.conversations.note_reuse = self._note_reuse
 
@@ -177,10 +177,9 @@ class Answers(CBGenerateManager):
         try:
             if self.positions is not None:
                 check_length(len(ids), new, self.positions, "this server takes {} (--max-model-len)")
-            pool, messages = getattr(self.engine, "pool", None), None
-            if pool is not None:
-                messages = find_messages(tokenizer, asked.body, ids) if pool.keeps_system else None
-                pool.check(len(ids), new, messages=messages)
+            pool = self.engine.pool
+            messages = find_messages(tokenizer, asked.body, ids) if pool.keeps_system else None
+            pool.check(len(ids), new, messages=messages)
             chosen = self._configure(asked.sampling)
         except KVPatchError as error:
             asked.ended = "refused"
@@ -265,11 +264,17 @@ class _Streamer(CBStreamer):
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
         super().__init__(answers.engine, request_id, tokenizer, asyncio.get_running_loop(), pieces, response_parser=parser)
         self.answers, self.watch = answers, StopWatch(answers.asked[request_id].stops)
-        self._decode_stream: Any = _Watched(self._decode_stream, self.watch)
+        self._decode_stream: Any = WatchedDecoder(self._decode_stream, self.watch)
 
     def put(self, output: Any) -> None:
-        """Take the tokens that have come. Those behind a stop string do not count: how many there are depends on the load."""
-        super().put(output)
+        """Take the tokens that have come. Those behind a stop string do not count: how many there are depends on the load.
+
+        An answer that cannot be read fails alone: raising here would lose the outputs of other requests of the same pass.
+        """
+        try:
+            super().put(output)
+        except Exception as error:  # of transformers' parser, such as of a call of a tool that is no JSON
+            output.status, output.error = type(output.status).FAILED, f"The model's answer cannot be read: {error}"
         self.total_tokens = self._decode_stream.tokens
 
     def end(self) -> None:
@@ -284,16 +289,3 @@ class _Streamer(CBStreamer):
     def cancel(self) -> None:
         """End the request: nobody reads on."""
         self.answers.cancel(self._request_id)
-
-
-class _Watched:
-    """A decoder of tokens whose text ends before a stop string."""
-
-    def __init__(self, decoder: Any, watch: StopWatch) -> None:
-        self.decoder, self.watch, self.tokens = decoder, watch, 0
-
-    def step(self, tokenizer: Any, token: int) -> str | None:
-        """Return the text that one more token adds, or None."""
-        self.tokens += not self.watch.stopped
-        text = self.decoder.step(tokenizer, token)
-        return self.watch.feed(text) or None if text else None

@@ -55,7 +55,7 @@ class ServerFigures:
 
     def describe_conversations(self) -> dict[str, int]:
         """Describe what is kept: conversations, their bytes, and the tokens that requests have not read again."""
-        kept = getattr(self.engine, "conversations", None)
+        kept = self.engine.conversations
         held = (0, 0) if kept is None else (len(kept), kept.nbytes)
         return {"kept": held[0], "bytes": held[1], "tokens_reused": self.counts["reused_tokens_total", ""]}
 
@@ -73,17 +73,16 @@ class ServerFigures:
 
     def _measure(self) -> dict[str, int]:
         """Measure the engine, which runs meanwhile in its own thread: lists of what it has, each taken at once."""
-        scheduler, pool = self.engine.batch_processor.scheduler, self.engine.batch_processor.cache
+        scheduler, pool = self.engine.batch_processor.scheduler, self.engine.pool
         running = list(scheduler.active_requests.values())
         seen = [(len(one.initial_tokens), one.current_len()) for one in running]
         kept = self.describe_conversations()
-        claimed = sum(one.blocks for one in list(pool.requests.values())) if hasattr(pool, "requests") else 0
         return {
             "requests_running": len(running),
             "requests_waiting": len(scheduler.waiting_requests),
             "tokens_seen": sum(count for _, count in seen),
             "tokens_held": sum(self._count_held(prompt, count) for prompt, count in seen),
-            "blocks_claimed": claimed,
+            "blocks_claimed": sum(one.blocks for one in list(pool.requests.values())),
             "blocks": pool.num_blocks,
             "conversations": kept["kept"],
             "conversations_bytes": kept["bytes"],
@@ -91,9 +90,8 @@ class ServerFigures:
 
     def _count_held(self, prompt: int, seen: int) -> int:
         """Count what a KV head holds of a request that has seen so many tokens, the mean of the layers."""
-        terms = getattr(self.engine, "terms", None)
-        if terms is None or seen < prompt:  # nothing is evicted, or not yet
+        if seen < prompt:  # nothing is evicted yet
             return seen
-        settings = terms.settings
+        settings = self.engine.terms.settings
         held = [max(count_held(settings, layer, prompt, seen - prompt).heads) for layer in range(settings.n_layers)]
         return round(sum(held) / len(held))

@@ -7,9 +7,10 @@ import json
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .amending import Amended, add_reuse
+from .amending import Amended, complete
 from .answering import Answers
 from .request_fields import PATHS, AcceptedRequest, RefusedError, Served, read_request
 
@@ -86,8 +87,7 @@ class Gate:
         self.answers.asked[name] = asked
         others = [(key, value) for key, value in scope["headers"] if key not in (ID, b"content-type", b"content-length")]
         own = [(ID, name.encode()), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        if self.answers.conversations is not None:
-            send = Amended(send, lambda found: add_reuse(found, asked.cached))
+        send = Amended(send, partial(complete, asked=asked))
         await self.app({**scope, "headers": others + own}, _replay(body, receive), send)
 
     def _add_conversations(self, health: dict[str, Any]) -> bool:

@@ -9,6 +9,7 @@ import typer
 from ..errors import KVPatchError
 from ..planning.plan import plan as make_plan
 from ..planning.result import list_rows, write_remarks, write_title
+from ..policies.naming import check_policy
 from . import options as given
 from .catalogue import BITS, DEFAULT_POLICY, SCHEDULES, check_choice
 from .loading import check_budget, check_dtype
@@ -39,6 +40,7 @@ def plan(  # noqa: PLR0913 - typer: an option is a parameter
     """Count the bytes of a model's weights and cache, in full and under a budget, from its config.json alone, in a moment."""
     with short_errors():
         options = parse_options(option)
+        check_policy(policy, options)  # which has none that is an argument of the library's plan()
         check_budget(k)
         check_choice("bits", bits, BITS)
         check_choice("schedule", schedule, SCHEDULES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -117,7 +118,7 @@ def _check_stop(value: object) -> str | None:
 
 def _check_bias(value: object) -> str | None:
     fits = isinstance(value, dict) and all(
-        str(token).isascii() and str(token).isdigit() and _number(-100, 100)(bias) is None for token, bias in value.items()
+        re.fullmatch(r"[0-9]{1,9}", str(token)) and _number(-100, 100)(bias) is None for token, bias in value.items()
     )
     return None if fits else "must give a number from -100 to 100 for each token id"
 
@@ -220,6 +221,9 @@ def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
     needed = {"c": "messages", "t": "prompt", "r": "input"}[letter]
     if needed not in given:
         raise RefusedError(f"{needed} is missing: {path} needs it.", needed)
+    first = given["input"][0] if isinstance(given.get("input"), list) else {}
+    if "instructions" in given and first.get("role") == "system":  # transformers would drop the latter
+        raise RefusedError("instructions is a system message, and input begins with another: send one of them.", "instructions")
     stops = given.get("stop", [])
     most = next((given[name] for name in ("max_completion_tokens", "max_output_tokens", "max_tokens") if name in given), None)
     return AcceptedRequest(

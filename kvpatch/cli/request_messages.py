@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_READ = {"role", "content", "tool_calls", "tool_call_id"}
-_ANSWERED = {"reasoning_content", "annotations"}  # of this server's answers, which clients send back; templates read the rest
-_TEXTS = {"text", "input_text", "output_text"}
+_READ = {"role", "content", "tool_calls", "tool_call_id", "reasoning_content"}
+_ANSWERED = {"annotations"}  # empty in this server's answers, which clients send back
+_TEXTS = ("text", "input_text", "output_text")
 
 
 def check_messages(value: object) -> str | None:
@@ -58,7 +58,7 @@ def _check_item(item: dict[str, Any]) -> str | None:
     kind = item.get("type", "message")
     if "role" in item:
         return _check_message({name: one for name, one in item.items() if name not in ("type", "id", "status")})
-    needed = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}.get(kind)
+    needed = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}.get(str(kind))
     if kind == "reasoning":
         parts = item.get("content") or []
         fits = isinstance(parts, list) and all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in parts)
@@ -78,10 +78,12 @@ def _check_message(message: Any) -> str | None:
     if others:
         return f" has {', '.join(sorted(others))}, which nothing reads: leave that out"
     calls, content = message.get("tool_calls"), message.get("content")
-    if calls:
-        return _check_calls(calls)
+    if not isinstance(message.get("reasoning_content") or "", str):
+        return ".reasoning_content must be a string"
+    if calls and (wrong := _check_calls(calls)):
+        return wrong
     if content is None:
-        return " needs content"
+        return None if calls else " needs content"
     if isinstance(content, str):
         return None
     return _check_parts(content) if isinstance(content, list) else ".content must be a string or a list of texts"

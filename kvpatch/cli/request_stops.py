@@ -43,6 +43,19 @@ class StopWatch:
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
+class WatchedDecoder:
+    """A decoder of tokens whose text ends before a stop string."""
+
+    def __init__(self, decoder: Any, watch: StopWatch) -> None:
+        self.decoder, self.watch, self.tokens = decoder, watch, 0
+
+    def step(self, tokenizer: Any, token: int) -> str | None:
+        """Return the text that one more token adds, or None."""
+        self.tokens += not self.watch.stopped
+        text = self.decoder.step(tokenizer, token)
+        return self.watch.feed(text) or None if text else None
+
+
 def cut_tokens(processor: Any, tokens: list[int], text: str) -> list[int]:
     """Return tokens of a text that ends before its last tokens do, for transformers' parsers, which read tokens."""
     kept = list(tokens)

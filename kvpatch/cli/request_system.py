@@ -20,16 +20,17 @@ def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messa
     Raises:
         KVPatchError: the template's text, message by message, does not have these tokens.
     """
-    from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.response import ResponseHandler
     from transformers.cli.serving.utils import Modality
+
+    from .tool_calls import read_messages
 
     if "prompt" in body:
         return Messages((), ())
     tools, told = body.get("tools"), body.get("messages")
     if told is None:
         tools, told = ResponseHandler._normalize_tools(tools), ResponseHandler._normalize_input(body)
-    told = ChatCompletionHandler.get_processor_inputs_from_messages(told, Modality.LLM)
+    told = read_messages(told, Modality.LLM)
     template = Template(tokenizer, {"tools": tools, **body.get("chat_template_kwargs", {})})
     found, starts = template.tokenize(template.render(told), Transcript())
     if found != ids:

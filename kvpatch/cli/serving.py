@@ -135,14 +135,16 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None) -> 
     """Have transformers' server serve this model where it would load one, list no other, stop in time, and answer as mended."""
     import uvicorn
     from transformers.cli.serving import model_manager, server
-    from transformers.cli.serving.utils import get_response_template
+    from transformers.cli.serving.utils import BaseHandler, get_response_template
 
     from .request_fields import Served
+    from .tool_calls import forgive_calls, read_messages
 
     home: Any = model_manager
     app: Any = server
     network: Any = uvicorn
     started = int(time.time())
+    forgive_calls(tokenizer)
 
     class Loaded(model_manager.ModelManager):
         """A model manager whose one model was loaded, and patched, before."""
@@ -159,6 +161,9 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None) -> 
 
     def build_mended(told: Any, *more: Any, **named: Any) -> Any:
         """Build transformers' app, whose first argument is its model manager."""
+        for handler in (*more, *named.values()):
+            if isinstance(handler, BaseHandler):
+                handler.get_processor_inputs_from_messages = read_messages  # type: ignore[method-assign]
         calls = get_response_template(tokenizer, model) is not None
         served = Served(told.force_model, chats=tokenizer.chat_template is not None, tools=calls)
         return _mend_app(build(told, *more, **named), named["generation_state"], served, answers, key)

@@ -52,7 +52,7 @@ def batches() -> Callable[..., Any]:
 def continuous_batching(state: PatchState, decoder: str, own: OwnMethod) -> Callable[..., Any]:
     """Make init_continuous_batching(), whose manager gives each request a budget; generate_batch() calls it.
 
-    Where nothing is evicted the engine is transformers' own, unless conversations are to be kept.
+    Where nothing is evicted the engine is transformers' own, unless conversations are to be kept or messages are told.
 
     With `messages` its requests are added with their Messages, as `messages=`.
 
@@ -68,7 +68,7 @@ def continuous_batching(state: PatchState, decoder: str, own: OwnMethod) -> Call
         conversations: Conversations | None = None,
         messages: bool = False,
     ) -> Any:
-        if state.settings.transparent and conversations is None:
+        if state.settings.transparent and conversations is None and not messages:
             return own(self)(generation_config, continuous_batching_config, workload_hints)
         check_engine(transformers.__version__)
         chunks = any(isinstance(shape.sliding, Chunk) for shape in state.shapes)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import KVPatchError
 
+Read = TypeVar("Read")
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 SPARSE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072},
@@ -20,7 +23,7 @@ SPARSE: dict[str, dict[str, Any]] = {
 _STATES = frozenset(("linear_attention", "conv", "mamba", "mamba2", "recurrent"))
 _WITHOUT = frozenset(("mlp", "moe"))  # layers that keep nothing
 _ALL_SLIDE = frozenset(("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe"))
-_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}  # the last of so many layers does not slide
+_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma4_text": 6, "cohere2": 4}  # the last of so many layers does not slide
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,29 @@ class Layer:
     value: int
     window: int | None = None
     latent: bool = False
+
+    def __post_init__(self) -> None:
+        for size in (self.heads, self.key, self.value, 1 if self.window is None else self.window):
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{size!r} is no number of heads or tokens, nor a head's size")
+
+
+def refusing_values(read: Callable[..., Read]) -> Callable[..., Read]:
+    """Wrap a function of a Configuration: what fails on a value that its file should not have is refused in words."""
+
+    @functools.wraps(read)
+    def read_or_refuse(config: Configuration, *told: object) -> Read:
+        try:
+            return read(config, *told)
+        except KVPatchError:
+            raise
+        except (AttributeError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise KVPatchError(
+                f"The config.json of {config.name} (model_type {config.kind}) has a value that cannot be read: {error}. "
+                "Compare it with that of a model of this type on the hub."
+            ) from error
+
+    return read_or_refuse
 
 
 @dataclass(frozen=True)
@@ -149,12 +175,14 @@ class Configuration:
         name = str(self.get("dtype", "torch_dtype")).removeprefix("torch.")
         return name if name in ITEMSIZES else "float32"
 
+    @refusing_values
     def read_shape(self) -> Shape:
         """Return what it says of the cache. Raises KVPatchError if it does not say enough."""
         kinds, windows = self._list_kinds(), self._list_windows()
         borrowed = self.get("num_kv_shared_layers") or 0
         own = len(kinds) - borrowed
-        layers = [self._layer(window) for kind, window in list(zip(kinds, windows, strict=True))[:own] if _attends(kind)]
+        rows = list(enumerate(zip(kinds, windows, strict=True)))[:own]
+        layers = [self._configure(index, window)._layer(window) for index, (kind, window) in rows if _attends(kind)]
         layers *= 2 if self.kind == "longcat_flash" and not self.get("num_hidden_layers") else 1
         states = sum(kind in _STATES or kind.startswith("hybrid") for kind in kinds)
         if not layers:
@@ -162,16 +190,30 @@ class Configuration:
                 f"{self.name} (model_type {self.kind}) has no layer with keys and values: there is nothing to evict."
             )
         limit = None if self._has_alibi() else self.get("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+        if limit is not None and type(limit) is not int:
+            raise ValueError(f"{limit!r} is no number of positions")
         return Shape(self.kind, tuple(layers), states, borrowed, limit, self.dtype)
 
     def _has_alibi(self) -> bool:
         return self.kind in ("bloom", "mpt") or bool(self.get("alibi"))
 
+    def _configure(self, index: int, window: int | None) -> Configuration:
+        """Return the configuration with what one layer has of its own; older files of Gemma 4, and MiMo's, do not list it."""
+        own = (self.get("per_layer_config") or {}).get(str(index), {})
+        if self.kind == "gemma4_text" and window is None and not own:
+            heads = self.get("num_global_key_value_heads") if self.get("attention_k_eq_v") else None
+            own = {"head_dim": self.get("global_head_dim") or 512, "num_key_value_heads": heads or self.kv_heads}
+        if self.kind == "mimo_v2_flash" and window is not None:
+            own = {"num_key_value_heads": 2 * self.kv_heads}
+        layer = copy.copy(self)
+        layer.values = {**self.values, **own}
+        return layer
+
     def _layer(self, window: int | None) -> Layer:
         rank, rotary = self.get("kv_lora_rank"), self.get("qk_rope_head_dim")
         if rank and rotary:
             return Layer(1, rank + rotary, rank, window, latent=True)
-        return Layer(self.kv_heads, self.head_size, self.head_size, window)
+        return Layer(self.kv_heads, self.head_size, self.get("v_head_dim") or self.head_size, window)
 
     def _list_kinds(self) -> list[str]:
         """List the kind of each layer: by name, or by the rule that an older file has in place of names."""
@@ -184,6 +226,8 @@ class Configuration:
             return ["full_attention" if i % period == at else "linear_attention" for i in range(n)]
         if (chosen := self.get("attn_layer_indices", "full_attn_idxs")) is not None:
             return ["full_attention" if i in chosen else "linear_attention" for i in range(n)]
+        if self.kind == "falcon_h1":
+            return ["hybrid"] * n
         if any("mamba" in name or name.startswith("ssm_") for name in self.values):
             raise KVPatchError(
                 f"The config.json of {self.name} (model_type {self.kind}) does not say layer_types, which of its layers have "

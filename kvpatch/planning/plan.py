@@ -9,6 +9,7 @@ from ..backends.entry_sizes import FULL, count_centre_bytes, count_entry_bytes
 from ..errors import KVPatchError, match_name, suggest
 from ..policies.budgets import MAX_POSITION, Budget, Rule, Size, check_count, parse_bytes
 from ..policies.naming import Division, find_division
+from ..policies.slopes import Pyramid
 from .configuration import ITEMSIZES, Shape
 from .counting import Counter, count_full, find_most, make_counter
 from .files import find_configuration, find_weights
@@ -97,6 +98,9 @@ def _check_arguments(
     if match_name(policy, ("duo",)) is not None:
         raise KVPatchError("What duo holds depends on its calibration: plan another policy, such as 'snapkv'.")
     check_count("every", division.every, "tokens")
+    check_count("window", division.protects, "tokens", least=0)
+    if division.beta is not None:
+        Pyramid(division.beta).check()
     return division
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from .configuration import ITEMSIZES, Configuration
+from .configuration import ITEMSIZES, Configuration, refusing_values
 
 INDEX, FILE = "model.safetensors.index.json", "model.safetensors"
 _PLAIN = frozenset(
@@ -46,6 +46,7 @@ def _read_header(path: Path) -> int:
     return sum(one["data_offsets"][1] - one["data_offsets"][0] for name, one in header.items() if name != "__metadata__")
 
 
+@refusing_values
 def count_weights(config: Configuration, dtype: str) -> Weights:
     """Count the bytes of matrices that a configuration describes; norms and biases are left out."""
     E, V, n = config.width, config.need("vocab_size", "n_vocab"), config.n_layers
@@ -53,6 +54,7 @@ def count_weights(config: Configuration, dtype: str) -> Weights:
     tables = V * E * (1 if tied else 2)
     if config.kind in _LEARNED:
         tables += E * (config.get("max_position_embeddings", "n_positions") or 0)
+    tables += n * (config.get("vocab_size_per_layer_input") or 0) * (config.get("hidden_size_per_layer_input") or 0)
     dense = _count_dense_layers(config)
     layers = n * _count_attention(config) + dense * _count_dense(config) + (n - dense) * _count_experts(config)
     return Weights((tables + layers) * ITEMSIZES[dtype], "config.json, without norms and biases")
@@ -83,6 +85,8 @@ def _count_dense(config: Configuration) -> int:
     inner = (
         config.get("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * config.width
     )
+    if isinstance(inner, list):  # one of each layer
+        inner = sum(inner) // len(inner)
     return (2 if config.kind in _PLAIN else 3) * config.width * inner
 
 

@@ -23,7 +23,7 @@ MAX_POSITION = (1 << 30) - 1
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _BYTES = {unit.upper(): size for unit, size in _UNITS.items()}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d+)?)\s*([KMGT]?i?B)\s*", re.IGNORECASE)
 _WANTED = (
     "Give a share of the prompt such as k=0.5, a number of tokens such as k=1024, a size such as k='2GiB', or a list "
     "with one of these per layer."

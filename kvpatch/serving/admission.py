@@ -77,6 +77,7 @@ class Admission:
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """Schedule a pass; a request that waits for room in a pass has its blocks, and none is offloaded for it."""
+        self.cache.full = False
         scheduled = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
         self.starved_requests = []
         return scheduled
@@ -100,8 +101,8 @@ class Admission:
     def _limit(self, state: Any, positions: int) -> None:
         """End a request of unlimited length at the model's last position."""
         prompt = len(state.initial_tokens)
-        if state.max_new_tokens is None and prompt < positions:
-            state.max_new_tokens = state._new_tokens_limit = positions - prompt + 1
+        if state.max_new_tokens is None:
+            state.max_new_tokens = state._new_tokens_limit = max(positions - prompt + 1, 1)
         check_length(prompt, state.max_new_tokens or 1, positions, self.limit)
 
 

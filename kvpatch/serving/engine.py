@@ -99,7 +99,8 @@ class BatchingManager(ContinuousBatchingManager):
             )
         model: Any = _Packing(self.model, self.pool, self.terms.carry)
         assert self.batch_processor is not None
-        self.batch_processor._generation_step(model)
+        if self.pool.coming:
+            self.batch_processor._generation_step(model)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         ready = getattr(self, "batch_processor", None)

@@ -44,7 +44,8 @@ class RequestPool:
     settings: of the patch. chunk: tokens of a prompt that one pass reads; a longer prompt is compressed after every chunk.
     num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. find_prefix: returns the patch's that
     a text begins with; begins: those of requests that wait or were admitted. conversations: that are kept, if any are. compute:
-    enters the stream of passes. after_token: gets a request's state with its new token.
+    enters the stream of passes. after_token: gets a request's state with its new token. coming: tokens of the next pass, by
+    request. full: whether a request waits for room, so that those behind it wait, too; a pass begins with False.
     """
 
     # the engine's interface: no index tensors and masks are made, since there is no allocator to ask for them
@@ -67,7 +68,8 @@ class RequestPool:
         self.compute: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.after_token: Callable[[Any], None] | None = None
         self.rows = RowPool()
-        self._coming: list[tuple[str, int, int]] = []
+        self.full = False
+        self.coming: list[tuple[str, int, int]] = []
         self._forked: list[str] = []  # requests whose caches are still their sources'
 
     @cached_property
@@ -134,7 +136,8 @@ class RequestPool:
             return True
         prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.begins.get(state.request_id)
         blocks = self.blocks_of(prompt, new, prefix)
-        if self.claimed + blocks > self.num_blocks:
+        self.full = self.full or self.claimed + blocks > self.num_blocks
+        if self.full:
             return False
         messages = state.logit_processor_kwargs.get("messages")
         self.requests[state.request_id] = Request(prompt, new, blocks, prefix=prefix, messages=messages)
@@ -188,7 +191,7 @@ class RequestPool:
         """Drop all requests."""
         self.requests.clear()
         self.begins.clear()
-        self._coming.clear()
+        self.coming.clear()
         self._forked.clear()
         self.rows = RowPool()
 
@@ -242,11 +245,12 @@ class RequestPool:
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
     ) -> None:
         """Note that the next pass brings tokens of this request, behind those noted before."""
-        self._coming.append((request_id, past_length, query_length))
+        if query_length:  # 0: of a prompt whose only token that is left is read when the request has been copied
+            self.coming.append((request_id, past_length, query_length))
 
     def next_pass(self) -> PackedPass:
         """Return the parts of the pass that was noted: the decoding requests as one, and each prompt's piece."""
-        coming, self._coming = self._coming, []
+        coming, self.coming = self.coming, []
         for name in self._forked:
             request = self.requests.get(name)
             if request is not None and request.cache is not None:
@@ -256,8 +260,6 @@ class RequestPool:
         parts = list[Part]()
         for name, past, count in coming:
             request = self.requests[name]
-            if past < request.prompt and not count:
-                continue
             if past < request.prompt:
                 parts.append(self._piece(request, past, torch.arange(column, column + count, device=self.device)))
             else:

@@ -35,7 +35,8 @@ class Engine:
     """Takes requests and never answers."""
 
     def __init__(self):
-        self.begun, self.cancelled = asyncio.Queue(), []
+        self.begun, self.cancelled, self.conversations = asyncio.Queue(), [], None
+        self.pool = SimpleNamespace(keeps_system=False, check=lambda *told, **more: None)
         self.background_thread_status = SimpleNamespace(fatal_error=None)
         self.output_router = SimpleNamespace(_lock=threading.Lock(), result_handlers={}, output_queue=queue.Queue())
 

@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_a_server_gives_back_after_so_many_requests(monkeypatch, wrong):
     monkeypatch.setattr(answering, "give_back_memory", lambda: calls.append(1))
 
     async def close(count):
-        answers = answering.Answers(object(), None, None)
+        answers = answering.Answers(SimpleNamespace(conversations=None), None, None)
         for number in range(count):
             answers.asked[str(number)] = AcceptedRequest({})
             answers.close(wrong or str(number))

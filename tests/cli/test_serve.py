@@ -14,10 +14,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from kvpatch.cli.commands import app
-from kvpatch.cli.loading import MODELS
-from kvpatch.cli.request_stops import StopWatch
+from kvpatch.cli.loading import MODELS, Source
+from kvpatch.cli.request_stops import StopWatch, WatchedDecoder
 from tests.helpers.marks import batches
-from tests.helpers.served import started, until_idle
+from tests.helpers.served import serving, started, until_idle
 from tests.helpers.serving import until
 
 pytestmark = batches
@@ -128,9 +128,33 @@ def test_a_text_ends_before_a_stop_string(served):
 
 def test_tokens_behind_a_stop_string_do_not_count():
     """Several may come at once, as many as the engine has made before it hears of the stop."""
-    answering = pytest.importorskip("kvpatch.cli.answering")
-    watched = answering._Watched(SimpleNamespace(step=lambda _, token: token), StopWatch(["b"]))
+    watched = WatchedDecoder(SimpleNamespace(step=lambda _, token: token), StopWatch(["b"]))
     assert [watched.step(None, token) for token in "abcb"] == ["a", None, None, None] and watched.tokens == 2
+
+
+def test_a_response_that_was_cut(served):
+    """It says so, whole or as the last event of a stream: nothing else in it tells."""
+    client, name, _, alone, _ = served
+    given = {"model": name, "input": TEXT, "max_output_tokens": 6, "temperature": 0.0}
+    *_, last = client.responses.create(stream=True, **given)
+    assert last.type == "response.incomplete"
+    for found in (client.responses.create(**given), last.response):
+        assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert found.output_text == alone(TEXT, 6)
+
+
+def test_a_request_that_needs_more_room_than_there_is():
+    """It is refused at once, and the server goes on, where nothing is evicted, too."""
+    openai = pytest.importorskip("openai")
+    name = str(MODELS / "llama-python")
+    with serving(Source(name, "float32", "cpu"), 1.0, num_blocks=4, page_size=16, max_batch_tokens=64) as (client, _, address):
+        given = {"model": name, "prompt": "import os", "temperature": 0.0}
+        said = client.completions.create(max_tokens=8, **given).choices[0].text
+        with pytest.raises(openai.BadRequestError, match="needs 13 blocks of 16 tokens, but there are 4"):
+            client.completions.create(max_tokens=200, **given)
+        assert client.completions.create(max_tokens=8, **given).choices[0].text == said
+        figures = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode()
+        assert "kvpatch_blocks 4\n" in figures and "kvpatch_evicted_tokens_total 0\n" in figures
 
 
 def test_what_the_server_counts(served):

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import kvpatch
+from kvpatch.arch.twin import shrink_config
 from kvpatch.backends.entries import centre_bytes, entry_bytes
 from kvpatch.cache.holding import count_held
 from kvpatch.planning.configuration import Configuration
@@ -116,6 +118,22 @@ def test_what_is_held_while_a_prompt_is_read_bounds_the_peak(saved):
     assert plan.held < plan.reading and patch.report().peak_nbytes <= B * plan.reading * 1.1
 
 
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", "falcon_h1", "mimo_v2_flash"])
+def test_layers_of_sizes_of_their_own(kind, tmp_path):
+    """Full layers of Gemma 4 have heads of their own; Falcon H1 names no kinds, and values of MiMo are narrow."""
+    pytest.importorskip(f"transformers.models.{kind.removesuffix('_text')}")
+    model = AutoModelForCausalLM.from_config(shrink_config(CONFIG_MAPPING[kind]())).eval()
+    model.config.save_pretrained(tmp_path)
+    with kvpatch.patched(model, "h2o", k=40):
+        cache = fill_cache(model)
+    plan = kvpatch.plan(tmp_path, "h2o", 40, tokens=T, new=NEW - 1)
+    assert plan.kept == tuple(int(cache.held(layer).max()) for layer in range(len(cache.layers)))
+    assert B * plan.held <= cache.nbytes <= B * plan.allocated
+    sizes = [(layer.positions.shape[1], *layer.kv.sizes) for layer in cache.layers]
+    shape = Configuration.read(tmp_path / "config.json", "m").read_shape()
+    assert sizes == [(one.heads, one.key, one.value) for one in shape.layers]
+
+
 def test_older_files_name_no_layers():
     """Layers of files that transformers wrote before it named their types."""
     base = {"num_hidden_layers": 6, "hidden_size": 32, "num_attention_heads": 4, "sliding_window": 7}
@@ -129,6 +147,10 @@ def test_older_files_name_no_layers():
     assert windows(model_type="qwen2", use_sliding_window=True, max_window_layers=4) == [None] * 4 + [7] * 2
     assert windows(model_type="qwen2", use_sliding_window=False) == windows(model_type="llama") == [None] * 6
     assert windows(model_type="mistral") == [7] * 6
+    full = {"head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 2, "num_global_key_value_heads": 1}
+    for equal, heads in ((True, 1), (False, 2)):
+        layers = Configuration(base | full | {"model_type": "gemma4_text", "attention_k_eq_v": equal}, "m").read_shape().layers
+        assert [(one.heads, one.key, one.window) for one in layers] == [(2, 8, 7)] * 5 + [(heads, 16, None)]
 
 
 def test_a_hybrid_s_states_hold_no_tokens():

@@ -206,6 +206,24 @@ def test_refused_types_are_those_of_the_page():
     assert said == {reason: set(kinds) for reason, kinds in REFUSED.items()}
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"layer_types": ["full_attention"]},
+        {"layer_types": [None] * 32},
+        {"sliding_window": "7", "use_sliding_window": True},
+        {"num_key_value_heads": -8},
+        {"head_dim": "128"},
+        {"max_position_embeddings": "many"},
+        {"intermediate_size": "wide"},
+    ],
+    ids=str,
+)
+def test_a_value_that_no_configuration_has(tmp_path, values):
+    with pytest.raises(KVPatchError, match=r"config.json of .*\(model_type llama\) has a value that cannot be read"):
+        kvpatch.plan(save(tmp_path, **values))
+
+
 # ---- the command ----
 
 
@@ -242,6 +260,11 @@ def test_the_table_and_the_object_say_the_same(folder):
         (["--tokens", "200000"], "--tokens 131072"),
         (["--dtype", "bf17"], "Did you mean 'bf16'?"),
         (["--bits", "5"], "must be one of 16, 8, 4"),
+        (["--memory", "9" * 400 + "GiB"], "is no size: give a number and a unit"),
+        (["-o", "model=3"], "Policy 'snapkv' has no option 'model'"),
+        (["-o", "window=-5"], "window=-5 must be a number of tokens"),
+        (["--policy", "pyramidkv", "-o", "window=x"], "window='x' must be a number of tokens"),
+        (["--policy", "pyramidkv", "-o", "beta=-1"], "beta=-1 must be a number of at least 1"),
     ],
 )
 def test_a_mistake_is_one_sentence(folder, given, words):

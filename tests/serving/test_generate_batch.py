@@ -98,12 +98,26 @@ def test_chunks_of_whole_blocks():
         assert batched(model, texts, max_batch_tokens=60) == [alone(model, ids) for ids in texts]
 
 
+def test_a_large_request_is_not_overtaken():
+    """Small ones that come later would leave it no room as long as any come."""
+    model, lengths = make("llama_gqa"), (60, *[12] * 12)
+    texts, first = prompts(lengths), prompts((12,), seed=5)[0]
+    with kvpatch.patched(model, "h2o", 1.0, bits=8), running(model, num_blocks=6) as manager:
+        names = [manager.add_request(first, max_new_tokens=30)]
+        until(lambda: manager.batch_processor is not None and manager.batch_processor.scheduler.active_requests)
+        names += [manager.add_request(ids, max_new_tokens=6 + at) for at, ids in enumerate(texts)]
+        found = collect(manager, names)
+    begun = [found[name].lifespan[0] for name in names]
+    assert not any(one.error for one in found.values()) and begun == sorted(begun)
+
+
 @pytest.mark.parametrize("options", [{}, {"block": 16}])
 def test_several_sequences_of_a_prompt(options):
     """They share the prompt's pass up to its last token; greedy, all are alike."""
     model, texts = make("llama_gqa"), prompts((20, 61, 1, 49))
     with kvpatch.patched(model, "h2o", 24, **options):
         found, want = batched(model, texts, sequences=3), [alone(model, ids) for ids in texts]
+        assert batched(model, texts[2:3], sequences=3) == [want[2]] * 3, "a pass may have no token"
     assert found == [tokens for tokens in want for _ in range(3)]
 
 

@@ -69,6 +69,7 @@ def test_several_sequences_and_chunks():
         patch.prefix(LONG)
         wanted = expected(model, patch, TEXTS[:3])
         assert batched(model, TEXTS[:3], sequences=2) == [tokens for tokens in wanted for _ in range(2)]
+        assert batched(model, TEXTS[2:3], sequences=2) == [wanted[2]] * 2, "of which one token alone is left to read"
         chunked = batched(model, TEXTS[:2], max_batch_tokens=16)
         assert chunked[0] == wanted[0], "what follows the prefix fits a pass"
         cache, ids = patch.prefix(LONG).copy(), torch.tensor([TEXTS[1]])

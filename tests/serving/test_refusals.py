@@ -92,12 +92,13 @@ def test_a_request_fails_alone(name, options, bad, words):
             assert found[one].error is None and found[one].generated_tokens == alone(model, ids)
 
 
-def test_a_request_without_limit_ends_at_the_last_position():
-    model, ids = make("gpt2"), prompts((490,))[0]
+@pytest.mark.parametrize("length", [490, 512])
+def test_a_request_without_limit_ends_at_the_last_position(length):
+    model, ids = make("gpt2"), prompts((length,))[0]
     with kvpatch.patched(model, "h2o", 24), running(model, new=None, max_batch_tokens=512) as manager:
         found = collect(manager, [name := manager.add_request(ids)])
-        assert len(found[name].generated_tokens) == 512 - 490 + 1
-        assert found[name].generated_tokens == alone(model, ids, 23)
+        assert found[name].error is None and len(found[name].generated_tokens) == 512 - length + 1
+        assert found[name].generated_tokens == alone(model, ids, 512 - length + 1)
 
 
 def test_what_is_switched_off_is_said(caplog):

@@ -1,0 +1,38 @@
+"""Calls of tools: messages with them as templates read them, and answers of which transformers cannot read one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.cli.serving.utils import BaseHandler, Modality, _normalize_tool_call
+
+
+def read_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
+    """Return messages as transformers' handlers hand them to a template, with what they leave out.
+
+    That is an assistant's text beside its calls of tools, and its thinking.
+    """
+    found = BaseHandler.get_processor_inputs_from_messages(messages, modality)
+    for told, read in zip(messages, found, strict=True):
+        if told.get("tool_calls"):
+            (alone,) = BaseHandler.get_processor_inputs_from_messages([{**told, "tool_calls": None}], modality)
+            read["content"] = alone["content"]
+        if told.get("reasoning_content"):
+            read["reasoning_content"] = told["reasoning_content"]
+    return found
+
+
+def forgive_calls(tokenizer: Any) -> None:
+    """Have a tokenizer return an answer as text alone where a call of a tool in it cannot be read, instead of raising."""
+    parse = tokenizer.parse_response
+
+    def parse_response(tokens: list[int], *told: Any, **more: Any) -> Any:
+        try:
+            found = parse(tokens, *told, **more)
+            for call in found.get("tool_calls") or ():
+                _normalize_tool_call(call)
+        except (ValueError, LookupError, TypeError):
+            return {"content": tokenizer.decode(tokens, skip_special_tokens=True)}
+        return found
+
+    tokenizer.parse_response = parse_response
