@@ -92,13 +92,23 @@ def tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
     return value
 
 
-def refuse_encoder(call: dict[str, Any]) -> None:
-    """Raise KVPatchError if a pass brings what an encoder read, to which a decoder with cross-attention would attend."""
+def refuse_encoder(call: dict[str, Any], decoder: Any) -> None:
+    """Raise KVPatchError if a pass makes an encoder of a decoder, or brings what an encoder read."""
+    if reads_both_ways(call, decoder):
+        raise KVPatchError(
+            "is_causal=False, of this pass or of the model's configuration: the text is read in both directions, and kvpatch "
+            "serves causal decoders. Pass use_cache=False, or run such passes outside of the block."
+        )
     if call.get("encoder_hidden_states") is not None:
         raise KVPatchError(
             "encoder_hidden_states: under a budget this model is a decoder that attends to its own text alone, and what an "
             "encoder read is not put on a budget. Leave them out, or run such passes outside of the block."
         )
+
+
+def reads_both_ways(call: dict[str, Any], decoder: Any) -> bool:
+    """Tell if a pass is told to, as transformers is: by an argument, or by the configuration."""
+    return not (call.get("is_causal", True) and getattr(getattr(decoder, "config", None), "is_causal", True))
 
 
 def padding_mask(mask: object, B: int) -> Tensor | None:

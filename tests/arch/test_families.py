@@ -20,6 +20,7 @@ from tests.helpers.comparing import EVICTING, PLACED, SMALL, agrees
 from tests.helpers.comparing import certain as calibrated
 from tests.helpers.running import logits_of
 from tests.helpers.tiny import force, left_pad, prompt, snapshot
+from tests.helpers.tiny import make as make_tiny
 from tests.helpers.tiny_families import BY_COLUMNS, FAMILIES, ONE_WINDOW
 from tests.helpers.training import agrees_with_naive_autograd, gradients
 from tests.oracle import reference_families
@@ -356,6 +357,23 @@ def test_bidirectional_models_are_refused(name):
     model.config.use_bidirectional_attention = True
     with pytest.raises(kvpatch.KVPatchError, match="use_bidirectional_attention=True: kvpatch serves causal decoders"):
         kvpatch.patch(model, "h2o")
+
+
+@pytest.mark.parametrize("by", ["argument", "configuration"])
+@pytest.mark.parametrize("name", ["llama_gqa", "qwen3", "gemma3"])
+def test_a_pass_that_is_told_to_read_both_ways_is_refused(name, by):
+    model, ids = (make_tiny if name == "llama_gqa" else make)(name), prompt(2, 20)
+    asked = {"is_causal": False} if by == "argument" else {}
+    model.get_decoder().config.is_causal = by == "argument"
+    with torch.no_grad():
+        want = model(ids, use_cache=False, **asked).logits
+        with kvpatch.patched(model, "h2o", 200):
+            with pytest.raises(kvpatch.KVPatchError, match="read in both directions, and kvpatch serves causal decoders"):
+                model(ids, **asked)
+            got = [model(ids, use_cache=False, **asked).logits]
+        with kvpatch.patched(model, "h2o", 1.0):
+            got += [model(ids, **asked).logits]
+    assert all(torch.allclose(one, want, atol=1e-5) for one in got)
 
 
 def test_layers_of_other_kinds_are_refused():
