@@ -144,8 +144,13 @@ def drop_read(call: dict[str, Any], again: int, Q: int) -> Tensor:
     updated.
 
     Raises:
-        KVPatchError: an argument of the model's own has as many columns.
+        KVPatchError: an argument of the model's own has as many columns, or drafts are made from hidden states of all of them.
     """
+    if not isinstance(call.get("output_hidden_states") or False, bool):  # of chosen layers, as multi-token prediction asks
+        raise KVPatchError(
+            f"Drafts (use_mtp) are made from the hidden states of the whole text, of which the cache has read {again} tokens: "
+            f"leave {CACHE} out, or use_mtp."
+        )
     for name, value in call.items():
         if not isinstance(value, Tensor) or name == "attention_mask" or Q not in value.shape[1:]:
             continue
