@@ -126,6 +126,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
     if mask is not None and cache.get_seq_length() and (Q > 1 or _is_by_hand(cache, mask)):
         texts.check_seen_mask(mask, cache, Q)
+    inputs.refuse_gaps(mask, cache, Q)
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
     inputs.one_text_a_row(call)
     renumbered = cache.settings.renumbered

@@ -129,6 +129,20 @@ def padding_mask(mask: object, B: int) -> Tensor | None:
     return mask
 
 
+def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
+    """Raise KVPatchError for padding between a row's tokens: layers of a hybrid that keep a state would read it."""
+    stack = None if cache.settings.transparent else cache.settings.stack
+    if mask_BT is None or stack is None or not stack.states or not (Q > 1 or at_hand(mask_BT)):
+        return
+    real_BT = mask_BT.bool()
+    begun_BT, goes_on_BT = real_BT.cumsum(-1) > 0, real_BT.flip(-1).cumsum(-1).flip(-1) > 0
+    if bool((~real_BT & begun_BT & goes_on_BT).any()):
+        raise KVPatchError(
+            "attention_mask has padding between tokens of a row, which the layers of this hybrid that keep a state read as well: "
+            "pad whole texts on the left, or read what follows row by row."
+        )
+
+
 def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
     """Let rows of nothing but padding be read like tokens, for a pass whose cache ends with it.
 
