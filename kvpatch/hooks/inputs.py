@@ -138,8 +138,8 @@ def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
     begun_BT, goes_on_BT = real_BT.cumsum(-1) > 0, real_BT.flip(-1).cumsum(-1).flip(-1) > 0
     if bool((~real_BT & begun_BT & goes_on_BT).any()):
         raise KVPatchError(
-            "attention_mask has padding between tokens of a row, which the layers of this hybrid that keep a state would read: pad "
-            "whole texts on the left, or read what follows row by row."
+            "attention_mask has padding between tokens of a row, which the layers of this hybrid that keep a state would read: "
+            "pad whole texts on the left, or read what follows row by row."
         )
 
 
