@@ -97,7 +97,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
             "model's own patch.new_cache()."
         )
     ownership.check(cache, state)
-    inputs.refuse_encoder(call, decoder)
+    inputs.refuse_pass(call, decoder)
     if _attentions_wanted(decoder, call):
         raise KVPatchError(
             "output_attentions=True: under a budget no full attention matrix is computed, so there is none to return. "
@@ -225,8 +225,8 @@ def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:
 def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
     """Tell if a pass asks for attention matrices, or has an attention pattern of its own."""
     mask = call.get("attention_mask")
-    own = inputs.reads_both_ways(call, decoder) or (mask is not None and getattr(mask, "ndim", 0) != 2)
-    return own or _attentions_wanted(decoder, call)
+    own = inputs.reads_both_ways(call, decoder) or bool(call.get("return_shared_kv_states"))
+    return own or _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)
 
 
 def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:

@@ -92,8 +92,13 @@ def tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
     return value
 
 
-def refuse_encoder(call: dict[str, Any], decoder: Any) -> None:
-    """Raise KVPatchError if a pass makes an encoder of a decoder, or brings what an encoder read."""
+def refuse_pass(call: dict[str, Any], decoder: Any) -> None:
+    """Raise KVPatchError if a pass makes an encoder of a decoder, brings what an encoder read, or asks for all keys."""
+    if call.get("return_shared_kv_states"):
+        raise KVPatchError(
+            "return_shared_kv_states=True: under a budget no pass has the keys and values of all tokens, so there are none to "
+            "return. Leave it out, or the assistant_model that reads them."
+        )
     if reads_both_ways(call, decoder):
         raise KVPatchError(
             "is_causal=False, of this pass or of the model's configuration: the text is read in both directions, and kvpatch "
