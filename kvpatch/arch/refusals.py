@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import KVPatchError
-from .adapter import list_architectures
+from .adapter import Adapter, list_architectures, source_module
 from .interface import routes_through_interface
 from .kinds import attends_both_ways, decoder_wanted, encoder_refused, is_cross_attention
-from .upstream import keeps_state
+from .upstream import attention_of, keeps_state
+
+_LOG = logging.getLogger(__name__)
+HOMES = ("transformers", "torch", "peft", "accelerate", "kvpatch")
+"""Packages whose code around attention computes what the model's own does, or hands it on."""
 
 
 def refuse_other_kinds(model: nn.Module) -> None:
@@ -67,6 +74,39 @@ def _is_lone_decoder(model: nn.Module, cross_attention: nn.Module) -> bool:
     if decoder is None or any(cross_attention not in one.modules() for one in holders):
         return False
     return "encoder_hidden_states" in inspect.signature(type(decoder).forward).parameters
+
+
+def home_of(code: Any) -> str:
+    """Return the package of a class or of the code that a function runs, whatever name it has from what it wraps."""
+    if isinstance(code, functools.partial):
+        return home_of(code.func)
+    own = getattr(getattr(code, "__func__", code), "__globals__", {}).get("__name__")
+    return str(own or getattr(code, "__module__", "")).partition(".")[0]
+
+
+def refuse_replaced(attn: nn.Module, adapter: Adapter) -> None:
+    """Raise KVPatchError if a module of transformers attends by a function of the user's, which a budget leaves out.
+
+    A replaced forward is left out too where the adapter does not run it; that is logged, for the code may compute the same.
+    """
+    if home_of(type(attn)) != "transformers" or home_of(type(adapter)) != "kvpatch":
+        return
+    name, own, home = type(attn).__name__, vars(attn), vars(source_module(attn))
+    if "ALL_ATTENTION_FUNCTIONS" in home and "/" not in (asked := attention_of(attn.config) or "eager"):  # a hub's kernel
+        function = home["ALL_ATTENTION_FUNCTIONS"].get(asked, home.get("eager_attention_forward"))
+        if function is not None and home_of(function) not in HOMES:
+            raise KVPatchError(
+                f"{name} attends by a function of your own ({asked!r}), which attention under a budget would leave out: call "
+                "model.set_attn_implementation('sdpa') before if it computes the same."
+            )
+    for code in (type(attn).forward, own.get("forward"), own.get("_old_forward")):
+        if type(adapter).run is Adapter.run and code is not None and home_of(code) not in HOMES:
+            _warn_once(f"[kvpatch] The forward of {name} is code of {home_of(code)}, which passes under a budget leave out.")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    _LOG.warning(message)
 
 
 def unknown(model: nn.Module) -> KVPatchError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -25,12 +27,15 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
     """
     cache.check_finished()
     _check_past(cache, past, ids_known)
-    seen, taken = past.get_seq_length(), []
+    seen, taken = int(past.get_seq_length()), []  # a static cache counts in a tensor, and adds to it
     for index, (_, other) in enumerate(zip(cache.layers, past.layers, strict=True)):
-        keys, values = getattr(other, "keys", None), getattr(other, "values", None)
+        keys: Any = getattr(other, "keys", None)
+        values: Any = getattr(other, "values", None)
         bound, latent = cache.settings.bounds[index], cache.settings.latent[index]
-        if keys is None or values is None or (keys.shape[2] < seen and (bound is None or keys.shape[2] < bound - 1)):
-            raise KVPatchError(f"Layer {index} of the {type(past).__name__} no longer holds every token it has seen.")
+        known = isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.ndim == 4  # else they are quantized
+        if not known or (keys.shape[2] < seen and (bound is None or keys.shape[2] < bound - 1)):
+            raise KVPatchError(f"Layer {index} of the {type(past).__name__} no longer holds every token as it was seen.")
+        keys, values = keys[:, :, :seen], values[:, :, :seen]  # of a static cache, whose others are free
         # transformers has the latent as keys and the rotary part as values: here a key is both, and the latent its value
         taken.append((torch.cat([keys, values], -1), keys) if latent else (keys, values))
     with cache.changing("absorb()"):

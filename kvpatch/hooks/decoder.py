@@ -95,7 +95,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
             "model's own patch.new_cache()."
         )
     ownership.check(cache, state)
-    inputs.refuse_encoder(call)
+    inputs.refuse_pass(call, decoder)
     if _attentions_wanted(decoder, call):
         raise KVPatchError(
             "output_attentions=True: under a budget no full attention matrix is computed, so there is none to return. "
@@ -124,6 +124,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
     if mask is not None and cache.get_seq_length() and (Q > 1 or _is_by_hand(cache, mask)):
         texts.check_seen_mask(mask, cache, Q)
+    inputs.refuse_gaps(mask, cache, Q)
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
     inputs.one_text_a_row(call)
     renumbered = cache.settings.renumbered
@@ -225,7 +226,8 @@ def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:
 def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
     """Tell if a pass asks for attention matrices, or has an attention pattern of its own."""
     mask = call.get("attention_mask")
-    return _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)
+    own = inputs.reads_both_ways(call, decoder) or bool(call.get("return_shared_kv_states"))
+    return own or _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)
 
 
 def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from transformers.utils import ModelOutput
 
+from ..arch.refusals import HOMES, home_of
 from ..arch.upstream import CACHE_NAMES, STEP_CALL, cache_of
 from ..cache.cache import EvictingCache
 from ..policies.served import why_not
@@ -29,7 +30,6 @@ from .recorder import CudaRecorder, Recorder, find_limit
 from .state import NotCaptured, PatchState
 
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}  # by the type of the device
-HOMES = ("transformers", "torch", "peft", "accelerate", "kvpatch")  # packages whose modules compute and do nothing else
 HOOKS = ("kvpatch", "transformers")  # the latter's do nothing where nothing more than logits is asked for
 INPUTS = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "logits_to_keep", *CACHE_NAMES}
 _COMMON = vars(nn.Module()).keys() - {"training"}
@@ -160,14 +160,7 @@ def _only_computes(module: nn.Module) -> bool:
     own = vars(module)
     code = [type(module), type(module).forward, own.get("forward"), own.get("_old_forward")]
     hooks = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
-    return all(_home(one) in HOMES for one in code if one is not None) and all(_home(one) in HOOKS for one in hooks)
-
-
-def _home(code: Any) -> str:
-    """Return the package of a class or function."""
-    if isinstance(code, functools.partial) and "__module__" not in vars(code):
-        return _home(code.func)
-    return str(getattr(code, "__module__", "")).partition(".")[0]
+    return all(home_of(one) in HOMES for one in code if one is not None) and all(home_of(one) in HOOKS for one in hooks)
 
 
 def _describe(value: object) -> object:

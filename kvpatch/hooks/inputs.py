@@ -92,13 +92,28 @@ def tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
     return value
 
 
-def refuse_encoder(call: dict[str, Any]) -> None:
-    """Raise KVPatchError if a pass brings what an encoder read, to which a decoder with cross-attention would attend."""
+def refuse_pass(call: dict[str, Any], decoder: Any) -> None:
+    """Raise KVPatchError if a pass makes an encoder of a decoder, brings what an encoder read, or asks for all keys."""
+    if call.get("return_shared_kv_states"):
+        raise KVPatchError(
+            "return_shared_kv_states=True: under a budget no pass has the keys and values of all tokens, so there are none to "
+            "return. Leave it out, or the assistant_model that reads them."
+        )
+    if reads_both_ways(call, decoder):
+        raise KVPatchError(
+            "is_causal=False, of this pass or of the model's configuration: the text is read in both directions, and kvpatch "
+            "serves causal decoders. Pass use_cache=False, or run such passes outside of the block."
+        )
     if call.get("encoder_hidden_states") is not None:
         raise KVPatchError(
             "encoder_hidden_states: under a budget this model is a decoder that attends to its own text alone, and what an "
             "encoder read is not put on a budget. Leave them out, or run such passes outside of the block."
         )
+
+
+def reads_both_ways(call: dict[str, Any], decoder: Any) -> bool:
+    """Tell if a pass is told to, as transformers is: by an argument, or by the configuration."""
+    return not (call.get("is_causal", True) and getattr(getattr(decoder, "config", None), "is_causal", True))
 
 
 def padding_mask(mask: object, B: int) -> Tensor | None:
@@ -119,6 +134,20 @@ def padding_mask(mask: object, B: int) -> Tensor | None:
     return mask
 
 
+def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
+    """Raise KVPatchError for padding between a row's tokens: layers of a hybrid that keep a state would read it."""
+    stack = None if cache.settings.transparent else cache.settings.stack
+    if mask_BT is None or stack is None or not stack.states or not (Q > 1 or at_hand(mask_BT)):
+        return
+    real_BT = mask_BT.bool()
+    begun_BT, goes_on_BT = real_BT.cumsum(-1) > 0, real_BT.flip(-1).cumsum(-1).flip(-1) > 0
+    if bool((~real_BT & begun_BT & goes_on_BT).any()):
+        raise KVPatchError(
+            "attention_mask has padding between tokens of a row, which the layers of this hybrid that keep a state would read: "
+            "pad whole texts on the left, or read what follows row by row."
+        )
+
+
 def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
     """Let rows of nothing but padding be read like tokens, for a pass whose cache ends with it.
 
@@ -134,8 +163,13 @@ def drop_read(call: dict[str, Any], again: int, Q: int) -> Tensor:
     updated.
 
     Raises:
-        KVPatchError: an argument of the model's own has as many columns.
+        KVPatchError: an argument of the model's own has as many columns, or drafts are made from hidden states of all of them.
     """
+    if not isinstance(call.get("output_hidden_states") or False, bool):  # of chosen layers, as multi-token prediction asks
+        raise KVPatchError(
+            f"Drafts (use_mtp) are made from the hidden states of the whole text, of which the cache has read {again} tokens: "
+            f"leave {CACHE} out, or use_mtp."
+        )
     for name, value in call.items():
         if not isinstance(value, Tensor) or name == "attention_mask" or Q not in value.shape[1:]:
             continue

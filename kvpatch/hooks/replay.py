@@ -29,7 +29,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
             "within patched(model, ..., record=True) as patch, where patch.replay(record) stands for kvpatch.replay()."
         )
     refuse("replay", state.settings.combine(untold=state.places_itself))
-    inputs.refuse_encoder(call)
+    inputs.refuse_pass(call, decoder)
     tokens = inputs.tokens(call, decoder)
     if tokens is None or not tokens.shape[1]:
         return None  # the model raises the error

@@ -16,7 +16,7 @@ from ..arch import Adapter, adapter_of
 from ..arch.adapter import dtype_of, query_heads
 from ..arch.automatic import AutomaticAdapter, automatic_rows
 from ..arch.kinds import is_cross_attention
-from ..arch.refusals import refuse_other_kinds, row_of, unknown
+from ..arch.refusals import refuse_other_kinds, refuse_replaced, row_of, unknown
 from ..arch.upstream import CACHE, CACHE_NAMES
 from ..backends.entries import centre_bytes, entry_bytes
 from ..backends.protocol import SPECIAL, Case
@@ -105,6 +105,8 @@ class Target:
             )
         for adapter in {id(adapter): adapter for _, adapter in found}.values():
             adapter.check(decoder)
+        for module, adapter in found:
+            refuse_replaced(module, adapter)
         _check_decoder(decoder)
         generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
         numbers = layer_numbers(decoder, [module for module, _ in found])

@@ -5,13 +5,17 @@ can have (capped logits, sinks, norms, layers that bound themselves), go through
 """
 
 import functools
+from types import MethodType
 
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvpatch
+from kvpatch.arch import refusals
 from kvpatch.arch.families import FAMILIES as ROWS
 from kvpatch.cache.cache import EvictingCache
 from kvpatch.evaluation.check import Checks
@@ -20,6 +24,7 @@ from tests.helpers.comparing import EVICTING, PLACED, SMALL, agrees
 from tests.helpers.comparing import certain as calibrated
 from tests.helpers.running import logits_of
 from tests.helpers.tiny import force, left_pad, prompt, snapshot
+from tests.helpers.tiny import make as make_tiny
 from tests.helpers.tiny_families import BY_COLUMNS, FAMILIES, ONE_WINDOW
 from tests.helpers.training import agrees_with_naive_autograd, gradients
 from tests.oracle import reference_families
@@ -356,6 +361,60 @@ def test_bidirectional_models_are_refused(name):
     model.config.use_bidirectional_attention = True
     with pytest.raises(kvpatch.KVPatchError, match="use_bidirectional_attention=True: kvpatch serves causal decoders"):
         kvpatch.patch(model, "h2o")
+
+
+@pytest.mark.parametrize("by", ["argument", "configuration"])
+@pytest.mark.parametrize("name", ["llama_gqa", "qwen3", "gemma3"])
+def test_a_pass_that_is_told_to_read_both_ways_is_refused(name, by):
+    model, ids = (make_tiny if name == "llama_gqa" else make)(name), prompt(2, 20)
+    asked = {"is_causal": False} if by == "argument" else {}
+    model.get_decoder().config.is_causal = by == "argument"
+    with torch.no_grad():
+        want = model(ids, use_cache=False, **asked).logits
+        with kvpatch.patched(model, "h2o", 200):
+            with pytest.raises(kvpatch.KVPatchError, match="read in both directions, and kvpatch serves causal decoders"):
+                model(ids, **asked)
+            got = [model(ids, use_cache=False, **asked).logits]
+        with kvpatch.patched(model, "h2o", 1.0):
+            got += [model(ids, **asked).logits]
+    assert all(torch.allclose(one, want, atol=1e-5) for one in got)
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "qwen3"])
+def test_an_attention_function_of_one_s_own_is_refused(name, monkeypatch):
+    def own(module, query, key, value, attention_mask, **asked):
+        return sdpa_attention_forward(module, query, 2 * key, value, attention_mask, **asked)
+
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", {**AttentionInterface._global_mapping, "own": own})
+    model = (make_tiny if name == "llama_gqa" else make)(name)
+    model.set_attn_implementation("own")
+    with pytest.raises(kvpatch.KVPatchError, match=r"by a function of your own \('own'\), which attention under"):
+        kvpatch.patch(model, "h2o")
+    model.set_attn_implementation("eager")
+    kvpatch.patch(model, "h2o").remove()
+
+
+@pytest.mark.parametrize("on", ["class", "module"])
+@pytest.mark.parametrize(("name", "left_out"), [("llama_gqa", True), ("gpt2", True), ("qwen3", False)])
+def test_a_replaced_forward_is_run_or_logged(name, left_out, on, monkeypatch, caplog):
+    model, ids = (make if name == "qwen3" else make_tiny)(name), prompt(1, 12)
+    attentions = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    forward = type(attentions[0]).forward
+
+    @functools.wraps(forward)
+    def doubled(self, *args, **kwargs):
+        y, *rest = forward(self, *args, **kwargs)
+        return (2 * y, *rest)
+
+    plain = model(ids).logits
+    for one in [type(attentions[0])] if on == "class" else attentions:
+        monkeypatch.setattr(one, "forward", doubled if on == "class" else MethodType(doubled, one))
+    want = model(ids).logits
+    refusals._warn_once.cache_clear()
+    with kvpatch.patched(model, "h2o", 200):
+        got = model(ids).logits
+    torch.testing.assert_close(got, plain if left_out else want, atol=1e-5, rtol=0)
+    assert ("is code of tests, which passes under a budget leave out" in caplog.text) == left_out
 
 
 def test_layers_of_other_kinds_are_refused():

@@ -69,6 +69,23 @@ def test_rows_of_a_padded_batch_are_as_alone(model, ids):
     torch.testing.assert_close(both[1:], alone, rtol=1e-4, atol=1e-5)
 
 
+def test_padding_between_tokens_is_refused(model, ids):
+    """A state reads it, in the unpatched model too: a row would not be as alone."""
+    later, gapped, right = (torch.ones_like(ids) for _ in range(3))
+    later[1, 16:18], gapped[1, 5:8], right[1, 15:] = 0, 0, 0
+    with kvpatch.patched(model, "h2o", 0.5) as patch, torch.no_grad():
+        cache = patch.new_cache()
+        model(ids[:, :16], past_key_values=cache)
+        for given in ({"input_ids": ids[:, 16:], "attention_mask": later}, {"input_ids": ids, "attention_mask": gapped}):
+            with pytest.raises(kvpatch.KVPatchError, match="padding between tokens of a row, which the layers of this hybrid"):
+                model(**given, past_key_values=cache if given["attention_mask"] is later else None)
+        read = model(ids, attention_mask=right).past_key_values  # of which nobody reads the padded rows' last columns
+        with pytest.raises(kvpatch.KVPatchError, match="padding between tokens of a row"):
+            model(ids[:, :1], attention_mask=torch.cat([right, right[:, :1]], 1), past_key_values=read)
+    with kvpatch.patched(model, "h2o", 1.0):
+        model(ids, attention_mask=gapped)
+
+
 def test_states_follow_rows_copies_and_files(model, ids, tmp_path):
     with kvpatch.patched(model, "h2o", 0.5) as patch:
         cache = patch.new_cache()

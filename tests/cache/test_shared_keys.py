@@ -219,6 +219,18 @@ def test_what_cannot_be_is_refused(gemma4):
             gemma4.init_continuous_batching()
 
 
+def test_keys_of_all_tokens_are_not_handed_out(gemma4):
+    ids, asked = torch.randint(1, gemma4.config.vocab_size, (1, 12)), {"return_shared_kv_states": True}
+    with torch.no_grad(), kvpatch.patched(gemma4, "h2o", 0.5):
+        past = gemma4(ids).past_key_values
+        with pytest.raises(kvpatch.KVPatchError, match="no pass has the keys and values of all tokens"):
+            gemma4(ids[:, :1], past_key_values=past, **asked)
+    with torch.no_grad(), kvpatch.patched(gemma4, "h2o", 1.0):
+        past = gemma4(ids, **asked).past_key_values
+        shown = gemma4(ids[:, :1], past_key_values=past, **asked).shared_kv_states
+    assert shown["full_attention"][0].shape[2] == 13
+
+
 def test_a_reader_without_a_source_is_refused(gemma4):
     module = gemma4.model.layers[5].self_attn
     with pytest.raises(kvpatch.KVPatchError, match="no module says that it stores them for layers of type 'full_attention'"):

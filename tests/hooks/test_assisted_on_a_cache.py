@@ -8,7 +8,9 @@ import torch
 import kvpatch
 from kvpatch.arch.upstream import cache_of
 from tests.helpers.marks import since
+from tests.helpers.running import kept
 from tests.helpers.tiny import make, prompt
+from tests.helpers.tiny_families import make as family
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 OPTIONS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -88,3 +90,21 @@ def test_what_it_cannot_cut_is_refused():
     call = {"input_ids": WHOLE, "visual_pos_masks": torch.ones(1, 49)}
     with pytest.raises(kvpatch.KVPatchError, match="visual_pos_masks of this model cannot be cut .*prompt_lookup_num_tokens"):
         inputs.drop_read(call, 40, 49)
+
+
+@since("5.24", "the library drafts by no multi-token prediction")
+@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
+def test_multi_token_prediction_drafts_from_the_whole_text(policy, monkeypatch):
+    from transformers.modeling_layers import MtpModel
+
+    model = family("deepseek_v3", dtype=torch.float64)
+    drafts = MtpModel(model, model.config.num_mtp_layers).double().eval()
+    monkeypatch.setattr(MtpModel, "from_pretrained", lambda *args, **kwargs: drafts)
+    with kvpatch.patched(model, policy, 0.5) as patch:
+        plain, drafted = (model.generate(WHOLE, use_mtp=by, return_dict_in_generate=True, **OPTIONS) for by in (False, True))
+        assert torch.equal(plain.sequences, drafted.sequences) and kept(cache_of(plain)) == kept(cache_of(drafted))
+        cache = patch.prefix(DOCUMENT).copy()
+        with pytest.raises(kvpatch.KVPatchError, match="hidden states of the whole text, of which the cache has read 40"):
+            model.generate(WHOLE, past_key_values=cache, use_mtp=True, **OPTIONS)
+        got = model.generate(WHOLE, past_key_values=cache, **OPTIONS)
+        assert torch.equal(got, model.generate(WHOLE, past_key_values=patch.prefix(DOCUMENT), **OPTIONS))
