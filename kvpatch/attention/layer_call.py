@@ -141,7 +141,7 @@ class Call(LayerRead):
         if wanted is not None and each > 1:
             wanted = wanted.repeat_interleave(each, 1)
         norms = projected_norms(v_BNQD, self._output_rows(v_BNQD, self.group // each), norm, wanted)
-        return norms.unflatten(1, (H, each)).mean(2)
+        return norms if each == 1 else norms.unflatten(1, (H, each)).mean(2)
 
     def head_norms(self, v_BHTD: Tensor) -> Tensor:
         """Return ||v W_O|| of each query head [B,H,G,T]."""
