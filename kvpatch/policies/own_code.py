@@ -16,7 +16,7 @@ from .scores import Score
 from .statistics import STATISTICS
 
 _HERE = __name__.partition(".")[0]
-_TAKEN = ("norm", "protect", "quota", "span")  # in a layer's state, of selections and options
+_TAKEN = ("norm", "protect", "quota", "span", "unseen")  # in a layer's state, of selections, options and edits
 
 
 def is_own(part: object) -> bool:

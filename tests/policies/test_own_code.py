@@ -92,6 +92,7 @@ class WrongScope(Scope):
         return context.positions_BHT
 
 
+TAKEN = ("norm", "protect", "quota", "span", "unseen")
 MISTAKES = [
     (Undeclared(), r"Undeclared\.value\(context\).*KeyError: 'sum'.*\[B,H,T\] = \[1, 2, 20\].*needs = \(Sums\('sum'\),\)"),
     (Silent(), r"Silent\.value\(context\).*returned None.*float tensor \[B,H,T\] = \[1, 2, 20\]"),
@@ -102,7 +103,7 @@ MISTAKES = [
     (WideEntry(), r"WideEntry\.entry\(.*'mine' is a tensor of shape \[1, 20\].*\[B,H,Q\] = \[1, 2, 20\]"),
     (OldEntry(), r"OldEntry\.entry\(.*TypeError: .*positional argument.*entry\(self, new\)"),
     (Needing(), r"ListNeed\.entry\(.*returned a list.*dict.*\[B,H,Q\] = \[1, 2, 20\]"),
-    *((TakenEntry(one), rf"TakenEntry\.entry\(.*stores '{one}'.*another name") for one in ("norm", "protect", "quota", "span")),
+    *((TakenEntry(one), rf"TakenEntry\.entry\(.*stores '{one}'.*another name") for one in TAKEN),
 ]  # fmt: skip
 
 
