@@ -108,11 +108,13 @@ def _end_step(
     if p_BHGT is not None and call.policy.needs.sums:
         _add_statistics(call, p_BHGT, positions_BHT, newest_B11, t)
     if call.steppers:
-        step, log = StepRead(call, *new, p_BHGT, call.observes, newest_B11[:, 0]), call.slots.undo_log
-        for need in call.steppers:
+        step, log, observes = StepRead(call, *new, p_BHGT, newest_B11[:, 0]), call.slots.undo_log, call.observes
+        for need, run in call.steppers:
+            if not observes and need.rows != "none":
+                continue  # nobody has asked for this step's attention
             if log and (note := call.notes.get(need.name)) is not None:
                 log[-1].notes[need.name] = note.overwritten_by(step.positions_B1)
-            need.step(step)
+            run(step)
     if named:
         call.slots.follow_kernels()
     elif call.evicting:

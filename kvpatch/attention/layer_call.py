@@ -21,8 +21,10 @@ from ..backends.value_norms import head_norms, projected_norms
 from ..cache.forward_context import Forward
 from ..cache.layer import SlotLayer
 from ..cache.state import TextState
+from ..errors import KVPatchError
+from ..policies import own_code
 from ..policies.context import Block, EvictionContext, Limits, NewTokens, accumulator
-from ..policies.needs import LayerRead, Need
+from ..policies.needs import LayerRead
 from ..policies.selection import TwoStage
 from ..policies.served import FeatureSet, why_not
 from ..policies.statistics import STATISTICS
@@ -52,8 +54,8 @@ class Call(LayerRead):
         self.parallel = self.settings.parallel.size > 1
         self.shows = layer in self.settings.read
         self.needs = self.policy.needs if self.evicts else ()
-        self.readers = tuple(need for need in self.needs if type(need).read is not Need.read)
-        self.steppers = tuple(need for need in self.needs if type(need).step is not Need.step)
+        self.readers = own_code.bind_passes(self.needs, "read", self.policy.name)
+        self.steppers = own_code.bind_passes(self.needs, "step", self.policy.name)
         self.no_kernels = why_not("kernels", FeatureSet(self.policy)) if self.evicts else None
         self.launched = False  # a kernel has run a decode step of this layer
         self.begin(now)
@@ -324,6 +326,9 @@ class Call(LayerRead):
 
     def statistic(self, name: str) -> Tensor:
         slots = self.slots
+        if name not in slots.state and name not in self.policy.needs.states:
+            known = ", ".join(sorted({*slots.state, *self.policy.needs.states})) or "none"
+            raise KVPatchError(f"layers keep no numbers {name!r}, but {known}; entry(new) of a need returns new ones.")
         tensor = slots.statistic(name)
         return tensor if slots.used == tensor.shape[2] else tensor[:, :, : slots.used]
 

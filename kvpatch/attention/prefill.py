@@ -63,8 +63,8 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
                 functools.partial(newest, call), call.policy.scope.sinks, torch_backend.DEVICE_BLOCK if q_BHGQD.is_cuda else 0,
                 functools.partial(_score_by_window, call, keys), call.once,
             )  # fmt: skip
-            for need in call.readers:
-                need.read(read)
+            for _, run in call.readers:
+                run(read)
         call.cache.meter.count(before, during, during)
         if hidden is not None:
             hidden.show()
@@ -206,7 +206,13 @@ def _read(
 
 
 def _score_by_window(
-    call: Call, keys: Keys, q_BHGWD: Tensor, rows_BW: Tensor, lse_BHGW: Tensor | None, fold: Fold | None, join: str
+    call: Call,
+    keys: Keys,
+    q_BHGWD: Tensor,
+    rows_BW: Tensor,
+    lse_BHGW: Tensor | None = None,
+    fold: Fold | None = None,
+    join: str = "sum",
 ) -> Tensor:
     """Return each used slot's score [B,H,T]: the attention that an observation window's rows pay it, summed or folded.
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
 from .context import EvictionContext, NewTokens
-from .needs import AnyNeed
+from .needs import AnyNeed, Need, PromptRead, StepRead
 from .scopes import Scope
 from .scores import Score
 from .statistics import STATISTICS
 
+_PASSES = {"read": "prompt", "step": "step"}
 _HERE = __name__.partition(".")[0]
 _TAKEN = ("norm", "protect", "quota", "span", "unseen")  # in a layer's state, of selections, options and edits
 
@@ -74,6 +76,24 @@ def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens) -> dict[str, 
         if name in _TAKEN:
             raise KVPatchError(f"{where} stores {name!r}, under which layers have numbers of their own: take another name.")
     return result
+
+
+def bind_passes(
+    needs: Iterable[AnyNeed], method: Literal["read", "step"], policy: str
+) -> tuple[tuple[AnyNeed, Callable[[PromptRead | StepRead], None]], ...]:
+    """Return the needs that define `read` or `step`, each with its method; an error of a user's code names it."""
+
+    def bind(need: AnyNeed) -> Callable[[Any], None]:
+        run: Callable[[Any], None] = getattr(need, method)
+        return functools.partial(_read_pass, need, f"{method}({_PASSES[method]})", policy, run) if is_own(need) else run
+
+    return tuple((need, bind(need)) for need in needs if getattr(type(need), method) is not getattr(Need, method))
+
+
+def _read_pass(need: AnyNeed, method: str, policy: str, run: Callable[[Any], None], read: PromptRead | StepRead) -> None:
+    unread = isinstance(read, StepRead) and read.p_BHGT is None
+    hint = f' step.p_BHGT is None: {type(need).__name__}.rows is {need.rows!r}, and "window" asks for it.' if unread else ""
+    _run_method(_name_method(need, method, policy), "nothing, and change notes and numbers in place", lambda _: hint, run, read)
 
 
 def _run_method(where: str, wanted: str, hint: Callable[[Exception], str], method: Callable[..., Any], *arguments: Any) -> Any:

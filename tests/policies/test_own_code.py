@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -128,6 +129,81 @@ def test_a_mistake_in_a_scope_too(scope, said):
     words = rf"{type(scope).__name__}\.mask\(context\) of policy 'mine' returned a tensor of {said}.*bool tensor \[B,H,T\]"
     with kvpatch.patched(make("llama_gqa"), policy, 0.5) as patch, pytest.raises(KVPatchError, match=words):
         patch._target.decoder(prompt(1, 20))
+
+
+# ---- what needs read ----
+
+
+@dataclass(frozen=True)
+class Peak(Need):
+    """The most attention that a token got of a step's token; `wrong` is a mistake of those that users make."""
+
+    wrong: str = ""
+    name: ClassVar[str] = "peak"
+    rows: ClassVar[str] = "window"
+
+    def entry(self, new):
+        return {"peak": new.k_BHQD.new_zeros(new.k_BHQD.shape[:3])}
+
+    def read(self, prompt):
+        if self.wrong == "read":
+            prompt.layer.statistic("peak").copy_(prompt.positions)
+        prompt.layer.statistic("peek" if self.wrong == "name" else "peak").copy_(
+            prompt.attention(prompt.q_BHGQD[:, :, :, -4:], prompt.rows_BQ[:, -4:])
+        )
+
+    def step(self, step):
+        peak = step.layer.statistic("peak")
+        peak.copy_(torch.maximum(peak, step.p_BHGT.amax(3 if self.wrong == "shape" else 2)))
+
+
+@dataclass(frozen=True)
+class Unasked(Peak):
+    rows: ClassVar[str] = "none"
+
+
+@dataclass(frozen=True)
+class Misspelt(Peak):
+    rows: ClassVar[str] = "windows"
+
+
+@dataclass(frozen=True)
+class Peaks(Score):
+    need: Need
+
+    @property
+    def needs(self):
+        return (self.need,)
+
+    def value(self, context):
+        return context.state["peak"].float()
+
+
+READS = [
+    (Peak("read"), r"Peak\.read\(prompt\) of policy 'mine' raised AttributeError: .*'positions'.*return nothing"),
+    (Peak("name"), r"no numbers 'peek', but .*peak.*entry\(new\)"),
+    (Peak("shape"), r"Peak\.step\(step\) of policy 'mine' raised RuntimeError"),
+    (Unasked(), r"Unasked\.step\(step\).*NoneType.*Unasked\.rows is 'none', and \"window\" asks for it"),
+    (Misspelt(), r"Misspelt\.rows is 'windows'.*'none', 'window' or 'all'"),
+]
+
+
+@pytest.mark.parametrize(("need", "words"), READS, ids=["read", "name", "shape", "unasked", "misspelt"])
+def test_a_mistake_in_a_need_names_the_method(need, words):
+    model = make("llama_gqa")
+    with pytest.raises(KVPatchError, match=words), kvpatch.patched(model, Policy("mine", Peaks(need)), 0.5):
+        model.generate(prompt(1, 20), max_new_tokens=4, do_sample=False)
+
+
+def test_a_need_of_attention_is_not_asked_where_steps_evict_nothing():
+    model, found = make("llama_gqa"), []
+    for schedule in ("prompt", "both"):
+        with kvpatch.patched(model, Policy("mine", Peaks(Peak())), 0.5, schedule=schedule) as patch:
+            cache = patch.new_cache()
+            model.generate(prompt(1, 20), past_key_values=cache, max_new_tokens=4, do_sample=False)
+        found.append(cache.layers[0].state["peak"][0, 0, : cache.layers[0].used])
+    assert [len(one) for one in found] == [13, 11]
+    assert not found[0][-3:].any() and found[1][-3:].any()  # tokens that steps wrote
 
 
 def test_the_users_own_errors_and_a_full_memory_come_out_as_they_are():

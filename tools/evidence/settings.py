@@ -43,7 +43,7 @@ ROWS = {
         Row("refit(snapkv)", "refit(snapkv)", beside=True),
         *(
             Row(f"{name}, {bits} bits", name, {"bits": bits, **({"floor": 0.2} if "kvzip" in name else {})}, beside=True)
-            for name in ("h2o", "snapkv", "kvzip", "refit(kvzip)")
+            for name in ("full", "h2o", "snapkv", "kvzip", "refit(kvzip)")
             for bits in (8, 4)
         ),
     )

@@ -64,7 +64,11 @@ class LayerRead(Protocol):
         """ALiBi's slopes; None without ALiBi."""
 
     def statistic(self, name: str) -> Tensor:
-        """Return the state tensor `name` of the used slots [B,H,T], to be written to; a new one is zero."""
+        """Return the state tensor `name` of the used slots [B,H,T], to be written to; one of `states` begins as zero.
+
+        Raises:
+            KVPatchError: no entry() returns it, and no need has it among its `states`.
+        """
 
     def held(self) -> tuple[Tensor, Tensor]:
         """Return keys and values [B,H,T,D]; those of empty slots may be anything."""
@@ -119,9 +123,10 @@ class PromptRead:
         newest: newest() returns the position of the newest token [B,1,1].
         sinks: first tokens that are protected.
         at_once: numbers of a temporary tensor that are worth holding; 0 for as few as possible.
-        attention: attention(q_BHGWD, rows_BW, lse_BHGW, fold, join) returns what some queries give to each used slot [B,H,T],
-            by the fastest backend that can: their probabilities summed over rows and averaged over the group, or what `fold`
-            makes of each block of rows, joined as `join` says. A row of -1 does not count.
+        attention: attention(q_BHGWD, rows_BW, lse_BHGW=None, fold=None, join="sum") returns what some queries give to each used
+            slot [B,H,T], by the fastest backend that can: their probabilities summed over rows and averaged over the group, or
+            what `fold` makes of each block of rows, joined by "sum" or "max". A row of -1 does not count. lse_BHGW: of these
+            rows, where it is known.
         once: once(name, make) returns a tensor that is the same for all layers, made by the first of them.
     """
 
@@ -138,7 +143,7 @@ class PromptRead:
     newest: Callable[[], Tensor]
     sinks: int
     at_once: int
-    attention: Callable[[Tensor, Tensor, Tensor | None, Fold | None, str], Tensor]
+    attention: Callable[..., Tensor]
     once: Callable[[str, Callable[[], Tensor]], Tensor]
 
 
@@ -151,7 +156,6 @@ class StepRead:
         q_BHGD: the token's queries as they came; None for stacked layers.
         k_BH1D, v_BH1D: its key and value; None for stacked layers.
         p_BHGT: the token's probabilities; given to needs whose `rows` are not "none", but to Sums: kernels may have added them.
-        observes: whether statistics are up to date, so that tokens may be evicted by them.
         positions_B1: the token's position.
     """
 
@@ -160,7 +164,6 @@ class StepRead:
     k_BH1D: Tensor | None
     v_BH1D: Tensor | None
     p_BHGT: Tensor | None
-    observes: bool
     positions_B1: Tensor
 
 
@@ -231,7 +234,7 @@ class Need(Generic[View]):
         """Read queries of a second reading, whose keys are not kept. repeated_B: tokens that each row repeats in all."""
 
     def step(self, step: StepRead) -> None:
-        """Read a decode step."""
+        """Read a decode step. One that reads attention (`rows`) is left out where steps evict nothing."""
 
     def view(self, context: EvictionContext) -> View:
         """Return what `value` or `mask` gets from context.view(this class)."""

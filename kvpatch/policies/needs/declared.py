@@ -59,6 +59,8 @@ class Needs(tuple[AnyNeed, ...]):
                     'needs = (Sums("sum"),).'
                 )
             for need in needs:
+                if need.rows not in ("none", "window", "all"):
+                    raise KVPatchError(f"{type(need).__name__}.rows is {need.rows!r}: it must be 'none', 'window' or 'all'.")
                 same = found.setdefault(need.states or type(need), need)
                 if same != need and not isinstance(need, Sums):  # the score's counts
                     raise KVPatchError(f"score and scope need {same} and {need}, of which a layer can have one.")

@@ -43,8 +43,6 @@ class LastUses(WindowAttention):
 
     def step(self, step: StepRead) -> None:
         super().step(step)
-        if not step.observes:
-            return
         layer, newest_B11 = step.layer, step.positions_B1[:, None]
         last, used = layer.statistic("last_use"), layer.statistic("observed") > self.alpha
         if self.intervals:
