@@ -212,6 +212,7 @@ TABLES: dict[str, Callable[[str], str]] = {  # the argument is what stands behin
     "quotas": lambda _: quotas.write_table(chooser.LINES / "quotas.jsonl"),
     "refits": lambda _: refits.write_table(chooser.LINES),
     "bits": lambda _: bits.write_table(chooser.LINES),
+    "rounded": lambda _: bits.write_rounded(chooser.LINES),
 }
 
 

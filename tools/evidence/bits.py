@@ -1,4 +1,4 @@
-"""Finer entries or more of them: policies at equal bytes in 16, 8 and 4 bits, a table of lines that `run` has measured."""
+"""Finer entries or more of them: all tokens rounded, and policies at equal bytes in 16, 8 and 4 bits, of measured lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpatch.backends.entry_sizes import count_entry_bytes
 
 from .page import USES, Results
 from .statistics import estimate, find_sides
-from .tables import mark, markdown
+from .tables import mark, markdown, shown_share
 
 POLICIES, BITS, BYTES = ("h2o", "snapkv", "kvzip"), (8, 4), (0.1, 0.2)
 HEAD = 64  # numbers of a key, and of a value, of the model
@@ -37,3 +37,16 @@ def write_table(folder: Path) -> str:
         cells = [mark(str(estimate(found[key])), -abs(sides[key])) for key in keys]
         texts.append([results.use.title, f"`{policy}`", f"{share:g}", f"{estimate(lost).mean:.3f}", *cells, str(len(lost))])
     return markdown(["", "policy", "bytes", "loses in 16 bits", *(f"{bits} bits, difference" for bits in BITS), "texts"], texts)
+
+
+def write_rounded(folder: Path) -> str:
+    """Write a row for each use where all tokens were held rounded: the loss with its interval, and the gain kept in 4 bits."""
+    measured = [(results, bits) for use in USES for results in (Results(folder, use),) for bits in BITS]
+    found = {(one, bits): lost for one, bits in measured if (lost := one.differences((f"full, {bits} bits", 1.0)))}
+    losses = {key: mark(str(estimate(found[key])), side) for key, side in find_sides(found).items()}
+    rows = [
+        [one.use.title, losses[one, 8], losses[one, 4], shown_share(kept), str(kept.samples)]
+        for one in dict.fromkeys(one for one, _ in found)
+        if (kept := one.kept(("full, 4 bits", 1.0)))
+    ]
+    return markdown(["all tokens held", *(f"loses in {bits} bits" for bits in BITS), "gain kept in 4 bits", "texts"], rows)

@@ -24,7 +24,7 @@ HEAD = """\
 Made by `make results`; change `tools/evidence`, not this page. The model is [SmolLM2-135M-Instruct]({link}), a Llama of 30
 layers with 9 query and 3 KV heads, in float32; the package that brings its weights (`make real`) rounded them to 4 bits. It
 reads prose and source of this repository, which it was not trained on, in its chat template. One model of this size is one
-model: a large one remembers more, and finds more of what is left. [Small models](small-models.md) have
+model. [Small models](small-models.md) have
 what is not measured here: long traces, and budgets by mass. `refit`'s ridge and number of queries were chosen on the
 first 16 texts of the question after compression and of the text that goes on; [its own table](policies/combine.md#refit)
 leaves these out.
