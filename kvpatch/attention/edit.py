@@ -73,17 +73,18 @@ class EditEnded(Ended):
 
     def rank(self) -> Tensor:
         """Return the eviction keys [B,H,T] by score alone, for heads whose number of tokens follows from it."""
-        self.keys = self._keep_behind(super().rank())
+        self.keys = self._protect_after_edit(super().rank())
         return self.keys
 
     def order(self, count: list[list[int]], everyone: Parallel) -> Tensor:
         """Return the eviction keys [B,H,T] by which each head keeps so many tokens."""
-        return self._keep_behind(super().order(count, everyone))
+        return self._protect_after_edit(super().order(count, everyone))
 
-    def _keep_behind(self, keys: Tensor) -> Tensor:
-        """Rank behind the edit, sinks and `protect=` highest; what else the policy protects follows by age.
+    def _protect_after_edit(self, keys: Tensor) -> Tensor:
+        """Give the tokens after the edit, the sinks and the `protect=` tokens the highest key, so that none of them goes.
 
-        Heads have room for the former, which they held before; for all of the latter perhaps not.
+        Each head held them before the edit, so they fit. What else the policy protects may not: it ranks below them, the
+        nearest to the edit first.
         """
         edit, context = self.call.now.edit, self.context
         assert edit is not None

@@ -21,7 +21,6 @@ from ..backends.value_norms import head_norms, projected_norms
 from ..cache.forward_context import Forward
 from ..cache.layer import SlotLayer
 from ..cache.state import TextState
-from ..errors import KVPatchError
 from ..policies import own_code
 from ..policies.context import Block, EvictionContext, Limits, NewTokens, accumulator
 from ..policies.needs import LayerRead
@@ -326,9 +325,8 @@ class Call(LayerRead):
 
     def statistic(self, name: str) -> Tensor:
         slots = self.slots
-        if name not in slots.state and name not in self.policy.needs.states:
-            known = ", ".join(sorted({*slots.state, *self.policy.needs.states})) or "none"
-            raise KVPatchError(f"layers keep no numbers {name!r}, but {known}; entry(new) of a need returns new ones.")
+        if name not in slots.state:
+            self.policy.needs.check_state(name, slots.state)
         tensor = slots.statistic(name)
         return tensor if slots.used == tensor.shape[2] else tensor[:, :, : slots.used]
 

@@ -337,9 +337,10 @@ def observe(
         geometry: variant of attention.
         lse: log-sum-exp [B,H,G,Q] of the rows, if a kernel returned it.
         observer: called with each block, whose probabilities are overwritten afterwards.
-        count: whether to set `Rows.keys_NR`.
+        count: whether to set `ProbabilityRows.keys_NR`.
         out: attention output [B,H,G,Q,D] to fill; None if it is not needed.
-        ends: number of key columns up to each row's own, if rows were left out; rows then see keys by position.
+        ends: for each row the number of key columns up to its own, where `q_BHGQD` has only some of the prompt's rows: the
+            causal mask then compares positions. None: row i's own column is `keys.past + i`.
     """
     B, H, G, Q, _ = q_BHGQD.shape
     dtype = accumulator(q_BHGQD.dtype)
@@ -378,7 +379,9 @@ def observe(
             mask.apply(x, n0, n1, start, stop, lo, hi)
             seen = mask.count(x, start, stop) if count else UNCOUNTED
             if count and lse_NGQ is not None:
-                seen = seen.masked_fill(seen == 1, 0)  # exp(x - lse) of a row's only key may be above 1, but is its even share
+                seen = seen.masked_fill(
+                    seen == 1, 0
+                )  # a row's only key has 1 by definition; exp(x - lse) may round above it, as if it had more than its share
             if lse_NGQ is None and on_cpu and geometry.sinks_HG is None:
                 p = torch.softmax(x, -1, out=x)  # a second block would not fit into the core's cache
             elif lse_NGQ is None:

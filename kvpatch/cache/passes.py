@@ -99,8 +99,9 @@ def begin_compression(cache: TextState, ids_BT: Tensor | None, table: Callable[[
 def begin_repeat(
     cache: TextState, whole: Forward, pieces: list[tuple[int, int, list[int]]], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Begin a pass that repeats a chunk of the prompt that `whole` ended; return its token ids and positions [B,Q].
+    """Begin a pass that reads a chunk of the prompt again; return its token ids and positions [B,Q].
 
+    whole: the pass that read the prompt's last tokens.
     pieces: for each row the chunk's bounds [start, stop) in tokens of the prompt, and the tokens that repeat the chunk.
     """
     lengths, begin_B = [len(tokens) for _, _, tokens in pieces], cache.turns.begin_B
@@ -108,7 +109,7 @@ def begin_repeat(
     host = torch.tensor([[*tokens, *[-1] * (Q - len(tokens))] for _, _, tokens in pieces], device="cpu")
     column = torch.arange(Q, device="cpu")
     positions = (torch.tensor(whole.n_B, device="cpu")[:, None] + column).masked_fill(host < 0, -1).to(device)
-    padding = Padding(Q, True, False, lengths) if min(lengths) < Q else None
+    padding = Padding(Q, gapped=True, behind=False, real_B=lengths) if min(lengths) < Q else None
     now = Forward(positions, Q, False, padding=padding)
     starts = [first + start for first, (start, _, _) in zip(begin_B, pieces, strict=True)]
     stops = [first + stop for first, (_, stop, _) in zip(begin_B, pieces, strict=True)]

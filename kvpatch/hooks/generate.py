@@ -98,8 +98,9 @@ def _run_with_cache(
         set_cache(kwargs, cache, taken_as)
         offsets.give_back_offsets(self, cache, None if given.ids is None else len(given.ids))
         state.log.start(cache, made_here=past is None)
-        takes = not (drafts or cache.is_compileable or kwargs.get("position_ids") is not None)
-        with steps.running(self, cache) if takes else nullcontext():
+        # captured steps know neither drafts, nor static shapes, nor positions of the caller's
+        captured = not (drafts or cache.is_compileable or kwargs.get("position_ids") is not None)
+        with steps.running(self, cache) if captured else nullcontext():
             return run(*args, **kwargs)
     except BaseException:
         if compiles and cache.changes > changes:  # the progress of an interrupted compiled step is unknown

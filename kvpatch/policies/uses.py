@@ -82,8 +82,8 @@ USES = (
         "code, asked for in the prompt or later",
         "keyformer",
         0.5,
-        "Of policies that read once it keeps most of a function: half of the gain at a fifth of the prompt. `kvzip` keeps all of "
-        "it, and reads the prompt twice. For long answers take `roco`.",
+        "Of policies that read once it keeps most of a function: half of the gain at a fifth of the prompt. `kvzip` keeps all "
+        "of it, and reads the prompt twice. For long answers take `roco`.",
         {"noise": "none"},
     ),
     Use(
@@ -99,8 +99,8 @@ USES = (
         "a server",
         "h2o",
         4096,
-        "Requests are of all kinds: it keeps some of code, of rules as `random` does, little of facts. Where all end with a question about a "
-        "fact, take `snapkv`; where all are chats, `streaming_llm`; where answers are long, `roco`.",
+        "Requests are of all kinds: it keeps some of code, of rules as `random` does, little of facts. Where all end with a "
+        "question about a fact, take `snapkv`; where all are chats, `streaming_llm`; where answers are long, `roco`.",
     ),
     Use(
         "long",

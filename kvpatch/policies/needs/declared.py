@@ -79,6 +79,12 @@ class Needs(tuple[AnyNeed, ...]):
         """Names of the state tensors that the attention of decode steps changes."""
         return tuple(name for need in self for name in need.states)
 
+    def check_state(self, name: str, known: Iterable[str]) -> None:
+        """Raise KVPatchError for a state tensor that no need keeps. known: names of those that entries have brought."""
+        if name not in self.states:
+            there = ", ".join(sorted({*known, *self.states})) or "none"
+            raise KVPatchError(f"layers keep no numbers {name!r}, but {there}; entry(new) of a need returns new ones.")
+
     @property
     def kernels(self) -> tuple[tuple[str, str | None], ...]:
         """Names of all that the needs make of attention, each with the kernels' name of the same computation or None."""

@@ -54,7 +54,7 @@ class Rereading(Need[View]):
         self._split_instruction()
 
     def cut_pieces(self, ids: list[int]) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield (start, stop, tokens): the tokens that repeat the prompt's tokens from `start` to before `stop`."""
+        """Yield (start, stop, tokens) of each chunk: an instruction to repeat it, and the prompt's own tokens [start, stop)."""
         first, later, close = self._split_instruction()
         for start in range(0, len(ids), self.chunk):
             stop = min(start + self.chunk, len(ids))

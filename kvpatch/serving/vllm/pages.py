@@ -94,7 +94,8 @@ class BudgetSpec(CircularBufferSpec):
         """Return the bytes of the largest request.
 
         Raises:
-            KVPatchError: vLLM has found that there are fewer, and looks for a shorter text, which would not need fewer.
+            KVPatchError: vLLM has found that one request does not fit, and asks for shorter texts until one does:
+                under a budget they need as many bytes.
         """
         _refuse_too_few_bytes()
         return self.most_pages() * self.page_size_bytes
