@@ -11,6 +11,9 @@ MIDDLE, MOST = 0.2, 60
 NULL = "random, ends kept"
 """What a policy must beat: eviction at random that spares the prompt's first four and its newest 64 tokens."""
 
+RARER = ("chunk_kv", "compactor", "cur", "defensive_snapkv", "dropkv", "key_diff", "kvzip_plus", "lag_kv", "pyramidkv")
+"""Policies measured on a few samples, for their own pages alone."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -41,6 +44,7 @@ ROWS = {
         Row("kvzip", "kvzip", {"floor": 0.2}),
         Row("refit(kvzip)", "refit(kvzip)", {"floor": 0.2}),
         Row("refit(snapkv)", "refit(snapkv)", beside=True),
+        *(Row(name, name, beside=True) for name in RARER),
         *(
             Row(f"{name}, {bits} bits", name, {"bits": bits, **({"floor": 0.2} if "kvzip" in name else {})}, beside=True)
             for name in ("full", "h2o", "snapkv", "kvzip", "refit(kvzip)")
