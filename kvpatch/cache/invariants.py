@@ -6,6 +6,9 @@ message of an InvalidError names the layer; the caller adds what to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -50,7 +53,7 @@ def check_state(cache: TextState) -> None:
         here = seen_B.to(layer.device)
         # with an adaptive budget a head may get no token, and what a head held may have been forgotten
         empty = cache.settings.policies[index].over_heads is not None or cache.turns.open or cache.rows.edited > 0
-        with _named(index):
+        with _name_layer(index):
             if layer.mode.evicts and not cache.turns.open:
                 _check_budget(cache, index, layer, here)
             if layer.is_initialized:
@@ -65,24 +68,19 @@ def check_bytes(cache: TextState) -> None:
     """
     ahead = max(cache.request.room or 0, cache.settings.block or 0 if cache.turns.open else 0)
     for index, layer in enumerate(cache.layers):
-        with _named(index):
+        with _name_layer(index):
             if layer.is_initialized:
                 rounded = 0 if cache.request.room is None else slack(layer.kv.width)
                 _check_layer_bytes(layer, max(ahead, layer.waiting_slots) + rounded)
 
 
-class _named:
-    """Prefix of a layer's number for error messages."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, InvalidError):
-            raise InvalidError(f"layer {self.index}: {error}") from None
+@contextmanager
+def _name_layer(index: int) -> Iterator[None]:
+    """Put a layer's number in front of error messages."""
+    try:
+        yield
+    except InvalidError as error:
+        raise InvalidError(f"layer {index}: {error}") from None
 
 
 def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
