@@ -161,9 +161,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def reserve(self, columns: int, most: list[int] | None = None) -> None:
         """Make room for `columns` and some more, at most `most` in all."""
         if columns > self.positions.shape[2]:
-            self._resize_slots([max(capacities([columns], most, self.count_spare(columns))[0], columns)])
+            self.resize_slots([max(capacities([columns], most, self.count_spare(columns))[0], columns)])
 
-    def _resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
+    def resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
         """Move the used columns into slots of these capacities. goals: the most slots of each head, if heads differ."""
         with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
             self.kv = self.kv.resized(capacities, goals, self.used)
@@ -317,7 +317,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """End a prompt: allocate slots by `layout` and move the entries at `index` (None: all used ones) into them."""
         if index_BHK is None:
             self.round()
-            self._resize_slots([max(*layout.capacities, self.used)])
+            self.resize_slots([max(*layout.capacities, self.used)])
             return
         self._cut_graph(index_BHK)
         with torch.no_grad():
@@ -484,7 +484,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if not self.mode.slotted:
             enough = capacities([self.used], self._bound_columns(), self.count_spare(self.used))[0]
             if enough < C:
-                self._resize_slots([enough])
+                self.resize_slots([enough])
             return
         old, counts, goals = self.kv.capacities(), self.counts(), self.list_goals()
         if isinstance(self.mode, Moving) and not self.undo_log:
@@ -521,7 +521,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     def _move_slots(self, capacities: list[int]) -> None:
         """Move into slots of these capacities, all of them in use; slot indices stay."""
-        self._resize_slots(capacities, self.list_goals())
+        self.resize_slots(capacities, self.list_goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
 
