@@ -19,6 +19,7 @@ from ..arch.upstream import CacheLayerMixin
 from ..backends.entries import FULL, Latent
 from ..errors import KVPatchError
 from ..policies.batched import change_tensors
+from ..policies.content import text_order
 from ..policies.context import Limits, accumulator
 from ..policies.needs import Note
 from ..policies.rhythm import list_moves, list_waits
@@ -506,8 +507,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         counts, goals = self.counts(), self.list_goals()
         with torch.inference_mode(False), torch.no_grad():
             (B, H, _), old = self.positions.shape, self.positions
-            order = old.masked_fill(old < 0, torch.iinfo(old.dtype).max).argsort(-1)[:, :, : max(counts)]
-            kept = torch.arange(max(counts), device=old.device) < (old >= 0).sum(-1, keepdim=True)
+            order, held_BH1 = text_order(old)
+            order, kept = order[:, :, : max(counts)], torch.arange(max(counts), device=old.device) < held_BH1
             kv = slots.empty(self.kv, B, H, plan(counts, goals, self.count_spare), self.kv.centre)
             head, column = kept.flatten(0, 1).nonzero(as_tuple=True)
             taken = order.flatten(0, 1)[head, column]

@@ -146,6 +146,4 @@ def _move_up(positions: Tensor, at: int, count: int) -> Tensor:
 def put_in_order(cache: TextState) -> None:
     """Put each head's slots in text order after tokens were read into the middle of it: scores are pooled over neighbours."""
     for layer in cache.layers:
-        before = layer.kv.nbytes
-        vars(layer).update(vars(lay_out_anew(layer)))  # bound steps hold the layer
-        cache.meter.now += layer.kv.nbytes - before
+        lay_out_anew(cache, layer, layer)
