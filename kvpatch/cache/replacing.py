@@ -126,7 +126,7 @@ def open_positions(cache: TextState, at: int, count: int) -> None:
         cache.drop_stack()
         seen = cache.seen
         for layer in cache.layers:
-            layer.positions = _move_up(layer.positions, at, count)
+            layer.positions = layer.positions + count * (layer.positions >= at)
             layer.seen, layer.contiguous = seen + count, False
         if cache.keeps_ids:
             cache.ids.skip_columns(len(cache.lengths_B), seen, cache.lengths_B.device)
@@ -137,10 +137,6 @@ def open_positions(cache: TextState, at: int, count: int) -> None:
         cache.seen_B = cache.lengths_B + count
         cache.rows.edited = cache.seen
         cache.counters.device = None  # the next pass makes it anew
-
-
-def _move_up(positions: Tensor, at: int, count: int) -> Tensor:
-    return torch.where(positions >= at, positions + count, positions)
 
 
 def put_in_order(cache: TextState) -> None:
