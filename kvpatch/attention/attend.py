@@ -39,14 +39,15 @@ def attend(
     uses the keys of `layer`, which has run (reading.py).
     """
     run = reading.attend if reads else _attend_writing
-    if _is_autocasting(q.device.type):
+    if is_autocasting(q.device.type):
         bound_adapter.autocast = True
         with torch.autocast(q.device.type, enabled=False):
             return run(cache, layer, q, k, v, bound_adapter)
     return run(cache, layer, q, k, v, bound_adapter)
 
 
-def _is_autocasting(device: str) -> bool:
+def is_autocasting(device: str) -> bool:
+    """Tell if weights are cast as they are used on a type of device."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 

@@ -15,7 +15,7 @@ from ..backends.protocol import Case, Task
 from ..backends.torch_backend import UNCOUNTED, ProbabilityRows
 from ..policies.needs import StepRead
 from ..policies.selection import in_top, victims
-from ..policies.windows import find_oldest
+from ..policies.windows import keep_in_window
 from . import anomaly
 from .layer_call import Call
 from .stacked import LayerStack
@@ -203,19 +203,13 @@ def _by_kernel(
 def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
     """Add the new row's probabilities to the statistics."""
     policy, (B, H, _, T) = call.policy, p_BHGT.shape
-    seen = _visible_count(call, positions_BHT, newest_B11) if "count" in policy.needs.statistics else UNCOUNTED
+    seen = UNCOUNTED
+    if "count" in policy.needs.statistics:  # keys that the new token attends to
+        seen = keep_in_window(positions_BHT >= 0, call.geometry.sliding, positions_BHT, newest_B11).sum(-1).reshape(-1, 1)
     rows = ProbabilityRows(0, B * H, 0, 1, 0, T, p_BHGT.flatten(0, 1).unsqueeze(2), seen)
     tau = call.cache.temperature(t - call.now.prompt + 1)
     sums = call.sums(rows, newest_B11[:, 0], tau)
     call.add({name: total.view(B, H, T) for name, total in sums.items()})
-
-
-def _visible_count(call: Call, positions_BHT: Tensor, newest_B11: Tensor) -> Tensor:
-    """Count the keys that the new token attends to, [N,1]."""
-    visible = positions_BHT >= 0
-    if call.geometry.sliding is not None:
-        visible = visible & (positions_BHT >= find_oldest(call.geometry.sliding, newest_B11))
-    return visible.sum(-1).reshape(-1, 1)
 
 
 def _evicts_nothing(call: Call) -> bool:

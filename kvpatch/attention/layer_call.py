@@ -27,7 +27,7 @@ from ..policies.needs import LayerRead
 from ..policies.selection import TwoStage
 from ..policies.served import FeatureSet, why_not
 from ..policies.statistics import STATISTICS
-from ..policies.windows import find_oldest
+from ..policies.windows import find_oldest, keep_in_window
 
 AHEAD = 64  # decode steps
 
@@ -351,11 +351,8 @@ class Call(LayerRead):
             q_BHGWD, keys = self.renumber(q_BHGWD, keys, positions_BW, behind_BQ=behind_BW)
             k, positions = keys.k_BHTD, keys.positions_BHT
         x = window_logits(q_BHGWD, k, positions, positions_BW, geometry)
-        seen = candidate[:, :, None, None]
-        if geometry.sliding is not None:
-            seen = seen & (
-                self.positions_BHT[:, :, None, None] >= find_oldest(geometry.sliding, positions_BW[:, None, None, :, None])
-            )
+        at, rows = self.positions_BHT[:, :, None, None], positions_BW[:, None, None, :, None]
+        seen = keep_in_window(candidate[:, :, None, None], geometry.sliding, at, rows)
         # the least number rather than -inf: a query that sees no candidate is not NaN
         return x.masked_fill(~seen, torch.finfo(x.dtype).min), candidate
 
@@ -376,10 +373,8 @@ class Call(LayerRead):
 
     def _look_behind(self, q_BHGWD: Tensor, k: Tensor, positions: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [B,H,G,W,M] of queries that come after all used slots, and a mask of the slots that they see."""
-        rows = positions[:, None, None, :, None]
-        seen = (at[:, :, None, None] >= 0) & (rows >= 0)
-        if self.geometry.sliding is not None:
-            seen = seen & (at[:, :, None, None] >= find_oldest(self.geometry.sliding, rows))
+        place, rows = at[:, :, None, None], positions[:, None, None, :, None]
+        seen = keep_in_window((place >= 0) & (rows >= 0), self.geometry.sliding, place, rows)
         return window_logits(q_BHGWD, k, at, positions, self.geometry), seen
 
     def held(self) -> tuple[Tensor, Tensor]:

@@ -13,15 +13,15 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..policies.content import text_order
 from ..policies.context import Limits
 from . import slots
 from .compatibility import check_compatible
 from .growth import plan
 from .layer import SlotLayer
-from .lifetimes import Lifetimes
+from .lifetimes import Lifetimes, join_padded
 from .model_stamp import ModelStamp
 from .modes import Moving
 from .slots import Slots, fit_columns
@@ -117,10 +117,7 @@ def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
 def _join_shared(caches: Sequence[TextState]) -> Tensor | None:
     """Join the sums that layers share, indexed by position, as wide as the longest text's."""
     sums = [cache.shared for cache in caches if cache.shared is not None]
-    if not sums:
-        return None
-    width = max(one.shape[-1] for one in sums)
-    return torch.cat([F.pad(one, (0, width - one.shape[-1])) for one in sums])
+    return join_padded(sums, 0) if sums else None
 
 
 class _Limits:
@@ -167,13 +164,14 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None
         _set_mode(new, counts, goals, moved=beside is None)
 
 
-def lay_out_anew(layer: SlotLayer) -> SlotLayer:
-    """Lay out a layer's tokens anew, in text order and in slots of the size that the end of a prompt would give them."""
-    new = copy.copy(layer)
+def lay_out_anew(cache: TextState, layer: SlotLayer, part: SlotLayer) -> None:
+    """Give a layer the tokens of `part`, in text order and in slots of the size that the end of a prompt would give them."""
+    new, before = copy.copy(part), layer.kv.nbytes
     new.reset()
-    _join_layer(new, [layer], _Limits())
-    new.seen = layer.seen
-    return new
+    _join_layer(new, [part], _Limits())
+    new.seen = part.seen
+    vars(layer).update(vars(new))  # bound steps hold the layer
+    cache.meter.now += layer.kv.nbytes - before
 
 
 def _list_goals(parts: list[SlotLayer]) -> list[int] | None:
@@ -212,9 +210,8 @@ def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
     heads, C = 0, new.positions.shape[2]
     for part in parts:
         positions = part.positions[:, :, : part.used].flatten(0, 1)
-        count = (positions >= 0).sum(-1)
-        index = positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max).argsort(-1)
-        head, column = (torch.arange(index.shape[1], device=index.device) < count[:, None]).nonzero(as_tuple=True)
+        index, count_N1 = text_order(positions)
+        head, column = (torch.arange(index.shape[1], device=index.device) < count_N1).nonzero(as_tuple=True)
         taken = index[head, column]
         new.kv.write_at(new.kv.find_begins()[heads + head] + column, *part.kv.read_at(part.kv.find_begins()[head] + taken))
         new.positions.view(-1, C)[heads + head, column] = positions[head, taken]

@@ -32,9 +32,7 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
     with cache.changing("forget()"):
         cache.drop_stack()
         for index, layer in enumerate(cache.layers):
-            before = layer.kv.nbytes
-            _take_out(layer, gone_BT.to(layer.device))
-            cache.meter.now += layer.kv.nbytes - before
+            _take_out(cache, layer, gone_BT.to(layer.device))
             if cache.lifetimes is not None:
                 cache.lifetimes.note(index, layer.positions, cache.lengths_B.to(layer.device)[:, None, None])
         cache.rows.edited = cache.seen
@@ -107,7 +105,7 @@ def read_span(span: object, empty: bool = False) -> Span:
     return start, stop
 
 
-def _take_out(layer: SlotLayer, gone_BT: Tensor) -> None:
+def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
     """Take these positions out of a layer."""
     positions = layer.positions[:, :, : layer.used]
     at_BHT = positions.clamp(0, gone_BT.shape[1] - 1)
@@ -117,7 +115,7 @@ def _take_out(layer: SlotLayer, gone_BT: Tensor) -> None:
     part = copy.copy(layer)
     part.positions = layer.positions.clone()
     part.positions[:, :, : layer.used].masked_fill_(gone_BHT, -1)
-    vars(layer).update(vars(lay_out_anew(part)))  # bound steps hold the layer
+    lay_out_anew(cache, layer, part)
 
 
 # ---- the last tokens ----
@@ -167,10 +165,8 @@ def drop_last(cache: TextState, count: int) -> None:
     with cache.changing("crop()"):
         gone_BT = torch.arange(cache.seen, device="cpu")[None] >= left
         for layer in cache.layers:
-            before = layer.kv.nbytes
-            _take_out(layer, gone_BT.to(layer.device))
+            _take_out(cache, layer, gone_BT.to(layer.device))
             layer.seen = left
-            cache.meter.now += layer.kv.nbytes - before
         cache.seen_B = cache.lengths_B - count
         cache.counters.device = None  # the next pass makes it anew
         cache.ids.crop(left)

@@ -191,20 +191,20 @@ def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[in
     blocks = []
     for start in range(0, P, block):
         stop = min(start + block, P)
+        rows_B = [min(max(count - start, 0), stop - start) for count in counts_B]
         blocks.append(
             Forward(
                 positions_BQ[:, start:stop],
                 prompt=stop - start,
                 ends_prompt=True,
                 n_B=[before + min(count, stop) for before, count in zip(before_B, counts_B, strict=True)],
-                padding=_of_block([min(max(count - start, 0), stop - start) for count in counts_B], stop - start),
+                padding=_of_block(rows_B, stop - start),
                 protect_BQ=None if protect_BQ is None else protect_BQ[:, start:stop],
-                recording=False,
                 first_step=now.first_step,
                 budget_n_B=now.budget_n_B,
                 fixed_B=now.fixed_B,
                 keeps_all=now.keeps_all,
-                rows_B=[min(max(count - start, 0), stop - start) for count in counts_B],
+                rows_B=rows_B,
                 final=final and stop == P,
                 reserve=min(block, P - stop) or block,
                 repeatable=now.repeatable,

@@ -6,6 +6,9 @@ message of an InvalidError names the layer; the caller adds what to do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -14,7 +17,7 @@ from ..errors import InvalidError
 from .growth import slack
 from .holding import count_held
 from .layer import SlotLayer
-from .modes import Evicting, Filling, Growing, Moving, Reading
+from .modes import Evicting, Filling, Growing, Moving, Reading, Slotted
 from .state import TextState
 
 
@@ -50,7 +53,7 @@ def check_state(cache: TextState) -> None:
         here = seen_B.to(layer.device)
         # with an adaptive budget a head may get no token, and what a head held may have been forgotten
         empty = cache.settings.policies[index].over_heads is not None or cache.turns.open or cache.rows.edited > 0
-        with _named(index):
+        with _name_layer(index):
             if layer.mode.evicts and not cache.turns.open:
                 _check_budget(cache, index, layer, here)
             if layer.is_initialized:
@@ -65,24 +68,19 @@ def check_bytes(cache: TextState) -> None:
     """
     ahead = max(cache.request.room or 0, cache.settings.block or 0 if cache.turns.open else 0)
     for index, layer in enumerate(cache.layers):
-        with _named(index):
+        with _name_layer(index):
             if layer.is_initialized:
                 rounded = 0 if cache.request.room is None else slack(layer.kv.width)
                 _check_layer_bytes(layer, max(ahead, layer.waiting_slots) + rounded)
 
 
-class _named:
-    """Prefix of a layer's number for error messages."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, InvalidError):
-            raise InvalidError(f"layer {self.index}: {error}") from None
+@contextmanager
+def _name_layer(index: int) -> Iterator[None]:
+    """Put a layer's number in front of error messages."""
+    try:
+        yield
+    except InvalidError as error:
+        raise InvalidError(f"layer {index}: {error}") from None
 
 
 def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
@@ -190,13 +188,8 @@ class _LayerState:
         keep_BH = layer.own_budget_BH1[..., 0] + layer.every - 1  # between steps
         must(self.held_BH <= keep_BH, "a head holds more than its budget")
         below_BH = self.limit_BH <= keep_BH
-        must(mode.growing == bool(below_BH.any()), "growing is not what the slots say")
+        self._check_free(mode, below_BH, below_BH & (self.held_BH == self.limit_BH))
         must(mode.growing or mode.slack == mode.grown == 0, "slack where tokens are evicted")
-        all_taken = below_BH & (self.held_BH == self.limit_BH)
-        must((free_BH >= 0) & (free_BH < self.limit_BH + all_taken), "free_BH names no slot")
-        at = free_BH.clamp(0, len(self.column) - 1)[..., None]
-        must(all_taken | (layer.positions.gather(-1, at)[..., 0] < 0), "a free slot is taken")
-        must(~below_BH | (self.limit_BH - self.held_BH >= mode.slack - mode.grown), "fewer slots are free than it says")
         packed_BH = (free_BH == self.held_BH) & (self.occupied == (self.column < self.held_BH[..., None])).all(-1)
         must(~below_BH | packed_BH, "a head below its budget has gaps")
         must(not mode.unfilled or below_BH, "a head may reach its budget where it says that none does")
@@ -211,17 +204,20 @@ class _LayerState:
 
     def _check_moving(self, mode: Moving) -> None:
         """Check that each head has a slot free for the next token, or that buffers move before it."""
-        layer, free_BH = self.layer, mode.free_BH
+        layer = self.layer
         must(layer.holes and layer.used == len(self.column), "unused columns between slots")
         must(self.held_BH <= layer.own_budget_BH1[..., 0], "a head holds more than it ever may")
+        self._check_free(mode, self.limit_BH <= layer.own_budget_BH1[..., 0], self.held_BH == self.limit_BH)
         must(mode.growing or mode.slack == mode.grown == 0, "slack where no head may need more slots")
-        full = self.held_BH == self.limit_BH
-        must((free_BH >= 0) & (free_BH < self.limit_BH + full), "free_BH names no slot")
+
+    def _check_free(self, mode: Slotted, short_BH: Tensor, full_BH: Tensor) -> None:
+        """Check the free slots of heads. short: a head may need more slots. full: it may have none that is free."""
+        free_BH = mode.free_BH
+        must(mode.growing == bool(short_BH.any()), "growing is not what the slots say")
+        must((free_BH >= 0) & (free_BH < self.limit_BH + full_BH), "free_BH names no slot")
         at = free_BH.clamp(max=len(self.column) - 1)[..., None]
-        must(full | (layer.positions.gather(-1, at)[..., 0] < 0), "a free slot is taken")
-        short = self.limit_BH <= layer.own_budget_BH1[..., 0]
-        must(mode.growing == bool(short.any()), "growing is not what the slots say")
-        must(~short | (self.limit_BH - self.held_BH >= mode.slack - mode.grown), "fewer slots are free than it says")
+        must(full_BH | (self.layer.positions.gather(-1, at)[..., 0] < 0), "a free slot is taken")
+        must(~short_BH | (self.limit_BH - self.held_BH >= mode.slack - mode.grown), "fewer slots are free than it says")
 
     def _check_growing(self, mode: Growing) -> None:
         """Check the free slots after each head's tokens, in a layer that evicts nothing."""

@@ -19,6 +19,7 @@ from ..arch.upstream import CacheLayerMixin
 from ..backends.entries import FULL, Latent
 from ..errors import KVPatchError
 from ..policies.batched import change_tensors
+from ..policies.content import text_order
 from ..policies.context import Limits, accumulator
 from ..policies.needs import Note
 from ..policies.rhythm import list_moves, list_waits
@@ -161,9 +162,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def reserve(self, columns: int, most: list[int] | None = None) -> None:
         """Make room for `columns` and some more, at most `most` in all."""
         if columns > self.positions.shape[2]:
-            self._resize_slots([max(capacities([columns], most, self.count_spare(columns))[0], columns)])
+            self.resize_slots([max(capacities([columns], most, self.count_spare(columns))[0], columns)])
 
-    def _resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
+    def resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
         """Move the used columns into slots of these capacities. goals: the most slots of each head, if heads differ."""
         with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
             self.kv = self.kv.resized(capacities, goals, self.used)
@@ -317,7 +318,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """End a prompt: allocate slots by `layout` and move the entries at `index` (None: all used ones) into them."""
         if index_BHK is None:
             self.round()
-            self._resize_slots([max(*layout.capacities, self.used)])
+            self.resize_slots([max(*layout.capacities, self.used)])
             return
         self._cut_graph(index_BHK)
         with torch.no_grad():
@@ -484,7 +485,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if not self.mode.slotted:
             enough = capacities([self.used], self._bound_columns(), self.count_spare(self.used))[0]
             if enough < C:
-                self._resize_slots([enough])
+                self.resize_slots([enough])
             return
         old, counts, goals = self.kv.capacities(), self.counts(), self.list_goals()
         if isinstance(self.mode, Moving) and not self.undo_log:
@@ -506,8 +507,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         counts, goals = self.counts(), self.list_goals()
         with torch.inference_mode(False), torch.no_grad():
             (B, H, _), old = self.positions.shape, self.positions
-            order = old.masked_fill(old < 0, torch.iinfo(old.dtype).max).argsort(-1)[:, :, : max(counts)]
-            kept = torch.arange(max(counts), device=old.device) < (old >= 0).sum(-1, keepdim=True)
+            order, held_BH1 = text_order(old)
+            order, kept = order[:, :, : max(counts)], torch.arange(max(counts), device=old.device) < held_BH1
             kv = slots.empty(self.kv, B, H, plan(counts, goals, self.count_spare), self.kv.centre)
             head, column = kept.flatten(0, 1).nonzero(as_tuple=True)
             taken = order.flatten(0, 1)[head, column]
@@ -521,7 +522,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     def _move_slots(self, capacities: list[int]) -> None:
         """Move into slots of these capacities, all of them in use; slot indices stay."""
-        self._resize_slots(capacities, self.list_goals())
+        self.resize_slots(capacities, self.list_goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
 

@@ -164,10 +164,10 @@ class Record:
         for part in parts[1:]:
             same_model(part.model, first.model, "the first record")
         device = first.ids.device
-        ids = _join_padded([part.ids.to(device) for part in parts], -1)
+        ids = join_padded([part.ids.to(device) for part in parts], -1)
         pairs = zip(*(part.deaths for part in parts), strict=True)
         return Record(
-            ids, tuple(_join_padded([one.to(layer[0].device) for one in layer], NEVER) for layer in pairs), first.model
+            ids, tuple(join_padded([one.to(layer[0].device) for one in layer], NEVER) for layer in pairs), first.model
         )
 
 
@@ -187,13 +187,13 @@ def _widen_tensor(tensor: Tensor, columns: int, value: int) -> Tensor:
     return tensor if more <= 0 else F.pad(tensor, (0, more + slack(columns)), value=value)
 
 
-def _join_padded(parts: Sequence[Tensor], value: int) -> Tensor:
+def join_padded(parts: Sequence[Tensor], value: int) -> Tensor:
     """Join rows of different widths, padded with `value`."""
     width = max(part.shape[-1] for part in parts)
     return torch.cat([F.pad(part, (0, width - part.shape[-1]), value=value) for part in parts])
 
 
 def _cat_known(parts: Sequence[Tensor | None], value: int) -> Tensor | None:
-    """Join rows as `_join_padded` does; None if some part has rows that are not known."""
+    """Join rows as `join_padded` does; None if some part has rows that are not known."""
     known = [part for part in parts if part is not None]
-    return _join_padded(known, value) if len(known) == len(parts) else None
+    return join_padded(known, value) if len(known) == len(parts) else None

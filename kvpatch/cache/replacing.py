@@ -126,7 +126,7 @@ def open_positions(cache: TextState, at: int, count: int) -> None:
         cache.drop_stack()
         seen = cache.seen
         for layer in cache.layers:
-            layer.positions = _move_up(layer.positions, at, count)
+            layer.positions = layer.positions + count * (layer.positions >= at)
             layer.seen, layer.contiguous = seen + count, False
         if cache.keeps_ids:
             cache.ids.skip_columns(len(cache.lengths_B), seen, cache.lengths_B.device)
@@ -139,13 +139,7 @@ def open_positions(cache: TextState, at: int, count: int) -> None:
         cache.counters.device = None  # the next pass makes it anew
 
 
-def _move_up(positions: Tensor, at: int, count: int) -> Tensor:
-    return torch.where(positions >= at, positions + count, positions)
-
-
 def put_in_order(cache: TextState) -> None:
     """Put each head's slots in text order after tokens were read into the middle of it: scores are pooled over neighbours."""
     for layer in cache.layers:
-        before = layer.kv.nbytes
-        vars(layer).update(vars(lay_out_anew(layer)))  # bound steps hold the layer
-        cache.meter.now += layer.kv.nbytes - before
+        lay_out_anew(cache, layer, layer)

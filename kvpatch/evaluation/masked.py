@@ -14,7 +14,7 @@ from ..attention.steps import find_steps
 from ..cache.cache import EvictingCache
 from ..hooks.attention import parameters
 from ..hooks.target import Target
-from ..policies.windows import find_oldest
+from ..policies.windows import keep_in_window
 from .teacher_forcing import feed, predictions, wide
 
 Attentions = list[tuple[nn.Module, Adapter]]  # with what each layer's queries see; a reader's see what its source's do
@@ -124,8 +124,7 @@ class _Masked:
 
     def __init__(self, window: int | None, seen_BNQT: Tensor, pads_B: Tensor, disguised: bool = False) -> None:
         at_BT = torch.arange(seen_BNQT.shape[-1]) - pads_B[:, None]
-        inside = None if window is None else at_BT[:, None, None] >= find_oldest(window, at_BT)[:, None, :, None]
-        self.seen = seen_BNQT if inside is None else seen_BNQT & inside
+        self.seen = keep_in_window(seen_BNQT, window, at_BT[:, None, None], at_BT[:, None, :, None])
         self.window, self.read, self.disguised = window, 0, disguised
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

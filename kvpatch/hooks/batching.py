@@ -83,7 +83,7 @@ def continuous_batching(state: PatchState, decoder: str, own: OwnMethod) -> Call
         terms = engine.EngineTerms(state.settings, positions, kv_bytes, _make_courier, find, limit)
         given = _TOKENIZER.get() if tokenizer is None else tokenizer
         if conversations is not None:
-            conversations.replace = functools.partial(_replace, reader, state)
+            conversations.replace = functools.partial(replace_span, reader, state)
             conversations.read_alike = functools.partial(_is_read_alike, reader)
         config = continuous_batching_config
         return engine.manager_of(self, terms, generation_config, config, workload_hints, given, conversations)
@@ -96,10 +96,6 @@ def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
     own = None if state.settings.renumbered else position_limit(model.config.get_text_config())
     own, switch = state.max_positions or own, switch_length(model)
     return (own, HAS) if switch is None or (own is not None and own <= switch) else (switch, ALIKE)
-
-
-def _replace(decoder: nn.Module, state: PatchState, cache: EvictingCache, span: tuple[int, int], ids: list[int]) -> None:
-    replace_span(decoder, state, cache, span, ids, 0)
 
 
 def _find_prefix(decoder: nn.Module, prefixes: Prefixes, ids: Sequence[int]) -> Prefix | None:

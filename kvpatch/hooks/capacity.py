@@ -14,7 +14,7 @@ from ..cache.cache import EvictingCache
 from ..cache.growth import LEAST, PART
 from ..cache.layer import SlotLayer
 from ..cache.modes import Evicting, Growing
-from ..cache.slots import DenseSlots, fit_columns
+from ..cache.slots import DenseSlots
 from ..policies.budgets import Size
 from ..policies.context import Limits
 
@@ -73,10 +73,8 @@ def _is_rounded(layer: SlotLayer) -> bool:
 
 def _widen(layer: SlotLayer, C: int) -> None:
     """Copy a layer into C slots for each head, of which those beyond its own are empty."""
-    (B, H, before), used = layer.positions.shape, layer.used
-    layer.kv = layer.kv.resized([C] * (B * H), None, used)
-    layer.positions = fit_columns(layer.positions[:, :, :used], C, -1)
-    layer.state = {name: fit_columns(tensor[:, :, :used], C, 0) for name, tensor in layer.state.items()}
-    layer.used, layer.holes, layer.free_at = C, True, None
+    before = layer.positions.shape[2]
+    layer.resize_slots([C])
+    layer.used, layer.holes = C, True
     if isinstance(layer.mode, Growing):
         layer.mode.slack += C - before

@@ -15,7 +15,7 @@ from . import decoder, inputs, ownership
 from .state import PatchState, put_aside
 
 
-def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[int, int], ids: Any, reread: int) -> None:
+def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[int, int], ids: Any, reread: int = 0) -> None:
     """Read other tokens in place of a span: see Patch.replace. All checks come before the first change."""
     refuse("replace", state.combine())
     ownership.check_own(cache, state)

@@ -246,8 +246,7 @@ def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
     """Tell if generate() was asked to compile the decode step."""
     if kwargs.get("disable_compile") or any(getattr(config, "disable_compile", None) for config in configs):
         return False
-    asked = (kwargs.get("compile_config"), *(getattr(config, "compile_config", None) for config in configs))
-    return any(one is not None for one in asked)
+    return find_option("compile_config", kwargs, *configs) is not None
 
 
 def _refuse_checkpointing(model: Any) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arch.upstream import cache_argument
+from ..attention.attend import is_autocasting
 from ..cache import compiled
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
@@ -64,7 +65,7 @@ class _Captured:
     def goes_on(self, inputs: Inputs, cache: EvictingCache) -> bool:
         """Tell if the next step can follow without a look at the cache, since nobody has looked since the last replay."""
         alike = self.owner() is cache and cache.seen_B is self.seen_B and _shapes(inputs) == _shapes(self.inputs)
-        return self.left > 0 and cache.counters.behind and alike and not _autocasts(inputs["input_ids"].device.type)
+        return self.left > 0 and cache.counters.behind and alike and not is_autocasting(inputs["input_ids"].device.type)
 
     def holds(self, cache: EvictingCache) -> bool:
         """Tell if the cache's tensors are the ones that the graph works on."""
@@ -232,7 +233,8 @@ class StepGraph:
 
     def _steps(self, cache: EvictingCache, ids_B1: Tensor) -> int:
         """Return the number of coming steps that leave all their changes in tensors: until buffers move or positions end."""
-        own = cache.settings.renumbered or cache.rows.joined or _autocasts(ids_B1.device.type)
+        # under autocast a capture would keep the casts that it finds
+        own = cache.settings.renumbered or cache.rows.joined or is_autocasting(ids_B1.device.type)
         if own or ids_B1.ndim != 2 or not compiled.can_trace(cache, *ids_B1.shape):
             return 0
         left = [layer.mode.room for layer in cache.layers]
@@ -258,11 +260,6 @@ def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGrap
     if device.type != "cuda":
         raise KVPatchError(NO_DEVICE.format(f"this model is on {device}"))
     return StepGraph(model, state, limit=find_limit(device))
-
-
-def _autocasts(device: str) -> bool:
-    """Tell if weights are cast as they are used: a capture would keep the casts that it finds."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _shapes(inputs: Inputs) -> tuple[object, ...]:

@@ -22,7 +22,7 @@ from .lossless import wrap_candidates
 from .offsets import NAME as OFFSETS
 from .offsets import has_offsets
 from .second_reading import after_decoder
-from .state import MISSING, Mark, PatchState
+from .state import MISSING, Mark, PatchState, put_attribute
 from .target import Target, already_patched
 
 METHODS = ("generate", PREPARE_CACHE, CANDIDATES, START_BATCHING)
@@ -38,15 +38,7 @@ class Attribute:
 
     def __call__(self, module: nn.Module) -> None:
         """Put the module's own value back."""
-        _put_attribute(module, self.name, self.value)
-
-
-def _put_attribute(module: nn.Module, name: str, value: object) -> None:
-    own = vars(module)
-    if value is MISSING:
-        own.pop(name, None)
-    else:
-        own[name] = value
+        put_attribute(module, self.name, self.value)
 
 
 class Installation:
@@ -124,7 +116,7 @@ class Installation:
 
     def _set_attribute(self, module: nn.Module, mark: Mark, name: str, value: object) -> None:
         mark.undo.append(Attribute(name, vars(module).get(name, MISSING)))
-        _put_attribute(module, name, value)
+        put_attribute(module, name, value)
 
     def _mark_module(self, module: nn.Module) -> Mark:
         """Mark a module as this patch's, or return the mark that it has from this patch."""

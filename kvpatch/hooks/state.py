@@ -181,14 +181,18 @@ def by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: int) -
     return {**dict.fromkeys(ATTENTION, mask), **dict.fromkeys(STATES, real_BQ)}
 
 
+def put_attribute(module: nn.Module, name: str, value: object) -> None:
+    """Set an attribute of a module's own, or take it away if the value is MISSING."""
+    if value is MISSING:
+        vars(module).pop(name, None)
+    else:
+        vars(module)[name] = value
+
+
 def put_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool) -> None:
     """Set the decoder's attributes that an adapter replaces during a pass under the patch."""
     for name, values in aside.items():
-        value = values[ours]
-        if value is MISSING:
-            vars(decoder).pop(name, None)
-        else:
-            vars(decoder)[name] = value
+        put_attribute(decoder, name, values[ours])
 
 
 def is_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool) -> bool:

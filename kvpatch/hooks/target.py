@@ -96,7 +96,7 @@ class Target:
                 raise already_patched(module)
         _refuse_prefix_tuning(model)
         inside = {id(module) for module, _ in found}
-        holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and _contains_all(m, inside)]
+        holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and inside <= {id(one) for one in m.modules()}]
         decoder = holders[-1] if holders else model
         if next(decoder.parameters(), None) is None:
             raise KVPatchError(
@@ -318,10 +318,6 @@ def _check_decoder(decoder: nn.Module) -> None:
 def _image_tokens(model: Any) -> tuple[int, ...]:
     ids = (getattr(model.config, name, None) for name in IMAGE_TOKENS)
     return tuple(dict.fromkeys(one for one in ids if one is not None))
-
-
-def _contains_all(module: nn.Module, wanted: set[int]) -> bool:
-    return wanted <= {id(child) for child in module.modules()}
 
 
 def _refuse_prefix_tuning(model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ from ..cache.cache import EvictingCache
 from ..cache.token_ids import PADDING, UNKNOWN
 from ..errors import KVPatchError
 
-_LOG = logging.getLogger(__name__)
 ANEW = (
     "A cache goes on with what it has read. To ask several questions about one text, give each a copy made before the first "
     f"one, {CACHE}=cache.clone(); after an edit take patch.new_cache() and read the text anew, with all of it as input_ids."

@@ -15,7 +15,7 @@ from .budgets import check_count
 from .content import text_order
 from .context import EvictionContext, accumulator
 from .needs import AnyNeed, Held, LastQueries, LastUses
-from .scores import Score, check_pooling
+from .scores import Score, check_pooling, draw_anew
 
 # ---- the last use of a token ----
 
@@ -189,12 +189,9 @@ class SampledAttention(RecentScore):
     pooling: str | None = "avg"
 
     def value(self, context: EvictionContext) -> Tensor:
-        looks, position = context.view(LastQueries), context.positions_BHT
+        looks = context.view(LastQueries)
         attention = self._pool_scores(looks.mean(looks.x_BHGWT.softmax(-1).mean(2)), looks.candidate_BHT, context)
-        H = position.shape[1]
-        head = context.parallel.first(H) + torch.arange(H, device=position.device)
-        u = noise.uniform(context.seed, context.layer, head[None, :, None], context.newest_B11, position)
-        return attention.clamp_min(torch.finfo(attention.dtype).tiny).log() + noise.gumbel(u)
+        return attention.clamp_min(torch.finfo(attention.dtype).tiny).log() + noise.gumbel(draw_anew(context))
 
 
 _TINY = 1e-8  # added to norms

@@ -241,13 +241,9 @@ def _solve_regression(sums: Totals) -> Tensor:
 _RIDGE = 1e-3
 
 
-def _index_rows(*rows: Measure) -> dict[str, Measure]:
-    return {row.name: row for row in rows}
-
-
 FIRST = 4  # tokens that draw attention wherever a head looks, and count for no area
 # fmt: off
-MEASURES = _index_rows(
+MEASURES = {row.name: row for row in (
     Measure("direction", "HD",  _sum_products,   _find_direction,   "queries"),  # first singular direction of a group's queries
     Measure("mean",      "HGD", _count_plain,    _divide_sums,      "turned"),  # of the queries of each head at position 0
     Measure("norm",      "HGP", _count_norms,    _divide_sums,      "turned"),  # mean length of their pairs of channels
@@ -255,7 +251,7 @@ MEASURES = _index_rows(
     Measure("turn",      "P",   _list_turns,     _take_sums,        "turned", torch.float64, adds_up=False),
     Measure("area",      "H",   _sum_areas,      _divide_sums,      "outputs"),  # under the curves of attention: see WholeHeads
     Measure("weight",    "HF",  _sum_regression, _solve_regression, "scores"),  # of a token's features: see learned.Learned
-)
+)}
 # fmt: on
 WHOLE: tuple[tuple[Of, ...], ...] = (
     *(("queries", *turned, *outputs) for turned in (("turned",), ()) for outputs in (("outputs",), ())),

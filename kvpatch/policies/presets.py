@@ -170,12 +170,8 @@ def _combine_parts(prefix: str, base: str | Policy, **part: Any) -> Policy:
     return dataclasses.replace(policy, name=f"{prefix}_{policy.name}", **part)
 
 
-def _index_rows(*rows: Policy) -> dict[str, Policy]:
-    return {row.name: row for row in rows}
-
-
 # fmt: off
-POLICIES = _index_rows(
+POLICIES = {row.name: row for row in (
     Policy("full",            Never(),                schedule="both", source="the baseline: never evicts"),
     Policy("random",          Random(),               source="RoCo, baselines"),
     Policy("window",          Recency(),              source="RoCo 4.1"),
@@ -207,7 +203,7 @@ POLICIES = _index_rows(
     Policy("r_kv",            Redundancy(),           source="R-KV", every=128),
     Policy("tri_attention",   TriAttention(),         schedule="decode", source="TriAttention", every=128),
     Policy("vase",            SampledAttention(),     RangeScope(sinks=4), source="VaSE", every=64),
-)
+)}
 # fmt: on
 for _base in ("snapkv", "pyramidkv", "adakv"):
     _critical = dataclasses.replace(critical(POLICIES[_base]), source="CriticalKV Algorithms 1 and 2")

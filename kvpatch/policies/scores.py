@@ -126,9 +126,14 @@ class Random(Score):
     signed: ClassVar[bool] = False
 
     def value(self, context: EvictionContext) -> Tensor:
-        H = context.positions_BHT.shape[1]
-        head = context.parallel.first(H) + torch.arange(H, device=context.positions_BHT.device)
-        return noise.uniform(context.seed, context.layer, head[None, :, None], context.newest_B11, context.positions_BHT)
+        return draw_anew(context)
+
+
+def draw_anew(context: EvictionContext) -> Tensor:
+    """Draw a uniform number for each token [B,H,T], another one at every eviction."""
+    H = context.positions_BHT.shape[1]
+    head = context.parallel.first(H) + torch.arange(H, device=context.positions_BHT.device)
+    return noise.uniform(context.seed, context.layer, head[None, :, None], context.newest_B11, context.positions_BHT)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,11 @@ def find_oldest(window: int, t: Place) -> Place:
     return t // int(window) * int(window) if isinstance(window, Chunk) else t - window + 1
 
 
+def keep_in_window(seen: Tensor, window: int | None, at: Tensor, rows: Tensor) -> Tensor:
+    """Return `seen` without tokens at positions `at` that the window of queries at `rows` leaves out; None is no window."""
+    return seen if window is None else seen & (at >= find_oldest(window, rows))
+
+
 def find_end(window: int, i: Place) -> Place:
     """Return the position of the first query that no longer sees the token at i."""
     return (i // int(window) + 1) * int(window) if isinstance(window, Chunk) else i + window

@@ -14,7 +14,7 @@ from kvpatch.arch import automatic
 from kvpatch.arch.twin import make_twin
 from kvpatch.hooks.target import Target
 from tests.helpers.marks import INSTALLED, slow_but
-from tests.helpers.tiny import force, left_pad, prompt, snapshot
+from tests.helpers.tiny import force, left_pad, prompt, snapshot, spread_weights
 from tests.helpers.tiny_families import EXPERTS, GQA
 from tools.architectures import GIVEN
 
@@ -34,12 +34,7 @@ def glm4_moe():
     torch.manual_seed(0)
     experts = {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
     config = Glm4MoeConfig(**{**GQA, **experts}, head_dim=8)
-    model = Glm4MoeForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0.0, 0.25)
-    return model
+    return spread_weights(Glm4MoeForCausalLM(config).eval())
 
 
 def test_a_family_is_judged_once(monkeypatch):

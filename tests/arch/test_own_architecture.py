@@ -22,7 +22,7 @@ from kvpatch.arch import adapter as registry
 from kvpatch.evaluation.check import Checks
 from kvpatch.hooks.target import Target
 from tests.helpers.comparing import agrees, sorted_positions
-from tests.helpers.tiny import IDS, VOCAB, force, left_pad, prompt
+from tests.helpers.tiny import IDS, VOCAB, force, left_pad, prompt, spread_weights
 from tests.oracle import reference_families
 
 
@@ -179,12 +179,7 @@ def flex_olmo(dtype=torch.float32):
     sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = FlexOlmoConfig(vocab_size=VOCAB, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, **IDS, **sizes)
     config._experts_implementation = "eager"
-    model = FlexOlmoForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0.0, 0.25)
-    return model.to(dtype)
+    return spread_weights(FlexOlmoForCausalLM(config).eval()).to(dtype)
 
 
 def test_the_error_for_a_family_without_a_row_holds_the_row():

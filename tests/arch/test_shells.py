@@ -14,7 +14,7 @@ import kvpatch
 from kvpatch.cache.cache import EvictingCache
 from kvpatch.evaluation.check import Checks
 from kvpatch.hooks.target import Target
-from tests.helpers.tiny import IDS, VOCAB, force, left_pad, prompt, snapshot
+from tests.helpers.tiny import IDS, VOCAB, force, left_pad, prompt, snapshot, spread_weights
 from tests.helpers.tiny import make as tiny_model
 from tests.helpers.tiny_families import CHUNKS
 
@@ -64,11 +64,7 @@ def make(kind, dtype=torch.float32):
         pytest.skip("Llama4ForConditionalGeneration of 5.24.0 reads an attribute that its output does not have, unpatched too")
     torch.manual_seed(0)
     auto = AutoModelForCausalLM if kind == "gemma3" else AutoModelForImageTextToText
-    model = auto.from_config(AutoConfig.for_model(kind, **SHELLS[kind])).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:
-                parameter.normal_(0.0, 0.25)
+    model = spread_weights(auto.from_config(AutoConfig.for_model(kind, **SHELLS[kind])).eval())
     return model if dtype == torch.float32 else model.to(dtype)  # a table of complex numbers would become real
 
 

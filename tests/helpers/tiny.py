@@ -96,15 +96,19 @@ MORE: dict[str, Callable[[int], Any]] = {
 FIVE = ("llama_gqa", "mistral_sliding", "mpt", "gptj", "gpt2")
 
 
-def make(name: str, *, layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of two layers with weights large enough that attention is far from uniform."""
-    torch.manual_seed(seed)
-    model = {**MODELS, **MORE}[name](layers).eval()
+def spread_weights(model: Any) -> Any:
+    """The model, with weights large enough that attention is far from uniform."""
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim >= 2:
                 parameter.normal_(0.0, 0.25)
-    return model.to(dtype)
+    return model
+
+
+def make(name: str, *, layers: int = 2, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of two layers."""
+    torch.manual_seed(seed)
+    return spread_weights({**MODELS, **MORE}[name](layers).eval()).to(dtype)
 
 
 def prompt(B: int, n: int, seed: int = 1) -> Tensor:

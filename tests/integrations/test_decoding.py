@@ -11,7 +11,7 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 import kvpatch
 from kvpatch.hooks import generate
 from tests.helpers.comparing import certain
-from tests.helpers.tiny import FIVE, IDS, VOCAB, make, prompt
+from tests.helpers.tiny import FIVE, IDS, VOCAB, make, prompt, spread_weights
 
 NEW = Version(transformers.__version__) >= Version("5.18")
 POLICIES = {"h2o": {}, "keyformer": {}, "tova": {}, "roco": {}, "snapkv": {"window": 5}, "adakv": {"window": 5}}
@@ -176,12 +176,7 @@ def dynamic(dtype=torch.float32):
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(**sizes, **heads, max_position_embeddings=24, rope_parameters=rope, **IDS)
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0.0, 0.25)
-    return model.to(dtype)
+    return spread_weights(LlamaForCausalLM(config).eval()).to(dtype)
 
 
 def test_dynamic_rope_scaling():

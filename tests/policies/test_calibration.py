@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import kvpatch
 from kvpatch import KVPatchError
@@ -13,10 +12,10 @@ from kvpatch.evaluation.calibrate import calibrate
 from kvpatch.policies.calibration import Calibration
 from kvpatch.policies.measures import Rotation
 from kvpatch.storage.calibration import save_calibration
-from kvpatch.storage.file import checksum
 from kvpatch.storage.kinds import CALIBRATION
 from tests.cli.test_cli import folder, run  # noqa: F401
 from tests.helpers.comparing import certain
+from tests.helpers.files import rewritten
 from tests.helpers.tiny import make, prompt
 from tests.helpers.tiny_families import FAMILIES
 from tests.helpers.tiny_families import make as make_family
@@ -271,17 +270,6 @@ def test_the_file_is_read_as_it_was_written(model, calibration, path):
     other = Calibration(again.model, again.layers, 48, "0" * 64)
     with kvpatch.patched(model, "q_filter", 6, calibration=other) as patch, pytest.raises(KVPatchError, match="calibration"):
         patch.load_cache(path.with_name("cache"))
-
-
-def rewritten(path, change):
-    """The file with another description or other tensors, under a right checksum."""
-    tensors = load_file(path)
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    about = json.loads(header["__metadata__"]["kvpatch"])
-    change(about, tensors)
-    text = json.dumps(about)
-    save_file(tensors, path, metadata={"kvpatch": text, "checksum": checksum(text, tensors)})
 
 
 def numbers(about, tensors):

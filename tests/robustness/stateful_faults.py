@@ -46,7 +46,7 @@ PASS = [
     (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "limit"), (compress, "_compress_layer"),
     (compress, "top"),
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
-    (SlotLayer, "allocate"), (SlotLayer, "_resize_slots"), (DenseSlots, "move_to_front"), (SlotLayer, "begin_prompt"),
+    (SlotLayer, "allocate"), (SlotLayer, "resize_slots"), (DenseSlots, "move_to_front"), (SlotLayer, "begin_prompt"),
     (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record_step"),
     (head_offsets.HeadOffsets, "pack_entries"), (DeviceCounters, "advance"), (passes, "begin"),
     (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),

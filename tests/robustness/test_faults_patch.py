@@ -36,7 +36,7 @@ def test_a_block_interrupted_while_it_is_entered_or_left(name, error):
     model, ids = make(name), prompt(1, 12)
     before, want = snapshot(model), model(ids).logits
     names = {"__init__", "__enter__", "__exit__", "install", "_change_model", "_install_generate", "_set_attribute"}
-    names |= {"_mark_module", "_put_attribute"}
+    names |= {"_mark_module", "put_attribute"}
     names |= {"replace_forward", "put_hook", "remove", "restore", "unmark_module", "__call__"}
     count = lines(lambda: block(model), names)
     for n in range(count):
@@ -74,7 +74,7 @@ def test_two_interrupts():
     def body():
         raise KeyboardInterrupt
 
-    names = {"__exit__", "remove", "restore", "unmark_module", "__call__", "_put_attribute"}
+    names = {"__exit__", "remove", "restore", "unmark_module", "__call__", "put_attribute"}
     count = lines(lambda: block(model), names)
     for n in range(count):
         where, came = interrupt(lambda: block(model, body), n, KeyboardInterrupt, names)

@@ -204,7 +204,7 @@ MUTANTS = {
         "policies/budgets.py", "value * of + 1e-6", "value * of",
         "tests/invariants/test_held_within_budget.py::test_budgets_of_every_kind"),
     "a module stays patched": (
-        "hooks/install.py", "        own.pop(name, None)", "        pass",
+        "hooks/state.py", "        vars(module).pop(name, None)", "        pass",
         "tests/invariants/test_model_is_restored.py::test_after_the_block_the_model_is_as_before"),
     "training goes through the cache": (
         "hooks/decoder.py", "(not use_cache or decoder.training)", "(not use_cache)",

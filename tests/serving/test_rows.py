@@ -16,19 +16,19 @@ def held(cache, row):
     return [sorted(position for position in head if position >= 0) for head in heads]
 
 
+def read(model, patch, ids):
+    cache = patch.new_cache()
+    model(torch.tensor([ids]), past_key_values=cache)
+    return cache
+
+
 def test_rows_are_those_asked_for():
     """Whatever is asked for in whatever order, each request goes on with what it holds, and the others stay as they are."""
     model, texts = make("llama_gqa"), dict(zip("abcd", prompts((20, 61, 9, 33)), strict=True))
     with kvpatch.patched(model, "h2o", 12) as patch, torch.no_grad():
-
-        def read(ids):
-            cache = patch.new_cache()
-            model(torch.tensor([ids]), past_key_values=cache)
-            return cache
-
-        pool, alone = RowPool(), {name: read(ids) for name, ids in texts.items()}
+        pool, alone = RowPool(), {name: read(model, patch, ids) for name, ids in texts.items()}
         for name, ids in texts.items():
-            pool.add(name, read(ids))
+            pool.add(name, read(model, patch, ids))
         for step, wanted in enumerate(("abcd", "db", "c", "acd", "abcd", "ab", "dcba")):
             rows = pool.gather(wanted)
             assert sorted(rows.names) == sorted(wanted)
@@ -53,20 +53,14 @@ def test_rows_of_ended_requests_go_in_the_next_pass(monkeypatch):
     moved, select = [], EvictingCache.batch_select_indices
     monkeypatch.setattr(EvictingCache, "batch_select_indices", lambda *given: (moved.append(given), select(*given))[1])
     with kvpatch.patched(model, "h2o", 12) as patch, torch.no_grad():
-
-        def read(ids):
-            cache = patch.new_cache()
-            model(torch.tensor([ids]), past_key_values=cache)
-            return cache
-
         pool = RowPool(order=str)
         for name, ids in texts.items():
-            pool.add(name, read(ids))
+            pool.add(name, read(model, patch, ids))
         pool.gather("abc")
         moved.clear()
         pool.drop("b")
         assert not moved
-        pool.add("b", read(texts["c"]))
+        pool.add("b", read(model, patch, texts["c"]))
         rows = pool.gather("cb")
         assert rows.names == ["b", "c"] and held(rows.cache, 0) == held(rows.cache, 1)
         assert [part.names for part in pool.parts] == [["a"], ["b", "c"]]

@@ -1,16 +1,14 @@
 """Records in a file: read as they were written, refused where they cannot be right; their size before they are made."""
 
-import json
 import re
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import kvpatch
 from kvpatch import KVPatchError
-from kvpatch.storage.file import checksum
 from tests.attention.test_replay import close, recorded
+from tests.helpers.files import rewritten
 from tests.helpers.running import logits_of
 from tests.helpers.tiny import left_pad, make, prompt
 
@@ -57,19 +55,6 @@ def test_its_size_beforehand(name):
                 patch.record_nbytes(**bad)
 
 
-def other(change):
-    def rewrite(path):
-        tensors = load_file(path)
-        with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        about = json.loads(header["__metadata__"]["kvpatch"])
-        change(about, tensors)
-        text = json.dumps(about)
-        save_file(tensors, path, metadata={"kvpatch": text, "checksum": checksum(text, tensors)})
-
-    return rewrite
-
-
 def early(about, tensors):
     tensors["1.deaths"][1, 0, 9] = 9
 
@@ -96,7 +81,7 @@ BAD = [
 
 @pytest.mark.parametrize(("change", "says"), BAD, ids=[says for _, says in BAD])
 def test_a_file_that_is_none(path, change, says):
-    other(change)(path)
+    rewritten(path, change)
     with pytest.raises(KVPatchError, match=f"no valid record: .*{says}.*Record the rollout anew"):
         kvpatch.load_record(path)
 

@@ -97,8 +97,7 @@ class SecondReading(Rereading[Tensor]):
         return self.by_outputs
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        shape, dtype = new.k_BHQD.shape[:3], accumulator(new.k_BHQD.dtype)
-        return {"repeated": torch.zeros(shape, dtype=dtype, device=new.k_BHQD.device)}
+        return {"repeated": new.k_BHQD.new_zeros(new.k_BHQD.shape[:3], dtype=accumulator(new.k_BHQD.dtype))}
 
     def view(self, context: EvictionContext) -> Tensor:
         return context.state["repeated"]
