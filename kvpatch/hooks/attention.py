@@ -95,8 +95,8 @@ class Courier(Tensor):
         if isinstance(out, Courier) and isinstance(args[0], Courier):
             if not hasattr(args[0], "cache"):  # the model's own attention has made it of scores
                 raise KVPatchError(
-                    "Gradient checkpointing runs layers again in the backward pass, which came after the block: call backward() "
-                    "inside it."
+                    "Gradient checkpointing runs layers again in the backward pass, which came after the block: call "
+                    "backward() inside it."
                 )
             out.cache = args[0].cache
         return out
