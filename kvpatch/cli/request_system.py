@@ -10,7 +10,7 @@ from ..hooks.transcript import Template, Transcript
 
 
 def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messages:
-    """Find the messages of a request; a completion has none. A developer's message is a system message.
+    """Find the messages of a request; a completion has none.
 
     Args:
         tokenizer: of the model.
@@ -38,5 +38,4 @@ def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messa
             "--protect system: this model's chat template does not tell where the messages of this text end. Leave the option "
             "out, or protect tokens by their ids (-o protect=[1,2])."
         )
-    roles = ["system" if one["role"] == "developer" else one["role"] for one in told]
-    return Messages([*roles, "assistant"], starts)
+    return Messages([*(one["role"] for one in told), "assistant"], starts)

@@ -69,6 +69,14 @@ def replace_forward(
     own[name] = MethodType(ours, module)
 
 
+def replicate(module: nn.Module) -> nn.Module:
+    """Make the replica of a module for nn.DataParallel: a replaced forward is the replica's, and takes its weights."""
+    replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[operator]
+    if isinstance(ours := vars(module).get("forward"), MethodType):
+        vars(replica)["forward"] = MethodType(ours.__func__, replica)
+    return replica
+
+
 @dataclass
 class HookUndo:
     """The undo of a forward pre-hook, or of a hook after the forward."""

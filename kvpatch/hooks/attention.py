@@ -93,6 +93,11 @@ class Courier(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(out, Courier) and isinstance(args[0], Courier):
+            if not hasattr(args[0], "cache"):  # the model's own attention has made it of scores
+                raise KVPatchError(
+                    "Gradient checkpointing runs layers again in the backward pass, which came after the block: call "
+                    "backward() inside it."
+                )
             out.cache = args[0].cache
         return out
 

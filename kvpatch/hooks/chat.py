@@ -201,7 +201,7 @@ class Chat:
             raise KVPatchError(f"send() takes the text of a message, not a {type(text).__name__}: write chat.send('...').")
         self.messages.append({"role": role, "content": text})
         try:
-            rendered = self._template.render(self.messages, self._read.left_out)
+            rendered = self._template.render_turn(self.messages, self._read.left_out)
             if not rendered.text.startswith(self._read.text) and not self._drop_stripped(rendered.text):
                 self._begin_again()
                 rendered = self._template.render(self.messages, self._read.left_out)

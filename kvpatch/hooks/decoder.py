@@ -85,6 +85,11 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     reader = state.merged.take_reader()
     if runs_own_code(decoder, call, state):
         return None
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        raise KVPatchError(
+            "torch.export and torch.jit.trace record one pass, but what is kept under a budget is chosen anew in each: pass "
+            "use_cache=False, or record the model outside of the block."
+        )
     past, config, scratch = cache_of(call), getattr(decoder, "config", None), _is_scratch(decoder, call)
     cache = state.new_cache() if past is None else own_cache(past)
     cache.scratch = scratch

@@ -72,7 +72,7 @@ def _run_with_cache(
     past = cache_of(kwargs)
     if state.lossless:
         given = texts.Given.of(args, kwargs, 0)
-        return lossless.generate(run, args, kwargs, state, given.ids, taken_as)
+        return lossless.generate(run, args, kwargs, state, given.ids, taken_as, find_option("stop_strings", kwargs, *configs))
     past = ownership.begun(past, state) if isinstance(past, Prefix) else past
     cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
     cache.check_finished()

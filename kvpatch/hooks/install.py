@@ -14,7 +14,7 @@ from torch import nn
 
 from ..arch.upstream import CANDIDATES, COMPILED, KEPT_MANAGER, MAKE_MASKS, PREPARE_CACHE, START_BATCHING
 from . import shell
-from .accelerate import own_method, put_hook, replace_forward
+from .accelerate import own_method, put_hook, replace_forward, replicate
 from .attention import attention_forward, parameters
 from .batching import batches, continuous_batching, end_continuous_batching
 from .generate import masks_for_generate, wrap_generate, wrap_prepare_cache
@@ -74,6 +74,7 @@ class Installation:
                 self._set_attribute(module, mark, name, value)
             forward = functools.partial(attention_forward, type(module), adapter, layer, reads)
             replace_forward(module, forward, mark.undo.append)
+            self._set_attribute(module, mark, "_replicate_for_data_parallel", MethodType(replicate, module))
         mark = self._mark_module(target.decoder)
         for name, ours in state.adapter.aside(target.decoder).items():
             state.aside[name] = (vars(target.decoder).get(name, MISSING), ours)

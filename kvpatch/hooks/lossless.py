@@ -226,10 +226,12 @@ def generate(
     state: PatchState,
     given: Tensor | None,
     taken_as: str,
+    strings: str | list[str] | None,
 ) -> Any:
     """Run generate() with a lossless cache, and the loop that drafts and verifies.
 
     run: the function that is wrapped; args, kwargs: its arguments. given: the ids among them. taken_as: its name of the cache.
+    strings: that end the text, of its arguments or of a configuration.
     """
     for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "compile_config"):
         if kwargs.get(name) is not None:
@@ -245,7 +247,8 @@ def generate(
         )
     set_cache(kwargs, cache, taken_as)
     streamer, tokenizer = kwargs.get("streamer"), kwargs.pop("tokenizer", None)  # which generate() hands to its own loops alone
-    if tokenizer is not None and (strings := kwargs.pop("stop_strings", None)) is not None:
+    if tokenizer is not None and strings is not None:
+        kwargs["stop_strings"] = None  # a configuration's, too
         kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
 
     def decode(model: Any, input_ids: Tensor, generation_config: GenerationConfig, **others: Any) -> Any:

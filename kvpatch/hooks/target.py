@@ -114,7 +114,9 @@ class Target:
         stack = with_readers(stack_of(decoder), numbers)
         reads = dict(stack.readers) if stack else {}
         own = [pair for pair in found if numbers[pair[0]] not in reads]
-        check_layers([numbers[module] for module, _ in own], stack.attention if stack else None)
+        layers = {module: numbers[module] for module, _ in own}
+        standing = (layers[module] for _, module in decoder.named_modules(remove_duplicate=False) if module in layers)
+        check_layers(sorted(standing), stack.attention if stack else None)  # a module may stand in two places
         indices = {numbers[module]: index for index, (module, _) in enumerate(own)}
         readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)

@@ -64,6 +64,17 @@ class Template:
             begins.append(max(self._find_end(text, kept[:count]), begins[-1]))
         return Rendered(text, [begins[count] for count in accumulate(keep, initial=0)])
 
+    def render_turn(self, messages: list[Message], left_out: frozenset[int]) -> Rendered:
+        """Run `render`; raise KVPatchError if the template writes nothing of the newest message, whose role it may not know."""
+        rendered, newest = self.render(messages, left_out), messages[-1]
+        other = {**newest, "content": newest["content"] + "\0"}
+        if self.render([*messages[:-1], other], left_out).text == rendered.text:
+            raise KVPatchError(
+                f"The chat template writes nothing of a message of role={newest['role']!r}: give a role that it knows, such as "
+                "'user'."
+            )
+        return rendered
+
     def _find_end(self, text: str, messages: list[Message]) -> int:
         """Return where the first messages of a text end.
 

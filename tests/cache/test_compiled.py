@@ -246,6 +246,32 @@ def test_what_makes_no_graph_says_what_to_do():
         torch.compile(model.forward, fullgraph=True, backend="eager")(prompt(1, 20))
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("record", ["export", "trace"])
+def test_a_pass_that_is_recorded_has_no_cache(record, use_cache):
+    model, ids = make("llama_gqa"), prompt(1, 20)
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(ids, use_cache=use_cache).logits
+
+    def run():
+        if record == "trace":
+            return torch.jit.trace(Logits(), ids)
+        return torch.export.export(Logits(), (ids,), strict=False).module()
+
+    with kvpatch.patched(model, "h2o", 8):
+        if use_cache:
+            with pytest.raises(kvpatch.KVPatchError, match=r"record one pass.*pass use_cache=False, or record"):
+                run()
+        else:
+            torch.testing.assert_close(run()(ids), model(ids).logits)
+
+
 @pytest.mark.slow
 def test_whatever_is_compiled_gives_the_same():
     """Prompts, growing caches and shared scores break the graph and go on outside it."""

@@ -82,7 +82,7 @@ def test_a_text_beside_a_call(served):
 
 
 def test_what_a_template_gets():
-    """Thinking that a client sends back, and an empty text beside a call."""
+    """Thinking that a client sends back, an empty text beside a call, and roles that templates know: they drop others."""
     from transformers.cli.serving.utils import Modality
 
     from kvpatch.cli.tool_calls import read_messages
@@ -92,3 +92,5 @@ def test_what_a_template_gets():
     (found,) = read_messages([told], Modality.LLM)
     assert (found["content"], found["reasoning_content"]) == ("", "why")
     assert found["tool_calls"][0]["function"]["arguments"] == {}
+    messages = [{"role": role, "content": "x"} for role in ("developer", "user", "system", "assistant")]
+    assert [one["role"] for one in read_messages(messages, Modality.LLM)] == ["system", "user", "system", "assistant"]

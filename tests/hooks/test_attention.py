@@ -34,6 +34,21 @@ def test_a_mask_that_the_model_replaces_is_missed():
     hook.remove()
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("replayed", [True, False])
+def test_checkpointed_layers_are_run_again_inside_the_block(replayed, reentrant):
+    model, ids = make("llama_gqa"), prompt(1, 16)
+    with kvpatch.patched(model, "h2o", 6, block=4, record=True) as patch:
+        model.generate(ids, max_new_tokens=4, do_sample=False)
+        record = patch.record()
+    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with kvpatch.replay(model, record) if replayed else kvpatch.patched(model, "h2o", 6, block=4):
+        loss = model(ids, labels=ids, use_cache=False).loss
+    with pytest.raises(kvpatch.KVPatchError, match=r"came after the block: call backward\(\) inside"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2", "mpt"])
 def test_a_row_of_padding_alone_changes_nothing_where_no_cache_stays(name, training):

@@ -148,6 +148,20 @@ def test_a_role_and_arguments_of_the_template_are_handed_on(model, tokenizer):
         assert decode(chat, *chat.spans[0]) == "hi!<|im_start|>tool\n7 degrees<|im_end|>\n"
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_message_of_which_the_template_writes_nothing_is_refused(first, model, tokenizer):
+    tokenizer.chat_template = TEMPLATE.replace("messages %}", "messages if m.role in ('user', 'assistant') %}", 1)
+    with kvpatch.patched(model, "h2o", k=24) as patch:
+        chat = patch.chat(tokenizer, **GREEDY)
+        if not first:
+            chat.send("hello")
+        before = list(chat.messages)
+        with pytest.raises(KVPatchError, match=r"writes nothing of a message of role='developer'.*such as 'user'"):
+            chat.send("be kind", role="developer")
+        assert chat.messages == before
+        assert chat.send("hello")
+
+
 class Slow:
     """A tokenizer that does not tell where its tokens lie."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 import kvpatch
 from kvpatch.cache.lossless import LosslessCache
@@ -66,6 +66,27 @@ def test_stop_strings_end_an_answer_where_they_end_the_unpatched_model_s(model):
             said.append([chat.send(turn) for turn in TURNS])
     assert said[0] == said[1]
     assert all(one[-1] in "o." and len(one) < 20 for one in said[0])
+
+
+@pytest.mark.parametrize("place", ["argument", "configuration", "positional", "model"])
+def test_stop_strings_end_a_text_wherever_they_are_given(place, model):
+    tokenizer, ids, said = make_tokenizer(), torch.tensor([make_tokenizer()("hello").input_ids]), []
+    asked = {"max_new_tokens": 20, "do_sample": False}
+    config = GenerationConfig(**asked, eos_token_id=None, pad_token_id=0)
+    free = model.generate(ids, generation_config=config)[0, ids.shape[1] :].tolist()
+    stop = next(text for text in map(tokenizer.decode, free[2:]) if text.isprintable() and text)
+    arguments, given = {"tokenizer": tokenizer}, [ids]
+    if place == "argument":
+        arguments |= asked | {"stop_strings": stop}
+    else:
+        (model.generation_config if place == "model" else config).stop_strings = stop
+        arguments |= {"generation_config": config} if place == "configuration" else asked if place == "model" else {}
+        given += [config] if place == "positional" else []
+    for lossless in (False, True):
+        with kvpatch.patched(model, "h2o", k=0.9 if lossless else 1.0, lossless=lossless):
+            said.append(model.generate(*given, **arguments).tolist())
+    assert said[0] == said[1]
+    assert len(said[0][0]) < ids.shape[1] + 20
 
 
 @pytest.mark.parametrize("template", [THINKING, SHORTENED])

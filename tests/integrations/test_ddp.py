@@ -1,5 +1,6 @@
 """Two processes that train together, as torchrun starts them; and what sharded parameters allow, in one process."""
 
+import copy
 import json
 import os
 import subprocess
@@ -50,6 +51,36 @@ def test_two_processes_train_as_they_do_unpatched(tmp_path):
         assert evicted["losses"] == again["losses"], "patched before it was wrapped or after"
     mine, theirs = (next(line for line in lines if line["rank"] == rank) for rank in (0, 1))
     assert mine["losses"] != theirs["losses"], "each process reads rows of its own"
+
+
+@pytest.mark.parametrize("block", [None, 6])
+@pytest.mark.parametrize("name", ["llama_gqa", "mpt"])
+def test_a_replica_of_data_parallel_has_its_own_weights(name, block):
+    """nn.DataParallel, in which the Trainer wraps a model where it sees several GPUs, copies a module with its attributes."""
+    model, ids = make(name).train(), prompt(2, 24)
+    twin = copy.deepcopy(model)
+    for weight in twin.parameters():
+        weight.data.mul_(1.5)
+    losses = []
+    for one in (twin, model):
+        with kvpatch.patched(one, "h2o", 7, block=block):
+            reader = one if one is twin else _replicate(model, 1.5)
+            losses.append(reader(ids, labels=ids, use_cache=False).loss)
+        losses[-1].backward()
+    assert losses[0] == losses[1]
+    for one, other in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(1.5 * one.grad, other.grad)
+
+
+def _replicate(model, scale):
+    """Copy a model as torch.nn.parallel.replicate does, which needs GPUs, with weights of another device's in its place."""
+    made = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in made.items():
+        for name, child in module.named_children():
+            replica._modules[name] = made[child]
+        for name, weight in module._parameters.items():
+            setattr(replica, name, None if weight is None else weight * scale)
+    return made[model]
 
 
 @pytest.mark.parametrize("block", [None, 6])

@@ -359,7 +359,18 @@ REFUSED = {
         "Of this model's layers only [1] are on this process (pipeline parallel), but a budget counts all of them: load it "
         "with tp_plan='auto' (tensor parallel) or with a device_map.",
     ),
+    "twice": (
+        lambda: _repeated(),
+        "Attention modules of this model share a layer_idx ([0, 0, 1, 1]): it passes through its layers more than once per "
+        "token, with a cache for each time, which kvpatch does not serve.",
+    ),
 }
+
+
+def _repeated():
+    model = make("llama_gqa")
+    model.model.layers = torch.nn.ModuleList([*model.model.layers, *model.model.layers])
+    return model
 
 
 def _pipeline():
