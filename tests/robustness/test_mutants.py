@@ -77,7 +77,8 @@ MUTANTS = {
         "cache/editing.py", "if cache.seen - count < cache.rows.edited:", "if False:",
         "tests/cache/test_forget.py::test_a_roll_back_stops_at_an_edit"),
     "uses of tokens not noted": (
-        "policies/needs/last_uses.py", "last.copy_(torch.where(used, newest_B11, last))", "last.copy_(last)", f"{STEPS}-raas-0]"),
+        "policies/needs/last_uses.py", "last.copy_(torch.where(used, newest_B11, last))", "last.copy_(last)",
+        f"{STEPS}-raas-0]"),
     "a calibration of another model is taken": (
         "hooks/target.py", "if model.get(name) != own.get(name):", "if False:",
         "tests/policies/test_calibration.py::test_another_model_and_other_shapes"),

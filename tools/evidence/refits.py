@@ -17,12 +17,7 @@ USED = [use for use in USES if use.task in ("document", "code-later", "asked")]
 
 
 def name_refit(base: str) -> str:
-    """Return the label of the refit of a row.
-
-    Example:
-        >>> name_refit("kvzip, 8 bits")
-        'refit(kvzip), 8 bits'
-    """
+    """Return the label of the refit of a row: "refit(kvzip), 8 bits" of "kvzip, 8 bits"."""
     policy, comma, options = base.partition(",")
     return f"refit({policy}){comma}{options}"
 
