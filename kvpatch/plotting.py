@@ -93,7 +93,7 @@ def every_head(kept_LHT: Tensor, title: str) -> Figure:
     axes = figure.add_subplot()
     from matplotlib.colors import ListedColormap
 
-    turn = torch.arange(L) % 2 + 1
+    turn = torch.arange(L, device="cpu") % 2 + 1
     axes.imshow(
         (kept_LHT * turn[:, None, None]).reshape(L * H, n).numpy(),
         cmap=ListedColormap(["white", *_BLUES]),

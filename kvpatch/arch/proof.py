@@ -24,7 +24,7 @@ def check_twin(twin: nn.Module) -> Any:
 
     token = _PROVING.set(True)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             return kvpatch.check_model(twin, "h2o", 0.5)
     finally:
         _PROVING.reset(token)

@@ -96,8 +96,8 @@ class Checks:
         self.settings = patch.settings
         self.n = self._prompt_length(patch.settings)
         vocabulary = model.get_input_embeddings().num_embeddings
-        ids = torch.randint(0, vocabulary, (2, self.n + _NEW), generator=torch.Generator().manual_seed(seed))
-        self.ids_BT = ids.to(model.device)
+        draw = torch.Generator().manual_seed(seed)
+        self.ids_BT = torch.randint(0, vocabulary, (2, self.n + _NEW), generator=draw, device="cpu").to(model.device)
         self.tolerance = ROUNDINGS * rounding_error(model, self.target.list_mixers(), self.ids_BT, self._take_positions())
 
     @property
@@ -162,7 +162,8 @@ class Checks:
         with patched(self.model, "window", budget, sinks=sinks) as patch:
             got, bounds = self._feed_tokens(self.ids_BT), patch.settings.bounds
         total = self.ids_BT.shape[1]
-        query, key = torch.arange(total)[:, None], torch.arange(total)[None]
+        key = torch.arange(total, device="cpu")[None]
+        query = key.T
         seen_QT = key <= query
         # a generated token sees the tokens kept before it, and itself
         kept_QT = seen_QT & ((query < self.n) | (key < sinks) | (key >= query - (budget - sinks)))
@@ -229,7 +230,7 @@ class Checks:
 
     def _predict_padded(self, mask_BT: Tensor, pads: int) -> Outcome:
         """Compare a padded batch with masking what its cache does not hold: the model counts padding, so rows differ alone."""
-        watched = Evictions(self.n, self.ids_BT.shape[1], torch.tensor([0, pads]))
+        watched = Evictions(self.n, self.ids_BT.shape[1], torch.tensor([0, pads], device="cpu"))
         with patched(self.model, self.policy, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, mask_BT, watched.note_held).logits_BSV
         expected = masked_predictions(self.model, self.target, self.ids_BT, self.n, watched.list_seen(), {}, mask_BT)

@@ -174,7 +174,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         found = [self._lengths.get(_strip_padding(row)) for row in inps.tolist()] if self._lengths else [None]
         if attn_mask is not None or None in found:  # the harness probes the memory with such batches
             return super()._model_call(inps, attn_mask, labels)
-        mask_BT = torch.arange(inps.shape[1])[None] < torch.tensor(found)[:, None]
+        mask_BT = torch.arange(inps.shape[1], device="cpu")[None] < torch.tensor(found, device="cpu")[:, None]
         dtype = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             return self.model(inps, attention_mask=mask_BT.long().to(inps.device)).logits

@@ -38,7 +38,7 @@ class Evictions:
 
     def list_seen(self) -> list[Tensor]:
         """Return what each query sees, bool [B,H*G,Q,T] per layer: all before it in the prompt, then what was held."""
-        causal = torch.ones(self.total, self.total, dtype=torch.bool).tril()
+        causal = torch.ones(self.total, self.total, dtype=torch.bool, device="cpu").tril()
         return [self._see_layer(causal, index) for index in range(len(self.passes[0]))]
 
     def _see_layer(self, causal_QT: Tensor, index: int) -> Tensor:
@@ -47,7 +47,7 @@ class Evictions:
         B, H = rows[0].shape[:2]
         seen = causal_QT.expand(B, H, -1, -1).clone()
         for step, positions_BHT in enumerate(rows):
-            held = torch.zeros(B, H, self.total + 1, dtype=torch.bool)
+            held = torch.zeros(B, H, self.total + 1, dtype=torch.bool, device="cpu")
             held.scatter_(-1, positions_BHT.clamp(min=-1) % (self.total + 1), True)  # -1, an empty slot, falls behind the end
             seen[:, :, self.n + step] &= held[..., :-1]
             seen[:, :, self.n + step, self.n + step] = True
@@ -87,7 +87,7 @@ def masked_predictions(
     """
     attentions = [pair for _, _, pair in target.modules()]
     seen = [seen[layer] for layer, _, _ in target.modules()]
-    pads_B = torch.zeros(1, dtype=torch.int64) if mask_BT is None else (mask_BT.cumsum(-1) == 0).sum(-1).cpu()
+    pads_B = torch.zeros(1, dtype=torch.int64, device="cpu") if mask_BT is None else (mask_BT.cumsum(-1) == 0).sum(-1).cpu()
     with _put_masks(attentions, seen, pads_B):
         if target.stack is not None and target.stack.states:
             return feed(model, ids_BT, n, mask_BT).logits_BSV
@@ -123,7 +123,7 @@ class _Masked:
     """Pre-hook of an attention module that hides more in its own mask, which may hold ALiBi too."""
 
     def __init__(self, window: int | None, seen_BNQT: Tensor, pads_B: Tensor, disguised: bool = False) -> None:
-        at_BT = torch.arange(seen_BNQT.shape[-1]) - pads_B[:, None]
+        at_BT = torch.arange(seen_BNQT.shape[-1], device="cpu") - pads_B[:, None]
         self.seen = keep_in_window(seen_BNQT, window, at_BT[:, None, None], at_BT[:, None, :, None])
         self.window, self.read, self.disguised = window, 0, disguised
 
@@ -163,7 +163,7 @@ def rounding_error(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, plac
 
     def off(module: nn.Module, args: Any, out: Any) -> Any:
         y, rest = (out, None) if isinstance(out, Tensor) else (out[0], out[1:])
-        sign = torch.randint(0, 2, y.shape, generator=draw).to(y) * 2 - 1
+        sign = torch.randint(0, 2, y.shape, generator=draw, device="cpu").to(y) * 2 - 1
         y = y * (1 + _find_unit(y.dtype) * sign)
         return y if rest is None else (y, *rest)
 

@@ -153,6 +153,11 @@ def test_a_small_model_without_a_twin_is_judged_once_it_has_its_numbers():
     assert not automatic._VERDICTS
 
 
+def test_a_twin_is_judged_on_the_cpu_whatever_the_default_device():
+    with torch.device("meta"):
+        Target.find(glm4_moe())
+
+
 def test_a_twin_keeps_what_shapes_attention():
     sketched = sketch("vaultgemma")
     attentions = [module for module in sketched.modules() if type(module).__name__ == "VaultGemmaAttention"]

@@ -29,7 +29,7 @@ MAKERS = {
     "randn",
     "randint",
 }
-HOSTS_OF_THEIR_OWN = ("cli", "evaluation", "planning", "plotting.py", "vllm", "triton", "twin.py")
+HOSTS_OF_THEIR_OWN = ("cli", "planning", "vllm", "triton", "twin.py")
 CALIBRATED = ("q_filter", "duo", "learned", "tri_attention")
 RARE = ("lazy", "r_kv", "vase")  # which evict many tokens at a time
 
@@ -146,3 +146,12 @@ def test_lossless():
     want = model.generate(prompt(1, 30), max_new_tokens=12, do_sample=False, pad_token_id=0)
     with torch.device("meta"), kvpatch.patched(model, "h2o", 12, lossless=True):
         assert torch.equal(model.generate(prompt(1, 30), max_new_tokens=12, do_sample=False, pad_token_id=0), want)
+
+
+def test_what_checks_and_draws():
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 12) as patch:
+        model(prompt(2, 30), use_cache=True)
+    with torch.device("meta"):
+        assert kvpatch.check_model(model, "h2o", 0.5).passed
+        assert patch.report().plot() is not None
