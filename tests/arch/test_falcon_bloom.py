@@ -92,3 +92,16 @@ def test_falcons_alibi_is_rounded_as_the_model_rounds_it(heads):
 def test_kvpatch_check(name):
     results = Checks(make(name)).run()
     assert [result for result in results if not result.passed] == []
+
+
+def test_bloom_without_the_bias_that_its_exact_output_leaves_out():
+    torch.manual_seed(0)
+    model, ids = (
+        BloomForCausalLM(BloomConfig(n_head=4, n_layer=2, pretraining_tp=2, slow_but_exact=True, **WIDE)).eval(),
+        prompt(1, 20),
+    )
+    for layer in model.transformer.h:
+        layer.self_attention.dense.bias.data.normal_()
+    want = model(ids).logits
+    with kvpatch.patched(model, "h2o", 1.0):
+        torch.testing.assert_close(model(ids, use_cache=True).logits, want, atol=1e-4, rtol=0)
