@@ -86,7 +86,7 @@ class BoundAdapter:
 
     def mean_rotation(self, places_BF: Tensor, like: Tensor, table: Any) -> Tensor:
         """Return the mean of the rotations at positions `places_BF` [B,1,D,D]; beyond the model's own table its last one."""
-        limit = self.adapter.max_positions(self.attn.config)
+        limit = self.adapter.max_positions(getattr(self.attn, "config", None))
         places_BF = places_BF if limit is None else places_BF.clamp(max=limit - 1)
         return mean_rotation(functools.partial(self.rotate, table=table), places_BF, like)
 
