@@ -191,12 +191,14 @@ class InterfaceAdapter(Adapter):
     def compare(self, attn: Any, asked: dict[str, Any]) -> None:
         """Raise KVPatchError if the module's arguments to attention differ from what this adapter describes."""
         window = self.sliding(attn)
-        asked = {"sliding_window": window, **asked}  # some families pass it in the mask alone, as all do with chunks
+        # some families pass the window in the mask alone, as all do with chunks; a known dropout is refused before
+        asked = {"sliding_window": window, "dropout": 0.0, **asked}
         for what, name, mine in (
             ("scale", "scaling", self.scale(attn)),
             ("slides", "sliding_window", window),
             ("softcap", "softcap", self.softcap(attn)),
             ("sinks", "s_aux", self.sinks(attn)),
+            ("dropout", "dropout", 0.0),
         ):
             theirs = asked.get(name)
             if theirs is not mine and (isinstance(theirs, Tensor) or theirs != mine):

@@ -235,3 +235,14 @@ def test_a_row_that_says_something_else_than_the_model_is_refused(wrong, words):
     kvpatch.register_arch(kvpatch.InterfaceAdapter("flex", f"{attention.__module__}.{attention.__qualname__}", **wrong))
     with kvpatch.patched(model, "h2o", 5), pytest.raises(kvpatch.KVPatchError, match="(?s)" + words):
         model(prompt(1, 8))
+
+
+def test_a_dropout_that_a_row_does_not_know_is_refused():
+    model = flex_olmo()
+    attention = type(model.model.layers[0].self_attn)
+    kvpatch.register_arch(kvpatch.InterfaceAdapter("flex", attention, dropout="config.attn_pdrop"))
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.2
+    words = r"asks for dropout=0\.2, but its adapter 'flex' says 0\.0: set dropout="
+    with kvpatch.patched(model.train(), "h2o", 5, block=4), pytest.raises(kvpatch.KVPatchError, match=words):
+        model(prompt(1, 8))
