@@ -64,7 +64,7 @@ class GPTJAdapter(Adapter):
         return _rotate_pairs(attn, x_BHTD, sin, cos)
 
     def rotate_back(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
-        sin, cos = table.chunk(2, -1)
+        sin, cos = table.to(x_BHTD.device, x_BHTD.dtype).chunk(2, -1)  # divided in the precision of x
         size = sin.square() + cos.square()
         return self.rotate(attn, x_BHTD, places_BHT, torch.cat([-sin / size, cos / size], -1))
 

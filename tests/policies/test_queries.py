@@ -41,15 +41,16 @@ def test_nothing_counted_is_zero():
     assert not found.covariance_BHGDD.any()
 
 
-def test_rotations_are_undone():
-    """Scaled rotary tables too, whose rotations lengthen queries."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rotations_are_undone(dtype):
+    """Scaled rotary tables too, whose rotations lengthen queries, and those of models in half precision."""
     table = [torch.randn(9, 6), torch.randn(9, 6)]
     for name, tables in (("llama_gqa", [torch.cat([one, one], -1) for one in table]), ("gptj", torch.randn(9, 4))):
         model = make(name, dtype=torch.float64)
         attn = model.model.layers[0].self_attn if name == "llama_gqa" else model.transformer.h[0].attn
         adapter = kvpatch.arch.adapter.adapter_of(attn)
         x, places = torch.randn(2, 3, 5, 12, dtype=torch.float64), torch.randint(0, 9, (2, 1, 5))
-        tables = [one.double() for one in tables] if name == "llama_gqa" else tables.double()
+        tables = [one.to(dtype) for one in tables] if name == "llama_gqa" else tables.to(dtype)
         turned = adapter.rotate(attn, x, places, tables)
         assert not torch.allclose(turned, x)
         torch.testing.assert_close(adapter.rotate_back(attn, turned, places, tables), x)
