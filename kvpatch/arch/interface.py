@@ -170,8 +170,8 @@ class InterfaceAdapter(Adapter):
     def check(self, model: nn.Module) -> None:
         config: Any = model.config
         for name in ("use_bidirectional_attention", "add_cross_attention"):
-            if getattr(config, name, False):
-                raise KVPatchError(f"This {type(model).__name__} has {name}=True: kvpatch serves causal decoders.")
+            if (found := getattr(config, name, False)) and found != "vision":  # the shell refuses images alone (hooks/shell.py)
+                raise KVPatchError(f"This {type(model).__name__} has {name}={found}: kvpatch serves causal decoders.")
         for name, module in model.named_modules():
             if qualified_name(module) not in self.classes or is_cross_attention(name, module):
                 continue

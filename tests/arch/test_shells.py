@@ -32,6 +32,14 @@ SIGLIP = {"model_type": "siglip_vision_model", **VISION, "vision_use_head": Fals
 
 SHELLS = {
     "gemma3": {"text_config": {**TEXT, **GEMMA}, "vision_config": SIGLIP, "mm_tokens_per_image": SOFT, "image_token_id": IMAGE},
+    "gemma4": {
+        "text_config": {
+            **TEXT, **GEMMA, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+            "use_bidirectional_attention": "vision",
+        },
+        "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8}, "audio_config": None,
+        "image_token_id": VOCAB, "video_token_id": VOCAB + 1,  # which no prompt has: their embeddings are others
+    },
     "mistral3": {
         "text_config": {"model_type": "mistral", **TEXT, "sliding_window": None},
         "vision_config": {"model_type": "pixtral", **VISION, "head_dim": 8},
@@ -172,6 +180,14 @@ def test_gemma_images_are_refused_before_anything_runs():
             model(ids, attention_mask=torch.ones(1, 1, 14, 14))
     with kvpatch.patched(model, "h2o", 0.5), torch.no_grad():  # a pass without a cache runs the model's own code
         torch.testing.assert_close(model(ids, token_type_ids=types, use_cache=False, **image).logits, want)
+
+
+def test_images_alone_are_read_in_both_directions():
+    model, ids = make("gemma4"), prompt(1, 14)
+    with kvpatch.patched(model, "h2o", 0.5):
+        assert model(ids, mm_token_type_ids=torch.zeros_like(ids)).past_key_values.held(3).eq(7).all()
+        with pytest.raises(kvpatch.KVPatchError, match=r"Gemma4Model reads the tokens of an image in both directions"):
+            model(ids, mm_token_type_ids=torch.ones_like(ids))
 
 
 def test_images_under_a_causal_mask_are_served():
