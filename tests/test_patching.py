@@ -61,6 +61,19 @@ def test_methods_of_a_deepcopy_are_its_own():
     assert all(map(torch.equal, want, run(twin)))
 
 
+def test_a_shallow_copy_is_unpatched_with_its_model():
+    model, ids, given = make("llama_gqa"), prompt(1, 20), {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(ids, **given)
+    with kvpatch.patched(model, "streaming_llm", 12):
+        twin, other = copy.copy(model), model.generate(ids, **given)
+        assert torch.equal(twin.generate(ids, **given), other) and not torch.equal(other, want)
+    assert torch.equal(twin.generate(ids, **given), want)
+    kvpatch.unpatch(twin)
+    with kvpatch.patched(twin, "streaming_llm", 12):
+        assert torch.equal(twin.generate(ids, **given), other)
+    assert torch.equal(twin.generate(ids, **given), want)
+
+
 def test_the_patch_is_freed_after_the_block():
     model = make("llama")
     with kvpatch.patched(model, "h2o", 0.3) as handle:

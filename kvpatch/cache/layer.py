@@ -20,7 +20,7 @@ from ..backends.entries import FULL, Latent
 from ..errors import KVPatchError
 from ..policies.batched import change_tensors
 from ..policies.content import text_order
-from ..policies.context import Limits, accumulator
+from ..policies.context import OWN_STATE, Limits, accumulator
 from ..policies.needs import Note
 from ..policies.rhythm import list_moves, list_waits
 from . import slots
@@ -269,7 +269,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     def make_blanks(self, tokens: int = 1) -> dict[str, Tensor]:
         """Return zeros of new tokens for what few tokens have: they may get the slots of such."""
-        own = [name for name in ("span", "unseen") if name in self.state]
+        own = [one.name for one in OWN_STATE if one.blank and one.name in self.state]
         return {name: self.state[name].new_zeros(*self.positions.shape[:2], tokens) for name in own}
 
     def free_slots(self) -> Tensor:

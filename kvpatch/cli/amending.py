@@ -17,10 +17,11 @@ class Amended:
     Args:
         send: what the messages go to.
         change: returns whether it has changed an object that it is given.
+        end: what a stream ends with.
     """
 
-    def __init__(self, send: Any, change: Callable[[dict[str, Any]], bool]) -> None:
-        self._send, self._change, self._whole, self._start, self._body = send, change, False, None, b""
+    def __init__(self, send: Any, change: Callable[[dict[str, Any]], bool], end: bytes = b"") -> None:
+        self._send, self._change, self._end, self._whole, self._start, self._body = send, change, end, False, None, b""
 
     async def __call__(self, message: Any) -> None:
         """Send a message; a whole JSON answer goes out once it is complete, for its length may change."""
@@ -35,7 +36,8 @@ class Amended:
                 await self._send_whole()
             return
         elif message["type"] == "http.response.body":
-            message = {**message, "body": self._amend_lines(message.get("body", b""))}
+            end = b"" if message.get("more_body", False) else self._end
+            message = {**message, "body": self._amend_lines(message.get("body", b"")) + end}
         await self._send(message)
 
     async def _send_whole(self) -> None:

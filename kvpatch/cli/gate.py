@@ -21,6 +21,7 @@ ID = b"x-request-id"  # transformers' app takes a request's id from it
 GONE = 499  # status, as nginx has it, of a request whose client hung up before an answer
 LARGEST = 64 * 2**20  # bytes of a body
 _OPEN = ("/health", "/metrics")  # without a key
+_DONE = b"data: [DONE]\n\n"  # the end of a stream, but of a response; transformers' handlers send none
 _BROKEN, _END = b'data: {"error": "', b'"}\n\n'  # around an error that transformers' handlers put into a stream
 
 
@@ -87,7 +88,7 @@ class Gate:
         self.answers.asked[name] = asked
         others = [(key, value) for key, value in scope["headers"] if key not in (ID, b"content-type", b"content-length")]
         own = [(ID, name.encode()), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        send = Amended(send, partial(complete, asked=asked))
+        send = Amended(send, partial(complete, asked=asked), _DONE if PATHS[path] in "ct" else b"")
         await self.app({**scope, "headers": others + own}, _replay(body, receive), send)
 
     def _add_conversations(self, health: dict[str, Any]) -> bool:

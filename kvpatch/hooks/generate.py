@@ -45,6 +45,8 @@ def wrap_generate(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
     steps = GenerateSteps(state)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "_kvpatch" not in vars(self):  # a shallow copy of the model has kept this method after the block
+            return own(self)(*args, **kwargs)
         try:
             return _run_with_cache(self, own(self), steps, args, kwargs)
         except KVPatchError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,33 @@ from .windows import find_end, find_oldest
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of scores and statistics for a model of `dtype`: float32, or float64 for a float64 model."""
     return torch.promote_types(dtype, torch.float32)
+
+
+class OwnState(NamedTuple):
+    """A tensor of a layer's state [B,H,T] that comes from no score or need.
+
+    Attributes:
+        name: its key in the state.
+        may: tells whether layers of a policy may have it.
+        dtype: its dtype; None for that of scores.
+        must: whether they have it if they may.
+        blank: whether few tokens have one, so that others, which may get the slots of such, are written with zero.
+    """
+
+    name: str
+    may: Callable[[Any], bool]
+    dtype: torch.dtype | None = None
+    must: bool = True
+    blank: bool = False
+
+
+OWN_STATE = (
+    OwnState("norm", lambda policy: policy.keeps_norms),
+    OwnState("protect", lambda policy: policy.scope.protect is not None, torch.bool, must=False),
+    OwnState("quota", lambda policy: policy.scope.quota is not None, torch.int64),
+    OwnState("span", lambda policy: policy.scope.quota is not None, torch.int64, blank=True),
+    OwnState("unseen", lambda policy: policy.needs.statistics, must=False, blank=True),  # since an edit
+)
 
 
 def not_weighed(known: Tensor, out: Tensor | None) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from .context import EvictionContext, NewTokens
+from .context import OWN_STATE, EvictionContext, NewTokens
 from .needs import AnyNeed, Need, PromptRead, StepRead
 from .scopes import Scope
 from .scores import Score
@@ -18,7 +18,6 @@ from .statistics import STATISTICS
 
 _PASSES = {"read": "prompt", "step": "step"}
 _HERE = __name__.partition(".")[0]
-_TAKEN = ("norm", "protect", "quota", "span", "unseen")  # in a layer's state, of selections, options and edits
 
 
 def is_own(part: object) -> bool:
@@ -58,8 +57,8 @@ def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | N
     return result
 
 
-def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens) -> dict[str, Tensor]:
-    """Return what a score or a need stores with new tokens.
+def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens, taken: Collection[str]) -> dict[str, Tensor]:
+    """Return what a score or a need stores with new tokens. taken: names under which other parts store something.
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
@@ -73,8 +72,8 @@ def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens) -> dict[str, 
     for name, one in result.items():
         if not isinstance(one, Tensor) or one.shape[:3] != new.k_BHQD.shape[:3] or one.ndim > 4:
             raise KVPatchError(f"{where}: {name!r} is {_describe_result(one)}: it must return {wanted}.")
-        if name in _TAKEN:
-            raise KVPatchError(f"{where} stores {name!r}, under which layers have numbers of their own: take another name.")
+        if name in taken or any(name == one.name for one in OWN_STATE):
+            raise KVPatchError(f"{where} stores {name!r}, under which layers have numbers already: take another name.")
     return result
 
 

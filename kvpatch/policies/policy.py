@@ -175,8 +175,12 @@ class Policy:
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
         """Return what the score and its needs store with new tokens: see Score.entry."""
         found: dict[str, Tensor] = {}
-        for part in (*self.needs, self.score):
-            found |= own_code.call_entry(part, self.name, new) if own_code.is_own(part) else part.entry(new)
+        for part in sorted((*self.needs, self.score), key=own_code.is_own):
+            if own_code.is_own(part):
+                kept = {name for need in self.needs if need is not part for name in need.states}
+                found |= own_code.call_entry(part, self.name, new, found.keys() | kept)
+            else:
+                found |= part.entry(new)
         return found
 
     def budget(self, k: object, bounds: Sequence[int | None]) -> object:

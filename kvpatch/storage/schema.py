@@ -15,7 +15,7 @@ from ..cache.cache import EvictingCache
 from ..cache.modes import Appending, Evicting, Filling, Growing, Mode, Moving, Reading
 from ..cache.tensors import FLOATS, HEAD_TENSORS
 from ..errors import InvalidError
-from ..policies.context import SIZES, NewTokens, accumulator
+from ..policies.context import OWN_STATE, SIZES, NewTokens, accumulator
 from .header import Entry, are_counts
 from .kinds import Description, Field, check_fields
 
@@ -179,9 +179,7 @@ class _Layer:
         shape, wide = (self.B, self.H, C), (accumulator(dtype),)
         if not self.cache.settings.evicts[self.index]:
             return
-        statistics = self.policy.needs.statistics
-        edited = ("unseen",) if statistics and f"{self.index}.state.unseen" in left else ()
-        for name in (*statistics, *edited):
+        for name in self.policy.needs.statistics:
             self._take_tensor(left, f"state.{name}", wide, shape)
         key, value = (torch.zeros(1, self.H, 1, size, dtype=dtype, device="cpu") for size in self.sizes)
         at = torch.zeros(1, 1, dtype=torch.long, device="cpu")
@@ -189,8 +187,6 @@ class _Layer:
         for name, tensor in entry.items():
             rest = tensor.shape[3:] if self.group else (None,) * (tensor.ndim - 3)  # it may be of each query head
             self._take_tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))
-        if self.policy.keeps_norms:
-            self._take_tensor(left, "state.norm", wide, shape)
         for need in self.policy.needs:
             for name in () if need.lasts else need.states:
                 if evicting or f"{self.index}.state.{name}" in left:
@@ -199,10 +195,9 @@ class _Layer:
             for name, own in need.saved(sizes).items() if evicting else ():
                 kinds = (torch.int64,) if name.startswith(("positions", "columns")) else (dtype, *wide)
                 self._take_tensor(left, f"{need.name}.{name}", kinds, own)
-        if self.policy.scope.protect is not None and f"{self.index}.state.protect" in left:
-            self._take_tensor(left, "state.protect", (torch.bool,), shape)
-        for name in ("span", "quota") if self.policy.scope.quota is not None else ():
-            self._take_tensor(left, f"state.{name}", (torch.int64,), shape)
+        for name, may, kind, must, _ in OWN_STATE:
+            if may(self.policy) and (must or f"{self.index}.state.{name}" in left):
+                self._take_tensor(left, f"state.{name}", wide if kind is None else (kind,), shape)
 
 
 def _take_entry(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Entry:

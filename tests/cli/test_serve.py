@@ -57,6 +57,19 @@ def test_streaming(served):
     assert "".join(parts) == alone(TEXT, 12) and len(parts) > 3
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_the_end_of_a_stream(served, path):
+    """Clients that read the protocol by hand wait for [DONE], which a response has not."""
+    _, name, _, _, address = served
+    asked = {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "input": "a"}
+    text = {"chat/completions": "messages", "completions": "prompt", "responses": "input"}[path]
+    body = json.dumps({"model": name, "stream": True, text: asked[text]}).encode()
+    request = urllib.request.Request(f"{address}/v1/{path}", body, {"Content-Type": "application/json"})
+    events = urllib.request.urlopen(request, timeout=60).read().split(b"\n\n")
+    assert events.pop() == b"" and events.count(b"data: [DONE]") == (path != "responses")
+    assert path == "responses" or (events[-1] == b"data: [DONE]" and b'"finish_reason":"' in events[-2])
+
+
 def test_eight_clients_at_once(served):
     client, name, _, alone, _ = served
     texts = [TEXT[:40] + f"\n# {i}\n" * (i + 1) for i in range(8)]

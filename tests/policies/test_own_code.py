@@ -9,7 +9,8 @@ import torch
 
 import kvpatch
 from kvpatch import KVPatchError, Policy, Scope, Score
-from kvpatch.policies.needs import Need
+from kvpatch.policies.context import OWN_STATE
+from kvpatch.policies.needs import Need, Sums, WindowAttention
 from tests.helpers.tiny import make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -67,10 +68,17 @@ class OldEntry(ListEntry):
 
 
 @dataclass(frozen=True)
+class MineNeed(Need):
+    def entry(self, new):
+        return {"mine": new.k_BHQD.norm(dim=-1)}
+
+
+@dataclass(frozen=True)
 class TakenEntry(ListEntry):
-    """Norms of keys would count as those of projected values."""
+    """Norms of keys would count as those of projected values, as attention, or as what another part stores."""
 
     name: str
+    needs = (MineNeed(), Sums("sum"), WindowAttention(4))
 
     def entry(self, new):
         return {self.name: new.k_BHQD.norm(dim=-1)}
@@ -93,7 +101,7 @@ class WrongScope(Scope):
         return context.positions_BHT
 
 
-TAKEN = ("norm", "protect", "quota", "span", "unseen")
+TAKEN = (*(one.name for one in OWN_STATE), "sum", "observed", "mine")
 MISTAKES = [
     (Undeclared(), r"Undeclared\.value\(context\).*KeyError: 'sum'.*\[B,H,T\] = \[1, 2, 20\].*needs = \(Sums\('sum'\),\)"),
     (Silent(), r"Silent\.value\(context\).*returned None.*float tensor \[B,H,T\] = \[1, 2, 20\]"),
