@@ -61,3 +61,10 @@ def test_budgets():
 def test_budgets_of_layers(k, bounds, per_layer):
     given = {} if bounds is None else {"bounds": bounds}
     assert Budget.parse(k, n_layers=len(per_layer), bytes_per_token=64, **given).per_layer == per_layer
+
+
+@pytest.mark.parametrize(("value", "bound"), [(0, False), ("7", False), (2**30, True)])
+def test_a_count_out_of_range_is_told_the_end_that_it_is_beyond(value, bound):
+    with pytest.raises(KVPatchError, match="at least 1") as told:
+        budgets.check_count("room", value, "tokens")
+    assert ("at most" in str(told.value)) == bound
