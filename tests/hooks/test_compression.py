@@ -74,6 +74,19 @@ def test_what_was_read_before_the_block_is_rolled_back_to_its_padding_at_most(mo
         assert cache.held(0).unique(dim=1).tolist() == [[27], [1]]
 
 
+def test_padding_behind_tokens_that_was_read_before_the_block_is_no_text(model):
+    """transformers' positions count such columns, the text does not."""
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, 20:] = 0
+    past = model(IDS, attention_mask=mask).past_key_values
+    with kvpatch.patched(model, "full") as patch:
+        want = patch.new_cache()
+        model(IDS, attention_mask=mask, past_key_values=want)
+        got = patch.compress(past, attention_mask=mask)
+    assert got.lengths_B.tolist() == want.lengths_B.tolist() == [30, 30]
+    assert got.read_B.tolist() == want.read_B.tolist() == [30, 20]
+
+
 def test_a_cache_that_contradicts_itself_is_noticed(model, monkeypatch):
     def spoiled(cache):
         finish(cache)
