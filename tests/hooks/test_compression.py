@@ -74,8 +74,9 @@ def test_what_was_read_before_the_block_is_rolled_back_to_its_padding_at_most(mo
         assert cache.held(0).unique(dim=1).tolist() == [[27], [1]]
 
 
-def test_padding_behind_tokens_that_was_read_before_the_block_is_no_text(model):
-    """transformers' positions count such columns, the text does not."""
+def test_padding_behind_tokens_that_was_read_before_the_block_is_no_text():
+    """MPT's positions count such columns, the text does not."""
+    model = make("mpt")
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[1, 20:] = 0
     past = model(IDS, attention_mask=mask).past_key_values
