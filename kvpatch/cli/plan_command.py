@@ -1,4 +1,4 @@
-"""The command `kvpatch plan`, which loads neither the model nor torch."""
+"""The command `kvpatch plan`, which loads no weights, and no torch where safetensors say their bytes."""
 
 from __future__ import annotations
 

@@ -96,12 +96,13 @@ class Configuration:
     Args:
         values: the file's, of a model of text and images the part that writes text included.
         name: of the model, for errors.
+        path: of the file.
     """
 
-    def __init__(self, values: Mapping[str, Any], name: str) -> None:
+    def __init__(self, values: Mapping[str, Any], name: str, path: Path = Path()) -> None:
         parts = (values.get(key) for key in ("text_config", "llm_config"))
         inner: Mapping[str, Any] = next((one for one in parts if isinstance(one, Mapping)), {})
-        self.name, self.kind = name, str(inner.get("model_type") or values.get("model_type"))
+        self.name, self.path, self.kind = name, path, str(inner.get("model_type") or values.get("model_type"))
         self.outer = str(values.get("model_type"))
         self.values = {**SPARSE.get(self.kind, {}), **values, **{key: one for key, one in inner.items() if one is not None}}
 
@@ -116,7 +117,7 @@ class Configuration:
             ) from None
         if not isinstance(values, dict) or not values.get("model_type"):
             raise KVPatchError(f"The config.json of {name} names no model_type: name a folder or a model of transformers.")
-        return cls(values, name)
+        return cls(values, name, path)
 
     def get(self, *names: str) -> Any:
         """Return the first of these values that is there, or None."""
@@ -163,11 +164,6 @@ class Configuration:
         if self.kind == "gpt_bigcode":
             return 1 if self.values.get("multi_query", True) else self.heads
         return self.get("num_key_value_heads") or self.heads
-
-    @property
-    def experts(self) -> int:
-        """Experts of a layer; 0 for a dense model."""
-        return self.get("num_local_experts", "num_experts", "n_routed_experts") or 0
 
     @property
     def dtype(self) -> str:

@@ -16,7 +16,7 @@ from .files import find_configuration, find_weights
 from .refused import refuse_kind
 from .remarks import list_remarks
 from .result import Fit, Plan
-from .weights import Weights, count_weights
+from .weights import count_weights
 
 SCHEDULES, BITS = ("prompt", "decode", "both"), (FULL, 8, 4)
 MOST = 32768  # tokens of a prompt where nothing is said
@@ -37,7 +37,10 @@ def plan(  # noqa: PLR0913 - the options of one command
     revision: str | None = None,
     **options: Any,
 ) -> Plan:
-    """Count the bytes of a model's weights and cache under a budget, from its config.json, without loading it or torch.
+    """Count the bytes of a model's weights and cache under a budget, from its config.json, without loading it.
+
+    Bytes of weights are those of its safetensors' index or header, without torch. Where there is none, or dtype is another,
+    transformers builds the model without numbers.
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
@@ -72,7 +75,8 @@ def plan(  # noqa: PLR0913 - the options of one command
     weights = count_weights(config, dtype) if found is None else found
     counter = make_counter(shape, division, _parse_budget(k, shape, division, bits, dtype), bits, ITEMSIZES[dtype])
     one, full = counter.count(tokens, new), count_full(shape, ITEMSIZES[dtype], tokens + new)
-    fits = (None, None) if available is None else _find_fits(counter, shape, weights, available, (tokens, new, batch))
+    room = None if available is None or weights.nbytes is None else max(available - weights.nbytes, 0)
+    fits = (None, None) if room is None else _find_fits(counter, shape, room, (tokens, new, batch))
     return Plan(
         name, shape.kind, policy, k, bits, tokens, new, batch, dtype, *weights, full, *one,
         kept=tuple(sum(held.heads) // len(held.heads) for held in counter.hold(tokens, new)),
@@ -154,9 +158,9 @@ def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype:
     return budget
 
 
-def _find_fits(counter: Counter, shape: Shape, weights: Weights, memory: int, asked: tuple[int, int, int]) -> tuple[Fit, Fit]:
-    """Return what fits into the memory beside the weights, in full and under the budget, all prompts read at once."""
-    room, (tokens, new, batch), size = max(memory - weights.nbytes, 0), asked, counter.itemsize
+def _find_fits(counter: Counter, shape: Shape, room: int, asked: tuple[int, int, int]) -> tuple[Fit, Fit]:
+    """Return what fits into the memory that weights leave, in full and under the budget, all prompts read at once."""
+    (tokens, new, batch), size = asked, counter.itemsize
     limit = MAX_POSITION - new if shape.positions is None else shape.positions - new
 
     def find(count: Any) -> Fit:

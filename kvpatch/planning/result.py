@@ -35,8 +35,8 @@ class Plan:
         new: tokens generated after it.
         batch: requests at a time.
         dtype: of the weights, and of the cache's numbers with 16 bits.
-        weights: bytes of the weights.
-        weights_from: where that number comes from.
+        weights: bytes of the weights; None if they are not known, and so is what fits.
+        weights_from: where that number comes from, or why there is none.
         full: bytes of a request's cache that keeps every token, of sliding layers those in their window.
         held: bytes of the tokens of a request that the budget leaves.
         allocated: the most bytes that its buffers take, with the slots that wait for coming tokens.
@@ -58,7 +58,7 @@ class Plan:
     new: int
     batch: int
     dtype: str
-    weights: int
+    weights: int | None
     weights_from: str
     full: int
     held: int
@@ -86,9 +86,9 @@ class Plan:
 
 def list_rows(plan: Plan) -> list[tuple[str, str, str]]:
     """List the rows of a plan: what it is, of the full cache, and under the budget."""
-    many = plan.batch > 1
+    many, weights = plan.batch > 1, "unknown" if plan.weights is None else format_size(plan.weights)
     rows = [
-        ("weights", format_size(plan.weights), format_size(plan.weights)),
+        ("weights", weights, weights),
         ("tokens of a head", f"{plan.tokens + plan.new:,}", format_span(plan.kept)),
         ("cache of a request", format_size(plan.full), format_size(plan.held)),
         ("  with its spare slots", "", f"at most {format_size(plan.allocated)}"),
@@ -118,7 +118,8 @@ def write_title(plan: Plan) -> str:
 
 def write_remarks(plan: Plan) -> list[str]:
     """Write where the weights' bytes come from, and the remarks, a line each."""
-    return [f"- Bytes of the weights: from {plan.weights_from}.", *(f"- {one}" for one in plan.remarks)]
+    source = "unknown, and so is what fits: " if plan.weights is None else "from "
+    return [f"- Bytes of the weights: {source}{plan.weights_from}.", *(f"- {one}" for one in plan.remarks)]
 
 
 def _write_tokens(fit: Fit, plan: Plan) -> str:

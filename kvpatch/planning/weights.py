@@ -1,4 +1,4 @@
-"""Bytes of a model's weights: as its safetensors files say, or counted from its configuration."""
+"""Bytes of a model's weights: as its safetensors files say, or of a model without numbers that its configuration describes."""
 
 from __future__ import annotations
 
@@ -6,24 +6,15 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from .configuration import ITEMSIZES, Configuration, refusing_values
+from .configuration import ITEMSIZES, Configuration
 
 INDEX, FILE = "model.safetensors.index.json", "model.safetensors"
-_PLAIN = frozenset(
-    (
-        "gpt2", "gptj", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_bigcode", "codegen", "mpt", "bloom", "falcon", "opt",
-        "phi", "starcoder2", "nemotron", "persimmon", "apertus", "xglm", "arcee", "mvp", "trocr", "rembert", "megatron-bert",
-        "roformer",
-    )
-)  # fmt: skip
-"""Kinds whose feed-forward layers have no gate."""
-_LEARNED = frozenset(("gpt2", "gpt_neo", "gpt_bigcode", "opt"))  # kinds with a table of positions
 
 
 class Weights(NamedTuple):
-    """Bytes of the weights, and where the number comes from."""
+    """Bytes of the weights, and where the number comes from; None, and why it is not known."""
 
-    nbytes: int
+    nbytes: int | None
     source: str
 
 
@@ -46,55 +37,17 @@ def _read_header(path: Path) -> int:
     return sum(one["data_offsets"][1] - one["data_offsets"][0] for name, one in header.items() if name != "__metadata__")
 
 
-@refusing_values
 def count_weights(config: Configuration, dtype: str) -> Weights:
-    """Count the bytes of matrices that a configuration describes; norms and biases are left out."""
-    E, V, n = config.width, config.need("vocab_size", "n_vocab"), config.n_layers
-    tied = config.values.get("tie_word_embeddings", True)
-    tables = V * E * (1 if tied else 2)
-    if config.kind in _LEARNED:
-        tables += E * (config.get("max_position_embeddings", "n_positions") or 0)
-    tables += n * (config.get("vocab_size_per_layer_input") or 0) * (config.get("hidden_size_per_layer_input") or 0)
-    dense = _count_dense_layers(config)
-    layers = n * _count_attention(config) + dense * _count_dense(config) + (n - dense) * _count_experts(config)
-    return Weights((tables + layers) * ITEMSIZES[dtype], "config.json, without norms and biases")
+    """Count the bytes of the model that transformers builds of a configuration, without numbers; None if it builds none."""
+    import torch
+    import transformers as hf
 
-
-def _count_dense_layers(config: Configuration) -> int:
-    """Count the layers without experts."""
-    n, step = config.n_layers, config.get("interleave_moe_layer_step")
-    if not config.experts:
-        return n
-    return n - n // step if step else min(config.get("first_k_dense_replace") or 0, n)
-
-
-def _count_attention(config: Configuration) -> int:
-    """Count the numbers of a layer's attention."""
-    E, N, D = config.width, config.heads, config.head_size
-    rank, rotary = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
-    if not (rank and rotary):
-        return 2 * E * N * D + 2 * E * config.kv_heads * D
-    plain, value = config.need("qk_nope_head_dim"), config.need("v_head_dim")
-    own, asked = config.get("q_lora_rank"), N * (plain + rotary)
-    queries = own * (E + asked) if own else E * asked
-    return queries + E * (rank + rotary) + rank * N * (plain + value) + N * value * E
-
-
-def _count_dense(config: Configuration) -> int:
-    """Count the numbers of a feed-forward layer."""
-    inner = (
-        config.get("intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * config.width
-    )
-    if isinstance(inner, list):  # one of each layer
-        inner = sum(inner) // len(inner)
-    return (2 if config.kind in _PLAIN else 3) * config.width * inner
-
-
-def _count_experts(config: Configuration) -> int:
-    """Count the numbers of a layer of experts and its router."""
-    if not config.experts:
-        return 0
-    inner = config.get("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size") or 4 * config.width
-    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * inner
-    shared = inner if config.kind.startswith("llama4") else shared
-    return config.width * (3 * (config.experts * inner + shared) + config.experts)
+    try:
+        found = hf.CONFIG_MAPPING[config.outer].from_json_file(config.path)
+        auto = hf.AutoModelForCausalLM if type(found) in hf.MODEL_FOR_CAUSAL_LM_MAPPING else hf.AutoModelForImageTextToText
+        with torch.device("meta"):
+            model = auto.from_config(found, trust_remote_code=False)
+    except Exception as error:  # of many classes: of values that do not fit, of types and packages that are not there
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        return Weights(None, f"transformers makes no model of this config.json ({reason}); name a folder with its safetensors")
+    return Weights(sum(one.numel() for one in model.parameters()) * ITEMSIZES[dtype], "config.json")

@@ -1,4 +1,4 @@
-"""What a plan says beside bytes: what fits, what it refuses, and that it imports no torch."""
+"""What a plan says beside bytes: what fits, what it refuses, and that it imports no torch where safetensors are at hand."""
 
 import json
 import re
@@ -56,6 +56,19 @@ def test_what_fits_is_the_most_that_fits(folder):
 def test_a_memory_smaller_than_the_weights_fits_nothing(folder):
     plan = kvpatch.plan(folder, memory="8GiB")
     assert plan.fit == plan.fit_full == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [({"model_type": "of_nobody"}, "KeyError: 'of_nobody'"), ({"intermediate_size": "wide"}, "intermediate_size")],
+)
+def test_weights_that_cannot_be_counted_are_unknown(tmp_path, values, words):
+    """A wrong number would promise requests that do not fit."""
+    plan = kvpatch.plan(save(tmp_path, **values), memory="80GiB")
+    assert plan.weights is plan.fit is plan.fit_full is None and plan.full == 32768 * 131072
+    assert "weights                     unknown" in str(plan) and "requests that fit" not in str(plan)
+    assert "- Bytes of the weights: unknown, and so is what fits: transformers makes no model of this config.json" in str(plan)
+    assert words in plan.weights_from and json.loads(json.dumps(plan.to_dict()))["weights"] is None
 
 
 def test_a_prompt_has_at_most_the_model_s_positions(tmp_path):
@@ -187,7 +200,7 @@ def test_a_name_on_the_hub_is_asked_of_huggingface_hub(folder, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", fail)
     plan = kvpatch.plan("someone/model", revision="main")
     assert asked == [("someone/model", one, "main") for one in ("config.json", "model.safetensors.index.json")]
-    assert (plan.model, plan.weights_from) == ("someone/model", "config.json, without norms and biases")
+    assert (plan.model, plan.weights_from) == ("someone/model", "config.json")
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
     with pytest.raises(KVPatchError, match="config.json of someone/model cannot be had: no network"):
         kvpatch.plan("someone/model")
@@ -215,7 +228,6 @@ def test_refused_types_are_those_of_the_page():
         {"num_key_value_heads": -8},
         {"head_dim": "128"},
         {"max_position_embeddings": "many"},
-        {"intermediate_size": "wide"},
     ],
     ids=str,
 )
@@ -228,6 +240,7 @@ def test_a_value_that_no_configuration_has(tmp_path, values):
 
 
 def test_the_command_imports_no_torch(folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 16 * 10**9}}))
     code = "import runpy, sys\nsys.argv = ['kvpatch', 'plan', sys.argv[1], '--memory', '24GiB', '--policy', 'adaptive(h2o)']\n"
     code += "try:\n    runpy.run_module('kvpatch', run_name='__main__')\nexcept SystemExit as end:\n"
     code += "    print(end.code, [name for name in ('torch', 'transformers') if name in sys.modules])"
