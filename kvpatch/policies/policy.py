@@ -100,9 +100,13 @@ class Policy:
         return [part for name, _, _ in _PARTS if (part := getattr(self, name)) is not None]
 
     def options(self) -> dict[str, Any]:
-        """Return the current value of every option by name."""
-        own = {f.name: getattr(part, f.name) for part in self._list_parts() for f in dataclasses.fields(part)}
-        return own | {"every": self.every}
+        """Return the current value of every option by name; where parts that share a name differ, a tuple with one of each."""
+        own: dict[str, list[Any]] = {}
+        for part in self._list_parts():
+            for f in dataclasses.fields(part):
+                own.setdefault(f.name, []).append(getattr(part, f.name))
+        shared = {name: tuple(values) for name, values in own.items() if values.count(values[0]) < len(values)}
+        return {name: values[0] for name, values in own.items()} | shared | {"every": self.every}
 
     def with_options(self, schedule: str | None = None, **options: Any) -> Policy:
         """Return a copy with a changed schedule or changed options.

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from kvpatch import KVPatchError
-from kvpatch.policies import Policy, get_policy, scores
+from kvpatch.cache.settings import CacheSettings
+from kvpatch.cli.compare_view import find_changes
+from kvpatch.policies import Policy, critical, get_policy, scores
 from kvpatch.policies.allocation import Adaptive
 from kvpatch.policies.budgets import Budget
 from kvpatch.policies.scopes import DeviationScope, Scope
@@ -91,3 +93,14 @@ def test_who_remembers_generated_tokens():
 def test_heads_that_hold_the_same_tokens():
     for name, aligned in {"tova": True, "h2o": True, "adaptive(tova)": False, "critical(tova)": False, "adakv": False}.items():
         assert get_policy(name).aligned is aligned
+
+
+def test_parts_that_share_an_option_s_name_are_both_said():
+    """One value of two would let a cache go on under another policy, and leave an option out of saved settings."""
+    name = "critical(expected_attention)"
+    policies = [critical(get_policy("expected_attention").with_options(eps=eps)) for eps in (0.0, 0.01)]
+    assert [one.options()["eps"] for one in policies] == [(0.0, 1e-4), (0.01, 1e-4)]
+    first, second = (CacheSettings(one, Budget.parse(8, n_layers=1, bytes_per_token=1)) for one in policies)
+    assert list(first.list_differences(second)) == [("the policy's eps", [0.0, 1e-4], [0.01, 1e-4])]
+    alike = get_policy(name).with_options(eps=1e-4)
+    assert alike.options()["eps"] == 1e-4 and find_changes(name, alike) == {"eps": 1e-4}
