@@ -114,7 +114,7 @@ class InterfaceAdapter(Adapter):
     def attributes(self, attn: Any) -> dict[str, Any]:
         AttentionInterface.register(NAME, attention)  # not at import: transformers would take and list the name for any model
         config = copy.copy(attn.config)
-        config._kvpatch_own = attention_of(config)
+        config._kvpatch_own = attn.config  # which set_attn_implementation() changes
         name_attention(config, NAME)
         return {"config": config, **({"expand_kv": MethodType(latents.expand_kv, attn)} if self.latent(attn) else {})}
 
@@ -253,6 +253,6 @@ def attention(
     """Attention function registered with transformers: calls the core if one is given, else the model's own function."""
     core = asked.pop("kvpatch", None)
     if core is None:
-        own = AttentionInterface().get_interface(module.config._kvpatch_own, source_module(module).eager_attention_forward)
+        own = AttentionInterface().get_interface(attention_of(module.config), source_module(module).eager_attention_forward)
         return own(module, query, key, value, attention_mask, **asked)
     return core(query, key, value, asked), None

@@ -68,8 +68,8 @@ HYBRIDS = hasattr(Cache, "get_conv_state")
 
 
 def attention_of(config: Any) -> str:
-    """Return the name of the attention function that a configuration asks for."""
-    return config._attn_implementation
+    """Return the name of the attention function that a configuration asks for; of an attention's under a patch, the model's."""
+    return getattr(config, "_kvpatch_own", config)._attn_implementation
 
 
 def name_attention(config: Any, name: str) -> None:

@@ -360,9 +360,11 @@ def _refuse_padding(real_BQ: Tensor) -> None:
 def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
     """Raise KVPatchError for a row without tokens, or one padded on the right. last_B: the last column is no padding."""
     if min(n_B) == 0:
+        later = " If its text comes in later pieces: generate(prefill_chunk_size=n), or a first piece with tokens of all rows."
         raise KVPatchError(
             f"Row {n_B.index(0)} of the batch is all padding (its attention_mask is zero): drop it from the batch, in "
             "the collator or the dataset (an empty text), or pass use_cache=False with block=."
+            f"{later * (cache.request.prompt_len is None)}"
         )
     if cache.request.prompt_len is not None and not cache.settings.transparent and not all(last_B):
         raise KVPatchError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers import Cache
 
+from ..arch.adapter import qualified_name
+from ..arch.refusals import refuse_replaced
 from ..arch.upstream import CACHE
 from ..cache.cache import EvictingCache
 from ..cache.model_stamp import ModelStamp
@@ -31,6 +33,9 @@ def check(cache: EvictingCache, state: PatchState) -> None:
 
 def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) -> None:
     """Note the model that reads a cache's text; raise KVPatchError if another has read it so far, or this one has changed."""
+    attn = next((module for module in decoder.modules() if qualified_name(module) in state.adapter.classes), None)
+    if attn is not None:  # FSDP gives a module that it wraps another class
+        refuse_replaced(attn, state.adapter)
     if cache.scratch:
         return
     now = stamp_model(decoder)

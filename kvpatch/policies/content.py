@@ -104,12 +104,12 @@ class LagKV(Score):
     """Deviation of keys and values, relative to the tokens that follow [LagKV].
 
     The tokens after the sinks are cut into partitions of `lag` in text order. A token's key is scaled channel by channel to the
-    least and the greatest value of the next partition; d_i is the standard deviation of the result over the channels, and
-    e_i the softmax of d over the partition; likewise of the values. s[i] = the rank inside the partition of the mean of both
-    e_i, divided by `lag`. The last whole partition and what follows it, and sinks, have 1. If there are fewer than two whole
-    partitions, s[i] = i.
+    least and the greatest value of the next partition; a channel that is constant there is 0. d_i is the standard deviation
+    of the result over the channels, and e_i the softmax of d over the partition; likewise of the values. s[i] = the rank
+    inside the partition of the mean of both e_i, divided by `lag`. The last whole partition and what follows it, and sinks,
+    have 1. If there are fewer than two whole partitions, s[i] = i.
 
-    Differs from the paper: nothing.
+    Differs from the paper: a constant channel, by whose range the paper and its code divide.
 
     Attributes:
         lag: tokens of a partition.
@@ -147,7 +147,8 @@ class LagKV(Score):
         for tensor in tensors:
             parts = tensor.to(accumulator(tensor.dtype)).unflatten(2, (-1, self.lag))
             low, high = (f(parts[:, :, 1:], dim=3, keepdim=True) for f in (torch.amin, torch.amax))
-            shares.append(((parts[:, :, :-1] - low) / (high - low)).std(-1).softmax(-1))
+            scaled = (parts[:, :, :-1] - low) / (high - low).masked_fill(high == low, torch.inf)
+            shares.append(scaled.std(-1).softmax(-1))
         return (shares[0] + shares[1]).argsort(dim=-1, stable=True).argsort(-1).flatten(2)
 
 

@@ -386,12 +386,20 @@ def test_an_attention_function_of_one_s_own_is_refused(name, monkeypatch):
         return sdpa_attention_forward(module, query, 2 * key, value, attention_mask, **asked)
 
     monkeypatch.setattr(AttentionInterface, "_global_mapping", {**AttentionInterface._global_mapping, "own": own})
-    model = (make_tiny if name == "llama_gqa" else make)(name)
+    model, ids = (make_tiny if name == "llama_gqa" else make)(name), prompt(1, 12)
     model.set_attn_implementation("own")
-    with pytest.raises(kvpatch.KVPatchError, match=r"by a function of your own \('own'\), which attention under"):
+    want, refused = model(ids, use_cache=False).logits, r"by a function of your own \('own'\), which attention under"
+    with pytest.raises(kvpatch.KVPatchError, match=refused):
         kvpatch.patch(model, "h2o")
     model.set_attn_implementation("eager")
-    kvpatch.patch(model, "h2o").remove()
+    with kvpatch.patched(model, "h2o"):
+        model(ids)
+        model.set_attn_implementation("own")
+        with pytest.raises(kvpatch.KVPatchError, match=refused):
+            model(ids)
+        assert torch.equal(model(ids, use_cache=False).logits, want)
+        model.set_attn_implementation("eager")
+        model(ids)
 
 
 @pytest.mark.parametrize("on", ["class", "module"])

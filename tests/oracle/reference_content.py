@@ -55,7 +55,9 @@ def lagged(keys: dict[int, Tensor], values: dict[int, Tensor], before: int, lag:
         for of in (keys, values):
             reference = torch.stack([of[j] for j in following])
             low, high = reference.min(0).values, reference.max(0).values
-            d = torch.stack([((of[i] - low) / (high - low)).std() for i in part])
+            ranges = [(float(a), float(b - a)) for a, b in zip(low, high, strict=True)]
+            scaled = [[(float(x) - a) / r if r else 0.0 for x, (a, r) in zip(of[i], ranges, strict=True)] for i in part]
+            d = torch.tensor(scaled, dtype=torch.float64).std(1)
             e += torch.softmax(d, 0) / 2
         order = sorted(range(lag), key=lambda j: float(e[j]))
         for rank, j in enumerate(order):

@@ -109,6 +109,20 @@ def test_options(policy, options):
         certain(name, policy, 0.4, pads=pads, **options)
 
 
+@pytest.mark.parametrize("name", ["llama_gqa", "gpt2"])
+def test_channels_of_values_that_are_constant(name):
+    def make_pruned(seed):
+        model = make(name, dtype=torch.float64, seed=seed)
+        for at, parameter in model.named_parameters():
+            if "v_proj.weight" in at:
+                parameter.data[::3] = 0
+            elif "c_attn.weight" in at:  # its columns are queries, keys and values
+                parameter.data[:, -parameter.shape[1] // 3 :: 3] = 0
+        return model
+
+    assert any(agrees(name, "lag_kv", 0.4, model=make_pruned(seed), weights=seed, lag=4) for seed in range(6))
+
+
 @pytest.mark.parametrize("schedule", ["prompt", "decode", "both"])
 @pytest.mark.parametrize("policy", ANY_SCHEDULE)
 def test_schedules(policy, schedule):

@@ -56,6 +56,12 @@ def test_fewer_than_two_partitions_are_ranked_by_age():
     assert LagKV(lag=2).value(whole)[0, 0].tolist() == [1.0, 0.5, 0.0, 1.0, 1.0]
 
 
+def test_a_channel_that_is_constant_in_the_next_partition_is_0():
+    first, following = [[2.0, 20.0, 7.0], [1.0, 13.0, 8.0]], [[1.0, 10.0, 7.0], [2.0, 20.0, 7.0]]
+    context = of_tokens(first + following, first + following, [0, 1, 2, 3], sinks=0)
+    assert LagKV(lag=2).value(context)[0, 0].tolist() == [0.5, 0.0, 1.0, 1.0]  # scaled: (1, 1, 0) and (0, 0.3, 0)
+
+
 def test_likeness_to_the_mean_direction_by_hand():
     keys = [[5.0, 0.0], [0.0, 0.1], [2.0, 0.0]]  # directions (1, 0), (0, 1), (1, 0), whose sum is along (2, 1)
     score = KeyDiff().value(of_tokens(keys, keys, [0, 1, 2], sinks=0))[0, 0]

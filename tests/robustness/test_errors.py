@@ -27,7 +27,7 @@ import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.patching import SETTINGS
 from kvpatch.policies import POLICIES
-from tests.helpers.tiny import IDS, VOCAB, make, prompt, snapshot
+from tests.helpers.tiny import IDS, VOCAB, left_pad, make, prompt, snapshot
 
 NAN = float("nan")
 # of keyformer, where no policy is named
@@ -246,7 +246,7 @@ CALLS = [
     ({"past_key_values": _static}, r"An empty StaticCache was passed"),
     ({"attention_mask": torch.ones(2, 1, 20, 20)}, r"must be a padding mask \[B, tokens\], not \[2, 1, 20, 20\]"),
     ({"attention_mask": torch.ones(2, 7)}, r"attention_mask has 7 columns, but 0 tokens were seen and 20 are new"),
-    ({"attention_mask": torch.tensor([[1] * 20, [0] * 20])}, r"Row 1 of the batch is all padding"),
+    ({"attention_mask": torch.tensor([[1] * 20, [0] * 20])}, r"Row 1 of the batch is all padding.*in later pieces"),
     ({"output_attentions": True}, r"output_attentions=True: under a budget no full attention matrix"),
 ]  # fmt: skip
 
@@ -266,6 +266,7 @@ GENERATE = [
     ({"cache_implementation": "quantized"}, r"cache_implementation='quantized'"),
     ({"cache_implementation": "offloaded"}, r"cache_implementation='offloaded'"),
     ({"attention_mask": torch.tensor([[1] * 20, [1] * 15 + [0] * 5])}, r"Row 1 is padded on the right"),
+    ({"attention_mask": torch.tensor([[1] * 20, [0] * 20])}, r"Row 1 of the batch is all padding.*with block=\.$"),
     ({"past_key_values": DynamicCache()}, r"An empty DynamicCache"),
     ({"output_attentions": True, "return_dict_in_generate": True}, r"output_attentions=True"),
 ]
@@ -283,6 +284,13 @@ def test_bad_generate(arguments, words):
                 model.generate(ids, max_new_tokens=2, pad_token_id=0)
         model.generation_config.cache_implementation = None
         assert model.generate(ids, max_new_tokens=2, pad_token_id=0).shape == (2, 22)
+
+
+def test_pieces_of_a_prompt_of_which_the_first_is_padding_in_one_row():
+    model, ids = make("llama"), prompt(2, 20)
+    asked = {"attention_mask": left_pad(ids, [20, 8]), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with kvpatch.patched(model, "h2o", 0.5):
+        assert torch.equal(model.generate(ids, prefill_chunk_size=5, **asked), model.generate(ids, **asked))
 
 
 def test_caches_out_of_place():
