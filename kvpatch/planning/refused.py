@@ -14,7 +14,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "vision-encoder-decoder",
     ),
     "attention in both directions": (
-        "bigbird_pegasus", "gemma4_unified", "gemma4_unified_assistant", "gemma4_unified_text", "xlm", "paligemma", "pi0",
+        "bigbird_pegasus", "xlm", "paligemma", "pi0",
     ),
     "layers that attend by an index or in another way of their own": (
         "axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4", "inkling2_loop_text",
@@ -23,7 +23,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
     "several sets of keys per layer": ("diffllama", "hrm_text"),
     "no twin to check an automatic row on: a row has to be registered": (
-        "dory", "phi4_multimodal", "kosmos-2", "kosmos-2.5", "qwen3_omni_moe_thinker", "step3p7",
+        "dory", "gemma4_unified_assistant", "phi4_multimodal", "kosmos-2", "kosmos-2.5", "qwen3_omni_moe_thinker", "step3p7",
     ),
     "an automatic row that did not pass the checks": ("doge", "inkling_text", "recurrent_gemma", "zaya", "inkling_mm_model"),
     "attention code of its own: an adapter has to be written": (

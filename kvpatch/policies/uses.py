@@ -73,8 +73,8 @@ USES = (
         "read now, ask later",
         "kvzip",
         0.3,
-        "It reads the text twice and keeps what repeating it needs, whatever will be asked. No server takes it. With one "
-        "reading no policy keeps facts that nothing points at.",
+        "It reads the text twice and keeps what repeating it needs, whatever will be asked. No server takes it. Of policies "
+        "that read once `cur` keeps the most of facts, half, and less than eviction at random of how the text goes on.",
         {"floor": 0.2},
     ),
     Use(
