@@ -219,6 +219,19 @@ def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
     return _get_candidate_generator
 
 
+class Behind(StoppingCriteriaList):
+    """Criteria of what is generated: older loops of transformers ask them of the prompt, too, where nothing is drafted."""
+
+    def __init__(self, criteria: StoppingCriteriaList, prompt: int) -> None:
+        super().__init__(criteria)
+        self.prompt = prompt
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if input_ids.shape[1] <= self.prompt:
+            return input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+        return super().__call__(input_ids, scores, **kwargs)
+
+
 def generate(
     run: Callable[..., Any],
     args: tuple[Any, ...],
@@ -264,6 +277,7 @@ def generate(
             for ids_1Q in input_ids[:, read:-1].split(piece or input_ids.shape[1], 1):
                 model(ids_1Q, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         cache.again = len(cache.ids)
+        others["stopping_criteria"] = Behind(others["stopping_criteria"], input_ids.shape[1])
         vars(generation_config)[CRITERIA] = others["stopping_criteria"]  # of this call's own configuration
         others.pop("streamer", None)
         return model._assisted_decoding(input_ids, generation_config=generation_config, streamer=streamer, **others)
