@@ -379,9 +379,8 @@ def observe(
             mask.apply(x, n0, n1, start, stop, lo, hi)
             seen = mask.count(x, start, stop) if count else UNCOUNTED
             if count and lse_NGQ is not None:
-                seen = seen.masked_fill(
-                    seen == 1, 0
-                )  # a row's only key has 1 by definition; exp(x - lse) may round above it, as if it had more than its share
+                # a row's only key has 1 by definition; exp(x - lse) may round above it, as if it had more than its share
+                seen = seen.masked_fill(seen == 1, 0)
             if lse_NGQ is None and on_cpu and geometry.sinks_HG is None:
                 p = torch.softmax(x, -1, out=x)  # a second block would not fit into the core's cache
             elif lse_NGQ is None:

@@ -219,7 +219,7 @@ def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
     return _get_candidate_generator
 
 
-class Behind(StoppingCriteriaList):
+class CriteriaBehindPrompt(StoppingCriteriaList):
     """Criteria of what is generated: older loops of transformers ask them of the prompt, too, where nothing is drafted."""
 
     def __init__(self, criteria: StoppingCriteriaList, prompt: int) -> None:
@@ -277,7 +277,7 @@ def generate(
             for ids_1Q in input_ids[:, read:-1].split(piece or input_ids.shape[1], 1):
                 model(ids_1Q, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         cache.again = len(cache.ids)
-        others["stopping_criteria"] = Behind(others["stopping_criteria"], input_ids.shape[1])
+        others["stopping_criteria"] = CriteriaBehindPrompt(others["stopping_criteria"], input_ids.shape[1])
         vars(generation_config)[CRITERIA] = others["stopping_criteria"]  # of this call's own configuration
         others.pop("streamer", None)
         return model._assisted_decoding(input_ids, generation_config=generation_config, streamer=streamer, **others)
