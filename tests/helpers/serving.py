@@ -55,10 +55,11 @@ def batched(model: Any, texts: list[list[int]], new: int = 12, sequences: int = 
 
 
 @contextmanager
-def running(model: Any, new: int | None = 12, **options: Any) -> Iterator[Any]:
-    """A manager that runs, and is stopped."""
+def running(model: Any, new: int | None = 12, wait: bool = False, **options: Any) -> Iterator[Any]:
+    """A manager that runs, with wait=True once the test starts it, and is stopped."""
     manager = model.init_continuous_batching(generation_config=greedy(new), continuous_batching_config=engine(**options))
-    manager.start()
+    if not wait:
+        manager.start()
     try:
         yield manager
     finally:

@@ -100,12 +100,11 @@ def test_chunks_of_whole_blocks():
 
 def test_a_large_request_is_not_overtaken():
     """Small ones that come later would leave it no room as long as any come."""
-    model, lengths = make("llama_gqa"), (60, *[12] * 12)
-    texts, first = prompts(lengths), prompts((12,), seed=5)[0]
-    with kvpatch.patched(model, "h2o", 1.0, bits=8), running(model, num_blocks=6) as manager:
-        names = [manager.add_request(first, max_new_tokens=30)]
-        until(lambda: manager.batch_processor is not None and manager.batch_processor.scheduler.active_requests)
-        names += [manager.add_request(ids, max_new_tokens=6 + at) for at, ids in enumerate(texts)]
+    model, texts = make("llama_gqa"), prompts((12, 60, *[12] * 12))
+    with kvpatch.patched(model, "h2o", 1.0, bits=8), running(model, wait=True, num_blocks=6) as manager:
+        names = [manager.add_request(texts[0], max_new_tokens=30)]
+        names += [manager.add_request(ids, max_new_tokens=6 + at) for at, ids in enumerate(texts[1:])]
+        manager.start()  # none may end before the last one has come
         found = collect(manager, names)
     begun = [found[name].lifespan[0] for name in names]
     assert not any(one.error for one in found.values()) and begun == sorted(begun)
