@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import kvpatch
-from tests.helpers.tiny import make, prompt
+from tests.helpers.running import kept
+from tests.helpers.tiny import force, left_pad, make, prompt
 
 
 def test_attention_dropout_is_refused_while_training():
@@ -28,3 +29,16 @@ def test_the_loss_sees_the_eviction():
         same = model(ids, labels=ids).loss
     assert abs(evicted - full) > 1e-3
     torch.testing.assert_close(same, full, atol=1e-5, rtol=0)
+
+
+def test_blocks_of_a_later_turn_count_each_row_s_own_tokens():
+    """Of a shorter question beside a longer one; each row is as alone."""
+    model, ids, more, fed = make("llama_gqa"), prompt(2, 20), prompt(2, 12, seed=2), prompt(2, 3, seed=3)
+    mask = torch.cat([torch.ones_like(ids), left_pad(more, [12, 7])], 1)
+    with kvpatch.patched(model, "h2o", 9, block=5):
+        together, cache = force(model, more, fed, mask, force(model, ids, ids[:, :0])[1])
+        for row, n in enumerate((12, 7)):
+            before = force(model, ids[row : row + 1], ids[:1, :0])[1]
+            alone, one = force(model, more[row : row + 1, -n:], fed[row : row + 1], cache=before)
+            torch.testing.assert_close(together[row], alone[0], atol=3e-5, rtol=0)
+            assert [layer[row] for layer in kept(cache)] == [layer[0] for layer in kept(one)]

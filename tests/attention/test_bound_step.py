@@ -60,6 +60,7 @@ CRITICAL = [kvpatch.get_policy(f"critical({base})") for base in ("keyformer", "r
 CASES = [kvpatch.get_policy("full"), *(kvpatch.get_policy(p) if isinstance(p, str) else p for p in EVICTING), *CRITICAL]
 
 
+@pytest.mark.filterwarnings("error:An output with one or more elements was resized")
 @pytest.mark.parametrize("policy", CASES, ids=lambda policy: policy.name)
 def test_bound_steps_are_the_steps(model, policy, taken, monkeypatch):
     """Bit for bit, also past the room that a prompt leaves, and behind a second prompt, where slots may be empty."""

@@ -83,6 +83,16 @@ def test_kernels_step_stacked_layers(model, policy, monkeypatch):
     assert kept(one) == kept(other) == kept(third)
 
 
+@pytest.mark.parametrize("policy", ["key_norm", "critical(h2o)"])
+def test_kernels_note_the_norms_of_tokens_that_are_appended(model, policy):
+    """By which they are evicted once the budget is full."""
+    pytest.importorskip("triton")
+    ids, fed = prompt(2, 16), prompt(2, 9, seed=2)
+    (got, one), (want, other) = (run(model, ids, fed, policy, 20, backend=name) for name in ("triton", "torch"))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert one.choice.ran["decode"][0] == "triton" and kept(one) == kept(other)
+
+
 def test_kernels_step_stacked_layers_with_tokens_of_the_users(model):
     pytest.importorskip("triton")
     ids, fed = prompt(2, 16), prompt(2, 5, seed=2)

@@ -7,6 +7,7 @@ import torch
 
 from kvpatch.policies import budgets, selection
 from kvpatch.policies.allocation import Adaptive
+from kvpatch.policies.parallel import Parallel
 from kvpatch.policies.slopes import Pyramid
 from tests.helpers.contexts import orders
 from tests.oracle import reference_selection
@@ -43,6 +44,12 @@ def test_adaptive_counts(floor, budgets_B):
             more = rest[: max(total - sum(map(len, own)), 0)]
             if sum(map(len, own)) <= total:
                 assert got[b].tolist() == [len(own[h]) + sum(v in held[h] for v in more) for h in range(3)]
+
+
+def test_a_process_has_its_part_of_the_heads():
+    rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]]
+    parts = [Parallel(3, rank).own_rows(rows) for rank in range(3)]
+    assert parts == [[[1, 2], [7, 8]], [[3, 4], [9, 10]], [[5, 6], [11, 12]]]
 
 
 def test_equal_entries_go_to_the_lower_head():
