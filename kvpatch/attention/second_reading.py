@@ -50,14 +50,11 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
 
 def _join_keys(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
     """Return the held keys followed by those of the repeated rows themselves."""
-    padded = call.now.padding is not None
     return replace(
         keys,
         k_BHTD=torch.cat([keys.k_BHTD, k_BHQD], 2),
         v_BHTD=torch.cat([keys.v_BHTD, v_BHQD], 2),
         positions_BHT=torch.cat([keys.positions_BHT, call.positions_BQ[:, None].expand(*k_BHQD.shape[:3])], 2),
-        holes=keys.holes or padded,
-        ordered=keys.ordered and not padded,
     )
 
 
@@ -91,7 +88,7 @@ class _Part:
         """Divide what a layer holds."""
         sinks, T = call.policy.scope.sinks, held.past
         start, stop = max(repeat.start_B), max(repeat.stop_B)
-        alike = call.now.padding is None and min(repeat.start_B) == start and min(repeat.stop_B) == stop
+        alike = min(repeat.start_B) == start and min(repeat.stop_B) == stop
         if alike and held.ordered and not held.holes:  # slots are positions
             first = min(sinks, start)
             index = torch.cat([torch.arange(first, device="cpu"), torch.arange(start, stop, device="cpu")]).to(call.device)

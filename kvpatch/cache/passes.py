@@ -104,13 +104,11 @@ def begin_repeat(
     whole: the pass that read the prompt's last tokens.
     pieces: for each row the chunk's bounds [start, stop) in tokens of the prompt, and the tokens that repeat the chunk.
     """
-    lengths, begin_B = [len(tokens) for _, _, tokens in pieces], cache.turns.begin_B
-    Q = max(lengths)
+    Q, begin_B = max(len(tokens) for _, _, tokens in pieces), cache.turns.begin_B
     host = torch.tensor([[*tokens, *[-1] * (Q - len(tokens))] for _, _, tokens in pieces], device="cpu")
     column = torch.arange(Q, device="cpu")
     positions = (torch.tensor(whole.n_B, device="cpu")[:, None] + column).masked_fill(host < 0, -1).to(device)
-    padding = Padding(Q, gapped=True, behind=False, real_B=lengths) if min(lengths) < Q else None
-    now = Forward(positions, Q, False, padding=padding)
+    now = Forward(positions, Q, False)  # rows differ in length only where the prompt is padded, so that its slots have holes
     starts = [first + start for first, (start, _, _) in zip(begin_B, pieces, strict=True)]
     stops = [first + stop for first, (_, stop, _) in zip(begin_B, pieces, strict=True)]
     tokens = [n - first for n, first in zip(whole.n_B, begin_B, strict=True)]

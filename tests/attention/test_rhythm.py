@@ -92,9 +92,10 @@ def test_steps_between_evictions_choose_nothing(model, monkeypatch):
     """And a stack of layers takes all steps, whose Call stays bound."""
     chosen, real = [], kvpatch.attention.decode.victims
     monkeypatch.setattr(kvpatch.attention.decode, "victims", lambda *given: chosen.append(given) or real(*given))
-    _, cache = run(model, prompt(2, 30), prompt(2, 15, seed=2), "h2o", 0.4, every=5)
-    assert len(chosen) == 3 and cache.stacked
-    chosen.clear()
+    for every, times in ((5, 3), (2, 7)):
+        _, cache = run(model, prompt(2, 30), prompt(2, 15, seed=2), "h2o", 0.4, every=every)
+        assert len(chosen) == times and cache.stacked
+        chosen.clear()
     run(model, prompt(2, 30), prompt(2, 15, seed=2), ADAPTIVE, 0.4, every=5)
     assert len(chosen) == 3 * 3
 
