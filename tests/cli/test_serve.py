@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -173,40 +172,37 @@ def test_a_request_that_needs_more_room_than_there_is():
 def test_what_the_server_counts(served):
     """Requests and tokens, and what was evicted of them; a request that is refused is counted by its status."""
     openai = pytest.importorskip("openai")
-    client, name, _, _, address = served
+    client, name, server, _, address = served
 
     def read():
         lines = urllib.request.urlopen(f"{address}/metrics", timeout=30).read().decode().splitlines()
         return {key: float(value) for key, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
 
+    until_idle(server)  # an answer is counted when it has been sent
     before = read()
     usage = client.completions.create(model=name, prompt=TEXT, max_tokens=8, temperature=0.0).usage
     with pytest.raises(openai.BadRequestError, match="n is not served"):
         client.completions.create(model=name, prompt=TEXT, n=2)
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt=TEXT)
-    missed = 'kvpatch_requests_total{path="/v1/completions",status="404"}'
-    until(lambda: read().get(missed, 0) > before.get(missed, 0))  # an answer is counted when it has been sent
+    answered = [f'kvpatch_requests_total{{path="/v1/completions",status="{status}"}}' for status in (200, 400, 404)]
+    until(lambda: all(read().get(one, 0) > before.get(one, 0) for one in answered))
     gained = {key: value - before.get(key, 0) for key, value in read().items()}
     assert gained["kvpatch_prompt_tokens_total"] == usage.prompt_tokens and gained["kvpatch_generated_tokens_total"] == 8
     assert gained["kvpatch_evicted_tokens_total"] == usage.prompt_tokens + 7 - 24
     assert gained['kvpatch_requests_ended_total{reason="length"}'] == gained["kvpatch_compressed_requests_total"] == 1
-    for status in (200, 400, 404):
-        assert gained[f'kvpatch_requests_total{{path="/v1/completions",status="{status}"}}'] == 1
+    assert [gained[one] for one in answered] == [1, 1, 1]
     until(lambda: read()["kvpatch_requests_running"] == read()["kvpatch_tokens_held"] == 0)  # it ends after its answer
 
 
 def test_a_line_a_request(served, capfd):
-    client, name, _, _, _ = served
+    client, name, server, _, _ = served
+    until_idle(server)  # the lines of others have come
     capfd.readouterr()
     client.completions.create(model=name, prompt=TEXT, max_tokens=3, user="ann")
-    said = ""
-    for _ in range(100):  # it comes after the answer
-        said += capfd.readouterr().err
-        if "/v1/completions" in said:
-            break
-        time.sleep(0.1)
-    (line,) = [one for one in said.splitlines() if "/v1/completions" in one]
+    said = []
+    until(lambda: said.append(capfd.readouterr().err) or "user 'ann'" in "".join(said))  # it comes after the answer
+    (line,) = [one for one in "".join(said).splitlines() if "/v1/completions" in one]
     assert line.startswith("POST /v1/completions, 200, ") and "3 written, length, user 'ann'" in line
 
 

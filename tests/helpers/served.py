@@ -3,14 +3,14 @@
 import json
 import shutil
 import socket
-import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
 import kvpatch
 from kvpatch.cli.loading import MODELS, Source
+from tests.helpers.serving import until
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -30,13 +30,13 @@ def serving(source, k, policy="h2o", keeping=None, protect=None, **engine):
     chosen = kvpatch.get_policy(policy).with_options(None, protect=protect)
     server = serving.run(source, chosen, k, {}, place, engine, background=True, keeping=keeping)
     address = f"http://localhost:{port}"
-    for _ in range(100):
-        try:
-            urllib.request.urlopen(f"{address}/health", timeout=1)
-            break
-        except OSError:
-            time.sleep(0.1)
+
+    def answers():
+        with suppress(OSError):
+            return urllib.request.urlopen(f"{address}/health", timeout=10)
+
     try:
+        until(answers)
         yield openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=600), server, address
     finally:
         server.kill_server()
@@ -65,11 +65,7 @@ def started(folder, template=TEMPLATE, keeping=None, protect=None):
 
 
 def until_idle(server):
-    """Wait until no request is left in the engine, nor anything of one."""
+    """Wait until no request is left in the engine, nor anything of one: what has ended is counted by then."""
     answers = server._generation_state._cb_manager
     left = answers.engine.batch_processor.cache.requests, answers.asked, answers.engine.output_router.result_handlers
-    for _ in range(100):
-        if not any(left):
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"a request that has ended still runs: {left}")
+    until(lambda: not any(left))

@@ -15,6 +15,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from tests.helpers.tiny import VOCAB
 
 LENGTHS = (20, 61, 9, 100, 33)
+PATIENCE = 600  # seconds: against waiting for ever, and far beyond what a busy machine takes
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]]:
@@ -63,25 +64,24 @@ def running(model: Any, new: int | None = 12, wait: bool = False, **options: Any
     try:
         yield manager
     finally:
-        manager.stop(block=True, timeout=30)
+        manager.stop(block=True, timeout=PATIENCE)
 
 
-def collect(manager: Any, names: list[str], seconds: int = 60) -> dict[str, Any]:
-    """Wait for these requests; streamed parts of others are dropped."""
+def collect(manager: Any, names: list[str]) -> dict[str, Any]:
+    """Wait for these requests; streamed parts, however many, and others' answers are dropped."""
     found: dict[str, Any] = {}
-    for _ in range(seconds * 10):
-        if not set(names) - set(found):
-            return found
-        one = manager.get_result(timeout=0.1)
+    end = time.monotonic() + PATIENCE
+    while left := set(names) - set(found):
+        runs, one = manager.is_running(), manager.get_result(timeout=0.1)
         if one is not None and one.is_finished():
             found[one.request_id] = one
-    raise AssertionError(f"no answer to {set(names) - set(found)}; fatal: {manager.background_thread_status.fatal_error}")
+        assert one is not None or (runs and time.monotonic() < end), (left, manager.background_thread_status.fatal_error)
+    return found
 
 
-def until(holds: Callable[[], bool], seconds: int = 60) -> None:
-    """Wait until a condition holds."""
-    for _ in range(seconds * 10):
-        if holds():
-            return
+def until(holds: Callable[[], bool]) -> None:
+    """Wait until a condition holds, which must then go on to hold."""
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end, f"not within {PATIENCE} seconds"
         time.sleep(0.1)
-    raise AssertionError(f"not within {seconds} seconds")
