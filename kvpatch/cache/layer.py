@@ -333,6 +333,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.contiguous, self.free_at = False, None
         if kept_BHK is not None:
             self.positions[:, :, :K].masked_fill_(~kept_BHK, -1)
+            if "protect" in self.state:  # which the token that an empty slot gets next does not bring
+                self.state["protect"][:, :, :K] &= kept_BHK
 
     def replace_values(self, values_BHKD: Tensor, kept_BHK: Tensor | None) -> None:
         """Replace the values of the tokens in use, where a prompt or a block of it ends."""

@@ -51,6 +51,20 @@ def test_a_padded_row_gives_what_it_gives_alone_and_rows_permute(name, policy):
     assert [[layer[i] for i in order.tolist()] for layer in together] == kept(cache)
 
 
+@pytest.mark.parametrize("options", [{}, {"every": 3}, {"schedule": "prompt"}], ids=str)
+@pytest.mark.parametrize("policy", ["h2o", "adaptive(h2o)"])
+def test_a_protected_last_token_protects_no_token_that_is_generated(policy, options):
+    model, ids, fed = make("llama_gqa"), prompt(2, 24) % 90 + 1, prompt(2, 14, seed=2) % 90 + 1
+    ids[:, -1] = 95  # rows and heads keep different numbers of tokens: slots are empty where the first tokens go
+    options = {**options, "protect": [95]}
+    logits, cache = run(model, ids, fed, policy, 0.5, left_pad(ids, [24, 10]), **options)
+    for layer in cache.layers:
+        marked = layer.state["protect"] & (layer.positions >= 0)
+        assert set(layer.positions[0][marked[0]].tolist()) == {23} and set(layer.positions[1][marked[1]].tolist()) == {9}
+    alone, _ = run(model, ids[1:, 14:], fed[1:], policy, 0.5, **options)
+    torch.testing.assert_close(logits[1:], alone, atol=3e-5, rtol=0)
+
+
 def test_permuting_kv_heads_permutes_what_they_keep():
     model, ids, fed = make("llama_gqa"), prompt(1, 36), prompt(1, 8, seed=2)
     logits, cache = run(model, ids, fed, "roco", 0.4)
