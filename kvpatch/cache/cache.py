@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..policies.budgets import check_count
 from . import checks, concat, editing, invariants
+from .modes import Moving
 from .state import TextState, writable
 
 
@@ -236,10 +237,12 @@ class EvictingCache(TextState):
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def _may_shrink(self, before_B: Tensor | None) -> bool:
-        """Tell if the longest row may have been dropped. before_B: previous lengths; beams of one text are equally long."""
+        """Tell if the row of the most slots may have gone. before_B: previous lengths; beams of one text are equally long."""
         if before_B is None or self.seen_B is None or not any(layer.holes for layer in self.layers):
             return False
-        return self.rows.joined or self.turns.count > 1 or set(before_B.tolist()) != set(self.seen_B.tolist())
+        uneven = any(layer.every > 1 or isinstance(layer.mode, Moving) for layer in self.layers)  # rows of equal length, too
+        uneven = uneven or self.rows.joined or self.rows.edited > 0 or self.turns.count > 1
+        return uneven or set(before_B.tolist()) != set(self.seen_B.tolist())
 
     # ---- editing ----
 

@@ -63,6 +63,27 @@ def test_the_longest_row_stays_behind():
             assert joined.held(0).tolist() == one.held(0).tolist()
 
 
+@pytest.mark.parametrize(
+    ("policy", "k", "options"),
+    [
+        ("h2o", kvpatch.Mass(0.9), {"recent": 2}),
+        ("h2o", kvpatch.Threshold(1.0), {"recent": 2}),
+        ("adaptive(h2o)", 20, {"every": 8}),
+        ("h2o", 60, {}),
+    ],
+)
+def test_slots_that_another_row_of_the_same_length_needed_go_with_it(policy, k, options):
+    model = make("llama_gqa")
+    with kvpatch.patched(model, policy, k, **options) as patch:
+        for seed in range(3):
+            cache = patch.new_cache()
+            model(prompt(2, 50 if k == 60 else 60 + 40 * (seed % 2), seed=seed), past_key_values=cache)
+            if k == 60:
+                cache.forget([(2, 14)], row=0)
+            for row in range(2):
+                sound(cache.select_rows(row))
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_the_row_with_the_most_steps_to_its_budget_leaves(every, tmp_path):
     """The steps until all heads evict were those of a row that is gone: such a cache contradicts itself, also in a file."""
