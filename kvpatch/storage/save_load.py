@@ -12,7 +12,7 @@ from ..backends.entries import centre_codecs, codecs
 from ..cache import slots
 from ..cache.cache import EvictingCache
 from ..cache.layer import SlotLayer
-from ..cache.modes import MODES, Moving, Reading
+from ..cache.modes import MODES, Reading
 from ..cache.narrow import reading
 from ..cache.state import RowAlignment, Turns, writable
 from ..cache.token_ids import TokenIds
@@ -95,9 +95,6 @@ def load(
         about, tensors, _ = _read_file(path, cache, model, shapes)
         _restore_cache(cache, about, tensors, shapes, devices)
         contents.check_cache(cache)
-    for layer in cache.layers:
-        if isinstance(layer.mode, Moving):  # which heads had shrunk is not in the file
-            layer.give_back_slots()
     cache.drop_stack(due=True)
     return cache
 

@@ -10,8 +10,8 @@ from kvpatch import Mass, Share, Threshold
 from kvpatch.cache.modes import Moving
 from kvpatch.policies import Policy, RangeScope
 from kvpatch.policies.scores import Mean
-from tests.helpers.running import uneven
-from tests.helpers.tiny import force, left_pad, make, prompt
+from tests.helpers.running import kept, uneven
+from tests.helpers.tiny import force, left_pad, make, prompt, sound
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 N = 40
@@ -54,6 +54,22 @@ def test_generate_with_beams():
         with patched(name, model):
             out = model.generate(ids, max_new_tokens=12, num_beams=2, do_sample=False, pad_token_id=0)
         assert out.shape[1] > N
+
+
+def test_no_room_is_taken_for_asked_for_after_a_file(tmp_path):
+    """Slots of heads that have shrunk were taken for room=, of which forget() and concatenate() want none."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", Mass(0.9), recent=2) as patch:
+        for seed in range(3):
+            cache = patch.new_cache()
+            model(prompt(2, 60 + 40 * seed, seed=seed), past_key_values=cache)
+            for t in range(5 * seed):
+                model(prompt(2, 1, seed=t), past_key_values=cache)
+            patch.save_cache(cache, tmp_path / "cache")
+            again = patch.load_cache(tmp_path / "cache")
+            assert again.request.room is None and kept(again) == kept(cache)
+            again.forget([(3, 9)])
+            sound(again)
 
 
 def test_ragged_heads_grow_and_give_back():
