@@ -36,9 +36,11 @@ def mark_protected(
     if wanted.dtype != torch.bool:
         assert input_ids is not None, "refused in _read_pass"
         return torch.isin(input_ids.to(wanted.device), wanted, invert=isinstance(protect, AllBut)) & (positions_BQ >= 0)
+    if seen and seen >= wanted.shape[-1]:
+        return positions_BQ.new_zeros(B, Q, dtype=torch.bool)  # a later prompt, perhaps of other rows
     wanted = wanted.expand(B, -1) if wanted.ndim == 1 else wanted.repeat_interleave(max(B // len(wanted), 1), 0)
     total = cache.request.prompt_len or Q
-    if seen == 0 and wanted.shape != (B, total):
+    if len(wanted) != B or (seen == 0 and wanted.shape[1] != total):
         raise KVPatchError(
             f"protect= is a mask of shape {list(wanted.shape)}, but the prompt is [{B}, {total}]: give one of its shape, "
             "or token ids."

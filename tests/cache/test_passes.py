@@ -79,6 +79,22 @@ def test_a_protecting_mask_is_of_the_prompt_alone(model):
     assert set(cache.positions(0)[0, 0].tolist()) - {-1} == {2, *range(17, 24)}
 
 
+def test_a_protecting_mask_is_not_of_what_other_rows_read_later(model):
+    """A later prompt of a row that has left the batch, or of one more, was an error of torch."""
+    with kvpatch.patched(model, "window", 8, protect=(torch.arange(N) == 2).expand(2, -1)) as handle:
+        cache = handle.new_cache()
+        model(prompt(2, N), past_key_values=cache)
+        for rows in (cache.select_rows(1), kvpatch.EvictingCache.concatenate([cache, cache.select_rows(0)])):
+            model(prompt(len(rows.positions(0)), 5), past_key_values=rows)
+            assert [set(row[0].tolist()) - {-1} for row in rows.positions(0)] == [{2, *range(18, 25)}] * len(rows.positions(0))
+        cache = handle.new_cache()
+        cache.request.prompt_len = N
+        model(prompt(2, 9), past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([0]))
+        with pytest.raises(kvpatch.KVPatchError, match="mask of shape"):
+            model(prompt(1, 9), past_key_values=cache)
+
+
 def test_protected_ids_are_kept_wherever_they_stand(model):
     """Padding of that id is not."""
     ids, mask = prompt(2, N), torch.ones(2, N, dtype=torch.long)
