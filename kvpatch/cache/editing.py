@@ -29,6 +29,10 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
     check_state(cache, "forget()")
     refuse("forget", cache.settings.combine())
     gone_BT = mark_spans(cache, spans, row, "forget()")
+    if cache.rows.gaps_B is not None and bool((cache.layers[0].positions.amax((1, 2)) >= cache.read_B).any()):
+        raise KVPatchError(
+            "forget() in a text with padding between its tokens, whose positions count the padding: read the text without it."
+        )
     with cache.changing("forget()"):
         cache.drop_stack()
         for index, layer in enumerate(cache.layers):

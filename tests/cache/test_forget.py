@@ -47,6 +47,22 @@ def test_what_follows_is_as_if_it_were_masked(name, policy):
     assert result.passed, result.detail
 
 
+def test_positions_that_count_padding_between_tokens_are_refused():
+    """forget([(7, 8)]) took the last three tokens out, and forget([(4, 6)]) none."""
+    model = make("mistral_sliding")
+    with torch.no_grad(), kvpatch.patched(model, "full") as patch:
+        cache = patch.new_cache()
+        model(prompt(1, 6), attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0]]), past_key_values=cache)
+        before = cache.clone()
+        before.forget([(2, 4)])
+        assert before.positions(0)[0, 0].tolist() == [0, 1]
+        model(prompt(1, 4), attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0, 1, 1, 1, 1]]), past_key_values=cache)
+        with pytest.raises(KVPatchError, match="whose positions count the padding"):
+            cache.forget([(7, 8)])
+        cache.check_invariants()
+        assert cache.positions(0)[0, 0].tolist() == [0, 1, 2, 3, -1, -1, 6, 7, 8, 9]
+
+
 class Count:
     """A whole number that is no int."""
 
