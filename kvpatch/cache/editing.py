@@ -179,7 +179,9 @@ def drop_last(cache: TextState, count: int) -> None:
 def can_crop(cache: TextState, count: int) -> bool:
     """Tell if the last `count` tokens of a cache can be taken back exactly."""
     settings = cache.settings
-    remembers = [on and policy.remembers for on, policy in zip(settings.evicts, settings.policies, strict=True)]
+    inside = cache.counters.steps < count < cache.seen  # a prompt, whose other tokens stay
+    each = zip(settings.evicts, settings.policies, strict=True)
+    remembers = [on and (policy.remembers or (inside and policy.revises)) for on, policy in each]
     remembered = all(layer.can_crop(count, on) for layer, on in zip(cache.layers, remembers, strict=True))
     return remembered and cache.seen - count >= cache.rows.edited and cache.states.can_crop(count, cache.seen)
 

@@ -17,6 +17,7 @@ from .context import EvictionContext, NewTokens
 from .merging import Merging
 from .naming import check_options
 from .needs import AnyNeed, Need, Needs
+from .needs.second_reading import Rereading
 from .quotas import protect_shares
 from .scopes import Scope
 from .scores import Score
@@ -150,6 +151,12 @@ class Policy:
     def remembers(self) -> bool:
         """Tell whether decode steps must update statistics although they evict nothing, for the prompt of a later turn."""
         return bool(self.needs.sums) and self.schedule == "prompt" and self.scope.turns != "first"
+
+    @property
+    def revises(self) -> bool:
+        """Tell whether later tokens of a prompt change what a need stores with earlier ones."""
+        storing = [need for need in self.needs if type(need).entry is not Need.entry]
+        return any(need.is_read or isinstance(need, Rereading) for need in storing)
 
     @property
     def aligned(self) -> bool:

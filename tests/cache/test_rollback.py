@@ -5,6 +5,7 @@ import torch
 
 import kvpatch
 from kvpatch import KVPatchError
+from tests.helpers.comparing import SMALL
 from tests.helpers.running import RAGGED, SEVERAL, N, feed, go_on, kept, read, run, uneven
 from tests.helpers.tiny import force, left_pad, make, prompt
 
@@ -140,6 +141,25 @@ def test_one_token_behind_a_prompt_is_not_recorded(model):
             assert [len(layer.undo_log) for layer in cache.layers] == [held] * len(cache.layers)
     with pytest.raises(KVPatchError, match="was not recorded"):
         read(model, "h2o", 0.5, steps=1).crop(-1)
+
+
+@pytest.mark.parametrize("policy", ["compactor", "kvzip"])
+def test_a_prompt_whose_last_tokens_have_changed_the_scores_of_others_does_not_roll_back(policy):
+    model = make("llama_gqa")
+    with kvpatch.patched(model, policy, 30, **SMALL[policy]) as patch:
+        cache = patch.new_cache()
+        model(prompt(1, 20), past_key_values=cache)
+        before = [layer.state[name].clone() for layer in cache.layers for name in ("local", "repeated") if name in layer.state]
+        for t in range(3):
+            model(prompt(1, 1, seed=t), past_key_values=cache)
+        with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 4 tokens"):
+            cache.crop(-4)
+        cache.crop(-3)
+        after = [layer.state[name] for layer in cache.layers for name in ("local", "repeated") if name in layer.state]
+        assert before and all(torch.equal(one[:, :, :20], other[:, :, :20]) for one, other in zip(before, after, strict=True))
+        cache.crop(0)
+        cache.crop(-20)
+        assert cache.get_seq_length() == 0
 
 
 def test_rolling_back_what_was_not_recorded_is_refused():
