@@ -262,12 +262,8 @@ class Call(LayerRead):
         for one in self.policy.needs.sums:
             if one.across_layers:
                 state = {**state, one.key: self._find_shared_score(positions).gather(-1, positions + 1)}
-        shared = None if self.now.traced else self.now.recent
-        recent_B11 = None if shared is None else shared.get((id(limits), t))
-        if recent_B11 is None:
-            recent_B11 = newest_B11 - limits.newest
-            if shared is not None:
-                shared[id(limits), t] = recent_B11
+        make = functools.partial(torch.sub, newest_B11, limits.newest)
+        recent_B11 = make() if self.now.traced else self.now.once(("recent", id(limits), t), self.device, make)
         return EvictionContext(
             layer=self.layer_B if isinstance(self.layer_B, int) else self.layer_B[:, None, None],
             seed=self.settings.seed,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -78,9 +79,8 @@ class Forward:
 
     repeatable: computed alike with and without gradients, for a pass that gradient checkpointing runs twice. table: of
     rotary positions, if keys are cached without them. blocks: the prompt block by block; packing_BQ: its columns with
-    each row's own tokens first, if some are padding. recent, columns: lower ends of the protected windows, and indices of new
-    columns, computed once for all layers. traced: a decode step inside a graph of torch.compile. ended: layers that wait for
-    the last one, since all share one budget, or for a second reading (attention/compress.py).
+    each row's own tokens first, if some are padding. traced: a decode step inside a graph of torch.compile. ended: layers that
+    wait for the last one, since all share one budget, or for a second reading (attention/compress.py).
     span_BQ: the columns' spans of `quota=` (policies/quotas.py), or None.
     shown: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
     reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. ahead_B1:
@@ -108,8 +108,6 @@ class Forward:
     table: Any = None
     blocks: list[Forward] = field(default_factory=list)
     packing_BQ: Tensor | None = None
-    recent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    columns: dict[tuple[int, torch.Size, torch.device], Tensor] = field(default_factory=dict)
     traced: bool = False
     ended: list[Any] = field(default_factory=list)
     shown: dict[int, list[Any]] = field(default_factory=dict)
@@ -119,8 +117,7 @@ class Forward:
     edit: Edit | None = None
     lender: Lender | None = None
     span_BQ: Tensor | None = None
-    _copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(default_factory=dict)
-    _shared: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+    _shared: dict[tuple[Hashable, torch.device], Tensor] = field(default_factory=dict)
 
     @property
     def prepared(self) -> bool:
@@ -129,19 +126,14 @@ class Forward:
 
     def copy(self, values: list[int], device: torch.device) -> Tensor:
         """Return numbers of the batch rows [B] on a layer's device, copied once for all layers."""
-        key = (tuple(values), device)
-        if key not in self._copies:
-            self._copies[key] = on_device(values, device)
-        return self._copies[key]
+        return self.once(tuple(values), device, partial(on_device, values, device))
 
     def index_column(self, index: int, like_BHC: Tensor) -> Tensor:
         """Return a column's index for each head [B,H], as kernels take it."""
-        key = index, like_BHC.shape[:2], like_BHC.device
-        if key not in self.columns:
-            self.columns[key] = like_BHC.new_full(like_BHC.shape[:2], index)
-        return self.columns[key]
+        shape = like_BHC.shape[:2]
+        return self.once(("column", index, shape), like_BHC.device, partial(like_BHC.new_full, shape, index))
 
-    def once(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+    def once(self, name: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
         """Return a tensor that is the same for all layers of a device, made by the first of them."""
         if (name, device) not in self._shared:
             self._shared[name, device] = make()
