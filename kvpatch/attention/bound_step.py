@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends.dispatch import backend
+from ..backends.entries import dot, mix
 from ..cache.modes import Appending
 from ..policies.context import accumulator
 from . import decode
@@ -42,7 +43,6 @@ class BoundStep:
         self.dtype, self.mode = call.slots.dtype, call.slots.mode
         (B, H, _), D = call.slots.positions.shape, call.slots.kv.sizes[0]
         self.query, self.out = (B, H, call.group, D), (B, 1, -1)
-        self.row, self.value_row = ((B * H, size) for size in call.slots.kv.sizes)
 
     def takes_call(self, attn: Any, q: Tensor) -> bool:
         """Tell if this call is of the layer that was bound."""
@@ -83,7 +83,8 @@ class FusedByTorch(Fused):
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
         super().__init__(call, stack)
         self.observes, self.slotted = stack is not None and call.observes, self.mode.slotted
-        self.heads = (self.row[0], call.group, self.row[1])
+        B, H, G, D = self.query
+        self.heads = B * H, G, D
         self.p_NGC = (
             stack.view_probabilities(call, self.dtype).flatten(0, 1) if self.observes and self.slotted and stack else None
         )
@@ -91,40 +92,38 @@ class FusedByTorch(Fused):
 
     def _view_buffers(self) -> None:
         """Take views of the buffers."""
-        (N, D), kv = self.row, self.slots.kv
+        N, kv = self.heads[0], self.slots.kv
         self.kv, self.C, self.find_kv = kv, kv.width, weakref.ref(kv)
-        self.kt_NDC, self.v_NCV = kv.keys.view(N, self.C, D).transpose(1, 2), kv.values.view(N, self.C, -1)
-        self.flat = kv.flat() if self.slotted else None
+        self.keys_NCW, self.values_NCW = (entries.view(N, self.C, entries.shape[-1]) for entries in (kv.keys, kv.values))
+        self.key_codec, self.value_codec = kv.codecs[0].of(slice(None)), kv.codecs[1].of(slice(None))
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.count(v)
         T = self._write_token(cache, k, v)
-        if not self.observes:
+        if not self.observes and self.key_codec.exact:
             keys, values = (t if T == self.C else t.narrow(2, 0, T) for t in (self.kv.keys, self.kv.values))
             return F.scaled_dot_product_attention(q.view(self.query), keys, values, scale=self.geometry.scale).reshape(self.out)
-        p_NGT, kt_NDT, v_NTV = self.p_NGC, self.kt_NDC, self.v_NCV
-        if p_NGT is None:
+        p_NGT, keys_NTW, values_NTW = self.p_NGC, self.keys_NCW, self.values_NCW
+        if T < self.C:
+            keys_NTW, values_NTW = keys_NTW.narrow(1, 0, T), values_NTW.narrow(1, 0, T)
+        if self.observes and p_NGT is None:
             assert self.stack is not None
             p_NGT = self.stack.view_probabilities(self.call, self.dtype).flatten(0, 1)
-            kt_NDT, v_NTV = kt_NDT.narrow(2, 0, T), v_NTV.narrow(1, 0, T)
-        x = torch.bmm(q.reshape(self.heads) * self.geometry.scale, kt_NDT)
-        return torch.bmm(torch.softmax(x, -1, out=p_NGT), v_NTV).view(self.out)
+        x = dot(q.reshape(self.heads) * self.geometry.scale, keys_NTW, self.key_codec)
+        return mix(torch.softmax(x, -1, out=p_NGT), values_NTW, self.value_codec, self.dtype).view(self.out)
 
     def _write_token(self, cache: TextState, k: Tensor, v: Tensor) -> int:
         """Write key and value into the free slots, or behind the used columns; return the columns to attend to."""
         slots = self.slots
-        if self.flat is not None:
-            at = slots.free_slots()
-            self.flat[0].index_copy_(0, at, k.reshape(self.row))
-            self.flat[1].index_copy_(0, at, v.reshape(self.value_row))
+        if self.slotted:
+            self.kv.write_at(slots.free_slots(), *self.kv.encode_pair(k, v))
             return self.C
         start = slots.used
         if start == self.C:
             slots.reserve(start + 1)
             self._view_buffers()
         slots.used = start + 1
-        self.kv.keys.narrow(2, start, 1).copy_(k)
-        self.kv.values.narrow(2, start, 1).copy_(v)
+        self.kv.make_dense(*self.query[:2]).append(start, k, v)
         if self.stack is None:  # a stack writes the new entries of all layers
             slots.positions.narrow(2, start, 1).copy_(cache.running.positions_on(slots.device)[:, None])
         return start + 1
@@ -203,5 +202,4 @@ def _is_plain_softmax(call: Call) -> bool:
     """Tell if a step is a softmax over scaled products in one precision."""
     slots, geometry = call.slots, call.geometry
     masked = slots.holes or geometry.slopes_HG is not None or geometry.sliding is not None
-    full = slots.dtype == accumulator(slots.dtype) and slots.kv.in_place and all(codec.exact for codec in slots.kv.codecs)
-    return full and geometry.plain and not masked
+    return slots.dtype == accumulator(slots.dtype) and slots.kv.in_place and geometry.plain and not masked

@@ -39,6 +39,14 @@ class Exact:
         """Return the numbers [...,D] of entries."""
         return entries
 
+    def dot(self, q_NGD: Tensor, entries_NTW: Tensor) -> Tensor:
+        """Return the products [...,G,T] of queries with keys."""
+        return torch.matmul(q_NGD, entries_NTW.mT)
+
+    def mix(self, p_NGT: Tensor, entries_NTW: Tensor) -> Tensor:
+        """Return the sums [...,G,D] of values weighted by `p`."""
+        return torch.matmul(p_NGT, entries_NTW)
+
     def cached(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache."""
         return x
@@ -95,12 +103,37 @@ class Rounded:
 
     def decode(self, entries: Tensor) -> Tensor:
         """Return the numbers [...,D] of entries."""
+        scale, zero, codes = self._read(entries)
+        wide_x = codes.mul_(scale[..., None]).add_(zero[..., None]).flatten(-2)
+        return (wide_x if self.centre is None else wide_x + self.centre).to(self.dtype)
+
+    def dot(self, q_NGD: Tensor, entries_NTW: Tensor) -> Tensor:
+        """Return the products [...,G,T] of queries with keys: of a group's codes, times its scale, and of its zero.
+
+        Each number costs a conversion alone, and is not rounded to `dtype`.
+        """
+        scale_NTg, zero_NTg, codes_NTgd = self._read(entries_NTW)
+        q_NGgd, scale_NgT = q_NGD.unflatten(-1, (self.groups, -1)), scale_NTg.mT.contiguous()
+        x = torch.matmul(q_NGgd.sum(-1), zero_NTg.mT)
+        if self.centre is not None:
+            x += torch.matmul(q_NGD, self.centre.to(x.dtype).mT)
+        for g in range(self.groups):
+            x.addcmul_(torch.matmul(q_NGgd[..., g, :], codes_NTgd[..., g, :].mT), scale_NgT[..., g : g + 1, :])
+        return x
+
+    def mix(self, p_NGT: Tensor, entries_NTW: Tensor) -> Tensor:
+        """Return the sums [...,G,D] of values weighted by `p`, computed as products are."""
+        scale_NTg, zero_NTg, codes_NTgd = self._read(entries_NTW)
+        sums = [torch.matmul(p_NGT * scale_NTg[..., None, :, g], codes_NTgd[..., g, :]) for g in range(self.groups)]
+        out = (torch.stack(sums, -2) + torch.matmul(p_NGT, zero_NTg)[..., None]).flatten(-2)
+        return out if self.centre is None else out + p_NGT.sum(-1, keepdim=True) * self.centre
+
+    def _read(self, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scales and zeros [...,g] and codes [...,g,d] of g groups of d channels, in a dtype to compute with."""
         wide = accumulator(self.dtype)
         numbers = entries[..., : self.header_bytes].clone(memory_format=torch.contiguous_format).view(self.dtype).to(wide)
-        scale, zero = (part.unsqueeze(-1) for part in numbers.unflatten(-1, (2, self.groups)).unbind(-2))
-        codes = self._unpack_codes(entries[..., self.header_bytes :]).to(wide).unflatten(-1, (self.groups, -1))
-        wide_x = codes.mul_(scale).add_(zero).flatten(-2)
-        return (wide_x if self.centre is None else wide_x + self.centre).to(self.dtype)
+        scale, zero = numbers.unflatten(-1, (2, self.groups)).unbind(-2)
+        return scale, zero, self._unpack_codes(entries[..., self.header_bytes :]).to(wide).unflatten(-1, (self.groups, -1))
 
     def cached(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache."""
@@ -119,12 +152,12 @@ class Rounded:
         if self.bits == 8:
             return codes
         half = (self.D + 1) // 2
-        low, high = codes[..., :half], torch.nn.functional.pad(codes[..., half:], (0, self.D % 2))
-        return low | (high << 4)
+        return codes[..., :half] | (torch.nn.functional.pad(codes[..., half:], (0, self.D % 2)) << 4)
 
     def _unpack_codes(self, packed: Tensor) -> Tensor:
         if self.bits == 8:
             return packed
+        packed = packed.contiguous()  # rows behind their headers are slow to shift
         return torch.cat([packed & 15, packed >> 4], -1)[..., : self.D]
 
 
@@ -155,11 +188,15 @@ class Latent:
         """Return the numbers [...,D] of entries."""
         return self.whole.decode(entries)[..., : self.D]
 
+    def mix(self, p_NGT: Tensor, entries_NTW: Tensor) -> Tensor:
+        """Return the sums [...,G,D] of values weighted by `p`."""
+        return self.whole.mix(p_NGT, entries_NTW)[..., : self.D]
+
     def cached(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache; no group of a key's channels reaches beyond its value."""
-        if isinstance(self.whole, Exact):
+        if isinstance(whole := self.whole, Exact):
             return x
-        whole, centre = self.whole, None if self.whole.centre is None else self.whole.centre[..., : self.D]
+        centre = None if whole.centre is None else whole.centre[..., : self.D]
         return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)
 
     def size(self, entries: Tensor) -> int:
@@ -234,33 +271,28 @@ def entry_bytes(bits: int, key: int, value: int, dtype: torch.dtype, latent: boo
     return count_entry_bytes(bits, key, value, dtype.itemsize, latent)
 
 
-# ---- products with entries, of which few are unpacked at a time ----
-
-
 def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
     """Return the products [...,G,T] of queries with keys; of rounded keys in float32 at least."""
+    assert not isinstance(codec, Latent)  # which is of values
     if codec.exact:
-        return torch.matmul(q_NGD, entries_NTW.transpose(-1, -2))
+        return codec.dot(q_NGD, entries_NTW)
     q_NGD = q_NGD.to(accumulator(q_NGD.dtype))
-    blocks = [torch.matmul(q_NGD, k.transpose(-1, -2)) for _, _, k in _unpack_blocks(entries_NTW, codec)]
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
+    products = [codec.dot(q_NGD, entries_NTW[..., lo:hi, :]) for lo, hi in _blocks(entries_NTW, codec)]
+    return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 
 def mix(p_NGT: Tensor, entries_NTW: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
     """Return the sums [...,G,D] of values weighted by `p`, in `dtype`."""
     if codec.exact:
-        return torch.matmul(p_NGT.to(dtype), entries_NTW)
+        return codec.mix(p_NGT.to(dtype), entries_NTW)
     p_NGT = p_NGT.to(accumulator(dtype))
-    parts = [torch.matmul(p_NGT[..., lo:hi], v) for lo, hi, v in _unpack_blocks(entries_NTW, codec)]
-    return sum(parts[1:], parts[0]).to(dtype)
+    sums = [codec.mix(p_NGT[..., lo:hi], entries_NTW[..., lo:hi, :]) for lo, hi in _blocks(entries_NTW, codec)]
+    return sum(sums[1:], sums[0]).to(dtype)
 
 
-def _unpack_blocks(entries_NTW: Tensor, codec: Codec) -> Iterator[tuple[int, int, Tensor]]:
-    """Unpack columns [lo, hi) of all heads at a time."""
+def _blocks(entries_NTW: Tensor, codec: Codec) -> Iterator[tuple[int, int]]:
+    """Yield columns [lo, hi) to unpack at a time, of all heads."""
     *N, T, _ = entries_NTW.shape
     most = CPU_BLOCK if entries_NTW.device.type == "cpu" else DEVICE_BLOCK
     size = max(most // max(math.prod(N) * codec.size(entries_NTW), 1), 1)
-    for lo in range(0, T, size):
-        hi = min(lo + size, T)
-        block = codec.decode(entries_NTW[..., lo:hi, :])
-        yield lo, hi, block.to(accumulator(block.dtype))
+    return ((lo, min(lo + size, T)) for lo in range(0, T, size))

@@ -78,6 +78,16 @@ def test_bound_steps_are_the_steps(model, policy, taken, monkeypatch):
     assert (set(taken) == {"Unbound"}) == (policy.name in unbound)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("policy", ["full", "h2o", "keyformer"])
+def test_bound_steps_over_rounded_entries(model, policy, bits, taken, monkeypatch):
+    def run(cache):
+        return force(model, prompt(2, N), prompt(2, 12, seed=2), cache=cache)[0]
+
+    agree(both_ways(model, monkeypatch, run, policy, 0.5, bits=bits))
+    assert "FusedByTorch" in taken
+
+
 @pytest.mark.parametrize("policy", slow_but((), ("h2o", "keyformer", "roco", "critical(h2o)", "snapkv")))
 def test_bound_steps_of_kernels(model, policy, taken, monkeypatch):
     pytest.importorskip("triton")
@@ -140,11 +150,10 @@ def test_other_architectures(name, policy, monkeypatch):
     agree(both_ways(other, monkeypatch, lambda cache: force(other, prompt(1, N), prompt(1, 4), cache=cache)[0], policy, 0.5))
 
 
-def test_half_precision_and_rounded_entries_are_not_bound(model, taken):
+def test_half_precision_is_not_bound(taken):
     half = make("llama_gqa", layers=3, dtype=torch.bfloat16)
-    for one, options in ((half, {}), (model, {"bits": 8})):
-        with kvpatch.patched(one, "h2o", 0.5, **options):
-            force(one, prompt(1, N), prompt(1, 4))
+    with kvpatch.patched(half, "h2o", 0.5):
+        force(half, prompt(1, N), prompt(1, 4))
     assert set(taken) == {"Unbound"}
 
 

@@ -211,7 +211,7 @@ MUTANTS = {
         "hooks/decoder.py", "(not use_cache or decoder.training)", "(not use_cache)",
         "tests/invariants/test_training_outside_is_inside.py::test_a_training_step_is_bit_for_bit_the_same"),
     "bound steps: the key as the value": (
-        "attention/bound_step.py", "v.reshape(self.value_row))", "k.reshape(self.value_row))",
+        "attention/bound_step.py", "self.kv.encode_pair(k, v)", "self.kv.encode_pair(k, k)",
         "tests/attention/test_bound_step.py::test_bound_steps_are_the_steps[h2o]"),
     "stage one skipped": (
         "policies/selection.py", "critical = in_top(first, count_BH1, _one_for_all(count_BH1))",
