@@ -131,7 +131,8 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
         texts.check_seen_mask(mask, cache, Q)
     inputs.refuse_gaps(mask, cache, Q)
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
-    inputs.one_text_a_row(call)
+    if scratch or not state.settings.transparent:  # with a cache the unpatched model reads them as one text
+        inputs.one_text_a_row(call)
     renumbered = cache.settings.renumbered
     if cache.rows.joined and not renumbered:
         inputs.place(call, cache, Q, mask, state.decoder_parameters, state.places_itself)
@@ -267,7 +268,8 @@ def own_cache(past: object) -> EvictingCache:
     if isinstance(past, Cache) and past.get_seq_length() == 0:
         raise KVPatchError(
             f"An empty {kind} was passed as {CACHE}; it would stay empty, for inside the block kvpatch's own cache "
-            f"is filled. Leave {CACHE} out, or pass patch.new_cache()."
+            f"is filled. Leave {CACHE} out, or pass patch.new_cache(). If it was made by the generate() of a model around the "
+            "patched one, patch that model."
         )
     raise KVPatchError(
         f"{CACHE} is a {kind} that was filled outside the block. Run the prompt inside the block, or convert the "

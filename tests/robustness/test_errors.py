@@ -261,6 +261,12 @@ def test_bad_calls(arguments, words):
         assert model(ids).past_key_values.held(0).tolist() == [[10] * 4] * 2, "the next call works"
 
 
+def test_a_patched_decoder_within_a_model_that_generates():
+    model = make("llama")
+    with kvpatch.patched(model.model, "h2o", 0.5), pytest.raises(KVPatchError, match="around the patched one, patch that"):
+        model.generate(prompt(1, 20), max_new_tokens=2)
+
+
 GENERATE = [
     ({"cache_implementation": "static"}, r"cache_implementation='static' asks for another cache"),
     ({"cache_implementation": "quantized"}, r"cache_implementation='quantized'"),
