@@ -131,7 +131,8 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
         texts.check_seen_mask(mask, cache, Q)
     inputs.refuse_gaps(mask, cache, Q)
     inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
-    inputs.one_text_a_row(call)
+    if scratch or not state.settings.transparent:  # with a cache the unpatched model reads them as one text
+        inputs.one_text_a_row(call)
     renumbered = cache.settings.renumbered
     if cache.rows.joined and not renumbered:
         inputs.place(call, cache, Q, mask, state.decoder_parameters, state.places_itself)
@@ -264,10 +265,14 @@ def own_cache(past: object) -> EvictingCache:
     if isinstance(past, EvictingCache):
         return past
     kind = type(past).__name__
-    if isinstance(past, Cache) and past.get_seq_length() == 0:
+    if not isinstance(past, Cache):
+        made = "patch.new_cache(DynamicCache(past)), unless the policy scores by attention" if past else "patch.new_cache()"
+        raise KVPatchError(f"{CACHE} is a {kind}, which transformers takes no more: give {made}.")
+    if past.get_seq_length() == 0:
         raise KVPatchError(
             f"An empty {kind} was passed as {CACHE}; it would stay empty, for inside the block kvpatch's own cache "
-            f"is filled. Leave {CACHE} out, or pass patch.new_cache()."
+            f"is filled. Leave {CACHE} out, or pass patch.new_cache(); if a model around the patched one made it in generate, "
+            "patch that model."
         )
     raise KVPatchError(
         f"{CACHE} is a {kind} that was filled outside the block. Run the prompt inside the block, or convert the "

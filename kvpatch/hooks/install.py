@@ -81,8 +81,8 @@ class Installation:
             self._set_attribute(target.decoder, mark, name, state.aside[name][0])
         if state.settings.rereads or state.settings.stack is not None or state.lossless:
             put_hook(target.decoder, functools.partial(after_decoder, state=state), mark.undo.append, after=True)
-        reads_images = target.outer is not None and (target.image_tokens() or has_offsets(target.outer))
-        if target.outer is not None and (reads_images or state.settings.policy.scope.protect is not None):
+        merges = target.outer is not None and target.outer.config is not target.decoder.config
+        if target.outer is not None and (merges or state.settings.policy.scope.protect is not None):
             names = parameters(type(target.outer))  # type: ignore[arg-type]
             begin = functools.partial(shell.before_outer, names=names, state=state)
             mark = self._mark_module(target.outer)

@@ -49,14 +49,16 @@ def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> 
 
 
 def _refuse_images(target: Target, tokens: tuple[int, ...]) -> None:
-    """Raise KVPatchError for a text with images, of which a prefix gets the tokens alone."""
-    image = next((token for token in tokens if token in target.image_tokens()), None)
-    if image is not None:
-        raise KVPatchError(
-            f"This text holds token {image}, which stands for an image, but a prefix is read from tokens alone. Read it with "
-            f"its image: cache = patch.new_cache(), model(input_ids, pixel_values=..., {CACHE}=cache), and give each question "
-            "a cache.clone()."
-        )
+    """Raise KVPatchError for a text with images or sounds, of which a prefix gets the tokens alone."""
+    kinds = (("an image", "pixel_values", target.image_tokens()), ("a sound", "input_features", target.sound_tokens()))
+    for kind, given, known in kinds:
+        found = next((token for token in tokens if token in known), None)
+        if found is not None:
+            raise KVPatchError(
+                f"This text holds token {found}, which stands for {kind}, but a prefix is read from tokens alone. Read it with "
+                f"{kind}: cache = patch.new_cache(), model(input_ids, {given}=..., {CACHE}=cache), and give each question a "
+                "cache.clone()."
+            )
 
 
 def _refuse_invoked(target: Target, tokens: tuple[int, ...]) -> None:

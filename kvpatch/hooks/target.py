@@ -45,6 +45,7 @@ def already_patched(module: nn.Module) -> KVPatchError:
 
 
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")  # names in configurations
+SOUND_TOKENS = ("audio_token_id", "audio_token_index")
 
 
 class Target:
@@ -52,7 +53,8 @@ class Target:
 
     attentions: of the layers on the budget. readers: of layers without keys of their own, each with the index of the layer on
     the budget whose keys it uses. shell: a model around the decoder that makes its masks, or None. outer: the innermost model
-    around the decoder that knows tokens of images, else the innermost one, or None. given: the model that was patched.
+    around the decoder that knows tokens of images or sounds, else the innermost one of another configuration, which may merge
+    them too, else the innermost one, or None. given: the model that was patched.
     """
 
     def __init__(
@@ -120,8 +122,9 @@ class Target:
         indices = {numbers[module]: index for index, (module, _) in enumerate(own)}
         readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
-        innermost = holders[-2] if len(holders) > 1 else None
-        outer = next((holder for holder in reversed(holders[:-1]) if _image_tokens(holder)), innermost)
+        around = holders[-2::-1]
+        named = [holder for holder in around if _tokens(holder, IMAGE_TOKENS + SOUND_TOKENS)]
+        outer = next(iter([*named, *(holder for holder in around if holder.config is not decoder.config), *around]), None)
         return cls(own, readers, decoder, generators, parallel_of(model, found), shell, outer, stack, model)
 
     def modules(self) -> Iterator[tuple[int, bool, tuple[nn.Module, Adapter]]]:
@@ -145,7 +148,11 @@ class Target:
 
     def image_tokens(self) -> tuple[int, ...]:
         """Return the ids that stand for an image or a video in a prompt; none for a model that reads text alone."""
-        return () if self.outer is None else _image_tokens(self.outer)
+        return () if self.outer is None else _tokens(self.outer, IMAGE_TOKENS)
+
+    def sound_tokens(self) -> tuple[int, ...]:
+        """Return the ids that stand for a sound in a prompt."""
+        return () if self.outer is None else _tokens(self.outer, SOUND_TOKENS)
 
     def check_projection(self, policy: Policy) -> None:
         """Raise KVPatchError if an adapter has no plain output projection, by which a policy weighs values."""
@@ -317,8 +324,8 @@ def _check_decoder(decoder: nn.Module) -> None:
         )
 
 
-def _image_tokens(model: Any) -> tuple[int, ...]:
-    ids = (getattr(model.config, name, None) for name in IMAGE_TOKENS)
+def _tokens(model: Any, names: tuple[str, ...]) -> tuple[int, ...]:
+    ids = (getattr(model.config, name, None) for name in names)
     return tuple(dict.fromkeys(one for one in ids if one is not None))
 
 

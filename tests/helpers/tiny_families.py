@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, VoxtralConfig, VoxtralForConditionalGeneration
 from transformers.models.roformer import modeling_roformer
 
-from tests.helpers.tiny import IDS, VOCAB
+from tests.helpers.tiny import IDS, VOCAB, spread_weights
 
 BASE = {
     "vocab_size": VOCAB,
@@ -145,3 +145,15 @@ def make(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any
             else:
                 parameter.normal_(0.0, 0.2 if "sink" not in key else 1.0)
     return model.to(dtype)
+
+
+SOUND = 96
+
+
+def make_listener() -> Any:
+    """A model that merges sounds into the embeddings of its decoder."""
+    torch.manual_seed(0)
+    sounds = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_mel_bins": 8}
+    text = {"model_type": "llama", **GQA, "head_dim": 8}
+    config = VoxtralConfig(audio_config={**sounds, "max_source_positions": 20}, text_config=text, audio_token_id=SOUND)
+    return spread_weights(VoxtralForConditionalGeneration(config).eval())

@@ -6,6 +6,7 @@ import torch
 import kvpatch
 from kvpatch import KVPatchError
 from tests.helpers.tiny import left_pad, make, prompt
+from tests.helpers.tiny_families import SOUND, make_listener
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 OPTIONS = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -39,6 +40,17 @@ def test_a_second_question_needs_a_copy(policy, prefilled):
             fresh = patch.new_cache()
             model(context, past_key_values=fresh)
             assert torch.equal(model.generate(other, past_key_values=fresh, **OPTIONS), want)
+
+
+def test_a_model_that_merges_sounds_knows_its_text():
+    """Its decoder gets embeddings alone."""
+    model, (_, one, other) = make_listener(), texts()
+    one, other = one.clamp(max=SOUND - 1), other.clamp(max=SOUND - 1)
+    with kvpatch.patched(model, "h2o", 10) as patch:
+        cache = patch.new_cache()
+        model.generate(one, past_key_values=cache, **OPTIONS)
+        with pytest.raises(KVPatchError, match="input_ids differ from what the cache has read at column 20 of row 0"):
+            model.generate(other, past_key_values=cache, **OPTIONS)
 
 
 @pytest.mark.parametrize("n", [3, 24])

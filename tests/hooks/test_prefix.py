@@ -7,6 +7,7 @@ from peft import LoraConfig, get_peft_model
 import kvpatch
 from tests.helpers.serving import prompts
 from tests.helpers.tiny import make, prompt
+from tests.helpers.tiny_families import SOUND, make_listener
 
 DOCUMENT, QUESTION, OTHER = (torch.tensor([ids]) for ids in prompts((70, 11, 6), seed=2))
 WHOLE = torch.cat([DOCUMENT, QUESTION], 1)
@@ -131,6 +132,13 @@ def test_refused():
             asked(owner, prefix)
         with kvpatch.patched(owner, policy, k), pytest.raises(kvpatch.KVPatchError, match=words):
             owner(QUESTION, past_key_values=prefix)
+
+
+def test_a_text_with_a_sound_is_no_prefix():
+    with kvpatch.patched(make_listener(), "h2o", 24) as patch:
+        patch.prefix([3, 4, 5])
+        with pytest.raises(kvpatch.KVPatchError, match=rf"holds token {SOUND}, which stands for a sound.*input_features="):
+            patch.prefix([3, 4, SOUND, 5])
 
 
 def test_a_text_that_invokes_an_adapter_is_no_prefix():

@@ -244,6 +244,8 @@ def _static(model):
 CALLS = [
     ({"past_key_values": DynamicCache()}, r"An empty DynamicCache was passed.*patch\.new_cache\(\)"),
     ({"past_key_values": _static}, r"An empty StaticCache was passed"),
+    ({"past_key_values": ((torch.zeros(2, 4, 3, 8),) * 2,) * 2}, r"is a tuple, which.*new_cache\(DynamicCache\(past\)\)"),
+    ({"past_key_values": ()}, r"is a tuple, which transformers takes no more: give patch\.new_cache\(\)\.$"),
     ({"attention_mask": torch.ones(2, 1, 20, 20)}, r"must be a padding mask \[B, tokens\], not \[2, 1, 20, 20\]"),
     ({"attention_mask": torch.ones(2, 7)}, r"attention_mask has 7 columns, but 0 tokens were seen and 20 are new"),
     ({"attention_mask": torch.tensor([[1] * 20, [0] * 20])}, r"Row 1 of the batch is all padding.*in later pieces"),
@@ -259,6 +261,15 @@ def test_bad_calls(arguments, words):
         with pytest.raises(KVPatchError, match=words):
             model(ids, **arguments)
         assert model(ids).past_key_values.held(0).tolist() == [[10] * 4] * 2, "the next call works"
+
+
+def test_a_patched_decoder_within_a_model_that_generates():
+    model = make("llama")
+    with (
+        kvpatch.patched(model.model, "h2o", 0.5),
+        pytest.raises(KVPatchError, match="around the patched one made it.*patch that"),
+    ):
+        model.generate(prompt(1, 20), max_new_tokens=2)
 
 
 GENERATE = [

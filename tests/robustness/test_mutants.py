@@ -97,7 +97,7 @@ MUTANTS = {
         "backends/triton/backward.py", "row_place[None, :] < death_place", "row_place[None, :] <= death_place",
         f"{KERNELS}_gradients[some die]"),
     "several texts packed into a row": (
-        "hooks/decoder.py", "    inputs.one_text_a_row(call)\n", "",
+        "hooks/decoder.py", "        inputs.one_text_a_row(call)\n", "        pass\n",
         "tests/robustness/test_packing.py::test_texts_that_are_packed_into_a_row_are_refused"),
     "request ended, its row kept": (
         "serving/pool.py", "        self.rows.drop(request_id)", "        pass",

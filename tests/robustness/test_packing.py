@@ -46,3 +46,12 @@ def test_positions_that_go_on_and_masks_of_padding_are_taken():
     with kvpatch.patched(model, "window", 8, block=4):
         model(IDS, position_ids=torch.arange(24)[None] + 3, use_cache=False)
         model(IDS, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False)
+
+
+def test_at_one_a_pass_with_a_cache_reads_them_as_the_unpatched_model_does():
+    model = make("llama_gqa").eval()
+    want = model(IDS, position_ids=ANEW).logits
+    with kvpatch.patched(model, "window", 1.0):
+        torch.testing.assert_close(model(IDS, position_ids=ANEW).logits, want, atol=3e-5, rtol=0)
+    with kvpatch.patched(model, "window", 1.0, block=4), pytest.raises(kvpatch.KVPatchError, match=WORDS):
+        model(IDS, position_ids=ANEW, use_cache=False)
