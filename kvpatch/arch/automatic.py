@@ -20,7 +20,7 @@ from ..errors import KVPatchError
 from .adapter import qualified_name
 from .interface import STATES, InterfaceAdapter, routes_through_interface
 from .kinds import attends_both_ways, knows_number, position_limit
-from .proof import check_twin, describe, is_checkable
+from .proof import check_twin, describe_twin, is_checkable
 from .refusals import holder_of, innermost_attentions, row_of, unknown
 from .twin import PARAMETERS, make_twin
 
@@ -64,7 +64,7 @@ def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]
 
 def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> InterfaceAdapter:
     """Return the row that passed, or raise the error that says why none did; judge it if this is the first time."""
-    key = type(decoder), describe(decoder)
+    key = type(decoder), describe_twin(decoder)
     if key not in _VERDICTS:
         try:
             twin = make_twin(decoder, attentions)

@@ -26,9 +26,11 @@ class FalconAdapter(LlamaAdapter):
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.heads(attn, hidden_BQE) if attn.config.alibi else super().project(attn, hidden_BQE, position_embeddings)
+        if attn.config.alibi:
+            return self.project_unrotated(attn, hidden_BQE)
+        return super().project(attn, hidden_BQE, position_embeddings)
 
-    def heads(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_unrotated(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # for each KV head its queries, then its key, then its value
         qkv = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_kv_heads, -1, attn.head_dim))
         q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]

@@ -26,13 +26,13 @@ class GPTNeoXJapaneseAdapter(LlamaAdapter):
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.heads(attn, hidden_BQE)
+        q, k, v = self.project_unrotated(attn, hidden_BQE)
         n = attn.rotary_ndims
         turned = source_module(attn).apply_rotary_pos_emb(q[..., :n], k[..., :n], *position_embeddings)
         q, k = (torch.cat([one, rest[..., n:]], -1) for one, rest in zip(turned, (q, k), strict=True))
         return q, k, v
 
-    def heads(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_unrotated(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_attention_heads, 3, attn.head_size))
         q, k, v = qkv.transpose(1, 2).unbind(3)
         return q, k, v

@@ -32,14 +32,14 @@ class GPTJAdapter(Adapter):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.heads(attn, hidden_BQE)
+        q, k, v = self.project_unrotated(attn, hidden_BQE)
         if position_embeddings is None:  # before transformers 5.24 each module has the table
             table, places = attn.embed_positions.to(hidden_BQE.device), position_ids.to(hidden_BQE.device)
             position_embeddings = table[places].to(hidden_BQE.dtype).chunk(2, -1)
         sin, cos = (one.to(hidden_BQE.device)[:, None] for one in position_embeddings)
         return _rotate_pairs(attn, q, sin, cos), _rotate_pairs(attn, k, sin, cos), v
 
-    def heads(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_unrotated(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project hidden states to heads, without positions."""
         q, k, v = (heads_first(proj(hidden_BQE), attn.head_dim) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
         return q, k, v
@@ -98,7 +98,7 @@ class CodeGenAdapter(GPTJAdapter):
     summary = "CodeGen: partial rotary positions"
     classes = ("transformers.models.codegen.modeling_codegen.CodeGenAttention",)
 
-    def heads(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_unrotated(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parts = attn.qkv_proj(hidden_BQE).unflatten(-1, (4, 3, -1))
         q, v, k = (heads_first(part.flatten(2), attn.head_dim) for part in parts.unbind(3))
         return q, k, v

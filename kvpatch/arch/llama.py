@@ -22,16 +22,16 @@ class LlamaAdapter(Rotary, Adapter):
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.heads(attn, hidden_BQE)
+        q, k, v = self.project_unrotated(attn, hidden_BQE)
         q, k = source_module(attn).apply_rotary_pos_emb(q, k, *position_embeddings)
         return q, k, v
 
-    def heads(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states to heads, without positions."""
-        heads = (*hidden_BQE.shape[:-1], -1, attn.head_dim)
-        q = attn.q_proj(hidden_BQE).view(heads).transpose(1, 2)
-        k = attn.k_proj(hidden_BQE).view(heads).transpose(1, 2)
-        v = attn.v_proj(hidden_BQE).view(heads).transpose(1, 2)
+    def project_unrotated(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values [B, heads, Q, D] before their rotation, which `project` adds."""
+        by_head = (*hidden_BQE.shape[:-1], -1, attn.head_dim)
+        q = attn.q_proj(hidden_BQE).view(by_head).transpose(1, 2)
+        k = attn.k_proj(hidden_BQE).view(by_head).transpose(1, 2)
+        v = attn.v_proj(hidden_BQE).view(by_head).transpose(1, 2)
         return q, k, v
 
     def kv_shape(self, attn: nn.Module) -> tuple[int, int]:

@@ -46,7 +46,7 @@ def prove_class(decoder: nn.Module, attentions: list[nn.Module], untested: str, 
     """
     if _PROVING.get() or not isinstance(decoder, PreTrainedModel):
         return
-    name, key = type(decoder).__name__, (type(decoder), describe(decoder), untested)
+    name, key = type(decoder).__name__, (type(decoder), describe_twin(decoder), untested)
     if key not in _PROVED:
         _PROVED[key] = _find_failure(decoder, attentions)
         if not _PROVED[key]:
@@ -78,8 +78,8 @@ def is_checkable(model: nn.Module) -> bool:
     return small and (offloaded or not all(parameter.is_meta for parameter in model.parameters()))
 
 
-def describe(decoder: Any) -> str:
-    """Describe the twin of a decoder, or the decoder itself if it has none."""
+def describe_twin(decoder: Any) -> str:
+    """Return the configuration of a decoder's tiny twin, by which the result of its check is remembered; its own, if none."""
     try:
         return shrink_config(decoder.config).to_json_string(use_diff=False)
     except Exception:  # a configuration of any shape
