@@ -106,11 +106,11 @@ def _options(name: str, policy: Policy, schedule: str | None, seed: int, bits: i
 
 
 def find_changes(name: str, policy: Policy) -> dict[str, Any]:
-    """Return the options in which a policy differs from the one that a name gives, without that which generate() sets."""
-    own = get_policy(name).options()
-    others = {option: value for option, value in policy.options().items() if option in own and value != own[option]}
-    others.pop("generation_length", None)
-    return others
+    """Return the options in which a policy differs from the defaults of its name, but for the length that generate() sets."""
+    defaults = get_policy(name).options()
+    changed = {option: value for option, value in policy.options().items() if option in defaults and value != defaults[option]}
+    changed.pop("generation_length", None)
+    return changed
 
 
 def notes(rows: list[Row]) -> list[str]:

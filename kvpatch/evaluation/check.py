@@ -229,7 +229,7 @@ class Checks:
             return self._feed_tokens(self.ids_BT, mask)[1:], self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads), ""
 
     def _predict_padded(self, mask_BT: Tensor, pads: int) -> Outcome:
-        """Compare a padded batch with masking what its cache does not hold: the model counts padding, so rows differ alone."""
+        """Mask what a padded batch's cache does not hold, for a model that counts padding: its rows differ from rows alone."""
         watched = Evictions(self.n, self.ids_BT.shape[1], torch.tensor([0, pads], device="cpu"))
         with patched(self.model, self.policy, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, mask_BT, watched.note_held).logits_BSV

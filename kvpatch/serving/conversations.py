@@ -170,7 +170,7 @@ class Conversations:
 
 
 def count_bytes(cache: EvictingCache) -> int:
-    """Count the bytes of a cache: keys, values, and the positions, ids and scores beside them."""
+    """Count the bytes that a kept conversation takes: keys, values, positions, ids, scores, and a hybrid's states."""
     beside = [cache.ids.nbytes, 0 if cache.shared is None else cache.shared.nbytes, cache.states.nbytes]
     for layer in cache.layers:
         tensors: list[Any] = [layer.positions, *layer.state.values()]

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 from ...policies.numbers import on_device
 from .requests import Scheduled
 
-NOBODY = 0  # the page that vLLM gives no request: behind a request's, and in all rows of a pass that warms up
+NOBODY = 0  # vLLM's null page, which no request has: it ends a request's pages, and fills the rows of a warm-up pass
 
 
 @dataclass
@@ -32,22 +32,23 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Pass:
-        told = common_attn_metadata
-        assert told.is_prefilling is not None
-        first = told.query_start_loc_cpu.tolist()
+        """Describe the coming pass for the layers' attention; vLLM's model runner calls this before each. Rows are requests."""
+        metadata = common_attn_metadata
+        assert metadata.is_prefilling is not None
+        first = metadata.query_start_loc_cpu.tolist()
         # on the host already, and exact where no token is speculated: asking the device would wait for all work under way
-        lengths = told.seq_lens if told.seq_lens_cpu_upper_bound is None else told.seq_lens_cpu_upper_bound
-        rows = zip(first, first[1:], lengths.tolist(), told.is_prefilling.tolist(), strict=False)
+        lengths = metadata.seq_lens if metadata.seq_lens_cpu_upper_bound is None else metadata.seq_lens_cpu_upper_bound
+        rows = zip(first, first[1:], lengths.tolist(), metadata.is_prefilling.tolist(), strict=False)
         spans = [(start, stop - start, seen - (stop - start), prompt) for start, stop, seen, prompt in rows]
-        pages = self._pages(told.block_table_tensor, [(columns, past) for _, columns, past, _ in spans])
-        rows_pages = zip(pages, spans, strict=True)
-        scheduled = [Scheduled(own, *span, k) for (own, k), span in rows_pages if span[1] > 0 and own[0] != NOBODY]
-        return Pass(scheduled, told.num_actual_tokens)
+        found = self._read_pages(metadata.block_table_tensor, [(columns, past) for _, columns, past, _ in spans])
+        requests = [(pages, span, own_k) for (pages, own_k), span in zip(found, spans, strict=True)]
+        scheduled = [Scheduled(pages, *span, k) for pages, span, k in requests if span[1] > 0 and pages[0] != NOBODY]
+        return Pass(scheduled, metadata.num_actual_tokens)
 
-    def _pages(self, table_RM: Tensor, spans: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
-        """Return the pages of each request and its own k, of those that go on the first page alone; the host waits once.
+    def _read_pages(self, table_RM: Tensor, spans: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
+        """Return each request's pages and its own k: all where it begins; the first page and k=0 where it goes on.
 
-        spans: each request's columns in the pass, and its tokens before them.
+        spans: each request's columns in the pass, and its tokens before them. The host waits for the device once.
         """
         # the manager gave a request all its pages with its first tokens; the table is as wide as the longest text
         widths = [self.kv_cache_spec.most_pages(columns) + 2 if past == 0 < columns else 1 for columns, past in spans]
@@ -58,7 +59,7 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
         pages = [([page], 0) for page in told[: len(spans)]]
         for place, row in enumerate(begins):
             at = len(spans) + place * wide_RM.shape[1]
-            own = told[at : at + widths[row]]
-            count = own.index(NOBODY)
-            pages[row] = own[: max(count, 1)], own[count + 1]
+            written = told[at : at + widths[row]]
+            count = written.index(NOBODY)
+            pages[row] = written[: max(count, 1)], written[count + 1]  # behind the end of its pages the manager wrote its k
         return pages
