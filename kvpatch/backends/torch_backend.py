@@ -617,7 +617,7 @@ def window_folds(
 
 
 def window_logits(q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_BW: Tensor, geometry: Geometry) -> Tensor:
-    """Return the logits [B,H,G,W,T] of queries at positions `rows_BW`, without masks, in the dtype of scores."""
+    """Return unmasked logits [B,H,G,W,T] of queries at positions `rows_BW`, in the dtype of scores, for what needs ask."""
     dtype = accumulator(q_BHGWD.dtype)
     q = q_BHGWD.to(dtype) * geometry.scale
     x = (q.flatten(2, 3) @ k_BHTD.to(dtype).mT).unflatten(2, q.shape[2:4])  # keys are not copied for each query head

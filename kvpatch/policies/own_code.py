@@ -80,13 +80,13 @@ def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens, taken: Collec
 def bind_passes(
     needs: Iterable[AnyNeed], method: Literal["read", "step"], policy: str
 ) -> tuple[tuple[AnyNeed, Callable[[PromptRead | StepRead], None]], ...]:
-    """Return the needs that define `read` or `step`, each with its method; an error of a user's code names it."""
+    """Return the needs that define `read` or `step`, each with it; errors of a user's own need then name need and policy."""
 
-    def bind(need: AnyNeed) -> Callable[[Any], None]:
+    def bind_method(need: AnyNeed) -> Callable[[Any], None]:
         run: Callable[[Any], None] = getattr(need, method)
         return functools.partial(_read_pass, need, f"{method}({_PASSES[method]})", policy, run) if is_own(need) else run
 
-    return tuple((need, bind(need)) for need in needs if getattr(type(need), method) is not getattr(Need, method))
+    return tuple((need, bind_method(need)) for need in needs if getattr(type(need), method) is not getattr(Need, method))
 
 
 def _read_pass(need: AnyNeed, method: str, policy: str, run: Callable[[Any], None], read: PromptRead | StepRead) -> None:

@@ -45,7 +45,7 @@ def read_quota(quota: Any) -> list[Span] | Tensor:
     if numbers.dtype not in (torch.int64, torch.int32) or numbers.ndim not in (1, 2):
         raise KVPatchError(_say_forms(f"quota= has dtype {numbers.dtype} and {numbers.ndim} dimensions"))
     low, high = (int(one) for one in numbers.aminmax()) if numbers.numel() else (-1, -1)
-    if low < -1 or high >= _TOKENS >> 1:
+    if low < -1 or high >= _TOKENS >> 1:  # else number + 1 has no room above the count of tokens
         raise KVPatchError(f"quota= has span number {low if low < -1 else high}: give 0, 1, 2, ... and -1 for no span.")
     if high < 0:
         raise KVPatchError("quota= has no span: give each of its tokens a number, 0 or more, or leave it out (None).")

@@ -365,12 +365,13 @@ class ObservationWindow(Score):
         return (position >= 0) & before if context.empty else before
 
     def _pool_scores(self, score: Tensor, position: Tensor, context: EvictionContext) -> Tensor:
-        candidate = self._may_pool(position, context)
+        """Pool scores [B,H,T] in text order over `kernel` neighbours, those in front of the observation window alone."""
+        pooled = self._may_pool(position, context)
         if self.pooling == "avg":
-            return F.avg_pool1d(score * candidate, self.kernel, stride=1, padding=self.kernel // 2)
+            return F.avg_pool1d(score * pooled, self.kernel, stride=1, padding=self.kernel // 2)
         # F.max_pool1d pads with -inf; -inf also keeps padding tokens and the window's own tokens out of every maximum
-        outside = score.masked_fill(~candidate, -torch.inf)
-        return F.max_pool1d(outside, self.kernel, stride=1, padding=self.kernel // 2)
+        only_pooled = score.masked_fill(~pooled, -torch.inf)
+        return F.max_pool1d(only_pooled, self.kernel, stride=1, padding=self.kernel // 2)
 
 
 @dataclass(frozen=True)
