@@ -15,22 +15,25 @@ from .layer_call import Call
 
 
 def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
-    """Run prefill.attend block after block; output [B,H,G,Q,D]."""
+    """Return the output [B,H,G,Q,D] of a prompt under `block=`: the layer reads and compresses one block after the other.
+
+    `attend.py` calls this in place of prefill.attend, which each block goes through. Padding is moved behind each row's tokens,
+    so that blocks count these alone, and the output is moved back.
+    """
     now = call.now
     if now.packing_BQ is not None:
-        order = now.packing_BQ.to(q_BHGQD.device)
-        b = torch.arange(len(order), device=order.device)[:, None]
-        # [B,Q,...] with each row's own tokens first
-        q_BHGQD = q_BHGQD.movedim(3, 1)[b, order].movedim(1, 3)
-        k_BHQD, v_BHQD = (t.movedim(2, 1)[b, order].movedim(1, 2) for t in (k_BHQD, v_BHQD))
+        order_BQ = now.packing_BQ.to(q_BHGQD.device)
+        row_B1 = torch.arange(len(order_BQ), device=order_BQ.device)[:, None]
+        q_BHGQD = q_BHGQD.movedim(3, 1)[row_B1, order_BQ].movedim(1, 3)
+        k_BHQD, v_BHQD = (kv.movedim(2, 1)[row_B1, order_BQ].movedim(1, 2) for kv in (k_BHQD, v_BHQD))
     outs, start = [], 0
-    for one in now.blocks:
-        columns = slice(start, start + one.prompt)
-        part = Call(call.cache, one, call.layer, call.bound_adapter, call.group, q_BHGQD.device)
+    for block in now.blocks:
+        columns = slice(start, start + block.prompt)
+        part = Call(call.cache, block, call.layer, call.bound_adapter, call.group, q_BHGQD.device)
         outs.append(prefill.attend(part, q_BHGQD[:, :, :, columns], k_BHQD[:, :, columns], v_BHQD[:, :, columns]))
-        start += one.prompt
+        start += block.prompt
     out = torch.cat(outs, 3)
     if now.packing_BQ is not None:
-        call.slots.floor = call.slots.used  # a row's last columns may be padding
-        out = out.movedim(3, 1)[b, order.argsort(dim=1)].movedim(1, 3)
+        call.slots.floor = call.slots.used  # crop() may take none back: a row's last columns may be padding
+        out = out.movedim(3, 1)[row_B1, order_BQ.argsort(dim=1)].movedim(1, 3)
     return out

@@ -73,7 +73,7 @@ class Ended:
         self.keep = [list(map(sum, zip(row, most, strict=True))) for row, most in zip(self.fixed, most_B, strict=True)]
 
     def least(self, share: Adaptive) -> list[list[int]]:
-        """Return the tokens that each head keeps in any case."""
+        """Return how many tokens each head keeps before heads share the rest of their budget, by row."""
         least_B = list(map(share.least, self.budget_B, self.nominal_B))
         return [[n + least for n in row] for row, least in zip(self.fixed, least_B, strict=True)]
 
@@ -95,15 +95,18 @@ class Ended:
         return self.keys
 
     def weigh(self) -> list[list[int]]:
-        """Return the tokens that each head keeps of a budget that follows from the scores."""
+        """Return how many tokens each head keeps, by row, under a budget that follows from the scores (such as Mass).
+
+        It also notes the sum of the scores of evicted tokens on the layer. A row whose text ended before this block keeps all.
+        """
         keys, slots = self.rank(), self.call.slots
         self.context.keep_BH1 = _fill_counts(self.call, self.keep)[..., None]
-        count, slots.lost_BH1 = self.call.rule.kept(self.call.score, self.context, keys)
-        rows_B = zip(count[..., 0].tolist(), self.held, self.call.now.rows_B, strict=True)
-        return [mine if rows else held for mine, held, rows in rows_B]  # a text that ended before this block is not measured
+        count_BH1, slots.lost_BH1 = self.call.rule.kept(self.call.score, self.context, keys)
+        rows = zip(count_BH1[..., 0].tolist(), self.held, self.call.now.rows_B, strict=True)
+        return [count if n_queries else held for count, held, n_queries in rows]
 
     def order(self, count: list[list[int]], everyone: Parallel) -> Tensor:
-        """Return the eviction keys [B,H,T] by which each head keeps so many tokens."""
+        """Return the eviction keys [B,H,T] once it is known how many tokens (`count`) each head keeps."""
         policy = self.call.policy
         if self.keys is not None and policy.selection is None:
             return self.keys

@@ -77,7 +77,7 @@ class EditEnded(Ended):
         return self.keys
 
     def order(self, count: list[list[int]], everyone: Parallel) -> Tensor:
-        """Return the eviction keys [B,H,T] by which each head keeps so many tokens."""
+        """Return the eviction keys [B,H,T] once it is known how many tokens (`count`) each head keeps."""
         return self._protect_after_edit(super().order(count, everyone))
 
     def _protect_after_edit(self, keys: Tensor) -> Tensor:

@@ -245,9 +245,9 @@ class Call(LayerRead):
         return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k, codecs=codecs)
 
     def show(self, keys: Keys, copied: bool = False) -> None:
-        """Keep the keys that the queries of these columns see, for later layers that use this layer's keys (reading.py).
+        """Keep in `now.shown` the keys that these queries see, for later layers that use them (reading.py), after the eviction.
 
-        Positions are copied, since an eviction changes them at once. copied: entries are copied too, since this pass overwrites
+        Positions are copied, since an eviction changes them at once. copied: keys and values too, since this pass overwrites
         them; else they stay until the next token takes their slot.
         """
         if copied:

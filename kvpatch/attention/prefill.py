@@ -23,55 +23,57 @@ from .layer_call import Call
 
 
 def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
-    """Return the output [B,H,G,Q,D] of the pass's prompt columns."""
+    """Read the pass's prompt columns into the layer, and return their output [B,H,G,Q,D].
+
+    Keys and values are written, the queries attend to all that the layer then holds, the policy's needs read the pass, and if
+    the prompt (or block) ends here the layer is compressed to its budget. attend.py calls this, and blockwise.py per block.
+    """
     slots, now = call.slots, call.now
     positions_BQ, rows_BQ = call.positions_BQ[:, : now.prompt], call.rows_BQ[:, : now.prompt]
     slots.begin_prompt()
     if now.lender is not None:
         _borrow(call, k_BHQD, v_BHQD)
-    past, before = slots.used, slots.kv.nbytes  # a new prompt is appended; compression makes slots again
+    past, nbytes_before = slots.used, slots.kv.nbytes  # a new prompt is appended; compression makes slots again
     with torch.no_grad():
         entry = call.entry(k_BHQD, v_BHQD, positions_BQ)
-        whole = past == 0 and now.ends_prompt and now.final
+        whole = past == 0 and now.ends_prompt and now.final  # compressed at once, so it needs no copy
         (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, positions_BQ, entry)
-    if now.padding is not None:
+    if now.padding is not None:  # its slots are empty, and columns up to its last cannot be cropped
         slots.holes = True
         slots.contiguous &= not past and not now.padding.gapped
         slots.floor = max(slots.floor, past + now.padding.reach)
     slots.seen += 0 if now.edit is not None else now.prompt
     slots.ahead = None  # it counts columns, some of which may be padding
     slots.sliding = call.geometry.sliding
-    hidden = None if now.edit is None else Hidden(slots, now.edit)
-    keys, during = call.keys(past), slots.kv.nbytes
+    after_edit = None if now.edit is None else Hidden(slots, now.edit)  # tokens that an edit's queries must not see
+    keys, nbytes_held = call.keys(past), slots.kv.nbytes
     if torch.is_grad_enabled() and k_BHQD.requires_grad:  # the cache's own copies are detached
-        old = slots.graph or (keys.k_BHTD[:, :, :past], keys.v_BHTD[:, :, :past])
-        slots.graph = (torch.cat([old[0], k_BHQD], 2), torch.cat([old[1], v_BHQD], 2))
+        old_k, old_v = slots.graph or (keys.k_BHTD[:, :, :past], keys.v_BHTD[:, :, :past])
+        slots.graph = (torch.cat([old_k, k_BHQD], 2), torch.cat([old_v, v_BHQD], 2))
         keys.k_BHTD, keys.v_BHTD = slots.graph
     plain_BHGQD = q_BHGQD
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
     if call.shows:
         call.show(keys, copied=call.positions_BQ.shape[1] > now.prompt)
-    nominal_B = limit(call) if now.ends_prompt and call.evicts and not (hidden or now.keeps_all) else []
-    if not call.evicts or call.policy.needs.rows != "all":
-        found = attend_to(call, q_BHGQD, keys, rows_BQ)
-    else:
-        found = _observed_prompt(call, q_BHGQD, keys, rows_BQ)
+    protected_B = limit(call) if now.ends_prompt and call.evicts and not (after_edit or now.keeps_all) else []
+    sums_all_rows = call.evicts and call.policy.needs.rows == "all"
+    attended = (_observed_prompt if sums_all_rows else attend_to)(call, q_BHGQD, keys, rows_BQ)
     with torch.no_grad():
         if call.readers:
             read = PromptRead(
-                call, q_BHGQD, plain_BHGQD, k_BHQD, v_BHQD, positions_BQ, rows_BQ, found.lse, past, now.ends_prompt,
+                call, q_BHGQD, plain_BHGQD, k_BHQD, v_BHQD, positions_BQ, rows_BQ, attended.lse, past, now.ends_prompt,
                 functools.partial(newest, call), call.policy.scope.sinks, torch_backend.DEVICE_BLOCK if q_BHGQD.is_cuda else 0,
                 functools.partial(_score_by_window, call, keys), call.once,
             )  # fmt: skip
             for _, run in call.readers:
                 run(read)
-        call.cache.meter.count(before, during, during)
-        if hidden is not None:
-            hidden.show()
+        call.cache.meter.count(nbytes_before, nbytes_held, nbytes_held)
+        if after_edit is not None:
+            after_edit.show()
             end_edit(call, past, q_BHGQD)
         elif now.ends_prompt:
-            end_prompt(call, past, nominal_B, q_BHGQD)
-    return found.out
+            end_prompt(call, past, protected_B, q_BHGQD)
+    return attended.out
 
 
 def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:

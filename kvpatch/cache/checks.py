@@ -32,7 +32,7 @@ def check_filled(is_filled: bool) -> None:
 
 
 def check_beams(beam_idx: object, seen_B: Tensor | None) -> None:
-    """Check indices of batch rows: one per row, each within the batch."""
+    """Check the argument of reorder_cache(): one index per row, each within the batch. seen_B: None before the first prompt."""
     index = _check_index("beam_idx", beam_idx, (torch.int64, torch.int32))
     if seen_B is None:
         return
@@ -86,7 +86,7 @@ def _in_range(name: str, index: Tensor, low: int, B: int) -> None:
 
 
 def read_whole(value: Any) -> Any:
-    """Return a whole number of any library as Python's; anything else as it is, a bool too."""
+    """Convert an argument that is a whole number of any library (torch, numpy) to Python's; leave anything else, a bool too."""
     value = as_python(value)
     try:
         return value if isinstance(value, bool) else operator.index(value)

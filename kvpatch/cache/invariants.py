@@ -84,20 +84,25 @@ def _name_layer(index: int) -> Iterator[None]:
 
 
 def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
-    """Raise InvalidError if layers that share one budget may hold more in all."""
+    """Raise InvalidError if the budgets of layers that share one sum to more than the settings allow.
+
+    They are not divided yet while a prompt is open, nor where a layer does not evict.
+    """
     layers = [index for index in cache.settings.together if index < len(cache.layers)]
     if cache.turns.open or not all(cache.layers[index].mode.evicts for index in layers):
         return
-    given, most = torch.zeros_like(seen_B), torch.zeros_like(seen_B)
+    divided_B, allowed_B = torch.zeros_like(seen_B), torch.zeros_like(seen_B)
     for index in layers:
         layer = cache.layers[index]
-        given += (layer.own_budget_BH1[..., 0] + layer.every - 1).sum(-1).to(given.device)
-        most += _bound_held(cache, index, layer, seen_B, ever=True).sum(-1).to(given.device)
-    must(given <= most * cache.settings.parallel.size, "keep_BH1 of all layers is over their budget")
+        between_steps_BH = layer.own_budget_BH1[..., 0] + layer.every - 1  # every-th steps alone evict
+        divided_B += between_steps_BH.sum(-1).to(seen_B.device)
+        allowed_B += _bound_held(cache, index, layer, seen_B, ever=True).sum(-1).to(seen_B.device)
+    # all processes share the budget, of which one's heads may have most
+    must(divided_B <= allowed_B * cache.settings.parallel.size, "keep_BH1 of all layers is over their budget")
 
 
 def _bound_held(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, ever: bool) -> Tensor:
-    """Return the most tokens [B,H] of each head now, or ever; on average over heads that share."""
+    """Return the most tokens [B,H] that each head may hold now, or at any later step (`ever`); a mean for heads that share."""
     settings, H = cache.settings, layer.positions.shape[1]
     known = settings.policies[index].schedule == "decode"  # else the prompt's length is not
     prompt_B = layer.own_limits.prompt.flatten() if known else seen_B

@@ -16,7 +16,10 @@ from .slots import DenseSlots, Slots, gather_entries
 
 
 class ReadingSlots(DenseSlots):
-    """Columns [B,H,C,D] of a prompt. packed: the entries of the first columns, which were rounded before; then: the codecs."""
+    """Columns [B,H,C,D] of a prompt, unrounded. packed: entries of the first columns, as earlier prompts' ends rounded them.
+
+    then: the codecs by which this prompt's end rounds the rest.
+    """
 
     by_row = ("stored", "then", "packed")
 
@@ -54,15 +57,16 @@ class ReadingSlots(DenseSlots):
         return self._round_entries(index_BHK).move_to_front(every, kept_BHK, layout)
 
     def _round_entries(self, index_BHK: Tensor) -> DenseSlots:
-        """Return slots of the entries at `index`, rounded; those that were rounded before keep their bytes."""
+        """Return rounded slots of the columns at `index`, for the end of a prompt; those in `packed` keep their bytes."""
         entries = []
-        assert self.centre is not None, "fix_centre() goes before"
-        for numbers, known, codec in zip(self.stored, self.packed, self.then, strict=False):
+        assert self.centre is not None, "the layer calls fix_centre() before it closes or moves columns"
+        # keys, then values, which latent attention does not store
+        for unrounded, packed, codec in zip(self.stored, self.packed, self.then, strict=False):
             assert not isinstance(codec, Latent), "nothing is stored for values in their keys"
-            new, W = codec.encode(gather_entries(numbers, index_BHK)), known.shape[2]
-            if W:
-                before = gather_entries(known, index_BHK.clamp(max=W - 1))
-                new = torch.where((index_BHK < W)[..., None], before, new)
+            new, n_packed = codec.encode(gather_entries(unrounded, index_BHK)), packed.shape[2]
+            if n_packed:  # rounding twice would lose more
+                old = gather_entries(packed, index_BHK.clamp(max=n_packed - 1))
+                new = torch.where((index_BHK < n_packed)[..., None], old, new)
             entries.append(new)
         return DenseSlots(entries[0], entries[-1], self.then)
 

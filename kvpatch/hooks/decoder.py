@@ -53,35 +53,39 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
-    """Begin a pass, log it, and set the decoder's attributes that an adapter replaces during a pass under the patch."""
+    """Begin a pass of the decoder by its kind, and return its changed arguments; None leaves it to the model's own code.
+
+    `before_decoder` calls this for all but traced and captured steps. It changes `call`, the cache, the patch's log, and the
+    decoder's attributes that an adapter replaces.
+    """
     mask = call.get("attention_mask")
-    if isinstance(mask, Courier) and isinstance(mask.cache, RequestPool):
+    if isinstance(mask, Courier) and isinstance(mask.cache, RequestPool):  # the engine's mask carries its pool
         return _begin_packed(decoder, call, mask.cache, state)
     past = cache_of(call)
     if state.replayed is not None and (past is None or state.settings.transparent):
         return begin_replay(decoder, call, state, state.replayed)
     if isinstance(past, EvictingCache) and past.now is not None and past.now.prepared:
         return enter_prepared(call, past, call["input_ids"].device, state)
-    whole = None
+    lossless_cache = None
     if isinstance(past, LosslessCache) or (state.lossless and past is None and not _is_scratch(decoder, call)):
-        whole = lossless.own_lossless(past, state)
-        past = lossless.begin_pass(decoder, call, whole, state)
+        lossless_cache = lossless.own_lossless(past, state)
+        past = lossless.begin_pass(decoder, call, lossless_cache, state)
     made_here = past is None
     changed = _begin_pass(decoder, call, state)
-    if whole is not None:
-        whole.lend()
+    if lossless_cache is not None:
+        lossless_cache.lend()
     put_aside(decoder, state.aside, ours=changed is not None)
     if changed is None:
         state.log.own_code(call, decoder.training)
     else:
         mask, cache = call["attention_mask"], cache_of(call)
-        carried = mask["full_attention"] if isinstance(mask, dict) else mask
-        state.log.begin(carried.cache if cache is None else cache, decoder.training, made_here)
+        courier = mask["full_attention"] if isinstance(mask, dict) else mask  # it has the cache that no argument names
+        state.log.begin(courier.cache if cache is None else cache, decoder.training, made_here)
     return changed
 
 
 def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
-    """Run `before_decoder` for any pass except a traced decode step."""
+    """Check a pass's arguments against its cache, and begin it; None if the model's own code runs it."""
     reader = state.merged.take_reader()
     if runs_own_code(decoder, call, state):
         return None
@@ -166,18 +170,18 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
 
 
 def _is_by_hand(cache: EvictingCache, mask_BT: Tensor) -> bool:
-    """Tell if a pass of one column is no step of generate(), whose masks go on by themselves; a GPU is not waited for."""
+    """Tell if the user calls this step, whose mask must be checked; generate() extends its own. No mask on a GPU is read."""
     read = cache.request.prompt_len
     return at_hand(mask_BT) and (read is None or cache.get_seq_length() < read)
 
 
 def _give_no_place(call: dict[str, Any], tokens: Tensor) -> None:
-    """Let a decoder look position 0 up for every token: keys are rotated later, and a text may be longer than its table."""
+    """Pass position 0 for every token: keys are rotated later, and a text may be longer than the decoder's table."""
     call["position_ids"] = torch.zeros(1, tokens.shape[1], dtype=torch.long, device=tokens.device)
 
 
 def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> Callable[[int], Any] | None:
-    """Return what makes a rotary table for so many positions, if the pass needs one."""
+    """Return a function that makes the rotary table of so many positions; None if the pass rotates no keys itself."""
     if state.settings.renumbered:
         return functools.partial(state.adapter.rotary_table, decoder, device)
     if not state.settings.acts or state.settings.policy.needs.lookahead is None:

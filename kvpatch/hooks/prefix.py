@@ -33,7 +33,10 @@ def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) 
 
 
 def renew_prefix(target: Target, owner: weakref.ref[PatchState], prefix: Prefix) -> Prefix:
-    """Return a prefix as it is, or read anew if the model has changed since. owner: holds the prefix, so not held by this."""
+    """Return a prefix as it is, or read anew if the model or its mode (train, eval) has changed since it was read.
+
+    `Prefixes` calls this before a text begins with the prefix. owner: the patch's state, weakly, since it owns the prefixes.
+    """
     state = owner()
     assert state is not None
     same = prefix.read_by is not None and prefix.read_by.differs(stamp_model(target.decoder)) is None

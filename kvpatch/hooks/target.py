@@ -274,7 +274,10 @@ class Target:
         )
 
     def places_itself(self) -> str | None:
-        """Return the reason that the model counts positions by columns itself and can be told no others, or None."""
+        """Return why the model cannot be told each row's positions: it counts columns of the batch itself. None if it can.
+
+        Joined caches, replays and packed requests need rows at different places, and are refused for this reason.
+        """
         takes = inspect.signature(type(self.decoder).forward).parameters
         if "position_ids" not in takes and any(adapter.slopes(module) is None for module, adapter in self.attentions):
             return "it takes no position_ids"
