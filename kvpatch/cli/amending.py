@@ -41,7 +41,7 @@ class Amended:
         await self._send(message)
 
     async def _send_whole(self) -> None:
-        body = self._amend(self._body)
+        body = self._amend_json(self._body)
         headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]  # type: ignore[index]
         await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})  # type: ignore[dict-item]
         await self._send({"type": "http.response.body", "body": body})
@@ -51,9 +51,9 @@ class Amended:
         if b'"usage":' not in body:
             return body
         lines = body.split(b"\n")
-        return b"\n".join(line[:6] + self._amend(line[6:]) if line.startswith(_DATA) else line for line in lines)
+        return b"\n".join(line[:6] + self._amend_json(line[6:]) if line.startswith(_DATA) else line for line in lines)
 
-    def _amend(self, text: bytes) -> bytes:
+    def _amend_json(self, text: bytes) -> bytes:
         found = json.loads(text)
         return json.dumps(found, separators=(",", ":")).encode() if self._change(found) else text
 

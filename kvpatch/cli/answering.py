@@ -99,7 +99,7 @@ class Answers(CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
         """Begin a request, and return the queue that its text comes in."""
-        asked, told = self._admit(processor, inputs["input_ids"], gen_config, request_id)
+        asked, told = self._accept_request(processor, inputs["input_ids"], gen_config, request_id)
         pieces: asyncio.Queue[Any] = asyncio.Queue()
         streamer = _Streamer(self, request_id, processor, pieces, response_parser)
 
@@ -108,12 +108,12 @@ class Answers(CBGenerateManager):
             asked.new = streamer.total_tokens
             if output.error is not None:
                 pieces.put_nowait(_StreamError(output.error))
-                self._end(request_id, "error")
+                self._end_request(request_id, "error")
             elif streamer.watch.stopped or output.is_finished():
-                self._end(request_id, self._reason(streamer.watch, output, gen_config))
+                self._end_request(request_id, self._name_end(streamer.watch, output, gen_config))
                 streamer.end()
 
-        self._add(request_id, inputs["input_ids"], gen_config, told, take, streaming=True)
+        self._add_to_engine(request_id, inputs["input_ids"], gen_config, told, take, streaming=True)
         return pieces, streamer
 
     async def generate_non_streaming(  # type: ignore[override]
@@ -121,7 +121,7 @@ class Answers(CBGenerateManager):
     ) -> tuple[str, int, list[int]]:
         """Run a request to its end, and return its text, the length of its prompt, and the tokens."""
         ids = inputs["input_ids"]
-        asked, told = self._admit(processor, ids, gen_config, request_id)
+        asked, told = self._accept_request(processor, ids, gen_config, request_id)
         ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         collected: asyncio.Queue[Any] = asyncio.Queue()
         streamer = _Streamer(self, request_id, processor, collected, None)
@@ -133,14 +133,14 @@ class Answers(CBGenerateManager):
             if not ended.done() and (streamer.watch.stopped or output.is_finished()):
                 ended.set_result(output)
 
-        self._add(request_id, ids, gen_config, told, take, streaming=bool(asked.stops))
+        self._add_to_engine(request_id, ids, gen_config, told, take, streaming=bool(asked.stops))
         output = await ended
         if output.error is not None:
-            self._end(request_id, "error")
+            self._end_request(request_id, "error")
             if self.engine.background_thread_status.fatal_error is not None:
                 raise CBWorkerDeadError(f"The engine ended while this request ran: {output.error}")
             raise RefusedError(output.error)
-        self._end(request_id, self._reason(streamer.watch, output, gen_config))
+        self._end_request(request_id, self._name_end(streamer.watch, output, gen_config))
         tokens = output.generated_tokens
         if not asked.stops:
             return processor.decode(tokens, skip_special_tokens=True), len(ids), tokens
@@ -154,7 +154,7 @@ class Answers(CBGenerateManager):
         """End a request that nobody waits for, if it runs."""
         asked = self.asked.get(request_id)
         if asked is not None and asked.prompt:
-            self._end(request_id, "gone")
+            self._end_request(request_id, "gone")
 
     def close(self, request_id: str) -> AcceptedRequest | None:
         """Forget a request whose answer has been sent, or whose client is gone; returns it."""
@@ -165,10 +165,10 @@ class Answers(CBGenerateManager):
             asyncio.get_running_loop().run_in_executor(None, give_back_memory)
         return asked
 
-    def _admit(
+    def _accept_request(
         self, tokenizer: Any, ids: list[int], gen_config: Any, request_id: str
     ) -> tuple[AcceptedRequest, dict[str, Any]]:
-        """Check a request; return what it asked for, and what the engine is told. gen_config gets its number of new tokens."""
+        """Check a request's length and options; return it, and arguments for the engine. Sets gen_config.max_new_tokens."""
         self._check_alive(request_id)
         asked = self.asked[request_id]
         asked.prompt = len(ids)
@@ -180,7 +180,7 @@ class Answers(CBGenerateManager):
             pool = self.engine.pool
             messages = find_messages(tokenizer, asked.body, ids) if pool.keeps_system else None
             pool.check(len(ids), new, messages=messages)
-            chosen = self._configure(asked.sampling)
+            chosen = self._make_config(asked.sampling)
         except KVPatchError as error:
             asked.ended = "refused"
             long = room is not None and new > room
@@ -190,7 +190,7 @@ class Answers(CBGenerateManager):
         sampling = make_sampling(self.model, chosen, len(ids), seed=asked.sampling.get("seed"), **given)
         return asked, {"sampling": sampling} | ({} if messages is None else {"messages": messages})
 
-    def _configure(self, given: dict[str, Any]) -> Any:
+    def _make_config(self, given: dict[str, Any]) -> Any:
         """Make the generation config of a request from the model's own and the fields that it gives."""
         config = copy.deepcopy(self.model.generation_config)
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
@@ -210,7 +210,7 @@ class Answers(CBGenerateManager):
             config.sequence_bias = {(int(token),): float(bias) for token, bias in given["logit_bias"].items()}
         return config
 
-    def _add(
+    def _add_to_engine(
         self,
         request_id: str,
         ids: list[int],
@@ -229,12 +229,12 @@ class Answers(CBGenerateManager):
             **told,
         )
         if added is None:
-            self._end(request_id, "error")
+            self._end_request(request_id, "error")
             raise CBWorkerDeadError("The server is stopping: it takes no new requests.")
 
     @staticmethod
-    def _reason(watch: StopWatch, output: Any, gen_config: Any) -> str:
-        """Return why a text ended; gen_config then has transformers' handlers say the same: they compare numbers of tokens."""
+    def _name_end(watch: StopWatch, output: Any, gen_config: Any) -> str:
+        """Return "length" or "stop"; after a stop clear gen_config's limit, from which transformers would conclude "length"."""
         ends = gen_config.eos_token_id
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
         if not watch.stopped and output.generated_tokens[-1] not in ends:
@@ -242,7 +242,7 @@ class Answers(CBGenerateManager):
         gen_config.max_new_tokens = None
         return "stop"
 
-    def _end(self, request_id: str, reason: str) -> None:
+    def _end_request(self, request_id: str, reason: str) -> None:
         """Note the end of a request, once, and take it from the engine if it still runs there."""
         asked = self.asked.get(request_id)
         if asked is None or asked.ended:

@@ -45,7 +45,7 @@ def calibrate(  # noqa: PLR0913 - typer: an option is a parameter
     with short_errors():
         name, text_file = find_model_and_text(model, file, model_option, text, option)
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
-        _measure(source, text_file, out, (length, tokens), json)
+        _measure_text(source, text_file, out, (length, tokens), json)
 
 
 def learn(  # noqa: PLR0913 - as above
@@ -76,10 +76,10 @@ def learn(  # noqa: PLR0913 - as above
         check_choice("teacher", teacher, _TEACHERS)
         name, text_file = find_model_and_text(model, file, model_option, text, option)
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
-        _measure(source, text_file, out, (length, tokens), json, teacher)
+        _measure_text(source, text_file, out, (length, tokens), json, teacher)
 
 
-def _measure(
+def _measure_text(
     source: Source, text: TextFile, out: Path, sizes: tuple[int, int], json: bool, learn_from: str | None = None
 ) -> None:
     """Read the text, `sizes` tokens at a time and in all, and write the calibration."""
@@ -92,7 +92,7 @@ def _measure(
     loaded, tokenizer = source.model(), source.tokenizer()
     teacher = None if learn_from is None else teacher_of(tokenizer, length, learn_from)
     ids = tokenizer(content, return_tensors="pt").input_ids.long()[:, :tokens]
-    pieces = _pieces(loaded, ids, length, teacher)
+    pieces = _cut_text(loaded, ids, length, teacher)
     with progress(console(stderr=True)) as bar:
         task = bar.add_task("calibrating" if teacher is None else "learning", total=len(pieces))
         calibration = measure(loaded, pieces, lambda: bar.advance(task), teacher)
@@ -103,8 +103,8 @@ def _measure(
         print(f"{out}: {calibration.tokens:,} tokens, {len(calibration.layers)} layers of {calibration.model['class']}.")
 
 
-def _pieces(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
-    """Cut the text into pieces that fit into the model's positions, twice if there is a teacher."""
+def _cut_text(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
+    """Cut the text into pieces that fit into the model's positions; a teacher reads each piece a second time behind itself."""
     from ..evaluation.teacher_forcing import positions_of
 
     limit = positions_of(model)

@@ -91,7 +91,7 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], own: str
             note(said)
         waiting(f"reading {text.n:,} tokens of {file} ...")
         comparison = Comparison(model, text.ids_1T, text.n, asked.schedule, asked.seed, text.asked)
-        results.append(_measure(asked, comparison, out, file, _facts(asked, model, source, file, own, comparison)))
+        results.append(_measure_prompt(asked, comparison, out, file, _list_facts(asked, model, source, file, own, comparison)))
         path = asked.out / ("compare.png" if len(prompts) == 1 else f"compare-{number + 1}.png")
         plotting.save(view.picture(results[-1], asked.tolerance, f"{source.name}, {file}: {text.n:,} tokens"), path)
         out.print(f"KL against the cache's size: {path}\n")
@@ -114,7 +114,9 @@ def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOption
         out.print("One text is one text: give several of yours before you choose.")
 
 
-def _measure(asked: CompareOptions, comparison: Comparison, out: Console, file: str, facts: dict[str, Any]) -> DivergenceTable:
+def _measure_prompt(
+    asked: CompareOptions, comparison: Comparison, out: Console, file: str, facts: dict[str, Any]
+) -> DivergenceTable:
     """Measure one prompt, and print its rows and notes."""
     empty = comparison.result([])
     sizes = [Row("", k, None, bits=bits).size for k in asked.ks for bits in asked.bits]
@@ -143,10 +145,10 @@ def _measure(asked: CompareOptions, comparison: Comparison, out: Console, file: 
     return result
 
 
-def _facts(
+def _list_facts(
     asked: CompareOptions, model: Any, source: Source, file: str, own: str | None, comparison: Comparison
 ) -> dict[str, Any]:
-    """Return the settings that every row of a prompt shares."""
+    """Return the settings that all JSON rows of one prompt share."""
     empty = comparison.result([])
     return {
         "model": source.name,

@@ -62,7 +62,7 @@ def read_text(
         n = _count_common(ids, prompt_ids(model, tokenizer, prompt.rstrip(), raw, room)[0])
     if n < LEAST:
         raise KVPatchError(f"The prompt has {n} tokens; with fewer than {LEAST} there is nothing to choose from.")
-    fed = _continue(model, ids, new) if fed is None else fed[:, :new].to(ids.device)
+    fed = _continue_greedily(model, ids, new) if fed is None else fed[:, :new].to(ids.device)
     return ComparedText(torch.cat([ids, fed], 1), n, [note] * bool(note) + notes, ids.shape[1] - n)
 
 
@@ -72,7 +72,7 @@ def _count_common(one_1N: Tensor, other_1N: Tensor) -> int:
     return int((one_1N[0, :n] == other_1N[0, :n]).long().cumprod(0).sum())
 
 
-def _continue(model: Any, ids_1T: Tensor, new: int) -> Tensor:
+def _continue_greedily(model: Any, ids_1T: Tensor, new: int) -> Tensor:
     """Generate the model's greedy continuation, [1,m], without the token that ends it."""
     end, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
     ends = end if isinstance(end, list) else [end]

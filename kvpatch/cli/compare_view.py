@@ -24,7 +24,7 @@ LEGEND = (
 )
 
 
-def _label(policy: str) -> str:
+def _mark_chance(policy: str) -> str:
     return f"{policy} (chance)" if policy == CHANCE else policy
 
 
@@ -39,14 +39,14 @@ class Lines:
 
     def __init__(self, policies: dict[str, Policy], sizes: Iterable[str], empty: DivergenceTable) -> None:
         tokens = len(f"{empty.n + empty.fed:,}")
-        names = max(len(_label(name)) for name in ["full", *policies])
+        names = max(len(_mark_chance(name)) for name in ["full", *policies])
         self.widths = (names, max(map(len, sizes)) + 1, max(4, tokens), 7, 6, 4, 7, 4)
         self.result = empty
 
     @property
     def head(self) -> str:
         """Names of the columns."""
-        return self._line(_HEADS)
+        return self._align_cells(_HEADS)
 
     def full(self) -> str:
         """Format the unpatched model's row."""
@@ -57,9 +57,9 @@ class Lines:
         """Format a row."""
         one = row.figures
         if one is None:
-            return self._line((_label(row.policy), row.size, "", "refused"))
+            return self._align_cells((_mark_chance(row.policy), row.size, "", "refused"))
         cells = (
-            _label(row.policy),
+            _mark_chance(row.policy),
             row.size + "*" * bool(one.cut),
             f"{one.mean_held:,.0f}",
             f"{one.kl:.4f}",
@@ -68,9 +68,9 @@ class Lines:
             "" if one.loss is None else f"{one.loss:+.3f}",
             f"{one.nbytes / self.result.nbytes:.0%}",
         )
-        return self._line(cells)
+        return self._align_cells(cells)
 
-    def _line(self, cells: tuple[str, ...]) -> str:
+    def _align_cells(self, cells: tuple[str, ...]) -> str:
         padded = [
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(cells, self.widths, strict=False))
@@ -80,7 +80,7 @@ class Lines:
 
 def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> str:
     """Return the line of Python that patches a model with one setting of the comparison."""
-    options = _options(name, policy, schedule, seed, bits)
+    options = _list_options(name, policy, schedule, seed, bits)
     size = k if k.replace(".", "", 1).isdigit() else f"kvpatch.{parse_k(k)}" if ":" in k else repr(k)
     more = "".join(f", {option}={value!r}" for option, value in options.items())
     return f'with kvpatch.patched(model, policy="{name}", k={size}{more}):'
@@ -88,12 +88,12 @@ def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: i
 
 def settings(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> Settings:
     """Return what `python_line` writes as Settings, without a calibration, which these cannot hold."""
-    options = _options(name, policy, schedule, seed, bits)
+    options = _list_options(name, policy, schedule, seed, bits)
     options.pop("calibration", None)
     return Settings(name, parse_k(k), options)
 
 
-def _options(name: str, policy: Policy, schedule: str | None, seed: int, bits: int) -> dict[str, Any]:
+def _list_options(name: str, policy: Policy, schedule: str | None, seed: int, bits: int) -> dict[str, Any]:
     """Return the keyword arguments of `patched` in which a setting differs from the defaults."""
     options = find_changes(name, policy)
     if schedule is not None:
@@ -162,15 +162,15 @@ def _pool_figures(results: list[DivergenceTable]) -> dict[Setting, DivergenceFig
     }
 
 
-def _candidates(pooled: dict[Setting, DivergenceFigures]) -> dict[Setting, DivergenceFigures]:
-    """Leave out chance, and settings that hold as much as the full cache."""
+def _drop_useless(pooled: dict[Setting, DivergenceFigures]) -> dict[Setting, DivergenceFigures]:
+    """Drop settings that advice never names: chance, and those that hold as much as the full cache."""
     return {setting: one for setting, one in pooled.items() if setting[0] != CHANCE and one.nbytes < 1e6}
 
 
 def best(results: list[DivergenceTable], tolerance: float, agreement: float) -> Setting | None:
     """Return the setting with the fewest bytes within both limits, or that with the lowest KL if none is within them."""
-    candidates = _candidates(_pool_figures(results))
-    within = {setting: one for setting, one in candidates.items() if _within(one, tolerance, agreement)}
+    candidates = _drop_useless(_pool_figures(results))
+    within = {setting: one for setting, one in candidates.items() if _is_within(one, tolerance, agreement)}
     if within:
         return min(within, key=lambda setting: (within[setting].nbytes, within[setting].kl))
     return min(candidates, key=lambda setting: candidates[setting].kl, default=None)
@@ -189,7 +189,7 @@ def advice(results: list[DivergenceTable], tolerance: float, agreement: float) -
     limits = f"a KL of {tolerance:g} nats per token and {agreement:.0%} agreement"
     where = f"each of these {len(results)} texts" if several else "this text"
     said = _describe_setting(chosen, pooled[chosen], several)
-    if _within(pooled[chosen], tolerance, agreement):
+    if _is_within(pooled[chosen], tolerance, agreement):
         said = f"The cheapest of these settings within {limits} on {where} is {said}."
     else:
         said = f"None of these settings stays within {limits} on {where}; the closest is {said}."
@@ -199,12 +199,12 @@ def advice(results: list[DivergenceTable], tolerance: float, agreement: float) -
     if chance is None:
         return f"{said}."
     said = f"{said}; chance has a KL of{' at most' if several else ''} {chance.kl:.4f} under the same budget"
-    if chance.kl > pooled[chosen].kl and not _within(chance, tolerance, agreement):
+    if chance.kl > pooled[chosen].kl and not _is_within(chance, tolerance, agreement):
         return f"{said}."
     return f"{said}, so {'these texts' if several else 'this text'} cannot tell policies apart there."
 
 
-def _within(one: DivergenceFigures, tolerance: float, agreement: float) -> bool:
+def _is_within(one: DivergenceFigures, tolerance: float, agreement: float) -> bool:
     return one.kl <= tolerance and one.agreement >= agreement
 
 

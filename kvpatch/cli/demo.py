@@ -73,7 +73,7 @@ def run(out: Path, json: bool = False) -> None:
         task = bar.add_task("", total=len(todo))
         for policy, k in todo:
             bar.update(task, description=f"{policy} k={k}")
-            outcomes.append(_try(policy, k, stages))
+            outcomes.append(_try_policy(policy, k, stages))
             reports[policy, k] = _after_prompt(policy, k, stages["needles"])
             bar.advance(task)
     text, picture = stages["needles"].text, out / "kept.png"
@@ -103,8 +103,8 @@ def _load_shipped(console: Console) -> dict[str, Stage]:
     return stages
 
 
-def _try(policy: str, k: float, stages: dict[str, Stage]) -> DemoOutcome:
-    fed = {name: _feed(stage, policy, k) for name, stage in stages.items()}
+def _try_policy(policy: str, k: float, stages: dict[str, Stage]) -> DemoOutcome:
+    fed = {name: _feed_text(stage, policy, k) for name, stage in stages.items()}
     right = {name: stages[name].text.right(one.logits_BSV) for name, one in fed.items() if stages[name].text.asks}
     outcome = DemoOutcome(policy, k, right["needles"], fed["needles"].nbytes, later=right.get("later"))
     if "source" not in stages:
@@ -115,7 +115,7 @@ def _try(policy: str, k: float, stages: dict[str, Stage]) -> DemoOutcome:
     return replace(outcome, nbytes=source.nbytes, loss=float(loss), tokens=logits_BSV.argmax(-1))
 
 
-def _feed(stage: Stage, policy: str, k: float) -> Fed:
+def _feed_text(stage: Stage, policy: str, k: float) -> Fed:
     """Feed the text under a policy; "full" stands for the unpatched model."""
     text = stage.text
     if policy == "full":

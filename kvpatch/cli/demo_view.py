@@ -42,9 +42,9 @@ class DemoOutcome:
 
     def cells(self, full: DemoOutcome) -> dict[str, str]:
         """Format a row of the table, by column."""
-        cells = {"k": f"{self.k:g}", "right": _right(self.right)}
+        cells = {"k": f"{self.k:g}", "right": _format_right(self.right)}
         if self.later is not None:
-            cells["later"] = _right(self.later)
+            cells["later"] = _format_right(self.later)
         if self.loss is not None and self.tokens is not None and full.tokens is not None:
             cells["perplexity"] = f"{math.exp(self.loss):.2f}"
             cells["as full"] = f"{(self.tokens == full.tokens).float().mean():.0%}"
@@ -62,7 +62,7 @@ class DemoOutcome:
         return values | {"nbytes": self.nbytes, "full_nbytes": full.nbytes}
 
 
-def _right(right: Tensor) -> str:
+def _format_right(right: Tensor) -> str:
     return f"{int(right.sum())}/{len(right)}"
 
 
@@ -96,7 +96,7 @@ def show(console: Console, outcomes: list[DemoOutcome], reports: Reports, text: 
     console.print(table)
     shown = " ".join(line for head, line in _LEGEND.items() if head in full.cells(full))
     console.print(shown, style="dim")
-    _strips(console, reports, text)
+    _print_strips(console, reports, text)
 
 
 _LEGEND = {
@@ -107,7 +107,7 @@ _LEGEND = {
 }
 
 
-def _strips(console: Console, reports: Reports, text: TextBatch, width: int = 64) -> None:
+def _print_strips(console: Console, reports: Reports, text: TextBatch, width: int = 64) -> None:
     """Print a line per policy at the smallest budget: the share of heads that kept each part of the first prompt."""
     k = min(share for _, share in reports)
     kept = {
@@ -136,7 +136,7 @@ def picture(outcomes: list[DemoOutcome], reports: Reports, text: TextBatch) -> A
 
     def panel(one: DemoOutcome) -> plotting.Panel:
         name = one.policy if one.policy == "full" else f"{one.policy}, k={one.k:g}"
-        title = f"{name}: {_right(one.right)} answers right"
+        title = f"{name}: {_format_right(one.right)} answers right"
         return plotting.Panel(title, reports[one.policy, one.k].kept().float().mean(1))
 
     ks = dict.fromkeys(one.k for one in outcomes if one.policy != "full")

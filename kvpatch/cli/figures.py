@@ -62,7 +62,7 @@ class ServerFigures:
     def render(self) -> str:
         """Return all figures as Prometheus reads them."""
         values = dict(self.counts)
-        for name, value in self._measure().items():
+        for name, value in self._measure_engine().items():
             values[name, ""] = value
         lines = list[str]()
         for name, kind, told in ROWS:
@@ -71,8 +71,8 @@ class ServerFigures:
             lines += [f"kvpatch_{name}{labels} {value}" for labels, value in found or [("", 0)]]
         return "\n".join(lines) + "\n"
 
-    def _measure(self) -> dict[str, int]:
-        """Measure the engine, which runs meanwhile in its own thread: lists of what it has, each taken at once."""
+    def _measure_engine(self) -> dict[str, int]:
+        """Count requests, tokens and blocks now. The engine's thread runs meanwhile: each list is copied before it is read."""
         scheduler, pool = self.engine.batch_processor.scheduler, self.engine.pool
         running = list(scheduler.active_requests.values())
         seen = [(len(one.initial_tokens), one.current_len()) for one in running]

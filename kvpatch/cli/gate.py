@@ -64,7 +64,7 @@ class Gate:
             path = scope["path"] if scope["path"] in (*PATHS, *_OPEN, "/v1/models") else "other"
             self.answers.figures.note_answer(path, status or GONE)
             if path not in _OPEN:
-                self.log(_describe(scope, status, time.monotonic() - began, asked))
+                self.log(_describe_request(scope, status, time.monotonic() - began, asked))
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, name: str) -> None:
         """Check a request, and have the app answer it."""
@@ -77,25 +77,25 @@ class Gate:
         if path == "/metrics":
             await answer(send, 200, self.answers.figures.render(), "text/plain; version=0.0.4")
             return
-        if self.key is not None and path not in _OPEN and not self._knows(scope["headers"]):
+        if self.key is not None and path not in _OPEN and not self._has_key(scope["headers"]):
             raise RefusedError("Send the server's key: 'Authorization: Bearer KEY'.", status=401, code="invalid_api_key")
         if path not in PATHS:
             kept = self.answers.conversations is not None and path == "/health"
             await self.app(scope, receive, Amended(send, self._add_conversations) if kept else send)
             return
-        asked = read_request(path, _parse(await _read_body(receive)), self.served)
-        body = _encode(asked.body)
+        asked = read_request(path, _parse_body(await _read_body(receive)), self.served)
+        body = _encode_body(asked.body)
         self.answers.asked[name] = asked
         others = [(key, value) for key, value in scope["headers"] if key not in (ID, b"content-type", b"content-length")]
         own = [(ID, name.encode()), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         send = Amended(send, partial(complete, asked=asked), _DONE if PATHS[path] in "ct" else b"")
-        await self.app({**scope, "headers": others + own}, _replay(body, receive), send)
+        await self.app({**scope, "headers": others + own}, _replay_body(body, receive), send)
 
     def _add_conversations(self, health: dict[str, Any]) -> bool:
         health["conversations"] = self.answers.figures.describe_conversations()
         return True
 
-    def _knows(self, headers: list[tuple[bytes, bytes]]) -> bool:
+    def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
         given = dict(headers).get(b"authorization", b"")
         return hmac.compare_digest(given, f"Bearer {self.key}".encode())
 
@@ -122,22 +122,22 @@ async def _read_body(receive: Receive) -> bytes:
     return body
 
 
-def _parse(body: bytes) -> Any:
+def _parse_body(body: bytes) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"The body is no JSON: {error}.") from None
 
 
-def _encode(body: dict[str, Any]) -> bytes:
+def _encode_body(body: dict[str, Any]) -> bytes:
     try:
         return json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise RefusedError("The text has half a character (a surrogate without its other half).") from None
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return what hands on a body that was read, and then what the client sends."""
+def _replay_body(body: bytes, receive: Receive) -> Receive:
+    """Return an ASGI receive() that yields the body that was read already, and then the client's further messages."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -155,7 +155,7 @@ def _mend_error(message: Message) -> Message:
     return {**message, "body": before + f"data: {json.dumps(error)}\n\n".encode()}
 
 
-def _describe(scope: Scope, status: int, seconds: float, asked: AcceptedRequest | None) -> str:
+def _describe_request(scope: Scope, status: int, seconds: float, asked: AcceptedRequest | None) -> str:
     """Describe a request in one line."""
     path = scope["path"] if scope["path"].isprintable() else repr(scope["path"])
     facts = [f"{scope['method']} {path}", str(status or GONE), f"{seconds:.2f} s"]

@@ -47,11 +47,11 @@ def parse_k(text: str) -> Any:
     """
     check_budget(text)
     if "," in text:
-        return [_budget(part, f"k[{i}]") for i, part in enumerate(part for part in text.split(",") if part.strip())]
-    return _budget(text, "k")
+        return [_parse_budget(part, f"k[{i}]") for i, part in enumerate(part for part in text.split(",") if part.strip())]
+    return _parse_budget(text, "k")
 
 
-def _budget(text: str, where: str) -> Any:
+def _parse_budget(text: str, where: str) -> Any:
     """Parse the budget of one layer, or of all."""
     from .. import policies
     from ..policies import budgets
@@ -101,7 +101,7 @@ class Source:
                 self.name, revision=self.revision or "main", trust_remote_code=self.trust_remote_code
             )
         except Exception as error:  # as in load_model
-            raise KVPatchError(f"The model {self.name} cannot be loaded: {_reason(error)}") from error
+            raise KVPatchError(f"The model {self.name} cannot be loaded: {_format_reason(error)}") from error
 
     def model(self) -> Any:
         """Load the model, as `load_model`."""
@@ -150,7 +150,7 @@ def load_model(
         note(f"loading {name} from the hub ...")
     import torch
 
-    place: Any = device_map if device_map is not None else _device(device)
+    place: Any = device_map if device_map is not None else _find_device(device)
     try:
         import transformers
 
@@ -168,7 +168,7 @@ def load_model(
     except KVPatchError:
         raise
     except Exception as error:  # transformers, the hub and safetensors have an error type each
-        raise KVPatchError(f"The model {name} cannot be loaded: {_reason(error)}") from error
+        raise KVPatchError(f"The model {name} cannot be loaded: {_format_reason(error)}") from error
 
 
 def quiet() -> None:
@@ -184,7 +184,7 @@ def quiet() -> None:
         enable_progress_bars()
 
 
-def _device(device: str) -> torch.device:
+def _find_device(device: str) -> torch.device:
     import torch
 
     if device == "auto":
@@ -211,7 +211,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
             name, revision=revision or "main", trust_remote_code=trust_remote_code
         )
     except Exception as error:  # as above
-        raise KVPatchError(f"The model {name} has no tokenizer that can be loaded: {_reason(error)}") from error
+        raise KVPatchError(f"The model {name} has no tokenizer that can be loaded: {_format_reason(error)}") from error
     if not tokenizer("text").input_ids or not tokenizer.decode(tokenizer("text").input_ids, skip_special_tokens=True):
         raise KVPatchError(missing)
     return tokenizer
@@ -224,7 +224,7 @@ def check_folder(name: str) -> None:
         raise KVPatchError(f"The model {name} cannot be loaded: there is no such folder.")
 
 
-def _reason(error: BaseException) -> str:
+def _format_reason(error: BaseException) -> str:
     """Return the first line of an error, and the option that answers it."""
     line = _first_line(error)
     if "remote_code" in str(error):

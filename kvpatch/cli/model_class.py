@@ -8,7 +8,7 @@ from ..errors import KVPatchError
 
 
 def class_of(name: str, config: Any, own_code: bool) -> Any:
-    """Return the class of transformers that loads a model of this configuration, one that reads images too if there is none.
+    """Return the Auto class that loads this configuration: for causal language models, else for models that read images too.
 
     Args:
         name: of the model, for errors.
@@ -26,14 +26,14 @@ def class_of(name: str, config: Any, own_code: bool) -> Any:
     for auto, known in ((AutoModelForCausalLM, causal), (AutoModelForImageTextToText, image)):
         if kind in known or auto.__name__ in own:
             if not (own_code and auto.__name__ in own):  # such code runs once, where the weights are loaded
-                _check(auto, config)
+                _check_served(auto, config)
             return auto
     if getattr(config, "is_encoder_decoder", False):
         raise KVPatchError(f"The model {name} is of type {kind}, an encoder-decoder: kvpatch serves decoder-only models.")
     return AutoModelForCausalLM  # whose error names the types that it knows
 
 
-def _check(auto: Any, config: Any) -> None:
+def _check_served(auto: Any, config: Any) -> None:
     """Raise KVPatchError if `patched` would refuse a model of this configuration: one without numbers is built and searched."""
     import torch
 

@@ -102,7 +102,7 @@ def parse_options(given: list[str] | None) -> dict[str, Any]:
         {'window': 16, 'pooling': 'max', 'tau': (1.0, 2.0)}
     """
     options = {}
-    for text in (pair for texts in given or () for pair in _pairs(texts)):
+    for text in (pair for texts in given or () for pair in _split_pairs(texts)):
         name, equals, value = text.partition("=")
         if not (name.strip() and equals and value):
             raise KVPatchError(f"--option {text} must look like name=value, such as window=16.")
@@ -128,7 +128,7 @@ def check_arguments(given: list[str] | None, k: str, positions: str, backend: st
 
 
 def named_policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
-    """Look up a policy, after what can be told without torch. Raises KVPatchError for a mistake in any of the three."""
+    """Build the policy of a command's options. Raises KVPatchError, for most mistakes before torch is imported."""
     check_choice("schedule", schedule, SCHEDULES)
     check_policy(name, options)
     check_calibration(name, options)
@@ -195,7 +195,7 @@ def parse_bits(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-def _pairs(text: str) -> list[str]:
+def _split_pairs(text: str) -> list[str]:
     """Split at the commas that a `name=` follows: "tau=(1, 2),window=3" has two pairs."""
     parts: list[str] = []
     for part in text.split(","):

@@ -59,7 +59,7 @@ def console(stderr: bool = False) -> Console:
 
 
 def note(text: str) -> None:
-    """Print a line that is no result to stderr."""
+    """Print a line to stderr, which leaves stdout to results."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -82,7 +82,7 @@ class FieldRefusal(NamedTuple):
     instead: str
 
 
-def _number(low: float, high: float, above: bool = False) -> Callable[[object], str | None]:
+def _expect_number(low: float, high: float, above: bool = False) -> Callable[[object], str | None]:
     bounds = f"above {low:g}, at most {high:g}" if above else f"from {low:g} to {high:g}"
 
     def check(value: object) -> str | None:
@@ -92,7 +92,7 @@ def _number(low: float, high: float, above: bool = False) -> Callable[[object], 
     return check
 
 
-def _integer(low: int, high: int) -> Callable[[object], str | None]:
+def _expect_integer(low: int, high: int) -> Callable[[object], str | None]:
     def check(value: object) -> str | None:
         fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
         return None if fits else f"must be a whole number from {low} to {high}"
@@ -100,7 +100,7 @@ def _integer(low: int, high: int) -> Callable[[object], str | None]:
     return check
 
 
-def _one(kind: type, word: str) -> Callable[[object], str | None]:
+def _expect_type(kind: type, word: str) -> Callable[[object], str | None]:
     return lambda value: None if isinstance(value, kind) else f"must be {word}"
 
 
@@ -118,7 +118,7 @@ def _check_stop(value: object) -> str | None:
 
 def _check_bias(value: object) -> str | None:
     fits = isinstance(value, dict) and all(
-        re.fullmatch(r"[0-9]{1,9}", str(token)) and _number(-100, 100)(bias) is None for token, bias in value.items()
+        re.fullmatch(r"[0-9]{1,9}", str(token)) and _expect_number(-100, 100)(bias) is None for token, bias in value.items()
     )
     return None if fits else "must give a number from -100 to 100 for each token id"
 
@@ -132,7 +132,7 @@ def _check_tool_choice(value: object) -> str | None:
     return None if value == "auto" else "must be 'auto': nothing here makes a model call a tool, or keeps it from it"
 
 
-_TEXT, _TRUTH, _LONGEST = _one(str, "a string"), _one(bool, "true or false"), 2**31 - 1
+_TEXT, _TRUTH, _LONGEST = _expect_type(str, "a string"), _expect_type(bool, "true or false"), 2**31 - 1
 _AGAIN = "send the request several times, with a seed of its own each"
 _RANK = "this server gives no probabilities"
 _FORM = "nothing here holds a model to a format: ask for it in the prompt"
@@ -146,19 +146,19 @@ OBEYED = {
     "instructions": Obeyed("r", _TEXT),
     "stream": Obeyed("ctr", _TRUTH),
     "stream_options": Obeyed("ct", _check_stream_options),
-    "max_tokens": Obeyed("ct", _integer(1, _LONGEST)),
-    "max_completion_tokens": Obeyed("c", _integer(1, _LONGEST)),
-    "max_output_tokens": Obeyed("r", _integer(1, _LONGEST)),
+    "max_tokens": Obeyed("ct", _expect_integer(1, _LONGEST)),
+    "max_completion_tokens": Obeyed("c", _expect_integer(1, _LONGEST)),
+    "max_output_tokens": Obeyed("r", _expect_integer(1, _LONGEST)),
     "stop": Obeyed("ct", _check_stop),
-    "temperature": Obeyed("ctr", _number(0, 2)),
-    "top_p": Obeyed("ctr", _number(0, 1, above=True)),
-    "top_k": Obeyed("ctr", _integer(-1, _LONGEST)),
-    "min_p": Obeyed("ctr", _number(0, 1)),
-    "repetition_penalty": Obeyed("ctr", _number(0, 2, above=True)),
-    "presence_penalty": Obeyed("ct", _number(-2, 2)),
-    "frequency_penalty": Obeyed("ct", _number(-2, 2)),
+    "temperature": Obeyed("ctr", _expect_number(0, 2)),
+    "top_p": Obeyed("ctr", _expect_number(0, 1, above=True)),
+    "top_k": Obeyed("ctr", _expect_integer(-1, _LONGEST)),
+    "min_p": Obeyed("ctr", _expect_number(0, 1)),
+    "repetition_penalty": Obeyed("ctr", _expect_number(0, 2, above=True)),
+    "presence_penalty": Obeyed("ct", _expect_number(-2, 2)),
+    "frequency_penalty": Obeyed("ct", _expect_number(-2, 2)),
     "logit_bias": Obeyed("ct", _check_bias),
-    "seed": Obeyed("ctr", _integer(-(2**63), 2**63 - 1)),
+    "seed": Obeyed("ctr", _expect_integer(-(2**63), 2**63 - 1)),
     "tools": Obeyed("cr", messages.check_tools),
     "tool_choice": Obeyed("cr", _check_tool_choice),
     "chat_template_kwargs": Obeyed("c", messages.check_template_kwargs),

@@ -27,7 +27,7 @@ class StopWatch:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        waits = max((self._overlap(text, stop) for stop in self.stops), default=0)
+        waits = max((self._count_overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - waits :]
         return text[: len(text) - waits]
 
@@ -37,7 +37,7 @@ class StopWatch:
         return held
 
     @staticmethod
-    def _overlap(text: str, stop: str) -> int:
+    def _count_overlap(text: str, stop: str) -> int:
         """Return the length of the longest end of a text that begins a stop string."""
         longest = min(len(text), len(stop) - 1)
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

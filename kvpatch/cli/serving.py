@@ -66,7 +66,7 @@ def run(
     from ..serving.conversations import Conversations
     from .answering import Answers, start_engine
 
-    positions = _limit(source, positions, settings)
+    positions = _find_limit(source, positions, settings)
     if policy.scope.keeps_system:
         _check_system(source.tokenizer(), edits=keeping is not None and keeping.edits)
     model, tokenizer = source.model(), source.tokenizer()
@@ -95,7 +95,7 @@ def run(
     return served
 
 
-def _limit(source: Source, asked: int | None, settings: dict[str, Any]) -> int | None:
+def _find_limit(source: Source, asked: int | None, settings: dict[str, Any]) -> int | None:
     """Return the most tokens of a request: those asked for, or as many as the model has positions; read before its weights."""
     from ..arch.kinds import position_limit
 

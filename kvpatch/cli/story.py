@@ -113,13 +113,15 @@ def read_story(model: Any, tokenizer: Any) -> StoryText:
             "shown. Give another model, or none: kvpatch demo."
         )
     document = TEXT.read_text(encoding="utf-8")
-    rendered = {question: _render(tokenizer, f"{document}\nAnswer in one short sentence. {question}") for question in QUESTIONS}
+    rendered = {
+        question: _render_message(tokenizer, f"{document}\nAnswer in one short sentence. {question}") for question in QUESTIONS
+    }
     # tokens that are the same whatever is asked, up to the end of the document: the next one may join both
     first = next(iter(rendered.values()))
     end = first.index(document) + len(document.rstrip())
     encoded = tokenizer(first, add_special_tokens=False, return_offsets_mapping=True)
     spans = [(a, b) for a, b in encoded["offset_mapping"] if b <= end]
-    asked = {question: _encode(model, tokenizer, text) for question, text in rendered.items()}
+    asked = {question: _encode_text(model, tokenizer, text) for question, text in rendered.items()}
     for ids_1N in asked.values():
         if fit(model, ids_1N, ANSWER_TOKENS)[1]:
             raise KVPatchError(
@@ -129,7 +131,7 @@ def read_story(model: Any, tokenizer: Any) -> StoryText:
     return StoryText(first[:end], next(iter(asked.values()))[:, : len(spans)], spans, asked)
 
 
-def _render(tokenizer: Any, text: str) -> str:
+def _render_message(tokenizer: Any, text: str) -> str:
     """Write a message as the tokenizer's chat template does, if there is one."""
     if not getattr(tokenizer, "chat_template", None):
         return f"{tokenizer.bos_token or ''}{text}\nAnswer:"
@@ -137,7 +139,7 @@ def _render(tokenizer: Any, text: str) -> str:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
 
-def _encode(model: Any, tokenizer: Any, text: str) -> Tensor:
+def _encode_text(model: Any, tokenizer: Any, text: str) -> Tensor:
     return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
 
 

