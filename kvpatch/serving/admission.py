@@ -32,7 +32,7 @@ class Admission:
             KVPatchError: it can never be served. The engine then fails this request.
         """
         if self.max_positions is not None:
-            self._limit(state, self.max_positions)
+            self._limit_length(state, self.max_positions)
         prefix = self.cache.find_prefix(state.initial_tokens)
         messages = state.logit_processor_kwargs.get("messages")
         self.cache.check(len(state.initial_tokens), state.max_new_tokens, prefix, messages)
@@ -44,16 +44,16 @@ class Admission:
 
     def finish_request(self, request_id: str) -> None:
         """End a request, and keep what it has read."""
-        self._keep(request_id)
+        self._keep_conversation(request_id)
         super().finish_request(request_id)  # type: ignore[misc]
 
     def clear_cancelled_requests(self) -> Any:
         """End the requests that were cancelled, and keep what they have read: a stop string ends a text so, too."""
         for request_id in list(self._requests_to_cancel):
-            self._keep(request_id)
+            self._keep_conversation(request_id)
         return super().clear_cancelled_requests()  # type: ignore[misc]
 
-    def _keep(self, request_id: str) -> None:
+    def _keep_conversation(self, request_id: str) -> None:
         state = self.active_requests.get(request_id)
         if state is not None:
             self.cache.keep(state)
@@ -61,11 +61,11 @@ class Admission:
     def _infer_request_tokens(self, state: Any, *rest: Any) -> Any:
         """Return the tokens of a request that wait; one that is new begins with the conversation that it goes on from."""
         if self.cache.conversations is not None and state.request_id in self.waiting_requests:
-            self._begin(state)
+            self._choose_beginning(state)
         return super()._infer_request_tokens(state, *rest)  # type: ignore[misc]
 
-    def _begin(self, state: Any) -> None:
-        """Choose what a waiting request begins with, anew each time: it holds no conversation while it waits."""
+    def _choose_beginning(self, state: Any) -> None:
+        """Choose the prefix or conversation with which a waiting request begins, anew each time: none is held for it."""
         begins = self.cache.begins
         if isinstance(begins.get(state.request_id), Beginning):
             del begins[state.request_id]
@@ -76,7 +76,7 @@ class Admission:
         state.remaining_prefill_tokens, state.position_offset = state.initial_tokens[read:], read
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-        """Schedule a pass; a request that waits for room in a pass has its blocks, and none is offloaded for it."""
+        """Schedule a pass. No request is offloaded for one that waits for room in a pass: it has its blocks already."""
         self.cache.full = False
         scheduled = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
         self.starved_requests = []
@@ -98,7 +98,7 @@ class Admission:
             self.finish_request(state.request_id)
             self.block_new_requests = False
 
-    def _limit(self, state: Any, positions: int) -> None:
+    def _limit_length(self, state: Any, positions: int) -> None:
         """End a request of unlimited length at the model's last position."""
         prompt = len(state.initial_tokens)
         if state.max_new_tokens is None:

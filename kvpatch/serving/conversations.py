@@ -126,14 +126,14 @@ class Conversations:
         whole = best is not None and len(best.ids) == most == max(common, key=lambda pair: pair[0])[0]
         if self.edits and not whole:
             found = self._find_edited(text, common, most)
-            if found is not None and (changed := self._edit(*found)) is not None:
+            if found is not None and (changed := self._edit_conversation(*found)) is not None:
                 best, most, length = changed, found[1].reused, found[1].length
         if best is None:
             return None
         if not self.read_alike(best.cache):
             self.clear()
             return None
-        self._kept.append(self._kept.pop(_index(self._kept, best)))
+        self._kept.append(self._kept.pop(_find_index(self._kept, best)))
         return Beginning(best, length, most)
 
     def _find_edited(
@@ -145,7 +145,7 @@ class Conversations:
         best = max(found, key=lambda pair: pair[1].reused, default=None)
         return best if best is not None and best[1].reused > most else None
 
-    def _edit(self, one: Conversation, edited: Edited) -> Conversation | None:
+    def _edit_conversation(self, one: Conversation, edited: Edited) -> Conversation | None:
         """Change a conversation into the edited text; None if its cache cannot be, and it stays as it is."""
         try:
             cache = one.cache.clone()
@@ -165,7 +165,7 @@ class Conversations:
             first = one.positions[start]
             ids[start:stop], positions[start:stop] = new, range(first, first + len(new))
         changed = Conversation(ids, positions, _count_before(one.answer, edited), cache)
-        self._kept[_index(self._kept, one)] = changed
+        self._kept[_find_index(self._kept, one)] = changed
         return changed
 
 
@@ -200,5 +200,5 @@ def _find_positions(one: Conversation, start: int, stop: int) -> Span:
     return one.positions[start], one.positions[stop - 1] + 1
 
 
-def _index(kept: list[Conversation], one: Conversation) -> int:
+def _find_index(kept: list[Conversation], one: Conversation) -> int:
     return next(index for index, other in enumerate(kept) if other is one)

@@ -85,8 +85,8 @@ class BatchingManager(ContinuousBatchingManager):
         conversations: Conversations | None = None,
     ) -> None:
         self.terms, self.conversations = terms, conversations
-        self.stops = _stops(getattr(generation_config, "stop_strings", None), tokenizer)
-        super().__init__(model, generation_config, _without(config), workload_hints)
+        self.stops = _make_stops(getattr(generation_config, "stop_strings", None), tokenizer)
+        super().__init__(model, generation_config, _switch_off(config), workload_hints)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Leave the model's attention as it is: the patch computes it."""
@@ -108,7 +108,7 @@ class BatchingManager(ContinuousBatchingManager):
             ready.reset()
             return ready
         config = self.continuous_batching_config
-        self.pool, text_config = self._pool(), self.model.config.get_text_config()
+        self.pool, text_config = self._make_pool(), self.model.config.get_text_config()
         pool: Any = self.pool
         update_cb_config_after_cache_creation(
             cb_config=config, num_blocks=pool.num_blocks, max_batch_tokens=pool.max_batch_tokens
@@ -139,7 +139,7 @@ class BatchingManager(ContinuousBatchingManager):
         self.pool.compute = functools.partial(_on_stream, processor.inputs_and_outputs.compute_stream)
         return processor
 
-    def _pool(self) -> RequestPool:
+    def _make_pool(self) -> RequestPool:
         """Size the pool as the engine sizes its paged cache."""
         config = self.continuous_batching_config
         per_block, settings = self.terms.kv_bytes * config.page_size, self.terms.settings
@@ -164,7 +164,7 @@ class BatchingManager(ContinuousBatchingManager):
 
 
 class _Packing:
-    """The model as the engine calls it, given tokens alone: what else the engine tells attention is about its own pages."""
+    """The model as the engine calls it, which drops the engine's arguments about pages and passes the pool in the mask."""
 
     def __init__(self, model: Any, pool: RequestPool, carry: Callable[[RequestPool], Tensor]) -> None:
         self.model, self.pool, self.carry = model, pool, carry
@@ -220,7 +220,7 @@ def stop_managers(model: Any) -> None:
 _MANAGERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BatchingManager]] = weakref.WeakKeyDictionary()
 
 
-def _stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCriteria | None:
+def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCriteria | None:
     if not strings:
         return None
     if tokenizer is None:
@@ -232,8 +232,8 @@ def _stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCriteri
     return StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
 
 
-def _without(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-    """Return a copy with what assumes unevicted blocks switched off, and say so in one line."""
+def _switch_off(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+    """Return a copy of the configuration with the features off that assume blocks of all tokens, and log which."""
     asked, new, usual = [], copy.copy(config), ContinuousBatchingConfig()
     for name, value, what in OFF:
         if not hasattr(config, name):

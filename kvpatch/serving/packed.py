@@ -75,6 +75,6 @@ class PackedPass:
         return self._in_order(outs)[None]
 
     def _in_order(self, parts: list[Tensor]) -> Tensor:
-        """Join what each part has for its columns, in the order of the columns of the pass."""
+        """Concatenate the parts' values of their columns in the order of the pass."""
         columns, values = torch.cat([part.columns.flatten() for part in self.parts]), torch.cat(parts)
         return torch.empty_like(values).index_copy_(0, columns, values)

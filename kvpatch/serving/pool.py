@@ -261,18 +261,18 @@ class RequestPool:
         for name, past, count in coming:
             request = self.requests[name]
             if past < request.prompt:
-                parts.append(self._piece(request, past, torch.arange(column, column + count, device=self.device)))
+                parts.append(self._make_piece(request, past, torch.arange(column, column + count, device=self.device)))
             else:
                 first[name] = column
             column += count
         if first:
-            self._join(first)
+            self._join_rows(first)
             rows = self.rows.gather(first)
             columns = on_device([first[name] for name in rows.alive], self.device)
             parts.insert(0, Part(rows.cache, columns, decodes=True))
         return PackedPass(parts, self.settings)
 
-    def _piece(self, request: Request, past: int, columns: torch.Tensor) -> Part:
+    def _make_piece(self, request: Request, past: int, columns: torch.Tensor) -> Part:
         """Return a prompt's next piece: a chunk, or its end."""
         end = past + len(columns)
         if request.cache is None:
@@ -286,8 +286,8 @@ class RequestPool:
         whole = end == request.prompt or len(columns) == self.chunk
         return Part(request.cache, columns, decodes=False, open=not whole)
 
-    def _join(self, names: dict[str, int]) -> None:
-        """Make rows of the requests whose prompts have ended."""
+    def _join_rows(self, names: dict[str, int]) -> None:
+        """Move the caches of requests whose prompts have ended into the batch of rows that decode."""
         for name in names:
             cache = self.requests[name].cache
             if cache is not None:

@@ -52,7 +52,7 @@ def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: 
 
 
 def count_claimed_behind(settings: CacheSettings, held: Sequence[int], prompt: int, rest: int, new: int, whole: bool) -> int:
-    """Count as `count_claimed` does what a request holds that goes on from a conversation.
+    """Count the most tokens as `count_claimed`, for a request that goes on from a conversation.
 
     held: by its layers. prompt: tokens that the request's cache reads in all; rest: how many of them are new.
     """

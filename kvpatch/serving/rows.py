@@ -67,7 +67,7 @@ class RowPool:
             waits = [name is not None and name not in names for name in part.names]
             for rows, those in ((here, inside), (waits, outside)):
                 if any(rows):
-                    those.append(part if all(rows) else _select(part, rows))
+                    those.append(part if all(rows) else _select_rows(part, rows))
         self.parts = outside
         if len(inside) > 1:
             joined = EvictingCache.concatenate([part.cache for part in inside], consume=True)
@@ -82,6 +82,6 @@ class RowPool:
         return RequestRows([*names], rows.cache)
 
 
-def _select(part: RequestRows, here: Sequence[bool]) -> RequestRows:
+def _select_rows(part: RequestRows, here: Sequence[bool]) -> RequestRows:
     index = [row for row, one in enumerate(here) if one]
     return RequestRows([part.names[row] for row in index], part.cache.select_rows(index))

@@ -14,7 +14,7 @@ _LOG = logging.getLogger("vllm.kvpatch")
 
 
 def get_asked(sampling: Any) -> Mapping[str, Any]:
-    """Return what a request asks for beside vLLM's own. sampling: its SamplingParams, or None."""
+    """Return a request's options for kvpatch, the extra_args of its SamplingParams."""
     return (None if sampling is None else sampling.extra_args) or {}
 
 

@@ -101,7 +101,9 @@ class BudgetedAttention(AttentionImpl):
         self.slopes_N = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.bound = BoundLayer(VllmAdapter(), self, self.num_kv_heads)
         self.holder: Callable[[], nn.Module | None] = lambda: None
-        before: list[BudgetedAttention] = [layer.impl for layer in _layers(config) if isinstance(layer.impl, BudgetedAttention)]
+        before: list[BudgetedAttention] = [
+            layer.impl for layer in _list_layers(config) if isinstance(layer.impl, BudgetedAttention)
+        ]
         self.index = len(before)
         self.worker: Worker = before[0].worker if before else Worker(config)
         self.worker.add(self)
@@ -252,7 +254,7 @@ def budgeted_spec(spec: AttentionSpec) -> AttentionSpec:
     return spec
 
 
-def _layers(config: VllmConfig) -> list[Any]:
+def _list_layers(config: VllmConfig) -> list[Any]:
     return [layer for layer in config.compilation_config.static_forward_context.values() if hasattr(layer, "impl")]
 
 

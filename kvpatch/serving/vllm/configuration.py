@@ -21,7 +21,7 @@ def settings_of(config: VllmConfig) -> RequestTerms | None:
 
 
 def find_config() -> VllmConfig | None:
-    """Return the configuration of the engine at hand: that of the model that is being made, or one of a function that runs."""
+    """Return vLLM's current configuration, else one that a running function has as `vllm_config`; None if there is none."""
     if (current := get_current_vllm_config_or_none()) is not None:
         return current
     for told in iterate_callers():

@@ -61,9 +61,9 @@ def _register_backends(asked: bool) -> None:
         for name, path in CPU.items():
             _register_choice(AttentionBackendEnum[name], path, register_backend)
     elif not current_platform.is_cuda():
-        _refuse(asked, "kvpatch serves budgets in vLLM on CPUs and on CUDA, and this is neither")
+        _refuse_if_asked(asked, "kvpatch serves budgets in vLLM on CPUs and on CUDA, and this is neither")
     elif AttentionBackendEnum.CUSTOM.is_overridden() and AttentionBackendEnum.CUSTOM.get_path() != CUDA:
-        _refuse(asked, f"another plugin has taken vLLM's backend CUSTOM ({AttentionBackendEnum.CUSTOM.get_path()})")
+        _refuse_if_asked(asked, f"another plugin has taken vLLM's backend CUSTOM ({AttentionBackendEnum.CUSTOM.get_path()})")
     else:
         for member in AttentionBackendEnum if asked else (AttentionBackendEnum.CUSTOM,):
             register_backend(member, CUDA)
@@ -86,6 +86,6 @@ def _runs_on_cpu() -> bool:
         return False
 
 
-def _refuse(asked: bool, why: str) -> None:
+def _refuse_if_asked(asked: bool, why: str) -> None:
     if asked:
         raise KVPatchError(f"{VARIABLE} is set, but {why}: unset it, or use transformers' server (kvpatch serve).")

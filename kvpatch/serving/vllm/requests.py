@@ -72,7 +72,7 @@ class Requests:
         decoding = dict[int, dict[str, int]]()
         for one in scheduled:
             if one.past == 0:
-                self._forget(one.name)
+                self._drop_ended(one.name)
                 self.own[one.name] = one.own
                 begin.setdefault((one.columns, one.own), []).append(one)
             elif one.prompt or one.columns > 1:
@@ -80,22 +80,22 @@ class Requests:
             else:
                 decoding.setdefault(self.own[one.name], {})[one.name] = one.first
         self._split_rows({name for together in decoding.values() for name in together})
-        parts = [self._decode(own, together) for own, together in decoding.items()]
+        parts = [self._step_requests(own, together) for own, together in decoding.items()]
         parts += [self._begin_prompts(together) for together in begin.values()]
         parts += [self._continue_prompt(one) for one in further]
         packed = PackedPass(parts, self.settings)
         packed.begin(None, None)
         return packed
 
-    def _decode(self, own: int, decoding: dict[str, int]) -> Part:
-        """Step requests of one budget. decoding: their columns."""
+    def _step_requests(self, own: int, decoding: dict[str, int]) -> Part:
+        """Return the decode step's part for requests that have one k, as rows of one cache. decoding: their columns."""
         for name in decoding:
             self._end_prompt(name)
         rows = self.rows[own].gather(decoding)
         return Part(rows.cache, on_device([decoding[name] for name in rows.alive], self.device), decodes=True)
 
-    def _columns(self, together: Sequence[Scheduled]) -> Tensor:
-        """Return the columns of requests that bring equally many [B,Q]."""
+    def _list_columns(self, together: Sequence[Scheduled]) -> Tensor:
+        """Return the columns [B,Q] in the pass of requests that bring equally many tokens."""
         first_B1 = on_device([[one.first] for one in together], self.device)
         return first_B1 + torch.arange(together[0].columns, device=self.device)
 
@@ -104,11 +104,11 @@ class Requests:
         together.sort(key=lambda one: one.pages[0])
         cache, firsts = EvictingCache(self._settings_of(together[0].own)), [one.first for one in together]
         for layer, slots in enumerate(cache.layers):
-            slots.storage = functools.partial(self._stored, layer, firsts)
+            slots.storage = functools.partial(self._make_slots, layer, firsts)
         cache.request.prompt_len = together[0].columns
         rows = RequestRows([one.name for one in together], cache)
         self.reading |= dict.fromkeys(rows.alive, rows)
-        return Part(cache, self._columns(together), decodes=False)
+        return Part(cache, self._list_columns(together), decodes=False)
 
     def _settings_of(self, own: int) -> CacheSettings:
         """Return the settings of requests that have a k of their own; 0: of the others."""
@@ -120,15 +120,15 @@ class Requests:
         """Read a further piece of a prompt; each piece is compressed like a prompt."""
         cache = self.reading[one.name].cache
         cache.request.prompt_len = one.past + one.columns
-        return Part(cache, self._columns([one]), decodes=False)
+        return Part(cache, self._list_columns([one]), decodes=False)
 
-    def _stored(self, layer: int, firsts: list[int], keys: Tensor, values: Tensor) -> PromptSlots:
+    def _make_slots(self, layer: int, firsts: list[int], keys: Tensor, values: Tensor) -> PromptSlots:
         """Make a layer's slots for requests whose columns begin at `firsts`, in their pages of that layer."""
         pool = self.pools[layer]
         assert pool is not None
-        return first_prompt(keys, values, pool, self._divide(self.now[layer], firsts, keys.shape[1]))
+        return first_prompt(keys, values, pool, self._divide_pages(self.now[layer], firsts, keys.shape[1]))
 
-    def _divide(self, now: Sequence[Scheduled], firsts: list[int], heads: int) -> Strips:
+    def _divide_pages(self, now: Sequence[Scheduled], firsts: list[int], heads: int) -> Strips:
         """Divide the pages of requests, once for all layers that have the same ones."""
         for told, those, strips in self.divided:
             if told is now and those is firsts:
@@ -152,7 +152,7 @@ class Requests:
                 del self.reading[one]
             self.rows[self.own[name]].parts.append(rows)
 
-    def _forget(self, name: str) -> None:
-        """Drop an ended request, whose first page is a new one's."""
+    def _drop_ended(self, name: str) -> None:
+        """Drop the request that had this first page: a new one begins there, so it has ended."""
         self.reading.pop(name, None)
         self.rows[self.own.pop(name, 0)].drop(name)
