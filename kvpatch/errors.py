@@ -23,8 +23,8 @@ def suggest(name: object, known: Iterable[str]) -> str:
 
 def find_nearest(name: object, known: Iterable[str]) -> str | None:
     """Return the nearest of `known`, or None if none is near."""
-    names = {_plain(one): one for one in known}
-    near = difflib.get_close_matches(_plain(str(name)), names, n=1)
+    names = {_normalize_name(one): one for one in known}
+    near = difflib.get_close_matches(_normalize_name(str(name)), names, n=1)
     return names[near[0]] if near else None
 
 
@@ -38,8 +38,8 @@ def match_name(name: object, known: Iterable[str]) -> str | None:
     if not isinstance(name, str):
         return None
     names = list(known)
-    return name if name in names else {_plain(one): one for one in names}.get(_plain(name))
+    return name if name in names else {_normalize_name(one): one for one in names}.get(_normalize_name(name))
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[-_\s]", "", name).casefold()

@@ -72,7 +72,7 @@ def format_budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
 
 
 def format_sized(given: str, schedule: str, answers: int, name: str, ks: Sequence[Any]) -> str:
-    """Return the budget, with the size in bytes that it was given as, if it was, and what is held beside that.
+    """Format the budget in tokens, behind its size in bytes if it was given as one, and answers that are kept beside it.
 
     answers: bytes of generated tokens that are kept beside it.
     """
@@ -96,7 +96,7 @@ def _format_budget(k: Any) -> str:
 
 
 def format_held(nbytes: int, full: int, peak: int) -> str:
-    """Return the bytes of a cache, their share of a full cache's, those of free slots beyond it, and the most at any time."""
+    """Format a cache's bytes, their share of a full cache's, the bytes of free slots, and the peak."""
     ahead = max(nbytes - full, 0) if full else 0
     share = f"{(nbytes - ahead) / full:.0%}" if full else "nothing read"
     beside = f", and {format_size(ahead)} in free slots for coming tokens" if ahead else ""

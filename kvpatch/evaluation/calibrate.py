@@ -79,7 +79,7 @@ def teacher_of(tokenizer: Any, chunk: int, name: str = "kvzip_plus") -> Policy:
 
 @dataclass(frozen=True)
 class _Rotations:
-    """The rotation of a layer, and what undoes it."""
+    """The rotation of a layer's keys, with the adapter and table by which it is undone."""
 
     rotation: Rotation
     adapter: BoundAdapter
@@ -105,7 +105,7 @@ class _Rotations:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Parts of a layer that tell what its sums mean.
+    """Parts of a layer by which a calibration reads its queries and sums.
 
     Attributes:
         turning: its rotation; None as in _Rotations.of.
@@ -135,7 +135,7 @@ class _Parts:
         return Sample(q_HGQD, area_HT, turning.rotation, plain[0].view(q_HGQD.shape))
 
     def _measure_areas(self, layer: SlotLayer, group: int) -> Tensor | None:
-        """Return the sums "area" [H,T] of a piece of text, in its order, each times its value's length as it is given out."""
+        """Return each token's "area" sum [H,T] times the norm of its projected value; None if the projection is not known."""
         if not self.bound.adapter.projects:
             return None
         v_BHTD = layer.view()[1]

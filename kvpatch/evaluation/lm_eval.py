@@ -99,7 +99,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         self.patch: Patch = patch(self.model, chosen, k, **how)
 
     @property
-    def _evicts(self) -> bool:
+    def _may_evict(self) -> bool:
         return self.patch.settings.acts
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -125,7 +125,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         said = {"policy": settings.policy.name, "k": different, "block": settings.block}
         for task, found in self._tasks.items():
             line = f"[kvpatch] {task}: the budget acted in {found['acted']} of its passes ({found['requests']} requests)"
-            none = self._evicts and found["acted"] == "none"
+            none = self._may_evict and found["acted"] == "none"
             eval_logger.log(30 if none else 20, line + (": give block=, fewer tokens than a request has" if none else ""))
         return {**super().get_model_info(), "kvpatch": {**said, "tasks": self._tasks}}
 
@@ -150,7 +150,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Score requests with a padding mask; requests that padding makes equal go to different calls."""
-        if not self._evicts or self.patch.settings.block is None:
+        if not self._may_evict or self.patch.settings.block is None:
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
         texts = [(*context, *continuation)[-(self.max_length + 1) : -1] for _, context, continuation in requests]
         lengths: dict[tuple[int, ...], list[int]] = defaultdict(list)

@@ -137,7 +137,7 @@ class _Masked:
         return (hidden,), call
 
     def _of_pass(self, own: Tensor | None, Q: int) -> Tensor:
-        """Return what the next Q queries see of the keys that their layer has; a cache may hold a sliding window alone."""
+        """Return the mask of the pass's Q queries over the keys that the module's cache has, perhaps a window's alone."""
         start, self.read = self.read, self.read + Q
         keys = own.shape[-1] if own is not None else self.window if Q == 1 else None
         return self.seen[:, :, start : self.read, : self.read][..., -(keys or 0) :]

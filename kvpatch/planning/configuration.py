@@ -47,7 +47,7 @@ class Layer:
 
 
 def refusing_values(read: Callable[..., Read]) -> Callable[..., Read]:
-    """Wrap a function of a Configuration: what fails on a value that its file should not have is refused in words."""
+    """Wrap a reader of a Configuration: errors from a bad value in config.json become a KVPatchError that names the file."""
 
     @functools.wraps(read)
     def read_or_refuse(config: Configuration, *told: object) -> Read:
@@ -124,7 +124,7 @@ class Configuration:
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def need(self, *names: str) -> int:
-        """Return the first of these numbers that is there. Raises KVPatchError if none is."""
+        """Return the value of the first of these names that config.json has. Raises KVPatchError if it is no count."""
         value = self.get(*names)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise KVPatchError(
@@ -173,12 +173,12 @@ class Configuration:
 
     @refusing_values
     def read_shape(self) -> Shape:
-        """Return what it says of the cache. Raises KVPatchError if it does not say enough."""
+        """Return the layers, states and positions that give the cache's size. Raises KVPatchError if they are missing."""
         kinds, windows = self._list_kinds(), self._list_windows()
         borrowed = self.get("num_kv_shared_layers") or 0
         own = len(kinds) - borrowed
         rows = list(enumerate(zip(kinds, windows, strict=True)))[:own]
-        layers = [self._configure(index, window)._layer(window) for index, (kind, window) in rows if _attends(kind)]
+        layers = [self._read_layer(index, window)._make_layer(window) for index, (kind, window) in rows if _is_attention(kind)]
         layers *= 2 if self.kind == "longcat_flash" and not self.get("num_hidden_layers") else 1
         states = sum(kind in _STATES or kind.startswith("hybrid") for kind in kinds)
         if not layers:
@@ -193,8 +193,8 @@ class Configuration:
     def _has_alibi(self) -> bool:
         return self.kind in ("bloom", "mpt") or bool(self.get("alibi"))
 
-    def _configure(self, index: int, window: int | None) -> Configuration:
-        """Return the configuration with what one layer has of its own; older files of Gemma 4, and MiMo's, do not list it."""
+    def _read_layer(self, index: int, window: int | None) -> Configuration:
+        """Return the configuration of one layer; older files of Gemma 4, and MiMo's, do not list its own values."""
         own = (self.get("per_layer_config") or {}).get(str(index), {})
         if self.kind == "gemma4_text" and window is None and not own:
             heads = self.get("num_global_key_value_heads") if self.get("attention_k_eq_v") else None
@@ -205,7 +205,7 @@ class Configuration:
         layer.values = {**self.values, **own}
         return layer
 
-    def _layer(self, window: int | None) -> Layer:
+    def _make_layer(self, window: int | None) -> Layer:
         rank, rotary = self.get("kv_lora_rank"), self.get("qk_rope_head_dim")
         if rank and rotary:
             return Layer(1, rank + rotary, rank, window, latent=True)
@@ -255,5 +255,5 @@ class Configuration:
         return [window if self.kind in _ALL_SLIDE else None] * n
 
 
-def _attends(kind: str) -> bool:
+def _is_attention(kind: str) -> bool:
     return kind not in _STATES and kind not in _WITHOUT

@@ -48,16 +48,19 @@ class Counter:
         """Count the bytes that the cache of one text takes: a prompt of so many tokens and `new` generated ones."""
         held = allocated = 0
         for layer, holding in zip(self.layers, self.hold(prompt, new), strict=True):
-            entry, fixed = self._entry(layer, self.bits), layer.heads * count_centre_bytes(self.bits, layer.key, self.itemsize)
+            entry, fixed = (
+                self._count_entry(layer, self.bits),
+                layer.heads * count_centre_bytes(self.bits, layer.key, self.itemsize),
+            )
             held += sum(holding.heads) * entry + fixed
             allocated += layer.heads * holding.slots * entry + fixed
-        whole = [layer.heads * prompt * self._entry(layer, FULL) for layer in self.layers]
+        whole = [layer.heads * prompt * self._count_entry(layer, FULL) for layer in self.layers]
         # layers that share one budget all hold the whole prompt until the last has read it; otherwise each evicts before
         # the next one reads, so that one at a time holds it
         peak = sum(whole) if self.shares_budget else allocated + max(whole)
         return Bytes(held, allocated, max(peak, allocated))
 
-    def _entry(self, layer: Layer, bits: int) -> int:
+    def _count_entry(self, layer: Layer, bits: int) -> int:
         return count_entry_bytes(bits, layer.key, layer.value, self.itemsize, layer.latent)
 
 
@@ -86,7 +89,7 @@ def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, it
 
 
 def find_most(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number up to `limit` that fits, 0 if not even 1 does; whatever is smaller than one that fits fits."""
+    """Find by bisection the largest number up to `limit` that fits; 0 if not even 1 does."""
     low, high = 0, min(limit, MAX_POSITION)
     while low < high:
         middle = (low + high + 1) // 2

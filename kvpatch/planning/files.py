@@ -21,7 +21,7 @@ def find_configuration(name: str, revision: str | None = None) -> Configuration:
         return Configuration.read(folder / CONFIG, name)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise KVPatchError(f"There is no folder {name}: name a folder with a config.json, or a model on the hub.")
-    return Configuration.read(_download(name, CONFIG, revision), name)
+    return Configuration.read(_download_file(name, CONFIG, revision), name)
 
 
 def find_weights(name: str, revision: str | None = None) -> Weights | None:
@@ -30,7 +30,7 @@ def find_weights(name: str, revision: str | None = None) -> Weights | None:
     if folder.is_dir():
         return read_weights(folder)
     try:
-        return read_weights(_download(name, INDEX, revision).parent)
+        return read_weights(_download_file(name, INDEX, revision).parent)
     except KVPatchError:
         return _ask_hub(name, revision)
 
@@ -47,7 +47,7 @@ def _ask_hub(name: str, revision: str | None) -> Weights | None:
     return Weights(sum(end - begin for begin, end in ends), "the header of the hub's safetensors")
 
 
-def _download(name: str, file: str, revision: str | None) -> Path:
+def _download_file(name: str, file: str, revision: str | None) -> Path:
     """Return a small file of a model on the hub, from huggingface_hub's cache if it is there."""
     try:
         from huggingface_hub import hf_hub_download

@@ -80,7 +80,7 @@ class Plan:
         return found | {"kept": list(self.kept), "remarks": list(self.remarks)}
 
     def __str__(self) -> str:
-        lines = [write_title(self), "", *_align([("", "full cache", "under the budget"), *list_rows(self)]), ""]
+        lines = [write_title(self), "", *_align_columns([("", "full cache", "under the budget"), *list_rows(self)]), ""]
         return "\n".join([*lines, *write_remarks(self)])
 
 
@@ -129,6 +129,6 @@ def _write_tokens(fit: Fit, plan: Plan) -> str:
     return f"{fit.tokens:,}" + (", all its positions" if limited else "")
 
 
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -32,7 +32,7 @@ class Batched:
 
     @classmethod
     def cat(cls: type[Owner], parts: Sequence[Owner]) -> Owner:
-        """Concatenate the rows of several such objects; what is no tensor comes from the first."""
+        """Concatenate the rows of several objects of one class; fields that are no tensors are the first one's."""
         new = copy.copy(parts[0])
         for name, value in vars(parts[0]).items():
             if isinstance(value, Tensor):
@@ -46,7 +46,7 @@ class Batched:
 
 
 def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with `change` applied to its tensors; what has none is returned as it is."""
+    """Apply `change` to the tensors in a value, also in lists, dicts and Batched objects; return others unchanged."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Batched):

@@ -217,21 +217,21 @@ class HeadSizes(Rule):
         return str(list(self.sizes))
 
     @cached_property
-    def _each(self) -> tuple[Size, ...]:
+    def _as_sizes(self) -> tuple[Size, ...]:
         return tuple(map(Size, self.sizes))
 
     @property
     def evicts(self) -> bool:
-        return any(size.evicts for size in self._each)
+        return any(size.evicts for size in self._as_sizes)
 
     def tokens(self, n: int) -> int:
-        return min(size.tokens(n) for size in self._each)
+        return min(size.tokens(n) for size in self._as_sizes)
 
     def most(self, n: int, new: int | None = 0) -> int:
         return max(self.heads(n, len(self.sizes)))
 
     def heads(self, n: int, H: int, new: int | None = 0) -> list[int]:
-        return [size.tokens(n) if size.evicts else MAX_POSITION for size in self._each]
+        return [size.tokens(n) if size.evicts else MAX_POSITION for size in self._as_sizes]
 
     def check(self, policy: Any, heads: int) -> None:
         if len(self.sizes) != heads:
@@ -298,15 +298,17 @@ class Budget:
                 raise KVPatchError(f"k has {len(k)} entries, but the model has {n_layers} layers: give one for each.")
             layers = ((as_python(entry), f"k[{i}]") for i, entry in enumerate(k))
             per_layer = tuple([_of_layer(entry, where, bytes_per_token, fixed, beside) for entry, where in layers])
-            sizes = tuple(_size(as_python(entry)) for entry in k)
+            sizes = tuple(_find_byte_size(as_python(entry)) for entry in k)
             return cls(per_layer, sizes if any(sizes) else ())
         if isinstance(k, Rule):
             return cls((k,) * n_layers)
         one = parse_k(k)
         taken = [bound for bound in bounds if bound is not None]
         free, reserved = n_layers - len(taken), sum(taken) * bytes_per_token
-        tokens = _tokens(one, bytes_per_token * free, reserved, n_layers * fixed, beside)
-        return cls((tokens,) * n_layers, (_size(one),) * n_layers if isinstance(one, str) else (), whole=isinstance(one, str))
+        tokens = _count_tokens(one, bytes_per_token * free, reserved, n_layers * fixed, beside)
+        return cls(
+            (tokens,) * n_layers, (_find_byte_size(one),) * n_layers if isinstance(one, str) else (), whole=isinstance(one, str)
+        )
 
     def evicts(self, layer: int) -> bool:
         """Return False if nothing is ever evicted from the layer, however long the text, as under the float 1.0."""
@@ -329,7 +331,7 @@ class Budget:
         return replace(self, per_layer=self.per_layer[:count], sizes=self.sizes[:count])
 
 
-def _size(k: object) -> str:
+def _find_byte_size(k: object) -> str:
     """Return a size in bytes, "" for other budgets."""
     one = "" if is_list(k) or isinstance(k, Rule) else parse_k(k)
     return one.strip() if isinstance(one, str) else ""
@@ -342,7 +344,7 @@ def _of_layer(
     if isinstance(k, Rule):
         return k
     if not is_list(k):
-        return _tokens(parse_k(k, where), bytes_per_token, 0, fixed, beside)
+        return _count_tokens(parse_k(k, where), bytes_per_token, 0, fixed, beside)
     sizes = [parse_k(one, f"{where}[{head}]") for head, one in enumerate(k)]
     for head, one in enumerate(sizes):
         if isinstance(one, str):
@@ -355,7 +357,7 @@ def _of_layer(
     return tuple(one for one in sizes if not isinstance(one, str))
 
 
-def _tokens(k: int | float | str, bytes_per_token: int, reserved: int, fixed: int, beside: int) -> int | float:
+def _count_tokens(k: int | float | str, bytes_per_token: int, reserved: int, fixed: int, beside: int) -> int | float:
     """Return the tokens that a size in bytes holds; other budgets stay. Raises KVPatchError if it holds none."""
     if not isinstance(k, str):
         return k

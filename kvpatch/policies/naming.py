@@ -95,7 +95,7 @@ def check_policy(name: str, options: Collection[str] | None = None) -> None:
 
 
 def check_options(policy: str, options: Collection[str], known: Collection[str]) -> None:
-    """Raise KVPatchError for an option that a policy, which has those of `known`, does not have."""
+    """Raise KVPatchError for an option that is not among those that the policy has (`known`)."""
     for option in options:
         if option not in known:
             raise KVPatchError(

@@ -121,7 +121,7 @@ def _describe_result(result: object) -> str:
 
 
 def _name_missing_need(error: Exception, context: EvictionContext) -> str:
-    """Return what a missing entry of the state needs."""
+    """Return advice for a KeyError of the state: the need or the entry that the user's class must declare."""
     if not isinstance(error, KeyError) or not error.args:
         return ""
     name, has = error.args[0], ", ".join(map(repr, context.state)) or "nothing"

@@ -101,7 +101,7 @@ class _Looks:
         v_BHTD = v_BHTD.to(accumulator(v_BHTD.dtype))
         found = [
             layer.attend_behind(asked.q_BHGWD[:, :, :, some], k_BHTD, v_BHTD, asked.positions_BW[:, some], stays_BHT)
-            for some in _split(W, B * H * G * k_BHTD.shape[2], v_BHTD)
+            for some in _split_blocks(W, B * H * G * k_BHTD.shape[2], v_BHTD)
         ]
         out, lse = (torch.cat(parts, 3) for parts in zip(*found, strict=True))
         return cls(out.flatten(2, 3), lse, asked, kept.gather(k_BHTD), kept, layer)
@@ -109,13 +109,13 @@ class _Looks:
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield which of the kept tokens, and the attention [B,H,N,M] that they get, were the kept ones all."""
         kept, asked = self.kept, self.asked
-        for some in _split(kept.index_BHK.shape[2], self.lse_BHGW.numel(), self.out_BHND):
+        for some in _split_blocks(kept.index_BHK.shape[2], self.lse_BHGW.numel(), self.out_BHND):
             index, real = kept.index_BHK[:, :, some], kept.real_BHK[:, :, None, None, some]
             x = self.layer.weigh_behind(asked.q_BHGWD, self.k_BHKD[:, :, some], asked.positions_BW, index, self.lse_BHGW)
             yield some, x.masked_fill(~real, 0.0).flatten(2, 3)
 
 
-def _split(count: int, each: int, like: Tensor) -> Iterator[slice]:
+def _split_blocks(count: int, each: int, like: Tensor) -> Iterator[slice]:
     """Split so many rows or columns of `each` numbers into blocks of a bounded size."""
     size = max((_CPU_BLOCK if like.device.type == "cpu" else _DEVICE_BLOCK) // each, 1)
     return (slice(at, at + size) for at in range(0, count, size))

@@ -33,7 +33,7 @@ def advance_waits(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int
 
 
 def list_moves(gone_BHM: Tensor, used: int) -> tuple[Tensor, Tensor]:
-    """Return columns [B,H,M] and the columns to move into them, so that the first `used` - M hold all tokens but those at gone.
+    """Return columns to fill and columns to move there, [B,H,M] each: the first `used` - M then hold all tokens that stay.
 
     gone_BHM: columns of the tokens to evict, all different within a head. Columns that stay empty are moved among themselves.
     """

@@ -92,7 +92,7 @@ class Score:
         return k
 
     def unit(self, group: int) -> int:
-        """Return what `value` has to be divided by: G where sums over a group are not means, which ranks tokens alike."""
+        """Return the divisor that makes `value` a mean over the group of query heads: G if it is a sum, else 1."""
         return 1
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ def find_oldest(window: int, t: Place) -> Place:
 
 
 def keep_in_window(seen: Tensor, window: int | None, at: Tensor, rows: Tensor) -> Tensor:
-    """Return `seen` without tokens at positions `at` that the window of queries at `rows` leaves out; None is no window."""
+    """Return `seen`, False also for tokens at positions `at` before the sliding window of queries at positions `rows`."""
     return seen if window is None else seen & (at >= find_oldest(window, rows))
 
 

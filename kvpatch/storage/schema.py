@@ -138,7 +138,7 @@ class _Layer:
         self._check_state(left, dtype, C, mode.evicts)
 
     def _find_mode(self, described: object) -> type[Mode]:
-        """Return the mode of the layer, one that its policy brings about."""
+        """Return the class of the mode that a file names for a layer. Raises InvalidError if its policy cannot lead to it."""
         name = described.get("mode") if isinstance(described, dict) else None
         may: tuple[type[Mode], ...] = (Reading,)
         if self.ended:

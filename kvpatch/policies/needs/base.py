@@ -202,7 +202,7 @@ class Need(Generic[View]):
 
     @property
     def kernels(self) -> tuple[tuple[str, str | None], ...]:
-        """Name of what it makes of attention, and the kernels' name of the same or None; empty if they need not compute it."""
+        """Statistics that a pass must compute, each with the kernels' name for it, None if no kernel can; else empty."""
         return () if self.rows == "none" else ((type(self).__name__, None),)
 
     @property
@@ -237,7 +237,7 @@ class Need(Generic[View]):
         """Read a decode step. One that reads attention (`rows`) is left out where steps evict nothing."""
 
     def view(self, context: EvictionContext) -> View:
-        """Return what `value` or `mask` gets from context.view(this class)."""
+        """Return the object that a score or scope gets from context.view(this class), such as statistics or queries."""
         raise NotImplementedError(f"{type(self).__name__} has no view")
 
     def end(self, layer: LayerRead, state: dict[str, Tensor], evicts: bool) -> None:

@@ -56,7 +56,7 @@ class WindowAttention(Need[Tensor]):
         if (earlier := layer.notes.pop(self.name, None)) is not None:
             # the log-sum-exp of earlier rows was not kept
             q_BHGQD, rows_BW, lse = torch.cat([earlier.q_BHGWD, q_BHGQD], 3), torch.cat([earlier.rows_BW, rows_BW], 1), None
-        once, W = prompt.once if earlier is None else _make, min(self.width, rows_BW.shape[1])
+        once, W = prompt.once if earlier is None else _make_now, min(self.width, rows_BW.shape[1])
         # the newest rows of each text, wherever its padding lies
         index_BW = once(f"columns of {W} rows", lambda: rows_BW.topk(W, dim=1).indices.sort(1).values)
         q_BHGWD, lse = pick_rows(q_BHGQD, lse, index_BW)
@@ -85,7 +85,7 @@ class WindowAttention(Need[Tensor]):
         return context.state["observed"]
 
 
-def _make(name: str, make: Callable[[], Tensor]) -> Tensor:
+def _make_now(name: str, make: Callable[[], Tensor]) -> Tensor:
     return make()
 
 
