@@ -97,7 +97,7 @@ def _find_judged(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: E
 def _judge_rows(
     model: nn.Module, decoder: nn.Module, twin: nn.Module, attentions: list[nn.Module]
 ) -> InterfaceAdapter | KVPatchError:
-    """Return the first row that passes, or the error that names the plain one's first failure or what stopped a trial."""
+    """Return the first derived row under which the twin passes its checks; else the error that the user reads."""
     failures = list[tuple[str, str]]()
     # what the attributes of a module do not tell: positions by the padding mask, a window that is in the mask alone, queries
     # that are scaled before attention

@@ -59,7 +59,7 @@ def _may_take_cache(attn: nn.Module) -> bool:
 
 
 def _text_part(model: nn.Module) -> nn.Module:
-    """Return the part that generates text, without what reads images and sounds for it."""
+    """Return the decoder that generates text, without the encoders of images and sounds in front of it."""
     part = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     return part if isinstance(part, nn.Module) else model
 
@@ -77,7 +77,7 @@ def _is_lone_decoder(model: nn.Module, cross_attention: nn.Module) -> bool:
 
 
 def home_of(code: Any) -> str:
-    """Return the package of a class or of the code that a function runs, whatever name it has from what it wraps."""
+    """Return the package in which the code of a class or function stands; functools.wraps may have given it another's name."""
     if isinstance(code, functools.partial):
         return home_of(code.func)
     own = getattr(getattr(code, "__func__", code), "__globals__", {}).get("__name__")

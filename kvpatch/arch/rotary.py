@@ -21,7 +21,7 @@ def switch_length(model: nn.Module) -> int | None:
 
 
 def _list_switches(rotary: Any) -> list[int]:
-    """Return such lengths of a module with rotary tables, by kind of layer where those have tables of their own."""
+    """Return the text lengths from which a module's rotary tables change, one for each kind of layer that has its own table."""
     kinds, config = vars(rotary).get("rope_type"), vars(rotary).get("config")
     asked = getattr(config, "rope_parameters", None) or {}
     one_kind = not isinstance(kinds, dict)

@@ -67,7 +67,7 @@ def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
 
 
 def kind_of(attn: nn.Module) -> tuple[Any, ...]:
-    """Return what tells kinds of attention layers apart: the class, and attributes that are flags, texts or None."""
+    """Return a key that layers of one kind share: the class, and attributes that are flags, texts or None."""
     flags = ((name, value) for name, value in vars(attn).items() if value is None or isinstance(value, bool | str))
     return type(attn), *sorted((one for one in flags if one[0] != "training" and not one[0].startswith("_")), key=str)
 
@@ -141,7 +141,7 @@ def _count_kinds(own: dict[str, Any], layers: int) -> int:
 
 
 def _with_readers(own: dict[str, Any], layers: int) -> list[int]:
-    """Return layers of each kind, among those with keys and among the last ones, which use others'; [] for other classes."""
+    """Return one layer of each kind with keys, and of each that uses another layer's (the last ones); [] if all have keys."""
     if _READERS not in own:
         return []
     first = layers - own[_READERS]

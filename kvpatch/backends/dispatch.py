@@ -83,7 +83,7 @@ class Choice:
         return self.ran[task][0]
 
     def instead(self, task: Task, case: Case, name: str, why: str) -> str:
-        """Choose and record who serves a call that the chosen backend `name` cannot take after all, for a reason `why`."""
+        """Choose another backend for a case that `name` was chosen for and has refused; record both and the reason `why`."""
         self.ran[task] = self._choose_backend(task, case, {name: why})
         return self.ran[task][0]
 

@@ -70,7 +70,7 @@ class Keys:
         return all(codec.exact for codec in self.codecs)
 
     def columns(self, start: int, stop: int) -> Keys:
-        """Return the keys in columns [start, stop), as those before other rows' own."""
+        """Return the keys in columns [start, stop) as past keys, all of which are older than the queries."""
         at = slice(start, stop)
         k, v, positions = (t[:, :, at] for t in (self.k_BHTD, self.v_BHTD, self.positions_BHT))
         return replace(self, k_BHTD=k, v_BHTD=v, positions_BHT=positions, past=stop - start)
@@ -127,7 +127,7 @@ class Geometry:
 
     @property
     def chunk(self) -> Chunk | None:
-        """Return the window if it is one that begins anew."""
+        """Return the window if it is cut in chunks (Llama 4), else None."""
         return self.sliding if isinstance(self.sliding, Chunk) else None
 
     @property
@@ -137,7 +137,7 @@ class Geometry:
 
     @property
     def special(self) -> tuple[Special, ...]:
-        """Return the names of what the layer has that few kernels compute."""
+        """Return the layer's features that only some kernels compute: a cap of logits, sinks, coarse ALiBi, chunks."""
         own = (self.softcap, self.sinks_HG, self.coarse, self.chunk)
         return tuple(name for name, value in zip(SPECIAL, own, strict=True) if value is not None)
 

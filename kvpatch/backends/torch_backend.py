@@ -258,7 +258,7 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
 
 
 def _find_alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geometry) -> Tensor:
-    """Return ALiBi of keys at `positions`, less what a key at `origin` gets; the softmax depends on differences alone."""
+    """Return the ALiBi bias of keys at `positions` relative to a key at `origin`: the softmax depends on differences alone."""
     if geometry.coarse is None:
         return slopes * (positions - origin)
     rounded = (slopes / geometry.coarse).bfloat16()
@@ -410,7 +410,7 @@ def _clear_smallest(p_NGRM: Tensor) -> None:
 def _multiply_rows(
     a_NLK: Tensor, b_NKM: Tensor, parts: int, out_NLM: Tensor, scale: float = 1.0, minus: bool = False
 ) -> Tensor:
-    """Write the scaled products to `out_NLM`, less what is there if minus. Of N = 1, `parts` blocks of rows are a batch.
+    """Write scale * a @ b to `out_NLM`, less its old contents if `minus`. parts: of N = 1, blocks of rows that form a batch.
 
     The CPU's library gives each matrix of a batch to a thread of its own, and shares out a single one less well.
     """

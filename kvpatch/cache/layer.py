@@ -268,7 +268,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             rows.index_copy_(0, self.free_slots(), tensor.reshape(-1, *rows.shape[1:]))
 
     def make_blanks(self, tokens: int = 1) -> dict[str, Tensor]:
-        """Return zeros of new tokens for what few tokens have: they may get the slots of such."""
+        """Return zeros for new tokens of state that only some have (such as `protect=`): a slot may hold an evicted one's."""
         own = [one.name for one in OWN_STATE if one.blank and one.name in self.state]
         return {name: self.state[name].new_zeros(*self.positions.shape[:2], tokens) for name in own}
 
@@ -303,7 +303,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return *self.kv.view(T), self.positions[:, :, :T]
 
     def outline_view(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `view` does, with any contents of keys and values."""
+        """Return tensors of the shapes and positions of `view`, without unpacking keys and values."""
         return *self.kv.outline_view(self.used), self.positions[:, :, : self.used]
 
     def state_view(self) -> dict[str, Tensor]:

@@ -128,7 +128,7 @@ class LosslessCache(Unpicklable, Cache):
         self.pending_ids, self.drafts.running.lender = [], None
 
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Write a layer's new entries; return those of the earlier tokens, where the layer computes, and their positions."""
+        """Store a layer's new entries; return keys, values and positions of all earlier tokens, on the layer's device."""
         own, device = self.whole[layer], k_1HQD.device
         rows_TE = None
         if own.length:
@@ -229,7 +229,7 @@ class LosslessCache(Unpicklable, Cache):
         return any(tokens(layer, left) < tokens(layer, self.budgeted) for layer in range(self.settings.n_layers))
 
     def go_back(self, ids: Sequence[int]) -> None:
-        """Take back what a text does not begin with, and its last token, so that there is something to read."""
+        """Crop the cache to what it has in common with a text, less the text's last token, which a pass must read."""
         pairs = zip(self.ids, ids[:-1], strict=False)
         common = next((i for i, (own, its) in enumerate(pairs) if own != its), min(len(self.ids), len(ids) - 1))
         if common < max(self.edited, 1):

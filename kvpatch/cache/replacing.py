@@ -78,7 +78,7 @@ def _check_place(cache: TextState, start: int, stop: int) -> None:
 
 
 def _check_rows(cache: TextState, opened: int) -> None:
-    """Raise KVPatchError where positions of the text are not those that the model is told, or windows have moved on."""
+    """Raise KVPatchError for caches in which replace() would use wrong positions, or a window has dropped tokens it needs."""
     if cache.ids.offset:
         raise KVPatchError("replace() in a text with images, behind which positions count otherwise: read the text anew.")
     if not cache.turns.count:
@@ -121,7 +121,7 @@ def _check_reread(reread: object) -> None:
 
 
 def open_positions(cache: TextState, at: int, count: int) -> None:
-    """Move what stands at `at` and behind it by `count` positions, in each row; renumbered keys are cached without theirs."""
+    """Shift the tokens from position `at` on by `count`, in every row. Only renumbered keys can move: they are unrotated."""
     with cache.changing("replace()"):
         cache.drop_stack()
         seen = cache.seen

@@ -243,7 +243,7 @@ def _describe_policy(policy: Policy) -> dict[str, Any]:
 
 
 def _simplify_option(value: object) -> object:
-    """Return what JSON has no form of as it has one: numbers of a tensor or an array, of anything else its text."""
+    """Return an option's value as JSON can hold it: tensors and arrays as numbers, anything else as its repr."""
     if isinstance(value, Calibration):
         return value.digest
     plain = as_python(value)

@@ -58,7 +58,7 @@ class Slots(ABC):
         self.values = value.within(self.keys) if isinstance(value, Latent) else tensors[1]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return keys and values after `change` of what is stored."""
+        """Apply `change` to the stored keys and values; latent attention stores only keys, and returns them twice."""
         changed = tuple(map(change, self.stored))
         return changed[0], changed[-1]
 

@@ -92,14 +92,14 @@ def continuous_batching(state: PatchState, decoder: str, own: OwnMethod) -> Call
 
 
 def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
-    """Return how many positions a request may have, and what to say of it."""
+    """Return the most positions of a request, None if unlimited, and the sentence for requests that need more."""
     own = None if state.settings.renumbered else position_limit(model.config.get_text_config())
     own, switch = state.max_positions or own, switch_length(model)
     return (own, HAS) if switch is None or (own is not None and own <= switch) else (switch, ALIKE)
 
 
 def _find_prefix(decoder: nn.Module, prefixes: Prefixes, ids: Sequence[int]) -> Prefix | None:
-    """Return the longest prefix that a text begins with; a copy of the patched model takes what it would have read alike."""
+    """Return the longest prefix that a text begins with; None if a model has read it that computes otherwise than this one."""
     found = prefixes.longest(ids)
     own = found is None or found.read_by is None or found.read_by.decoder() is decoder or _is_read_alike(decoder, found)
     return found if own else None

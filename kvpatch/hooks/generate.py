@@ -143,7 +143,7 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
 
 
 def _begin_uncalled(cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState) -> None:
-    """Tell a cache what `wrap_generate` would have told it; valid as long as generate()'s configuration exists."""
+    """Set a cache's prompt and limit where generate() was not called through the patch; it ends when `config` is freed."""
     mask = model_kwargs.get("attention_mask")
     columns = mask_columns(config) if mask is None else mask.shape[1]
     if getattr(config, "is_assistant", False):

@@ -135,7 +135,7 @@ def _take_inputs(inputs: Mapping[str, Any]) -> dict[str, Tensor] | None:
 
 
 def describe_model(model: nn.Module, device: torch.device, changing: Mapping[str, object]) -> object:
-    """Describe what a captured step takes for constant of a model; None if a graph would leave out what its code does.
+    """Describe all of a model that a captured step takes for constant; None if a graph would skip code that must run each step.
 
     changing: names of attributes that passes change themselves.
     """

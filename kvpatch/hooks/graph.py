@@ -73,7 +73,7 @@ class _Captured:
         return self.owner() is cache and all(holder[name] is tensor for (holder, name), tensor in pairs)
 
     def take_in(self, cache: EvictingCache) -> None:
-        """Copy a cache into the memory of the graph, where it lives from now on; whoever lived there gets memory of its own."""
+        """Move a cache's tensors into the graph's memory; the cache that used it before gets copies of its own."""
         before = self.owner()
         if before is not None and before is not cache:
             before.drop_stack(due=before.stacked)

@@ -52,7 +52,7 @@ def refuse_misspelt_arguments(known: Sequence[str], options: dict[str, Any], arg
 
 
 def _as_k(name: str, value: object) -> str:
-    """Return what to type for another library's budget; an empty string if its value is none."""
+    """Return the advice to write k= for another library's option of a budget; "" if its value is no budget."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     if name == "compression_ratio":
@@ -149,7 +149,7 @@ def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
 
 
 def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
-    """Let rows of nothing but padding be read like tokens, for a pass whose cache ends with it.
+    """Mark rows of padding alone as tokens, in the mask of a pass that keeps no cache.
 
     Nobody reads their outputs, and no label counts them: the unpatched model computes some too.
     """

@@ -124,7 +124,7 @@ def check_room(reader: nn.Module, tokens_1N: Tensor, cache: LosslessCache, state
 
 
 def end_pass(output: Any, cache: LosslessCache) -> Any:
-    """End a pass, and put the lossless cache in the place of the one that has read the prompt for it."""
+    """End a pass over a lossless cache, and put this into the output where the budgeted cache (`drafts`) stands."""
     cache.end()
     if isinstance(output, tuple):
         return tuple(cache if one is cache.drafts else one for one in output)
@@ -220,7 +220,7 @@ def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
 
 
 class CriteriaBehindPrompt(StoppingCriteriaList):
-    """Criteria of what is generated: older loops of transformers ask them of the prompt, too, where nothing is drafted."""
+    """Stopping criteria that never stop at the prompt, of which older transformers ask them where nothing is drafted."""
 
     def __init__(self, criteria: StoppingCriteriaList, prompt: int) -> None:
         super().__init__(criteria)

@@ -21,7 +21,7 @@ def has_offsets(model: nn.Module | None) -> bool:
 
 
 def note_offsets(model: nn.Module, cache: EvictingCache, B: int, device: torch.device) -> None:
-    """Note the offsets [B,1] of the text that a cache goes on with. model: that keeps them, as they are for this pass."""
+    """Copy the model's offsets [B,1] of this pass (its `rope_deltas`) to the cache, whose later passes need them."""
     if not has_offsets(model):
         return
     given = vars(model)[NAME]
@@ -38,13 +38,13 @@ def clear_offsets(model: nn.Module | None, cache: EvictingCache) -> None:
 
 
 def forget_offsets(model: Any) -> None:
-    """Let a model that begins a text of ids find its offsets anew: of one without images it would keep those of the last."""
+    """Clear the model's offsets before a new text: one without images would be given those of the last."""
     if has_offsets(model):
         model.rope_deltas = None
 
 
 def give_back_offsets(model: nn.Module, cache: EvictingCache, B: int | None) -> None:
-    """Give a model, or the modules of it that keep them, the offsets of a cache's text. B: rows of what is read next."""
+    """Set the offsets of a cache's text on the model or on the modules that keep them. B: rows of the next pass."""
     own = cache.ids.offsets_B1
     if own is None or not cache.get_seq_length():
         return

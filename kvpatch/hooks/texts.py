@@ -114,7 +114,7 @@ def _check_ids(ids_BT: Tensor, known_BT: Tensor) -> None:
 
 
 def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
-    """Return what is given for each row of the cache: a text's row is given once for all its beams."""
+    """Repeat a given row for each of its beams in the cache; None if the numbers of rows do not fit."""
     each = len(known_BT) // len(given_BT)
     if len(known_BT) == 1:
         return given_BT  # of a prefix, which all rows begin with

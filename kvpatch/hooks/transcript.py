@@ -92,7 +92,7 @@ class Template:
         return count_common(text, once)
 
     def rewrite(self, messages: list[Message], index: int, content: str, read: Transcript) -> tuple[str, list[int]] | None:
-        """Return what was read, with another content of one message, and the ids of that message with its header.
+        """Replace one message's content: return the text that was read with it, and the new message's ids with its header.
 
         None: the template writes other messages differently then.
         """
@@ -113,7 +113,7 @@ class Template:
             return ""
 
     def tokenize(self, rendered: Rendered, read: Transcript) -> tuple[list[int], list[int]]:
-        """Return the ids of what is not read, and where in them each message begins that was not read."""
+        """Return the token ids behind the text that was read, and the index in them at which each unread message begins."""
         known = len(read.text)
         begins = [max(one - known, 0) for one in rendered.begins[len(read.starts) :]]
         unread = rendered.text[known:]
@@ -133,7 +133,7 @@ def count_common(one: str, other: str) -> int:
 
 
 def find_dropped(read: str, text: str, pieces: list[str]) -> tuple[tuple[int, int], str] | None:
-    """Find the tokens without which what was read is the beginning of a text: their span, and what is left of what was read.
+    """Find the tokens to forget so that the text that was read begins `text`: their span, and the text that is left.
 
     pieces: of the newest answer, token by token; only these are looked at. None: there is no such span.
     """
