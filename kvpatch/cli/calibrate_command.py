@@ -13,9 +13,9 @@ import typer
 from ..errors import KVPatchError
 from . import options as given
 from .catalogue import check_choice
-from .loading import Source, fit
+from .loading import Source, fit_prompt
 from .options import TextFile, find_model_and_text
-from .output import console, print_json, progress, short_errors
+from .output import make_console, make_progress_bar, print_json, short_errors
 
 _TEACHERS = ("kvzip_plus", "kvzip")
 _Length = Annotated[int, typer.Option(min=2, help="Tokens that are read at a time.")]
@@ -93,7 +93,7 @@ def _measure_text(
     teacher = None if learn_from is None else teacher_of(tokenizer, length, learn_from)
     ids = tokenizer(content, return_tensors="pt").input_ids.long()[:, :tokens]
     pieces = _cut_text(loaded, ids, length, teacher)
-    with progress(console(stderr=True)) as bar:
+    with make_progress_bar(make_console(stderr=True)) as bar:
         task = bar.add_task("calibrating" if teacher is None else "learning", total=len(pieces))
         calibration = measure(loaded, pieces, lambda: bar.advance(task), teacher)
     save_calibration(calibration, out)
@@ -114,4 +114,4 @@ def _cut_text(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
         length = min(length, (limit - teacher.needs.find(Rereading).longest(0)) // 2)
         if length <= teacher.scope.sinks:
             raise KVPatchError(f"The model has {limit} positions, too few to read a text twice: use another policy.")
-    return [fit(model, piece, 1)[0] for piece in ids.split(length, 1)]
+    return [fit_prompt(model, piece, 1)[0] for piece in ids.split(length, 1)]

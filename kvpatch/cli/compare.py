@@ -21,7 +21,7 @@ from . import compare_view as view
 from .compare_text import ComparedText, read_text
 from .loading import Source, parse_k
 from .options import read_calibration
-from .output import console, note, print_json, progress, waiting
+from .output import make_console, make_progress_bar, print_json, print_note, print_waiting
 
 SETTINGS = "settings.json"
 """Name of the file of the advised settings, in the folder of the pictures."""
@@ -79,7 +79,7 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], own: str
         KVPatchError: as `read_text`, or a file cannot be written.
     """
     model, tokenizer = source.model(), source.tokenizer()
-    out = console(stderr=asked.json)
+    out = make_console(stderr=asked.json)
     texts, results = dict[str, ComparedText](), []
     for file, prompt in prompts.items():  # all of them first, since measuring takes minutes
         try:
@@ -88,12 +88,12 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], own: str
             raise KVPatchError(f"{file}: {error}" if len(prompts) > 1 else str(error)) from error
     for number, (file, text) in enumerate(texts.items()):
         for said in [*text.notes, *trained_length(source.name, text.ids_1T.shape[1])]:
-            note(said)
-        waiting(f"reading {text.n:,} tokens of {file} ...")
+            print_note(said)
+        print_waiting(f"reading {text.n:,} tokens of {file} ...")
         comparison = Comparison(model, text.ids_1T, text.n, asked.schedule, asked.seed, text.asked)
         results.append(_measure_prompt(asked, comparison, out, file, _list_facts(asked, model, source, file, own, comparison)))
         path = asked.out / ("compare.png" if len(prompts) == 1 else f"compare-{number + 1}.png")
-        plotting.save(view.picture(results[-1], asked.tolerance, f"{source.name}, {file}: {text.n:,} tokens"), path)
+        plotting.save(view.draw_picture(results[-1], asked.tolerance, f"{source.name}, {file}: {text.n:,} tokens"), path)
         out.print(f"KL against the cache's size: {path}\n")
     _show_end(out, results, asked)
 
@@ -101,14 +101,14 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], own: str
 def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOptions) -> None:
     """Print the columns' meanings, the advice over all prompts and the line to paste, and write its Settings."""
     out.print(view.LEGEND, style="dim")
-    out.print(f"\n{view.advice(results, asked.tolerance, asked.agreement)}")
-    if (setting := view.best(results, asked.tolerance, asked.agreement)) is not None:
+    out.print(f"\n{view.write_advice(results, asked.tolerance, asked.agreement)}")
+    if (setting := view.find_best(results, asked.tolerance, asked.agreement)) is not None:
         policy, k, bits = setting
         given = policy, k, asked.policies[policy], asked.schedule, asked.seed, bits
         path = asked.out / SETTINGS
         beside = ", but for the calibration" if asked.policies[policy].needs.find(Calibrated) else ""
         out.print(f"\n    {view.python_line(*given)}\n")
-        view.settings(*given).save(path)
+        view.make_settings(*given).save(path)
         out.print(f"The same settings{beside}, for kvpatch.Settings.load and --settings: {path}")
     if len(results) == 1:
         out.print("One text is one text: give several of yours before you choose.")
@@ -127,7 +127,7 @@ def _measure_prompt(
     out.print(f"{file}: a prompt of {empty.n:,} tokens, then {empty.fed:,} of {fed}; the full cache holds {size}.\n")
     out.print(lines.head)
     out.print(lines.full())
-    with progress(out) as bar:
+    with make_progress_bar(out) as bar:
         task = bar.add_task("", total=len(asked.policies) * len(asked.ks) * len(asked.bits))
 
         def on_row(row: Row) -> None:
@@ -140,7 +140,7 @@ def _measure_prompt(
             bar.update(task, description=f"{policy} k={size}")
 
         result = comparison.run(asked.policies, asked.ks, on_row, on_start, asked.bits)
-    for said in view.notes(result.rows):
+    for said in view.list_notes(result.rows):
         out.print(said)
     return result
 
@@ -193,7 +193,7 @@ def trained_length(name: str, tokens: int) -> list[str]:
 # ---- what is asked for ----
 
 
-def choose(names: str, options: dict[str, Any], new: int) -> dict[str, Policy]:
+def choose_policies(names: str, options: dict[str, Any], new: int) -> dict[str, Policy]:
     """Look up the policies of a comma-separated list, and CHANCE, and set those `options` that each has.
 
     new: number of generated tokens, for policies whose temperature depends on it.

@@ -86,7 +86,7 @@ def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: i
     return f'with kvpatch.patched(model, policy="{name}", k={size}{more}):'
 
 
-def settings(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> Settings:
+def make_settings(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> Settings:
     """Return what `python_line` writes as Settings, without a calibration, which these cannot hold."""
     options = _list_options(name, policy, schedule, seed, bits)
     options.pop("calibration", None)
@@ -113,7 +113,7 @@ def find_changes(name: str, policy: Policy) -> dict[str, Any]:
     return changed
 
 
-def notes(rows: list[Row]) -> list[str]:
+def list_notes(rows: list[Row]) -> list[str]:
     """Return a line per policy that protects more than a budget holds, and a line per reason of refusal."""
     cut: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
@@ -167,7 +167,7 @@ def _drop_useless(pooled: dict[Setting, DivergenceFigures]) -> dict[Setting, Div
     return {setting: one for setting, one in pooled.items() if setting[0] != CHANCE and one.nbytes < 1e6}
 
 
-def best(results: list[DivergenceTable], tolerance: float, agreement: float) -> Setting | None:
+def find_best(results: list[DivergenceTable], tolerance: float, agreement: float) -> Setting | None:
     """Return the setting with the fewest bytes within both limits, or that with the lowest KL if none is within them."""
     candidates = _drop_useless(_pool_figures(results))
     within = {setting: one for setting, one in candidates.items() if _is_within(one, tolerance, agreement)}
@@ -176,13 +176,13 @@ def best(results: list[DivergenceTable], tolerance: float, agreement: float) -> 
     return min(candidates, key=lambda setting: candidates[setting].kl, default=None)
 
 
-def advice(results: list[DivergenceTable], tolerance: float, agreement: float) -> str:
+def write_advice(results: list[DivergenceTable], tolerance: float, agreement: float) -> str:
     """Advise the setting with the fewest bytes within both limits on every prompt, or the one with the lowest KL.
 
     Ties go to the lower KL. Settings that hold as much as the full cache, and chance, are never advised. What was measured
     stands beside it, with chance under the same budget.
     """
-    chosen = best(results, tolerance, agreement)
+    chosen = find_best(results, tolerance, agreement)
     if chosen is None:
         return "No setting that holds less than the full cache was measured, so there is none to advise."
     pooled, several = _pool_figures(results), len(results) > 1
@@ -216,7 +216,7 @@ def _describe_setting(setting: Setting, one: DivergenceFigures, several: bool) -
     return f"{at}: {one.nbytes / 1e6:.0%} of the full cache's bytes, {kl},{least} {one.agreement:.1%} agreement"
 
 
-def picture(result: DivergenceTable, tolerance: float, title: str) -> Any:
+def draw_picture(result: DivergenceTable, tolerance: float, title: str) -> Any:
     """Draw KL against the bytes held at the end, a line per policy."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in result.rows:

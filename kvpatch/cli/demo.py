@@ -17,8 +17,7 @@ from . import demo_view as view
 from .demo_view import DemoOutcome
 from .loading import MODELS, load_model, load_tokenizer
 from .needles import TextBatch, source_file, task_needles
-from .output import console as make_console
-from .output import make_folder, print_json, progress
+from .output import make_console, make_folder, make_progress_bar, print_json
 
 POLICIES: dict[str, dict[str, Any]] = {
     "window": {},
@@ -68,7 +67,7 @@ def run(out: Path, json: bool = False) -> None:
     stages = _load_shipped(console)
     view.show_story(console, ["full", *POLICIES])
     outcomes, reports = [], {}
-    with progress(console) as bar:
+    with make_progress_bar(console) as bar:
         todo = [("full", 1.0), *((policy, k) for k in KS for policy in POLICIES)]
         task = bar.add_task("", total=len(todo))
         for policy, k in todo:
@@ -81,7 +80,7 @@ def run(out: Path, json: bool = False) -> None:
         for one in outcomes:
             print_json(one.to_dict(outcomes[0]))
     view.show(console, outcomes, reports, text)
-    plotting.save(view.picture(outcomes, reports, text), picture)
+    plotting.save(view.draw_picture(outcomes, reports, text), picture)
     console.print(f"\nLayer by layer, for k={' and '.join(map(str, KS))}: {picture}\n")
     console.print(f"{_CLOSING}\n\n{_KEYFORMER}")
 

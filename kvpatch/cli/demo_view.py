@@ -131,7 +131,7 @@ def _print_strips(console: Console, reports: Reports, text: TextBatch, width: in
         console.print(f"{policy:<14} |{line}|")
 
 
-def picture(outcomes: list[DemoOutcome], reports: Reports, text: TextBatch) -> Any:
+def draw_picture(outcomes: list[DemoOutcome], reports: Reports, text: TextBatch) -> Any:
     """Draw a column of panels per budget, a panel per policy."""
 
     def panel(one: DemoOutcome) -> plotting.Panel:

@@ -11,8 +11,8 @@ from transformers import TextStreamer
 
 from ..patching import patched
 from ..policies import Policy
-from .loading import Source, encode, fit
-from .output import note, print_json, waiting
+from .loading import Source, encode_prompt, fit_prompt
+from .output import print_json, print_note, print_waiting
 
 MARK = "---- what was kept ----"
 """Line between the text and the report."""
@@ -51,12 +51,12 @@ def run(
     model, tokenizer = source.model(), source.tokenizer()
     ids_1T, said = prompt_ids(model, tokenizer, text, raw, how.new)
     if said:
-        note(said)
+        print_note(said)
     padding = model.generation_config.pad_token_id
     streamer = None if json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     torch.manual_seed(settings["seed"])
     with patched(model, policy, k, **settings) as patch:
-        waiting(f"reading {ids_1T.shape[1]:,} tokens ...\n")
+        print_waiting(f"reading {ids_1T.shape[1]:,} tokens ...\n")
         out_1T = model.generate(
             ids_1T,
             attention_mask=torch.ones_like(ids_1T),
@@ -80,8 +80,8 @@ def prompt_ids(model: Any, tokenizer: Any, text: str, raw: bool, new: int) -> tu
         KVPatchError: as `encode`.
     """
     if raw or not getattr(tokenizer, "chat_template", None):
-        return encode(model, tokenizer, text, new)
+        return encode_prompt(model, tokenizer, text, new)
     messages = [{"role": "user", "content": text}]
     encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    waiting("the text goes through the model's chat template; --raw feeds it as it is")
-    return fit(model, encoded["input_ids"].long(), new)
+    print_waiting("the text goes through the model's chat template; --raw feeds it as it is")
+    return fit_prompt(model, encoded["input_ids"].long(), new)

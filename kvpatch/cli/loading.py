@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import KVPatchError, suggest
 from .model_class import class_of
-from .output import note, waiting
+from .output import print_note, print_waiting
 
 if TYPE_CHECKING:
     import torch
@@ -145,16 +145,16 @@ def load_model(
     check_device(device)
     check_folder(name)
     if Path(name).is_dir():
-        waiting(f"loading {name} ...")
+        print_waiting(f"loading {name} ...")
     else:
-        note(f"loading {name} from the hub ...")
+        print_note(f"loading {name} from the hub ...")
     import torch
 
     place: Any = device_map if device_map is not None else _find_device(device)
     try:
         import transformers
 
-        quiet()
+        silence_loading()
         mapped = {"device_map": place} if device_map is not None else {}
         config = transformers.AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=trust_remote_code)
         model: Any = class_of(name, config, trust_remote_code).from_pretrained(
@@ -171,7 +171,7 @@ def load_model(
         raise KVPatchError(f"The model {name} cannot be loaded: {_format_reason(error)}") from error
 
 
-def quiet() -> None:
+def silence_loading() -> None:
     """Turn off the advice of transformers and its bars of loading; the hub's bars of downloads stay on."""
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
@@ -206,7 +206,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     try:
         import transformers
 
-        quiet()
+        silence_loading()
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name, revision=revision or "main", trust_remote_code=trust_remote_code
         )
@@ -253,20 +253,20 @@ def read_prompt(name: str, given: str = "FILE") -> str:
     return text
 
 
-def encode(model: Any, tokenizer: Any, text: str, new: int) -> tuple[Tensor, str]:
+def encode_prompt(model: Any, tokenizer: Any, text: str, new: int) -> tuple[Tensor, str]:
     """Encode a prompt: token ids [1,n] that leave room for `new` tokens, and a sentence about omitted tokens, or "".
 
     Raises:
         KVPatchError: the whole prompt would be omitted, or the tokenizer belongs to another model.
     """
-    return fit(model, tokenizer(text, return_tensors="pt").input_ids.long(), new)
+    return fit_prompt(model, tokenizer(text, return_tensors="pt").input_ids.long(), new)
 
 
-def fit(model: Any, ids: Tensor, new: int) -> tuple[Tensor, str]:
-    """Shorten a prompt's token ids [1,n] from the left, as `encode` does, and move them to the model's device.
+def fit_prompt(model: Any, ids: Tensor, new: int) -> tuple[Tensor, str]:
+    """Shorten a prompt's token ids [1,n] from the left, as `encode_prompt` does, and move them to the model's device.
 
     Raises:
-        KVPatchError: as `encode`.
+        KVPatchError: as `encode_prompt`.
     """
     from ..evaluation.teacher_forcing import positions_of
 

@@ -217,7 +217,7 @@ def compare(  # noqa: PLR0913 - as above
                 check_calibration(one, options)
         from . import compare as comparing
 
-        chosen, ks = comparing.choose(policies, options, max_new_tokens), comparing.parse_budgets(texts)
+        chosen, ks = comparing.choose_policies(policies, options, max_new_tokens), comparing.parse_budgets(texts)
         asked = comparing.CompareOptions(
             chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json, raw, question, later
         )

@@ -45,28 +45,28 @@ def short_errors() -> Iterator[None]:
 def _show_warning(others: Callable[..., None]) -> Callable[..., None]:
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
         if str(message).startswith(_PREFIX):
-            note(f"kvpatch: {str(message).removeprefix(_PREFIX).strip()}")
+            print_note(f"kvpatch: {str(message).removeprefix(_PREFIX).strip()}")
         else:
             others(message, *where, **more)
 
     return show
 
 
-def console(stderr: bool = False) -> Console:
+def make_console(stderr: bool = False) -> Console:
     """Make a console for stdout or stderr that folds lines at a terminal's width and nowhere else."""
     made = Console(stderr=stderr, highlight=False, markup=False)
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, markup=False, width=WIDE)
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a line to stderr, which leaves stdout to results."""
     print(text, file=sys.stderr, flush=True)
 
 
-def waiting(text: str) -> None:
+def print_waiting(text: str) -> None:
     """Print to stderr what the command is about to do, if somebody looks at it."""
     if sys.stderr.isatty():
-        note(text)
+        print_note(text)
 
 
 def print_json(value: Any) -> None:
@@ -79,7 +79,7 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     The first column is never folded. Of more than three columns a terminal gets the others below one another.
     """
-    out = console()
+    out = make_console()
     if not out.is_terminal:
         widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
         for row in (columns, *rows):
@@ -96,12 +96,12 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     out.print(table)
 
 
-def progress(out: Console) -> Progress:
+def make_progress_bar(out: Console) -> Progress:
     """Make a progress bar whose label has a fixed width; it draws nothing where stderr is no terminal.
 
     On a terminal it shares `out`, so that rows printed there appear above it.
     """
-    place = out if out.is_terminal else console(stderr=True)
+    place = out if out.is_terminal else make_console(stderr=True)
     return Progress(
         TextColumn("{task.description:<28.28}"),
         BarColumn(),

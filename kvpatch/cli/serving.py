@@ -17,7 +17,7 @@ from ..patching import patch
 from ..policies import Policy
 from .disconnects import EndAtDisconnect
 from .loading import Source
-from .output import note
+from .output import print_note
 
 EXTRA = ("fastapi", "uvicorn", "pydantic", "openai", "psutil")
 PATIENCE = 10  # seconds that a server which is told to stop gives to requests under way
@@ -74,8 +74,9 @@ def run(
     try:
         manager = start_engine(model, engine, keeping and Conversations(*keeping))
         most = "any number of" if positions is None else f"at most {positions}"
-        note(f"{patched}; a request has {most} tokens, its answer included")
-        note(f"serving {source.name} at http://{address.host}:{address.port}/v1 (the client's model name is {source.name})")
+        print_note(f"{patched}; a request has {most} tokens, its answer included")
+        where = f"http://{address.host}:{address.port}/v1"
+        print_note(f"serving {source.name} at {where} (the client's model name is {source.name})")
         with _serve_loaded(model, tokenizer, Answers(manager, model, positions), address.key):
             device = str(model.device)
             served = Serve(
@@ -218,5 +219,5 @@ def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) 
     state._cb_manager = answers
     state.get_manager = lambda *told, **more: answers
     app.add_middleware(EndAtDisconnect)
-    app.add_middleware(Gate, served=served, answers=answers, key=key, log=note)  # the outermost
+    app.add_middleware(Gate, served=served, answers=answers, key=key, log=print_note)  # the outermost
     return app

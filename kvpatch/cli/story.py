@@ -19,9 +19,8 @@ from ..patching import patched
 from ..policies.uses import CHANCE, SPARED
 from ..report import Report
 from . import story_view as view
-from .loading import Source, fit
-from .output import console as make_console
-from .output import make_folder, print_json, progress
+from .loading import Source, fit_prompt
+from .output import make_console, make_folder, make_progress_bar, print_json
 
 TEXT = Path(__file__).parent / "texts" / "harbour.txt"
 """A text that no model has been trained on, for it was written for this demo."""
@@ -80,7 +79,7 @@ def run(source: Source, out: Path, json: bool = False) -> None:
     reading = read_story(model, tokenizer)
     view.show_story(console, source.name, reading.ids_1T.shape[1], K, list(QUESTIONS))
     told = []
-    with progress(console) as bar:
+    with make_progress_bar(console) as bar:
         task = bar.add_task("", total=len(POLICIES))
         for policy in POLICIES:
             bar.update(task, description=f"{policy} ...")
@@ -123,7 +122,7 @@ def read_story(model: Any, tokenizer: Any) -> StoryText:
     spans = [(a, b) for a, b in encoded["offset_mapping"] if b <= end]
     asked = {question: _encode_text(model, tokenizer, text) for question, text in rendered.items()}
     for ids_1N in asked.values():
-        if fit(model, ids_1N, ANSWER_TOKENS)[1]:
+        if fit_prompt(model, ids_1N, ANSWER_TOKENS)[1]:
             raise KVPatchError(
                 f"The demo's text and an answer take {ids_1N.shape[1] + ANSWER_TOKENS:,} tokens, more than the positions of "
                 "this model. Give another model, or none: kvpatch demo."

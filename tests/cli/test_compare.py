@@ -14,7 +14,7 @@ from kvpatch import plotting
 from kvpatch.cli import compare as comparing
 from kvpatch.cli import compare_view
 from kvpatch.cli.commands import app
-from kvpatch.cli.compare import choose, parse_budgets
+from kvpatch.cli.compare import choose_policies, parse_budgets
 from kvpatch.cli.compare_text import read_text
 from kvpatch.cli.loading import MODELS, load_tokenizer
 from kvpatch.errors import KVPatchError
@@ -126,7 +126,7 @@ def test_sizes_that_the_budget_cuts():
 
 def test_a_refusal_is_a_row_and_the_others_go_on():
     comparison = Comparison(tiny.make("llama"), tiny.prompt(1, 24), 20, schedule="both")
-    policies = choose("snapkv,h2o", {"protect": list(range(tiny.VOCAB))}, 4)
+    policies = choose_policies("snapkv,h2o", {"protect": list(range(tiny.VOCAB))}, 4)
     rows = comparison.run({name: policies[name] for name in ("snapkv", "h2o")}, {"4": 4, "1B": "1B", "20": 20}).rows
     assert [(row.policy, row.k) for row in rows] == [(p, k) for k in ("4", "1B", "20") for p in ("snapkv", "h2o")]
     assert [row.figures is None for row in rows] == [True] * 5 + [False]
@@ -149,13 +149,13 @@ def test_predictions_that_are_no_numbers(monkeypatch):
 
 
 def test_policies_with_the_options_they_have():
-    chosen = choose(" h2o,critical(adaptive(roco)), snapkv,h2o", {"window": 5, "recent": 3}, 77)
+    chosen = choose_policies(" h2o,critical(adaptive(roco)), snapkv,h2o", {"window": 5, "recent": 3}, 77)
     assert list(chosen) == ["random", "h2o", "critical(adaptive(roco))", "snapkv"]
     assert chosen["snapkv"].options()["window"] == 5
     assert all(policy.options()["recent"] == 3 for policy in chosen.values())
-    keyformer = choose("keyformer", {}, 77)["keyformer"].options()
+    keyformer = choose_policies("keyformer", {}, 77)["keyformer"].options()
     assert keyformer["generation_length"] == 77  # as generate() would tell it
-    assert choose("keyformer", {"generation_length": 9}, 77)["keyformer"].options()["generation_length"] == 9
+    assert choose_policies("keyformer", {"generation_length": 9}, 77)["keyformer"].options()["generation_length"] == 9
     assert parse_budgets("0.5, 12,2GiB,0.5") == {"0.5": 0.5, "12": 12, "2GiB": "2GiB"}
 
 
@@ -271,7 +271,7 @@ def one(kl, agreement, nbytes, **more):
 
 
 def said(*rows, tolerance=0.05, agreement=0.95):
-    return compare_view.advice([DivergenceTable(list(rows), 1000, 90, 10, 9)], tolerance, agreement)
+    return compare_view.write_advice([DivergenceTable(list(rows), 1000, 90, 10, 9)], tolerance, agreement)
 
 
 GOOD, BETTER = Row("h2o", "0.5", one(0.04, 0.95, 500)), Row("roco", "0.5", one(0.03, 0.97, 500))
@@ -318,7 +318,7 @@ def test_notes():
         BROKEN,
         Row("h2o", "1B", None, "no"),
     ]
-    cut, refused = compare_view.notes(rows)
+    cut, refused = compare_view.list_notes(rows)
     assert cut == (
         "* snapkv protects more than the budget holds, which leaves nothing to choose by score: window 32 cut to 30 at k=0.3, "
         "window 32 cut to 20 at k=0.2."
@@ -331,14 +331,14 @@ def test_advice_over_several_texts():
     first = DivergenceTable([GOOD, BETTER, Row("tova", "0.3", one(0.0, 1.0, 300))], 1000, 90, 10, 9)
     rows = [Row("h2o", "0.5", one(0.01, 0.99, 100)), Row("roco", "0.5", one(0.06, 0.99, 100)), BROKEN]
     second = DivergenceTable(rows, 200, 40, 10, 9)
-    assert compare_view.advice([first, second], 0.05, 0.95) == (
+    assert compare_view.write_advice([first, second], 0.05, 0.95) == (
         "The cheapest of these settings within a KL of 0.05 nats per token and 95% agreement on each of these 2 texts is h2o "
         "at k=0.5: 50% of the full cache's bytes, a KL of at most 0.0400 (worst token 0.40), at least 95.0% agreement. "
         "Measured on 18 predicted tokens."
     )
-    assert compare_view.best([first, second], 0.05, 0.95) == ("h2o", "0.5", 16)  # tova ran on one text alone
-    assert compare_view.best([first], 0.05, 0.95) == ("tova", "0.3", 16)
-    assert compare_view.best([DivergenceTable([BROKEN], 1000, 90, 10, 9)], 0.05, 0.95) is None
+    assert compare_view.find_best([first, second], 0.05, 0.95) == ("h2o", "0.5", 16)  # tova ran on one text alone
+    assert compare_view.find_best([first], 0.05, 0.95) == ("tova", "0.3", 16)
+    assert compare_view.find_best([DivergenceTable([BROKEN], 1000, 90, 10, 9)], 0.05, 0.95) is None
 
 
 def test_the_line_to_paste():
@@ -365,11 +365,11 @@ def test_options_that_differ():
 
 def test_settings_are_those_of_the_line_to_paste():
     policy = kvpatch.get_policy("keyformer").with_options(generation_length=64, recent=2)
-    made = compare_view.settings("keyformer", "mass:0.9", policy, "prompt", 3, 8)
+    made = compare_view.make_settings("keyformer", "mass:0.9", policy, "prompt", 3, 8)
     options = {"recent": 2, "schedule": "prompt", "seed": 3, "bits": 8}
     assert made == kvpatch.Settings("keyformer", kvpatch.Mass(0.9), options)
     calibrated = kvpatch.get_policy("q_filter").with_options(sinks=3, calibration=Calibration({}, {}, 1, ""))
-    assert compare_view.settings("q_filter", "9", calibrated, None, 0) == kvpatch.Settings("q_filter", 9, {"sinks": 3})
+    assert compare_view.make_settings("q_filter", "9", calibrated, None, 0) == kvpatch.Settings("q_filter", 9, {"sinks": 3})
 
 
 def test_the_advised_settings_are_written(prompt, tmp_path):
@@ -391,7 +391,7 @@ def test_the_advised_settings_are_written(prompt, tmp_path):
 def test_rows_fit_eighty_columns():
     """Every row of a usual run, told before it is measured: names, budgets and ragged heads decide the widths."""
     names = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_pyramidkv,critical_adakv"
-    lines = compare_view.Lines(choose(names, {}, 64), ["0.7", "1024"], DivergenceTable([], 2**30, 32000, 64, 9))
+    lines = compare_view.Lines(choose_policies(names, {}, 64), ["0.7", "1024"], DivergenceTable([], 2**30, 32000, 64, 9))
     ragged = DivergenceFigures(9000, 12.34567, 345.678, 1.0, -12.3456, 2**28, (12345, 32064), 20000.4, {"window": (3, 2)})
     rows = [lines.head, lines.full(), lines.row(Row("critical_pyramidkv", "1024", ragged)), lines.row(BROKEN)]
     assert all(len(row) <= 80 for row in rows)
@@ -498,7 +498,7 @@ def test_the_picture_has_a_line_per_policy(monkeypatch):
     monkeypatch.setattr(plotting, "divergence", lambda *given: drawn.update(given=given))
     chance = Row("random", "0.5", one(0.2, 0.9, 500))
     low = Row("h2o", "0.2", DivergenceFigures(20, 0.3, 1.0, 0.9, None, 200, (20, 20), 20.0))
-    compare_view.picture(DivergenceTable([chance, GOOD, BROKEN, low], 1000, 90, 10, 9), 0.05, "title")
+    compare_view.draw_picture(DivergenceTable([chance, GOOD, BROKEN, low], 1000, 90, 10, 9), 0.05, "title")
     curves, chance, full, *rest = drawn["given"]
     assert (curves, chance) == ({"random": [(500, 0.2)], "h2o": [(200, 0.3), (500, 0.04)]}, "random")
     assert (full, rest) == (1000, [0.05, "title"])

@@ -160,10 +160,10 @@ def test_options_of_loading_arrive(folder, prompt, monkeypatch):  # noqa: F811
 def test_bars_of_downloads_stay_on():
     try:
         enable_progress_bars()
-        loading.quiet()
+        loading.silence_loading()
         assert not are_progress_bars_disabled()
         disable_progress_bars()  # who turned them off keeps them off
-        loading.quiet()
+        loading.silence_loading()
         assert are_progress_bars_disabled()
     finally:
         enable_progress_bars()

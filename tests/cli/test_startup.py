@@ -162,8 +162,8 @@ def test_lists_fit_eighty_columns(command, monkeypatch):
 
 
 def test_a_line_for_whoever_waits(monkeypatch, capsys):
-    output.waiting("loading a model ...")
+    output.print_waiting("loading a model ...")
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    output.waiting("loading a model ...")
+    output.print_waiting("loading a model ...")
     assert capsys.readouterr().err == "loading a model ...\n"
