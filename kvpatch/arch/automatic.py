@@ -21,7 +21,7 @@ from .adapter import qualified_name
 from .interface import STATES, InterfaceAdapter, routes_through_interface
 from .kinds import attends_both_ways, knows_number, position_limit
 from .proof import check_twin, describe_twin, is_checkable
-from .refusals import holder_of, innermost_attentions, row_of, unknown
+from .refusals import holder_of, innermost_attentions, make_unknown_error, row_of
 from .twin import PARAMETERS, make_twin
 
 _LOG = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]
     """
     attentions = _causal_attentions(model)
     if not attentions:
-        raise unknown(model)
+        raise make_unknown_error(model)
     name, classes = type(model).__name__, sorted({type(module).__name__ for module in attentions})
     if len(classes) > 1:
         raise KVPatchError(

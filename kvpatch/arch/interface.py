@@ -143,7 +143,7 @@ class InterfaceAdapter(Adapter):
 
     def kv_shape(self, attn: Any) -> tuple[int, int]:
         if self.latent(attn):
-            return 1, latents.sizes(attn)[0]
+            return 1, latents.read_sizes(attn)[0]
         config = attn.config
         group, heads = getattr(attn, "num_key_value_groups", None), getattr(attn, "kv_heads", None)
         names = ("decoder_attention_heads", "num_key_value_heads", "num_attention_heads")
@@ -155,14 +155,14 @@ class InterfaceAdapter(Adapter):
 
     def value_size(self, attn: Any) -> int:
         if self.latent(attn):
-            return latents.sizes(attn)[1]
+            return latents.read_sizes(attn)[1]
         return getattr(attn, "v_head_dim", None) or self.kv_shape(attn)[1]
 
     def latent(self, attn: Any) -> bool:
         return latents.is_latent(attn)
 
     def head_values(self, attn: Any, v_BHTD: Tensor) -> Tensor:
-        return latents.values(attn, v_BHTD) if self.latent(attn) else v_BHTD
+        return latents.project_values(attn, v_BHTD) if self.latent(attn) else v_BHTD
 
     def max_positions(self, config: Any) -> int | None:
         return position_limit(config) if self.learned else None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .adapter import Core
 
 
-def sizes(attn: Any) -> tuple[int, int]:
+def read_sizes(attn: Any) -> tuple[int, int]:
     """Return the numbers of an entry, and of the latent at its beginning."""
     return attn.kv_lora_rank + attn.qk_rope_head_dim, attn.kv_lora_rank
 
@@ -63,7 +63,7 @@ def attend(attn: Any, core: Core, q_BNQD: Tensor, entry_B1QD: Tensor, latent_B1Q
     return (mixed_BQNR.transpose(1, 2) @ value_NER.transpose(1, 2)).transpose(1, 2)
 
 
-def values(attn: Any, latent_B1TR: Tensor) -> Tensor:
+def project_values(attn: Any, latent_B1TR: Tensor) -> Tensor:
     """Return the values of each query head [B,N,T,E]."""
     value_NER = _find_weights(attn)[1].detach()
     return latent_B1TR @ value_NER.transpose(1, 2).to(latent_B1TR.device, latent_B1TR.dtype)

@@ -109,7 +109,7 @@ def _warn_once(message: str) -> None:
     _LOG.warning(message)
 
 
-def unknown(model: nn.Module) -> KVPatchError:
+def make_unknown_error(model: nn.Module) -> KVPatchError:
     """Make the error for a model without an adapter: the row or the adapter to write."""
     name, known = type(model).__name__, f"Known architectures: {', '.join(list_architectures())}."
     for module in innermost_attentions(model):

@@ -98,7 +98,7 @@ def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: N
     if name == "flash":
         from ..backends.flash import flash_backend
 
-        real_B, why = None if padding is None else padding.real_B, flash_backend.misfit(keys, call.geometry)
+        real_B, why = None if padding is None else padding.real_B, flash_backend.find_misfit(keys, call.geometry)
         if why is None:
             try:
                 out, lse, kernel = flash_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry, real_B)
@@ -186,7 +186,7 @@ def _sampled_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) ->
     attended = attend_to(call, q_BHGQD, keys, rows_BQ)
     call.cache.choice.record("statistics", "torch", "kernels read all rows of a prompt, scores='sampled' some")
     with torch.no_grad():
-        column_BR, every_B11 = sampling.sample(rows_BQ, call.settings.seed, call.layer)
+        column_BR, every_B11 = sampling.sample_rows(rows_BQ, call.settings.seed, call.layer)
         older, newest = (
             _read(call, q_BHGQD, keys, rows_BQ, attended.lse, part) for part in column_BR.tensor_split([-sampling.ROWS], 1)
         )

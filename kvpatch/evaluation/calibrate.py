@@ -19,7 +19,7 @@ from ..hooks.target import Target
 from ..patching import patched
 from ..policies import get_policy, learned
 from ..policies.calibration import Calibration, Recall
-from ..policies.measures import MEASURES, Rotation, Sample, Totals, names
+from ..policies.measures import MEASURES, Rotation, Sample, Totals, list_statistics
 from ..policies.needs.last_queries import Recent
 from ..policies.parallel import Parallel
 from ..policies.policy import Policy
@@ -153,5 +153,5 @@ def _read_taught(layer: SlotLayer, sinks: int) -> Sample:
 
 def _add_piece(sample: Sample, sums: dict[str, Totals]) -> None:
     """Add a piece to the sums of a layer."""
-    for name in names(sample.kinds):
+    for name in list_statistics(sample.kinds):
         sums[name] = MEASURES[name].join_parts(sums.get(name), sample)

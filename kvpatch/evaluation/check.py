@@ -25,7 +25,7 @@ from ..policies.served import why_not
 from ..storage.settings import HALF, OF_PATCH, Settings
 from .check_table import ROUNDINGS, CheckResult, CheckTable
 from .masked import Evictions, masked_predictions, rounding_error
-from .teacher_forcing import feed, positions_of, predictions, wide
+from .teacher_forcing import feed, positions_of, predictions, widen
 
 Outcome = str | tuple[Tensor, Tensor, str]
 """Outcome of a check: an error message, "" if there is no error; or actual and expected logits and a remark."""
@@ -149,7 +149,7 @@ class Checks:
 
         def both() -> Tensor:
             out = self.model(self.ids_BT, attention_mask=mask_BT, use_cache=True)
-            return torch.cat([self._feed_tokens(self.ids_BT), wide(predictions(out))[:, pads:]], 1)
+            return torch.cat([self._feed_tokens(self.ids_BT), widen(predictions(out))[:, pads:]], 1)
 
         expected = both()
         with patched(self.model, self.policy, 1.0, seed=self.seed):

@@ -15,7 +15,7 @@ from ..cache.cache import EvictingCache
 from ..hooks.attention import parameters
 from ..hooks.target import Target
 from ..policies.windows import keep_in_window
-from .teacher_forcing import feed, predictions, wide
+from .teacher_forcing import feed, predictions, widen
 
 Attentions = list[tuple[nn.Module, Adapter]]  # with what each layer's queries see; a reader's see what its source's do
 
@@ -91,7 +91,7 @@ def masked_predictions(
     with _put_masks(attentions, seen, pads_B):
         if target.stack is not None and target.stack.states:
             return feed(model, ids_BT, n, mask_BT).logits_BSV
-        return wide(predictions(model(ids_BT, attention_mask=mask_BT, use_cache=False, **places)))[:, n - 1 :]
+        return widen(predictions(model(ids_BT, attention_mask=mask_BT, use_cache=False, **places)))[:, n - 1 :]
 
 
 @contextmanager
@@ -167,10 +167,10 @@ def rounding_error(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, plac
         y = y * (1 + _find_unit(y.dtype) * sign)
         return y if rest is None else (y, *rest)
 
-    expected = wide(predictions(model(ids_BT, use_cache=False, **places)))
+    expected = widen(predictions(model(ids_BT, use_cache=False, **places)))
     hooks = [module.register_forward_hook(off) for module in mixers]
     try:
-        moved = wide(predictions(model(ids_BT, use_cache=False, **places)))
+        moved = widen(predictions(model(ids_BT, use_cache=False, **places)))
     finally:
         for hook in hooks:
             hook.remove()

@@ -56,7 +56,7 @@ def feed(
         out = model(ids_BT[:, start:stop], attention_mask=mask_BT[:, :stop], use_cache=True, **extra)
         past = cache_of(out)
         watch(past)
-        logits.append(wide(predictions(out)[:, -1:]))
+        logits.append(widen(predictions(out)[:, -1:]))
     return Fed(torch.cat(logits, 1), past)
 
 
@@ -65,7 +65,7 @@ def predictions(out: Any) -> Tensor:
     return out.logits if hasattr(out, "logits") else out.last_hidden_state
 
 
-def wide(tensor: Tensor) -> Tensor:
+def widen(tensor: Tensor) -> Tensor:
     """Convert a tensor to float32 if its dtype is narrower."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 

@@ -16,7 +16,7 @@ from ..arch import Adapter, adapter_of
 from ..arch.adapter import dtype_of, query_heads
 from ..arch.automatic import AutomaticAdapter, automatic_rows
 from ..arch.kinds import is_cross_attention
-from ..arch.refusals import refuse_other_kinds, refuse_replaced, row_of, unknown
+from ..arch.refusals import make_unknown_error, refuse_other_kinds, refuse_replaced, row_of
 from ..arch.upstream import CACHE, CACHE_NAMES
 from ..backends.entries import centre_bytes, entry_bytes
 from ..backends.protocol import SPECIAL, Case
@@ -92,7 +92,7 @@ class Target:
             refuse_other_kinds(model)
             found = [*automatic_rows(model)] if auto else []
         if not found:
-            raise unknown(model)
+            raise make_unknown_error(model)
         for module in model.modules():
             if "_kvpatch" in vars(module):
                 raise already_patched(module)

@@ -260,6 +260,6 @@ WHOLE: tuple[tuple[Of, ...], ...] = (
 """Kinds of statistics that a calibration may have of a layer."""
 
 
-def names(kinds: tuple[Of, ...]) -> list[str]:
+def list_statistics(kinds: tuple[Of, ...]) -> list[str]:
     """Return the statistics of these kinds, in the order of the table."""
     return [name for name, measure in MEASURES.items() if measure.kind in kinds]

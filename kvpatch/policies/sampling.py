@@ -16,7 +16,7 @@ from . import noise
 ROWS, READ = 16, 1024
 
 
-def sample(rows_BQ: Tensor, seed: int, layer: int) -> tuple[Tensor, Tensor]:
+def sample_rows(rows_BQ: Tensor, seed: int, layer: int) -> tuple[Tensor, Tensor]:
     """Choose the rows to read.
 
     Args:

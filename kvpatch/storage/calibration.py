@@ -8,7 +8,7 @@ from os import PathLike
 from torch import Tensor
 
 from ..errors import InvalidError
-from ..policies.measures import MEASURES, WHOLE, Calibration, names
+from ..policies.measures import MEASURES, WHOLE, Calibration, list_statistics
 from .header import Entry
 from .kinds import CALIBRATION, Description
 
@@ -64,7 +64,7 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
 
 def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
     """Raise InvalidError unless the tensors belong to the layers of the description: of each layer all of some kinds."""
-    known = list(map(names, WHOLE))
+    known = list(map(list_statistics, WHOLE))
     for layer in about["layers"]:
         own = [name for name in MEASURES if f"{layer}.{name}" in found]
         if own not in known:

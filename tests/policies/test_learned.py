@@ -8,7 +8,7 @@ from torch import nn
 
 import kvpatch
 from kvpatch import KVPatchError
-from kvpatch.cli.calibrate_command import _pieces
+from kvpatch.cli.calibrate_command import _cut_text
 from kvpatch.evaluation.calibrate import calibrate, teacher_of
 from kvpatch.policies.measures import MEASURES, MORE, Sample
 from kvpatch.storage.calibration import save_calibration
@@ -212,13 +212,13 @@ def test_pieces_fit_twice():
     """A text longer than the model's positions is cut so that a piece and what repeats it fit."""
     model, teacher = make("gpt2"), kvpatch.get_policy("kvzip_plus").with_options(instruction=(3, 1))
     limit, n = model.config.n_positions, 3 * model.config.n_positions
-    pieces = _pieces(model, prompt(1, n), n, teacher.with_options(chunk=n))
+    pieces = _cut_text(model, prompt(1, n), n, teacher.with_options(chunk=n))
     assert all(2 * piece.shape[1] + 2 <= limit for piece in pieces) and pieces[0].shape[1] == (limit - 2) // 2
     assert sum(piece.shape[1] for piece in pieces) == n
     assert calibrate(model, pieces, teacher=teacher.with_options(chunk=n)).tokens == n
     model.config.n_positions = model.config.max_position_embeddings = 9
     with pytest.raises(KVPatchError, match="9 positions, too few to read a text twice"):
-        _pieces(model, prompt(1, n), n, teacher)
+        _cut_text(model, prompt(1, n), n, teacher)
 
 
 class Words:

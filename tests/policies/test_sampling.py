@@ -17,7 +17,7 @@ ROWS, READ = sampling.ROWS, sampling.READ
 
 def read(rows_BQ, seed=0, layer=0):
     """Positions of the rows that are read, of each text."""
-    columns = sampling.sample(rows_BQ, seed, layer)[0]
+    columns = sampling.sample_rows(rows_BQ, seed, layer)[0]
     return [row[index[index >= 0]].tolist() for row, index in zip(rows_BQ, columns, strict=True)]
 
 

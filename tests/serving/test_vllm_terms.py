@@ -5,7 +5,7 @@ import json
 import pytest
 
 import kvpatch
-from kvpatch.serving.vllm.terms import OWN, configured, find_own, terms_of
+from kvpatch.serving.vllm.terms import OWN, find_own, read_terms, terms_of
 from kvpatch.serving.vllm.versions import asks_for_budget
 
 
@@ -24,14 +24,14 @@ def test_a_file_of_settings(tmp_path, monkeypatch):
     held = json.loads((tmp_path / "settings.json").read_text())
     inside = {"kvpatch": "settings.json"}, {"kvpatch": held}
     for terms in (
-        *(configured(one, None) for one in inside),
-        configured({}, "settings.json"),
-        configured({}, json.dumps(held)),
+        *(read_terms(one, None) for one in inside),
+        read_terms({}, "settings.json"),
+        read_terms({}, json.dumps(held)),
     ):
         assert terms is not None and (terms.policy, terms.k, terms.seed) == (wanted, 64, 3)
     assert asks_for_budget({"kvpatch": "settings.json"})
     with pytest.raises(kvpatch.KVPatchError, match=r"There is no file none\.json: give one that Settings\.save wrote"):
-        configured({"kvpatch": "none.json"}, None)
+        read_terms({"kvpatch": "none.json"}, None)
     for changed, words in (
         ({"k": "much"}, "is no content of a file of kvpatch.Settings: k='much' is not a size"),
         ({"format": "kvpatch settings 0"}, "it is not of this version of kvpatch"),
@@ -47,13 +47,13 @@ def test_a_file_of_settings(tmp_path, monkeypatch):
 
 def test_where_they_are_given():
     given = {"policy": "h2o", "k": 16}
-    assert configured({}, None) is None and configured({"other": 1}, "") is None and configured(None, None) is None
-    for found in (configured({"kvpatch": given}, None), configured({}, json.dumps(given))):
+    assert read_terms({}, None) is None and read_terms({"other": 1}, "") is None and read_terms(None, None) is None
+    for found in (read_terms({"kvpatch": given}, None), read_terms({}, json.dumps(given))):
         assert found is not None and found.k == 16
     with pytest.raises(kvpatch.KVPatchError, match=r"Both additional_config.*leave one out"):
-        configured({"kvpatch": given}, json.dumps(given))
+        read_terms({"kvpatch": given}, json.dumps(given))
     with pytest.raises(kvpatch.KVPatchError, match=r"KVPATCH_VLLM='h2o' is not JSON.*write KVPATCH_VLLM="):
-        configured({}, "h2o")
+        read_terms({}, "h2o")
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_a_misspelt_key():
     budget = {"policy": "h2o", "k": 16}
     for key in ("kvpach", "kv_patch", "KVPatch", "kv-patch"):
         with pytest.raises(kvpatch.KVPatchError, match=rf"under '{key}', which nothing reads. Did you mean 'kvpatch'\?"):
-            configured({key: budget}, None)
+            read_terms({key: budget}, None)
     with pytest.raises(kvpatch.KVPatchError, match="under 'kvpach', which nothing reads"):
-        configured({"kvpach": "tuned/settings.json"}, None)
+        read_terms({"kvpach": "tuned/settings.json"}, None)
     for other in (
         {"kv_path": "/store"},
         {"kvpath": "cards.json"},
@@ -115,7 +115,7 @@ def test_a_misspelt_key():
         {"press": budget},
         {"kvpatc": None},
     ):
-        assert configured(other, None) is None
+        assert read_terms(other, None) is None
 
 
 def test_the_line_of_a_start():

@@ -96,7 +96,7 @@ def _ragged_reason(case: Case) -> str | None:
     return "; ".join(refused) or "no flash kernel here takes used lengths beside start offsets"
 
 
-def misfit(keys: Keys, geometry: Geometry) -> str | None:
+def find_misfit(keys: Keys, geometry: Geometry) -> str | None:
     """Return the reason why a kernel cannot attend to these keys although it takes their case, or None."""
     if keys.past and keys.holes:
         return "keys before this piece lie in slots of their own per head"
@@ -125,10 +125,10 @@ def attend(
         and the name of the kernel. Rows of padding have output 0 and log-sum-exp +inf.
 
     Raises:
-        ValueError: keys for which `misfit` returns a reason.
+        ValueError: keys for which `find_misfit` returns a reason.
         Refused: every kernel refuses.
     """
-    problem = misfit(keys, geometry)
+    problem = find_misfit(keys, geometry)
     if problem is not None:
         raise ValueError(f"{problem[0].upper()}{problem[1:]}: use the torch backend for them.")
     B, H, G, Q, D = q_BHGQD.shape

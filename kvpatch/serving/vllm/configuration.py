@@ -11,13 +11,13 @@ from vllm.platforms import current_platform
 from ...errors import KVPatchError
 from ...policies.served import FeatureSet, refuse
 from .callers import iterate_callers
-from .terms import RequestTerms, configured
+from .terms import RequestTerms, read_terms
 from .versions import VARIABLE, describe_refusal, is_tested, refuse_parallel
 
 
 def settings_of(config: VllmConfig) -> RequestTerms | None:
     """Return kvpatch's settings in a configuration, or None."""
-    return configured(config.additional_config, os.environ.get(VARIABLE))
+    return read_terms(config.additional_config, os.environ.get(VARIABLE))
 
 
 def find_config() -> VllmConfig | None:

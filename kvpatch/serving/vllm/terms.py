@@ -102,7 +102,7 @@ def find_own(asked: Mapping[str, Any], most: int) -> int:
     return own if isinstance(own, int) and not isinstance(own, bool) and 1 <= own <= most else 0
 
 
-def configured(additional: object, variable: str | None) -> RequestTerms | None:
+def read_terms(additional: object, variable: str | None) -> RequestTerms | None:
     """Return the settings, or None if there are none.
 
     Args:
