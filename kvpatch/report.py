@@ -123,6 +123,7 @@ class Report:
 
     @classmethod
     def _take_snapshot(cls, snapshot: Snapshot) -> Report:
+        """Make a report's figures from the log's snapshot of the last cache."""
         settings, parts = snapshot.settings, snapshot.parts.values()
         return cls(
             **_describe_settings(settings),

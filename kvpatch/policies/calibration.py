@@ -106,6 +106,7 @@ class TriAttention(CalibratedScore):
         check_count("reach", self.reach, "positions")
 
     def value(self, context: EvictionContext) -> Tensor:
+        """Return how much coming queries will look at each key, from the calibrated mean query and spread (see the class)."""
         keys = context.view(Held)[0]
         keys = keys.to(accumulator(keys.dtype))
         mean, norm, pairs, turn = self._read_statistic(context, keys)

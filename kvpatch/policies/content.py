@@ -124,6 +124,7 @@ class LagKV(Score):
         check_count("lag", self.lag, "tokens")
 
     def value(self, context: EvictionContext) -> Tensor:
+        """Return each token's rank in its partition, in [0, 1]; 1 for sinks and the last whole partition on (see the class)."""
         position = context.positions_BHT
         order, n_BH1 = text_order(position)
         start_BH1 = ((position >= 0) & (position < context.limits.first)).sum(-1, keepdim=True)
@@ -240,6 +241,7 @@ class Compactor(Leverage):
             raise KVPatchError(f"blend={self.blend!r} must be a number, 0 or more, that the leverage is multiplied by.")
 
     def value(self, context: EvictionContext) -> Tensor:
+        """Return the pooled attention inside chunks plus `blend` times the leverage, both standardized (see the class)."""
         position = context.positions_BHT
         among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)
         local = context.view(ChunkAttention)

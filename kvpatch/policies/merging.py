@@ -82,6 +82,7 @@ class Merge(Merging):
             raise KVPatchError(f"threshold={given!r} must be a cosine in [0, 1], below which nothing is merged.")
 
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
+        """Return the kept values, with each evicted value folded into the one whose key is most alike (see the class)."""
         wide, D, index_BHK = accumulator(v_BHTD.dtype), v_BHTD.shape[-1], kept.index_BHK
         folded_BHT = kept.live_BHT & ~kept.stays_BHT
         unit = k_BHTD.to(wide)

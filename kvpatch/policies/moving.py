@@ -146,6 +146,7 @@ class Mass(Rule):
         refuse("Mass", FeatureSet(policy, k=self))
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Keep the fewest best tokens that have `share` of all scores, those of evicted tokens counted as lost."""
         weight = _weigh_tokens(score, context, keys_BHT)
         order = keys_BHT.argsort(dim=-1, descending=True)  # protected tokens first, dead ones and empty slots last
         reached = running_sum(weight.gather(-1, order))

@@ -56,6 +56,7 @@ class Refit(Merging):
             raise KVPatchError(f"ridge={given!r} must be a number above 0, such as 0.1: higher leaves values as they are.")
 
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
+        """Solve for kept values with which the queries of a second reading get the outputs of the full attention."""
         own = kept.gather(v_BHTD)
         asked = layer.notes.get(RepeatQueries.name)
         if asked is None:  # nothing was read again

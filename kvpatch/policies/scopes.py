@@ -199,6 +199,7 @@ class DeviationScope(Scope):
         return self.protected
 
     def mask(self, context: EvictionContext) -> Tensor | None:
+        """Add the tokens with the largest deviation of their attention to those that Scope protects."""
         position, limits = context.positions_BHT, context.limits
         mean, seen = context.mean, context.rows_seen
         # variances rank tokens as their square roots do
@@ -236,6 +237,7 @@ class RangeScope(Scope):
         return self.ranges
 
     def mask(self, context: EvictionContext) -> Tensor | None:
+        """Add the tokens with the widest range of values to those that Scope protects."""
         position, limits, values = context.positions_BHT, context.limits, context.view(Held)[1]
         keys = score_keys(values.amax(-1) - values.amin(-1), position, signed=False)
         if limits.any_first:

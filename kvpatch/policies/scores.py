@@ -398,6 +398,7 @@ class Defensive(ObservationWindow):
         return (WindowAttention(self.window, self._fold, "max", protected=True),)
 
     def _fold(self, rows: Observed) -> Tensor:
+        """Return the greatest pooled probability [N,M] of each key over query heads and rows, for WindowAttention to join."""
         candidate_NM = rows.candidate_NM
         p_NGRM = rows.p_NGRM * candidate_NM[:, None, None]
         if self.pooling is None:

@@ -221,6 +221,7 @@ class TwoStage(Selection):
     def eviction_keys(
         self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
     ) -> Tensor:
+        """Rank the first stage's tokens with the protected ones, the others by the bound of the second (see the class)."""
         if context.keep_BH1 is None:
             return first
         empty = context.positions_BHT < 0 if context.empty else None

@@ -137,6 +137,7 @@ class RepeatQueries(Rereading[Asked]):
         prompt.layer.notes.pop(self.name, None)  # of a reading that was interrupted
 
     def read_again(self, layer: LayerRead, q_BHGQD: Tensor, positions_BQ: Tensor, repeated_B: Sequence[int]) -> None:
+        """Collect every m-th query of a piece of the second reading in the layer's notes."""
         every_B = [max(math.ceil(n / self.queries), 1) for n in repeated_B]
         column = torch.arange(positions_BQ.shape[1], device=positions_BQ.device)
         asks_BQ = (column % on_device(every_B, column.device)[:, None] == 0) & (positions_BQ >= 0)

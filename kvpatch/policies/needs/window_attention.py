@@ -52,6 +52,7 @@ class WindowAttention(Need[Tensor]):
         return self.width if self.protected else 0
 
     def read(self, prompt: PromptRead) -> None:
+        """Write the attention of the prompt's last `width` rows to the statistic "observed"; a piece keeps its last queries."""
         layer, q_BHGQD, rows_BW, lse = prompt.layer, prompt.q_BHGQD, prompt.rows_BQ, prompt.lse_BHGQ
         if (earlier := layer.notes.pop(self.name, None)) is not None:
             # the log-sum-exp of earlier rows was not kept
