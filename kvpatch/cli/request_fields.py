@@ -236,6 +236,7 @@ def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
 
 
 def _check_field(letter: str, path: str, name: str, value: object) -> None:
+    """Raise RefusedError unless a request to `path` may have this field with this value. letter: the path's, in tables here."""
     obeyed, refused = OBEYED.get(name), REFUSED.get(name)
     if obeyed is not None and letter in obeyed.paths:
         wrong = obeyed.check(value)

@@ -96,7 +96,7 @@ def masked_predictions(
 
 @contextmanager
 def _put_masks(attentions: Attentions, seen: list[Tensor], pads_B: Tensor) -> Iterator[None]:
-    """Show the queries of each attention module what `seen` says, inside the block."""
+    """Mask the queries of each attention module by `seen` inside the with-block, by a pre-hook."""
     hooks = []
     try:
         for (module, adapter), seen_BNQT in zip(attentions, seen, strict=True):

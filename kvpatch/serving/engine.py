@@ -92,6 +92,7 @@ class BatchingManager(ContinuousBatchingManager):
         """Leave the model's attention as it is: the patch computes it."""
 
     def _generation_step(self) -> None:
+        """Run one pass of the packed model, as transformers' thread calls it; an error once the patch was removed."""
         if self.over:
             raise KVPatchError(
                 "The patch that this continuous batching manager was made under was removed: make a new one with "
@@ -103,6 +104,7 @@ class BatchingManager(ContinuousBatchingManager):
             self.batch_processor._generation_step(model)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        """Make transformers' processor over a RequestPool in place of its paged cache, with a scheduler that checks requests."""
         ready = getattr(self, "batch_processor", None)
         if isinstance(ready, ContinuousBatchProcessor):
             ready.reset()

@@ -25,7 +25,7 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def offer_figures() -> None:
-    """Let this process tell the figures that its engines' schedulers count, with those of vLLM."""
+    """Export the figures that this process's schedulers count, beside vLLM's own metrics."""
     if FOLDER in os.environ or "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         return  # a process of an engine; or vLLM gathers all files itself
     try:

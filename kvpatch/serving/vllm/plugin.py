@@ -43,6 +43,7 @@ def register() -> None:
 
 
 def _register_backends(asked: bool) -> None:
+    """Put kvpatch's backend into vLLM's registry for this platform. asked: raise where that cannot be, else do nothing."""
     import vllm
 
     if not is_tested(vllm.__version__):
@@ -70,7 +71,7 @@ def _register_backends(asked: bool) -> None:
 
 
 def _register_choice(member: Any, path: str, register_backend: Any) -> None:
-    """Put a path that leads to a choice in place of a backend's, which is the other alternative."""
+    """Register under a backend's name a class that chooses between kvpatch's and the one that vLLM had there."""
     if member.get_path() != path:  # vLLM may run the plugin again
         OWN[member.name] = member.get_path()
         register_backend(member, path)

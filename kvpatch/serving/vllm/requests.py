@@ -145,7 +145,7 @@ class Requests:
                 self.reading[name] = RequestRows([name], rows.cache.select_rows(rows.names.index(name)))
 
     def _end_prompt(self, name: str) -> None:
-        """Let a request, and those that it shares a cache with, be among the rows that decode."""
+        """Move a request, and those that share its cache, to the rows that decode."""
         rows = self.reading.get(name)
         if rows is not None:
             for one in rows.alive:
