@@ -391,7 +391,7 @@ class Call(LayerRead):
         return slots.positions if slots.used == slots.positions.shape[2] else slots.positions[:, :, : slots.used]
 
     def _stored_norms(self, known: Tensor, out: Tensor | None) -> Tensor:
-        """Return projected value norms of the used slots; if none are stored, of those neither `known` to stay nor `out`."""
+        """Return the stored norms of projected values; else compute those of tokens neither `known` to stay nor `out`."""
         if "norm" in self.slots.state:
             return self.slots.state_view()["norm"]
         unwanted = known if out is None else known | out

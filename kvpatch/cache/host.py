@@ -59,7 +59,7 @@ class PinnedRows:
 
 
 class MappedRows:
-    """Rows in a file without a name, of which memory holds what was used last; it goes with this object."""
+    """Rows in a nameless temporary file, which is mapped into memory and deleted with this object."""
 
     def __init__(self, width: int, dtype: torch.dtype, folder: Path | None) -> None:
         self.width, self.dtype = width, dtype

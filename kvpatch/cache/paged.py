@@ -201,7 +201,7 @@ class PagedSlots(DenseSlots):
 
 
 class PromptSlots(DenseSlots):
-    """Columns [B,H,C,D] of a prompt, in memory of their own; then, what is kept of them goes to these strips."""
+    """Columns [B,H,C,D] of a prompt, in memory of their own; its end moves the kept ones to the engine's pages (`strips`)."""
 
     by_row = ("stored", "strips_BHN", "place_B2")
 

@@ -159,7 +159,7 @@ def _can_crop(layer: Any, count: int, seen: int) -> bool:
 
 
 class WithStates(Cache):
-    """Cache beside whose own layers a hybrid keeps states: what a model asks of its other layers is handed on to them."""
+    """Base of a hybrid's caches: a model's calls about its layers with a state are handed on to `states`."""
 
     states: RecurrentStates
 

@@ -71,7 +71,7 @@ class CacheSettings:
         return self
 
     def combine(self, **facts: Any) -> FeatureSet:
-        """Return these settings as what is asked for together. facts: what the gate knows beside them, or otherwise."""
+        """Return these settings' features for the table of refusals (served.py). facts: features that only the caller knows."""
         return dataclasses.replace(self._combine_settings, **facts)
 
     @cached_property

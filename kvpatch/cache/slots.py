@@ -115,7 +115,7 @@ class Slots(ABC):
         return self
 
     def beside(self, others: list[Slots], width: int) -> Slots | None:
-        """Return slots of these rows and those of `others` that leave every entry in place; None if entries must be copied."""
+        """Join these rows' slots with those of `others` without moving an entry; None if entries must be copied."""
         return None
 
     def flat(self) -> tuple[Tensor, Tensor]:

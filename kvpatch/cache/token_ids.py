@@ -104,7 +104,7 @@ class TokenIds(Batched):
         self._ids_BC = moved.masked_fill((column >= at_B1) & (column < at_B1 + count), UNKNOWN)
 
     def crop(self, columns: int) -> None:
-        """Forget what is behind so many columns."""
+        """Drop the ids behind the first `columns`."""
         self.columns, self.prompt = min(self.columns, columns), min(self.prompt, columns)
 
     def keep_last(self, columns: int) -> None:

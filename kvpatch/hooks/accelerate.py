@@ -20,7 +20,7 @@ OwnMethod = Callable[[Any], Callable[..., Any]]
 
 
 def own_method(module: nn.Module, name: str, previous: Callable[..., Any] | None) -> OwnMethod:
-    """Return what finds the method `name` without the patch. previous: that of the instance; None for that of its class."""
+    """Return a function that finds a module's unpatched method `name`. previous: the instance's own; None: its class's."""
     if previous is None:
         return lambda one: functools.partial(getattr(type(one), name), one)
     if getattr(previous, "__self__", None) is module:
@@ -57,7 +57,7 @@ class ForwardUndo:
 def replace_forward(
     module: nn.Module, make: Callable[[OwnMethod], Callable[..., Any]], register: Callable[[ForwardUndo], None]
 ) -> None:
-    """Replace the forward of `module` by `make(what finds its own)`.
+    """Replace a module's forward by make(own), where own(module) returns the forward it has without the patch.
 
     `register` gets the undo before the change.
     """

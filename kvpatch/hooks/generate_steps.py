@@ -164,7 +164,7 @@ def _only_computes(module: nn.Module) -> bool:
 
 
 def _describe(value: object) -> object:
-    """Return a plain value, or what is in a container of them; of any other object which one it is."""
+    """Return plain values and containers of them in a form to compare; of any other object its id."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

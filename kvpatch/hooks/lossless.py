@@ -161,7 +161,7 @@ def _check_processors(processors: Iterable[Any]) -> None:
 
 
 class Drafter(CandidateGenerator):
-    """Candidates of assisted decoding, from a budgeted cache: up to `length` tokens, which follows what is accepted.
+    """Candidates of assisted decoding, drafted from the budgeted cache: at most `length`, which follows how many were accepted.
 
     No draft holds a token that ends the text: the pass over all entries writes it, and criteria look at the last token alone.
     """

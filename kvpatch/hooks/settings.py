@@ -167,7 +167,7 @@ def _parse_budgets(
 
 
 def _by_ids(policy: Policy, target: Target) -> Policy:
-    """Return the policy with token ids in place of a kind of tokens that `protect=` names."""
+    """Replace the word "image" or "text" in the policy's `protect=` by token ids of this model."""
     kind = policy.scope.protect
     if not isinstance(kind, str) or policy.scope.keeps_system:
         return policy
@@ -180,6 +180,6 @@ def _by_ids(policy: Policy, target: Target) -> Policy:
 
 
 def _find_least(budget: Budget) -> int | None:
-    """Return the fewest tokens of a budget, of what is given in tokens."""
+    """Return the smallest budget that is given in tokens, over layers and heads; None if none is."""
     sizes = (size for k in budget.per_layer for size in (k if isinstance(k, tuple) else (k,)))
     return min((size for size in sizes if isinstance(size, int)), default=None)

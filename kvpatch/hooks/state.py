@@ -154,7 +154,7 @@ class PatchState:
         return self.options.offload is not None
 
     def combine(self, **facts: Any) -> FeatureSet:
-        """Return what the patch asks for together; facts: what a gate knows beside it."""
+        """Return the patch's features for the table of refusals (served.py). facts: features that only the caller knows."""
         return self.settings.combine(lossless=self.lossless, untold=self.places_itself, **facts)
 
     def new_cache(self, layers: int | None = None) -> EvictingCache:

@@ -47,13 +47,13 @@ class Given:
 
     @property
     def alone(self) -> bool:
-        """True for new tokens alone: their mask covers what was seen as well, as transformers has it. Never for embeddings."""
+        """True if only new tokens are given, under a mask of the whole text; False for embeddings."""
         told = self.mask is not None and self.ids is not None and self.columns is not None and self.seen > 0
         return told and self.mask.shape[1] == self.seen + self.columns  # type: ignore[union-attr,operator]
 
     @property
     def whole(self) -> int | None:
-        """Columns of the text, with what was seen."""
+        """Columns of the whole text, with those that the cache has seen; None if not known."""
         return self.columns if self.columns is None or not self.alone else self.seen + self.columns
 
 

@@ -56,7 +56,7 @@ class Template:
         return self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=answer, **self._arguments)
 
     def render(self, messages: list[Message], left_out: frozenset[int] = frozenset()) -> Rendered:
-        """Render messages, and the answer's header behind them; those left out begin where the next one does."""
+        """Render messages and the header of an answer; one of `left_out` is not written, and begins where the next one does."""
         keep = [index not in left_out for index in range(len(messages))]
         kept = [one for one, stays in zip(messages, keep, strict=True) if stays]
         text, begins = self._write(kept, True), [0]
