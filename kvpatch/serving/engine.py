@@ -104,7 +104,7 @@ class BatchingManager(ContinuousBatchingManager):
             self.batch_processor._generation_step(model)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
-        """Make transformers' processor over a RequestPool in place of its paged cache, with a scheduler that checks requests."""
+        """Make transformers' processor over a RequestPool in place of its paged cache, and a scheduler that checks requests."""
         ready = getattr(self, "batch_processor", None)
         if isinstance(ready, ContinuousBatchProcessor):
             ready.reset()
