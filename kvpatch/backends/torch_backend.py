@@ -328,7 +328,7 @@ def observe(
     out: Tensor | None = None,
     ends: Sequence[int] | None = None,
 ) -> None:
-    """Pass the probabilities of all rows to an observer, one block at a time.
+    """Compute the probabilities of all rows block by block, and call an observer with each: prefill sums its statistics so.
 
     Args:
         q_BHGQD: queries.

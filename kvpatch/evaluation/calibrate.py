@@ -154,4 +154,4 @@ def _read_taught(layer: SlotLayer, sinks: int) -> Sample:
 def _add_piece(sample: Sample, sums: dict[str, Totals]) -> None:
     """Add a piece to the sums of a layer."""
     for name in list_statistics(sample.kinds):
-        sums[name] = MEASURES[name].join_parts(sums.get(name), sample)
+        sums[name] = MEASURES[name].add_piece(sums.get(name), sample)

@@ -155,8 +155,8 @@ class Measure:
     dtype: torch.dtype = torch.float32
     adds_up: bool = True
 
-    def join_parts(self, sums: Totals | None, sample: Sample) -> Totals:
-        """Return the sums with another piece's, in float64 on the CPU; integers stay."""
+    def add_piece(self, sums: Totals | None, sample: Sample) -> Totals:
+        """Return the sums over a text with those of its next piece added, on the CPU, in float64 unless they are integers."""
         if sums is not None and not self.adds_up:
             return sums
         found = tuple(one.double().cpu() if one.is_floating_point() else one.cpu() for one in self.of(sample))

@@ -77,8 +77,8 @@ class Score:
         return ()
 
     @property
-    def stored(self) -> str | None:
-        """Source of the value in a fused decode kernel, as declared by @kernel_value; None if only torch can compute it."""
+    def kernel_source(self) -> str | None:
+        """Name of the state that a fused decode kernel reads in place of `value`, by @kernel_value; None: torch computes it."""
         value, form = getattr(type(self).value, "kernel_value", (None, None))
         if value is not type(self).value:  # a wrapper may copy the attributes of the function that it wraps
             return None

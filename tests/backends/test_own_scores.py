@@ -294,7 +294,7 @@ VALUES = [*itertools.product(NAMED, (reversed_value, wrapped_value))]
 def test_a_value_of_a_subclass_is_computed(name, make_value):
     policy = reversing(name, make_value)
     report = alike("llama_gqa", policy, steps=4)
-    assert NAMED[name].stored == name and policy.score.stored is None
+    assert NAMED[name].kernel_source == name and policy.score.kernel_source is None
     kernel, why = report.backends["decode"]
     assert kernel == "triton" and why == "torch names who goes: no kernel knows the score's value()"
     if make_value is reversed_value:

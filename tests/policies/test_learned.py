@@ -72,10 +72,10 @@ def test_a_feature_that_is_always_zero_weighs_nothing():
     x, y = torch.rand(2, 50, 5), torch.rand(2, 50)
     x[1, :, 2] = 0
     measure = MEASURES["weight"]
-    weight = measure.finish(measure.join_parts(None, Sample(x_HTF=x, y_HT=y)))
+    weight = measure.finish(measure.add_piece(None, Sample(x_HTF=x, y_HT=y)))
     assert weight[1, 2] == 0 and bool((weight[0] != 0).all())
     others = [0, 1, 3, 4]
-    fewer = measure.finish(measure.join_parts(None, Sample(x_HTF=x[..., others], y_HT=y)))
+    fewer = measure.finish(measure.add_piece(None, Sample(x_HTF=x[..., others], y_HT=y)))
     torch.testing.assert_close(weight[1, others], fewer[1])
 
 

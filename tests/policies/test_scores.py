@@ -32,7 +32,7 @@ def test_declarations():
     said = {
         name: (
             one.needs.rows, one.needs.statistics, one.needs.protects, one.score.signed, one.score.is_weight,
-            one.score.stored, one.needs.fresh,
+            one.score.kernel_source, one.needs.fresh,
             max((need.width for need in one.needs if isinstance(need, WindowAttention)), default=0),
         )
         for name, one in POLICIES.items()
@@ -70,7 +70,7 @@ def test_declarations():
         "keyformer", "key_norm", "cur", "compactor", "q_filter", "learned", "raas", "lazy", "kvzip", "kvzip_plus",
     ]  # fmt: skip
     assert [POLICIES[name].needs.protects for name in ("r_kv", "vase")] == [8, 64]
-    assert scores.Last(heads="each").stored == "observed"
+    assert scores.Last(heads="each").kernel_source == "observed"
     for kind, resample in itertools.product(("gumbel", "gaussian", "constant", "none"), (False, True)):
         drawn_anew = resample and kind in ("gumbel", "gaussian")
         assert POLICIES["keyformer"].with_options(noise=kind, resample=resample).needs.fresh == drawn_anew

@@ -244,7 +244,7 @@ def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule
         return make(evicts=False)
     names = policy.needs.states if wanted else ()
     decay, decayed = policy.needs.decay
-    value = score.stored if evicting and torch_evicts(policy, slots) is None else None
+    value = score.kernel_source if evicting and torch_evicts(policy, slots) is None else None
     return make(names, decay, tuple(name for name in decayed if name in names), value, evicts=value is not None)
 
 
@@ -256,9 +256,9 @@ def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
         return "the policy has an order of its own"
     if type(policy.scope) is not Scope or "protect" in slots.state or "span" in slots.state:
         return "more is protected than sinks and recent tokens"
-    if (stored := policy.score.stored) is None:
+    if (source := policy.score.kernel_source) is None:
         return "no kernel knows the score's value()"
-    if stored == "mean" and "unseen" in slots.state:
+    if source == "mean" and "unseen" in slots.state:
         return "an edit's tokens were seen by other rows than positions say"
     return None
 
