@@ -217,10 +217,10 @@ def _join_rows(layers: list[list[list[int]]]) -> list[list[int]]:
 
 @contextmanager
 def _meter_move(call: Call) -> Iterator[None]:
-    """Count the bytes of a layer's buffers before and after they move."""
-    before = call.slots.kv.nbytes
+    """Count a layer's bytes while its buffers move, for the peak of a report: the old ones live until the new are filled."""
+    old_nbytes = call.slots.kv.nbytes
     yield
-    call.cache.meter.count(before, before, call.slots.kv.nbytes)
+    call.cache.meter.count(old_nbytes, old_nbytes, call.slots.kv.nbytes)
 
 
 def _keep_all(call: Call) -> None:

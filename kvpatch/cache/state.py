@@ -71,7 +71,7 @@ class Meter:
     peak: int = 0
 
     def count(self, before: int, during: int, after: int) -> None:
-        """Count a layer's part of a prompt; its whole buffers live until the compressed ones are filled."""
+        """Count a layer's bytes before and while it reads a prompt, and after; both buffers live until the new are filled."""
         others = self.now - before
         self.peak = max(self.peak, others + during + (after if after != during else 0))
         self.now = others + after

@@ -210,7 +210,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name, revision=revision or "main", trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # as above
+    except Exception as error:  # a tokenizer's files may raise anything
         raise KVPatchError(f"The model {name} has no tokenizer that can be loaded: {_format_reason(error)}") from error
     if not tokenizer("text").input_ids or not tokenizer.decode(tokenizer("text").input_ids, skip_special_tokens=True):
         raise KVPatchError(missing)

@@ -201,7 +201,7 @@ REFUSED = {
 
 
 def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
-    """Return what a request asks for.
+    """Check the fields of a request to the server, and sort them by who reads them: the handlers, sampling, the stop watch.
 
     Args:
         path: one of PATHS.
