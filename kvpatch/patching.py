@@ -47,7 +47,7 @@ _FIRST = ("self", "model", "policy", "k")
 
 
 def _takes_settings(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Let a function take Settings in the place of policy, k and the options that they have.
+    """Make a function accept Settings in place of policy, k and the options that they hold.
 
     It sees what the caller gives: an argument with the value of its default is told from one that is left out.
     """

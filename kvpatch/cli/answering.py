@@ -278,7 +278,7 @@ class _Streamer(CBStreamer):
         self.total_tokens = self._decode_stream.tokens
 
     def end(self) -> None:
-        """Hand on what was held back, and end the queue."""
+        """Put the text that was held back into the queue, and end it."""
         rest = self.watch.flush()
         if rest:
             parsed = [rest] if self._parser is None else response_events_to_chunks(self._parser.feed(rest))

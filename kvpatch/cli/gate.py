@@ -147,7 +147,7 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _mend_error(message: Message) -> Message:
-    """Give an error in the midst of a stream OpenAI's form."""
+    """Convert an error that ends a stream to OpenAI's form."""
     before, found, told = message.get("body", b"").rpartition(_BROKEN)
     if not found or not told.endswith(_END):
         return message

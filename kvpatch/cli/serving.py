@@ -133,7 +133,7 @@ def _check_extra() -> None:
 
 @contextmanager
 def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None) -> Iterator[None]:
-    """Have transformers' server serve this model where it would load one, list no other, stop in time, and answer as mended."""
+    """Patch transformers' server inside the with-block: it serves and lists this model alone, and stops without long waits."""
     import uvicorn
     from transformers.cli.serving import model_manager, server
     from transformers.cli.serving.utils import BaseHandler, get_response_template
@@ -180,7 +180,7 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None) -> 
 
 
 def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) -> Any:
-    """Have a server check requests, run each by its own fields, answer errors in OpenAI's form, and end requests with clients.
+    """Wrap the server's app: requests are checked, run by their fields, and end with their clients; errors have OpenAI's form.
 
     Args:
         app: transformers' app.

@@ -25,7 +25,7 @@ def read_messages(messages: list[dict[str, Any]], modality: Modality) -> list[di
 
 
 def forgive_calls(tokenizer: Any) -> None:
-    """Have a tokenizer return an answer as text alone where a call of a tool in it cannot be read, instead of raising."""
+    """Replace a tokenizer's parse_response, which raises where a tool call cannot be read, by one that returns text then."""
     parse = tokenizer.parse_response
 
     def parse_response(tokens: list[int], *told: Any, **more: Any) -> Any:

@@ -25,7 +25,7 @@ class RequestRows:
 
 
 class RowPool:
-    """All requests that decode. Normally one Rows; several where an engine lets some of them wait.
+    """All requests that decode: one RequestRows, or several where an engine lets some of them wait.
 
     Rows are moved in `gather` alone, which runs in the stream of a pass: whoever ends a request may be in another.
 
@@ -57,7 +57,7 @@ class RowPool:
                 return
 
     def gather(self, names: Collection[str]) -> RequestRows:
-        """Return these requests as the rows of one cache, in an order of its own.
+        """Return these requests as the rows of one cache; its `names` are in the order of the rows.
 
         Rows are moved only if the last step had other requests.
         """

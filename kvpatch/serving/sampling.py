@@ -108,7 +108,7 @@ class RequestSampling(ContinuousBatchingLogitsProcessor):
 
 
 def sample_by_request(manager: Any) -> None:
-    """Have a ContinuousBatchingManager that has not started take each request's Sampling.
+    """Make a ContinuousBatchingManager that has not started sample each request by its own Sampling.
 
     The generation config that it was made with must be greedy: the engine then takes the largest logit.
     """

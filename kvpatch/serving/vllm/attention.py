@@ -42,7 +42,7 @@ _LOG = logging.getLogger("vllm.kvpatch")
 
 
 class VllmAdapter(Adapter):
-    """Describes a layer of any model by what vLLM has told its attention."""
+    """Adapter of a layer of any model, made from the arguments that vLLM gives its attention."""
 
     name, classes = "vllm", ()
 

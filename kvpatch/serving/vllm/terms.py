@@ -71,7 +71,7 @@ class RequestTerms:
         raise KVPatchError(f"{OWN}={asked[OWN]!r} is not served: {self._say_why_none()}. Leave it out.")
 
     def _say_why_none(self) -> str:
-        """Say why no request may have a k of its own."""
+        """Return the reason, for an error, that no request may have a k of its own."""
         if self.policy.over_layers is not None:
             return f"policy {self.policy.name!r} gives layers different numbers of tokens, which a request cannot choose"
         return f"the server's k={self.k!r} is no number of tokens, and it has no max_k"
@@ -185,7 +185,7 @@ def _check_values(positions: object, seed: object) -> None:
 
 
 def _check_max_k(terms: RequestTerms) -> None:
-    """Raise KVPatchError unless requests can ask for as many tokens as the settings let them."""
+    """Raise KVPatchError if max_k is below the settings' own k, or the policy gives layers different budgets."""
     check_count("max_k", terms.max_k, "tokens")
     if isinstance(terms.k, int) and terms.k > terms.most > 0:
         raise KVPatchError(f"max_k={terms.max_k} is below k={terms.k}, which requests have that ask for nothing: give more.")
