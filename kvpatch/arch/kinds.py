@@ -13,7 +13,7 @@ CROSS = frozenset(("encoder_attn", "crossattention", "cross_attn"))
 
 
 def source_of(attn: nn.Module, attentions: list[nn.Module]) -> nn.Module | None:
-    """Return the module whose keys and values `attn` uses, having none of its own; None if it has.
+    """Return the module whose keys and values `attn` uses; None if it computes its own.
 
     Raises:
         KVPatchError: nothing says which module that is.

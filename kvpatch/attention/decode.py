@@ -213,7 +213,7 @@ def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B1
 
 
 def _evicts_nothing(call: Call) -> bool:
-    """Tell if no head evicts at this step. A traced step cannot be told, and heads on other processes may evict."""
+    """Tell if it is certain that no head evicts at this step. Tracing, and heads on other processes, may leave it open."""
     slots = call.slots
     return not (slots.mode.due or (slots.holes and (slots.traced or call.parallel)))
 

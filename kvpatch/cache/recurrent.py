@@ -78,7 +78,7 @@ class RecurrentStates(Cache):
             table[key] = change(table[key])
 
     def end_pass(self) -> None:
-        """Let go of the graph that gradients of this pass need."""
+        """Detach the states from the autograd graph of this pass."""
         self.map_rows(lambda state: state.detach() if state.requires_grad else state)
 
     def sharing(self) -> RecurrentStates:

@@ -107,7 +107,7 @@ class BoundSteps(Protocol):
         """Tell if layers' tensors are views of stacked ones."""
 
     def unbind(self) -> None:
-        """Let go of the stacked layers, and of the buffers that steps are bound to."""
+        """Release the stacked layers, and the buffers that steps are bound to."""
 
 
 @dataclass

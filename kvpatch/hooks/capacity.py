@@ -31,7 +31,7 @@ def round_capacity(slots: int) -> int:
 
 
 def round_capacities(cache: EvictingCache) -> None:
-    """Give each dense layer whose capacity follows the length of the prompt the slots of its class.
+    """Enlarge each dense layer whose capacity follows the prompt's length to its class of capacities, which share a graph.
 
     Keys, values, positions and scores are copied once to tensors of [B,H,C,...] with the class's C; nothing waits for the
     device. A cache that was rounded before is left as it is.

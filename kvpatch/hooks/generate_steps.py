@@ -47,7 +47,7 @@ class GenerateSteps:
 
     @contextmanager
     def running(self, model: nn.Module, cache: EvictingCache) -> Iterator[None]:
-        """Let graphs run the steps over `cache` inside a with-block, where they can."""
+        """Run the steps over `cache` by graphs inside the with-block, where the model and the cache allow it."""
         graph = None
         if not self._lock.acquire(blocking=False):
             yield

@@ -112,7 +112,7 @@ def refuse_pass(call: dict[str, Any], decoder: Any) -> None:
 
 
 def reads_both_ways(call: dict[str, Any], decoder: Any) -> bool:
-    """Tell if a pass is told to, as transformers is: by an argument, or by the configuration."""
+    """Tell if a pass attends to later tokens too: is_causal=False as its argument or in the configuration."""
     return not (call.get("is_causal", True) and getattr(getattr(decoder, "config", None), "is_causal", True))
 
 

@@ -32,7 +32,7 @@ def note_offsets(model: nn.Module, cache: EvictingCache, B: int, device: torch.d
 
 
 def clear_offsets(model: nn.Module | None, cache: EvictingCache) -> None:
-    """Note that a cache has read text alone, of which the model that keeps offsets was not told."""
+    """Set a cache's offsets to 0: the decoder has read text without the outer model, which computes them for images."""
     if has_offsets(model):
         cache.ids.offsets_B1 = torch.zeros(len(cache.lengths_B), 1, dtype=torch.long, device=cache.lengths_B.device)
 

@@ -65,7 +65,7 @@ def _refuse_images(target: Target, tokens: tuple[int, ...]) -> None:
 
 
 def _refuse_invoked(target: Target, tokens: tuple[int, ...]) -> None:
-    """Raise KVPatchError for a text in which PEFT's aLoRA sets in: generate() tells it from where, a prefix cannot."""
+    """Raise KVPatchError for a text that invokes PEFT's aLoRA: generate() finds where it begins to act, a prefix cannot."""
     acting = stamp_model(target.decoder).adapters[0].split(" + ")
     for model in target.generators:
         for name, config in getattr(model, "peft_config", {}).items():

@@ -122,7 +122,7 @@ def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
 
 
 def check_seen_mask(mask_BT: Tensor, cache: EvictingCache, Q: int) -> None:
-    """Raise KVPatchError if the mask of a pass of Q columns says otherwise of columns before, which the cache has read."""
+    """Raise KVPatchError if the mask of a pass of Q columns contradicts the padding of those that the cache has read."""
     known_BT, seen = cache.ids.ids_BT, cache.get_seq_length()
     if known_BT is None or known_BT.shape[1] != seen or mask_BT.shape[1] != seen + Q or cache.rows.joined:
         return
