@@ -288,10 +288,7 @@ def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, 
     """Raise KVPatchError past the last learned or tabled position, instead of an IndexError deep inside the model."""
     if limit is None or cache.get_seq_length() + Q <= limit:
         return
-    if position_ids is not None:
-        last = int(position_ids.max()) + 1
-    else:
-        last = cache.get_seq_length() + Q
+    last = cache.get_seq_length() + Q if position_ids is None else int(position_ids.max()) + 1
     if last > limit:
         raise KVPatchError(
             f"The text needs {last} positions, but this model has {limit}. Evicting tokens does not give new positions: "
