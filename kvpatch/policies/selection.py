@@ -104,7 +104,7 @@ def in_top(keys: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
     """
     T = keys.shape[-1]
     if count is not None:
-        if count == 0:
+        if count <= 0:  # fewer than none where a scope protects more than a head may hold
             return torch.zeros_like(keys, dtype=torch.bool)
         # a fifth faster than kthvalue on the CPU
         return keys >= keys.topk(min(count, T), dim=-1, sorted=False).values.amin(-1, keepdim=True)

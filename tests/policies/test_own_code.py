@@ -139,6 +139,25 @@ def test_a_mistake_in_a_scope_too(scope, said):
         patch._target.decoder(prompt(1, 20))
 
 
+@dataclass(frozen=True)
+class Evens(Scope):
+    def mask(self, context):
+        return context.positions_BHT % 2 == 0
+
+
+@pytest.mark.parametrize(
+    "wrap", [kvpatch.critical, lambda base: base, kvpatch.global_topk], ids=["critical", "plain", "global"]
+)
+def test_a_scope_that_protects_more_than_the_budget_keeps_what_fits(wrap):
+    policy = wrap(Policy("evens", kvpatch.get_policy("h2o").score, Evens()))
+    with kvpatch.patched(make("llama_gqa"), policy, 10) as patch:
+        cache = patch.new_cache()
+        patch._target.decoder(prompt(1, 40), past_key_values=cache)
+        held = [cache.positions(layer)[0] for layer in range(len(cache.layers))]
+        assert sum(int((one >= 0).sum()) for one in held) == 10 * sum(len(one) for one in held)
+        assert all(bool(((one % 2 == 0) | (one < 0)).all()) for one in held) or wrap is kvpatch.global_topk
+
+
 # ---- what needs read ----
 
 
