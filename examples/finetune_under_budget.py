@@ -25,7 +25,7 @@ from torch import Tensor
 
 import kvpatch
 from examples.finetune_table import page, short
-from kvpatch.evaluation.teacher_forcing import feed, wide
+from kvpatch.evaluation.teacher_forcing import feed, widen
 from kvpatch.policies.budgets import share
 from tools.training import tasks
 from tools.training.text import TEXT_LENGTH, python_sources, text_rows, text_stream
@@ -65,7 +65,7 @@ def nats(model: Any, ids_BT: Tensor, way: str) -> Tensor:
         logits_BCV = feed(model, ids_BT[:, :-1], n).logits_BSV
     else:
         logits_BCV = model(ids_BT, use_cache=False, logits_to_keep=COUNTED + 1).logits[:, :-1]
-    return F.cross_entropy(wide(logits_BCV).mT, ids_BT[:, n:], reduction="none")
+    return F.cross_entropy(widen(logits_BCV).mT, ids_BT[:, n:], reduction="none")
 
 
 def measure(model: Any, held_BT: Tensor, policy: str, k: float, block: int) -> dict[str, list[float]]:

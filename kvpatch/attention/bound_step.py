@@ -110,7 +110,7 @@ class FusedByTorch(Fused):
             assert self.stack is not None
             p_NGT = self.stack.view_probabilities(self.call, self.dtype).flatten(0, 1)
         x = dot(q.reshape(self.heads) * self.geometry.scale, keys_NTW, self.key_codec)
-        return mix(torch.softmax(x, -1, out=p_NGT), values_NTW, self.value_codec, self.dtype).view(self.out)
+        return mix(torch.softmax(x, -1, out=p_NGT), values_NTW, self.value_codec, self.dtype).reshape(self.out)
 
     def _write_token(self, cache: TextState, k: Tensor, v: Tensor) -> int:
         """Write key and value into the free slots, or behind the used columns; return the columns to attend to."""
