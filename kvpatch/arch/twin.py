@@ -177,7 +177,7 @@ def _few_heads(heads: int, kv_heads: int, most: int) -> tuple[int, int]:
 
 
 def _choose_size(key: str, value: Any) -> Any:
-    """Return a small number for a name: widths and experts, and how many tokens a layer looks at."""
+    """Return a configuration's value, or the limit that `_LIMITS` has for its key if that is less; only integers shrink."""
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     return min(value, next((limit for parts, limit in _LIMITS if any(part in key for part in parts)), value))

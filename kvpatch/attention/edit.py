@@ -40,7 +40,10 @@ class Hidden:
 
 
 class EditEnded(Ended):
-    """A layer into whose text an edit was read."""
+    """A layer that has read an edit, tokens in the middle of its text, and is about to evict: each head keeps its old budget.
+
+    It takes the place of `Ended`, a layer at a prompt's end, in `finish_group`.
+    """
 
     @property
     def share(self) -> None:
@@ -58,7 +61,7 @@ class EditEnded(Ended):
         return self.call.policy.every - 1
 
     def count(self, everyone: Parallel) -> None:
-        """Count the tokens that heads hold, and those that they may hold."""
+        """Set `held`, `fixed` and `keep`: tokens that heads hold, none beside the budget, and each head's old budget."""
         slots = self.call.slots
         self.held = (slots.positions[:, :, : slots.used] >= 0).sum(-1).tolist()
         self.fixed = [[0] * len(row) for row in self.held]

@@ -642,7 +642,7 @@ def step(
 
     Args:
         q_BHGD: queries.
-        keys: keys and values.
+        keys: keys and values; with `head_offsets` they are flat [F,D], whatever their names say.
         newest_B11: position of the query's token.
         geometry: variant of attention.
         probabilities: whether to return probabilities.

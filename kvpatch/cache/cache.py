@@ -147,9 +147,9 @@ class EvictingCache(TextState):
         return new
 
     def _copy_sharing(self) -> EvictingCache:
-        """Return a copy that shares the layers' tensors, to be replaced before either cache writes to them."""
-        shared = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
-        new, memo = copy.copy(self), {id(one): one for one in shared}
+        """Return a copy with the same layers' tensors, for `select_rows`, which at once puts selected ones in their place."""
+        uncopied = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
+        new, memo = copy.copy(self), {id(one): one for one in uncopied}
         own = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))
         vars(new).update(copy.deepcopy(own, memo))
         new.layers, new.shared, new.states = [layer.sharing() for layer in self.layers], self.shared, self.states.sharing()

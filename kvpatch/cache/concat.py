@@ -196,12 +196,17 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: l
 
 
 def _stack_parts(new: SlotLayer, parts: list[SlotLayer], beside: Slots) -> None:
-    """Join positions and state of parts whose keys and values, `beside` one another, stay in place: slot indices stay too."""
+    """Fill a layer with the parts' rows where no key or value is copied: `beside` refers to the memory that the parts use.
+
+    So each token keeps its slot index, and only positions and state are concatenated, padded to the joined width. A part that
+    lacks a statistic gets zeros of it.
+    """
     new.kv, C = beside, beside.width
     new.positions = torch.cat([fit_columns(part.positions[:, :, : part.used], C, -1) for part in parts])
-    names = dict.fromkeys(name for part in parts for name in part.state)
+    known = {name: tensor for part in parts for name, tensor in part.state.items()}
     new.state = {
-        name: torch.cat([fit_columns(part.statistic(name)[:, :, : part.used], C, 0) for part in parts]) for name in names
+        name: torch.cat([fit_columns(part.statistic(name, like)[:, :, : part.used], C, 0) for part in parts])
+        for name, like in known.items()
     }
 
 

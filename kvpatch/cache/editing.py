@@ -28,7 +28,7 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
     """Take spans out of a cache: see EvictingCache.forget."""
     check_state(cache, "forget()")
     refuse("forget", cache.settings.combine())
-    gone_BT = mark_spans(cache, spans, row, "forget()")
+    gone_BT = mark_gone(cache, spans, row, "forget()")
     if cache.rows.gaps_B is not None and bool((cache.layers[0].positions.amax((1, 2)) >= cache.read_B).any()):
         raise KVPatchError(
             "forget() in a text with padding between its tokens, whose positions count the padding: read the text without it."
@@ -66,7 +66,7 @@ def check_state(cache: TextState, what: str) -> None:
         raise KVPatchError(f"{what} of a cache in an engine's pages: end the request, and send the edited text.")
 
 
-def mark_spans(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -> Tensor:
+def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -> Tensor:
     """Return which positions of each row's text go [B,T]. Raises KVPatchError for spans that are not of the text."""
     lengths, row, given = cache.read_B.tolist(), checks.read_whole(row), as_python(spans)
     if row is not None and (type(row) is not int or not 0 <= row < len(lengths)):

@@ -129,7 +129,7 @@ def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor
 
 
 class _LayerState:
-    """One layer's slots during the checks. limit_BH: slots of each head that may be in use."""
+    """One layer's slots during the checks. limit_BH: slots of each head that may hold a token, not its budget."""
 
     def __init__(self, layer: SlotLayer, seen_B: Tensor) -> None:
         self.layer, self.seen_B11 = layer, seen_B[:, None, None]
@@ -208,7 +208,10 @@ class _LayerState:
             must(full and (self.held_BH == layer.used - 1), "slots are empty that should not be")
 
     def _check_moving(self, mode: Moving) -> None:
-        """Check that each head has a slot free for the next token, or that buffers move before it."""
+        """Check a layer under a budget that follows the text: a head may evict none, one or several tokens at a step.
+
+        Every column is a slot. Each head has an empty one for the next token, or larger buffers are allocated before it.
+        """
         layer = self.layer
         must(layer.holes and layer.used == len(self.column), "unused columns between slots")
         must(self.held_BH <= layer.own_budget_BH1[..., 0], "a head holds more than it ever may")

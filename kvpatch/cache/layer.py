@@ -135,7 +135,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.positions.shape[0] if self.is_initialized else -1
 
     def sharing(self) -> SlotLayer:
-        """Return a copy that shares the tensors, to be replaced by `map_rows` before either layer writes to them."""
+        """Return a copy with the same tensors, whose `map_rows` the caller must call, to replace them, before either writes."""
         new = copy.copy(self)
         new.mode, new.state, new.notes = copy.copy(self.mode), dict(self.state), dict(self.notes)
         new.undo_log = deque(maxlen=UNDO_STEPS)

@@ -241,7 +241,7 @@ class LosslessCache(Unpicklable, Cache):
         """Take tokens out of the text, as `EvictingCache.forget` does: later passes are as if they had been masked."""
         spans = list(spans) if isinstance(spans, Iterator) else spans  # read twice
         checks.check_filled(bool(self.ids))
-        gone_T = editing.mark_spans(self._make_drafts(), spans, row, "forget()")[0].tolist()
+        gone_T = editing.mark_gone(self._make_drafts(), spans, row, "forget()")[0].tolist()
         if self.drafting:
             self.drafts.forget(spans, row)
         kept = [i for i, place in enumerate(self.kept_positions) if not gone_T[place]]

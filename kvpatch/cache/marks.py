@@ -51,12 +51,12 @@ def mark_protected(
 
 
 def mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | None:
-    """Return the spans of the user's `quota=` (policies/quotas.py), int64 [B,Q].
+    """Return for each column of a pass the span of `quota=` that it lies in (policies/quotas.py), int64 [B,Q]; 0: none.
 
-    seen: columns before these.
+    seen: columns before these. Without `quota=` the result is None.
 
     Raises:
-        KVPatchError: spans that end behind the prompt, numbers of another shape, or messages of a prompt without any.
+        KVPatchError: a span ends after the prompt, numbers have another shape, or quota="messages" and no messages are known.
     """
     quota = cache.settings.policy.scope.quota
     if quota is None or not cache.settings.acts:

@@ -36,11 +36,12 @@ class ReadingSlots(DenseSlots):
         return super().nbytes + sum(t.numel() for t in self.packed)
 
     def fix_centre(self, positions_BHT: Tensor) -> None:
-        known, W, T = self.centre, self.packed[0].shape[2], positions_BHT.shape[2]
+        """Where a prompt (or block) ends: set the centre by its own columns in rows that have none from earlier prompts."""
+        known, W, T = self.centre, self.packed[0].shape[2], positions_BHT.shape[2]  # columns W to T are this prompt's
         real_BHT = positions_BHT >= 0
         if W < T:
             centre = find_midrange(self.keys[:, :, W:T].detach(), real_BHT[:, :, W:])
-            if known is not None:  # a row of which only padding was read has none yet
+            if known is not None:  # a row keeps its centre if it holds earlier tokens, not only padding
                 centre = torch.where(real_BHT[:, :, :W].flatten(1).any(1)[:, None, None, None], known, centre)
             self.then = centre_codecs(self.then, centre)
 

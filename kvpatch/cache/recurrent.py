@@ -82,7 +82,7 @@ class RecurrentStates(Cache):
         self.map_rows(lambda state: state.detach() if state.requires_grad else state)
 
     def sharing(self) -> RecurrentStates:
-        """Return a copy that shares the tensors, to be replaced before either writes to them."""
+        """Return a copy with the same tensors, whose `map_rows` the caller must call, to replace them, before either writes."""
         new = copy.copy(self)
         new.layers = [None if layer is None else _copy_sharing(layer) for layer in self.layers]
         return new

@@ -12,7 +12,7 @@ from ..errors import KVPatchError
 from ..policies.served import refuse
 from .checks import read_whole
 from .concat import lay_out_anew
-from .editing import Span, check_state, mark_spans, read_span
+from .editing import Span, check_state, mark_gone, read_span
 from .state import TextState
 
 
@@ -37,7 +37,7 @@ def check_replaced(cache: TextState, span: Span, ids: object, reread: int, untol
     _check_rows(cache, opened)
     _check_reread(reread)
     _check_place(cache, start, stop)
-    mark_spans(cache, [(start, max(stop + reread, start + 1))], None, "replace()")
+    mark_gone(cache, [(start, max(stop + reread, start + 1))], None, "replace()")
     here, behind = start + torch.arange(ids_BN.shape[1], device="cpu"), stop + torch.arange(reread, device="cpu")
     places_Q = torch.cat([here, behind + opened]).to(ids_BN.device)
     if not reread:

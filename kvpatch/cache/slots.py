@@ -103,7 +103,7 @@ class Slots(ABC):
         return keys, codec.within(keys) if isinstance(codec, Latent) else codec.encode(v)
 
     def fix_centre(self, positions_BHT: Tensor) -> None:
-        """Fix the centre of a first prompt's keys before any is evicted or rounded. positions: -1 in an empty slot."""
+        """Where a prompt (or block) ends, before keys are evicted or rounded: fix the centre of rows that have none yet."""
         return
 
     def close_columns(self, used: int) -> Slots:
@@ -115,7 +115,7 @@ class Slots(ABC):
         return self
 
     def beside(self, others: list[Slots], width: int) -> Slots | None:
-        """Join these rows' slots with those of `others` without moving an entry; None if entries must be copied."""
+        """Return slots of these rows and then those of `others`, in the same memory; None if entries must be copied for it."""
         return None
 
     def flat(self) -> tuple[Tensor, Tensor]:
