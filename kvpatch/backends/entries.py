@@ -157,7 +157,7 @@ class Rounded:
     def _unpack_codes(self, packed: Tensor) -> Tensor:
         if self.bits == 8:
             return packed
-        packed = packed.contiguous()  # rows behind their headers are slow to shift
+        packed = packed.contiguous()  # bytes between headers are slow to shift
         return torch.cat([packed & 15, packed >> 4], -1)[..., : self.D]
 
 
@@ -277,7 +277,7 @@ def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
     if codec.exact:
         return codec.dot(q_NGD, entries_NTW)
     q_NGD = q_NGD.to(accumulator(q_NGD.dtype))
-    products = [codec.dot(q_NGD, entries_NTW[..., lo:hi, :]) for lo, hi in _blocks(entries_NTW, codec)]
+    products = [codec.dot(q_NGD, entries_NTW[..., lo:hi, :]) for lo, hi in _cut_blocks(entries_NTW, codec)]
     return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 
@@ -286,11 +286,11 @@ def mix(p_NGT: Tensor, entries_NTW: Tensor, codec: Codec, dtype: torch.dtype) ->
     if codec.exact:
         return codec.mix(p_NGT.to(dtype), entries_NTW)
     p_NGT = p_NGT.to(accumulator(dtype))
-    sums = [codec.mix(p_NGT[..., lo:hi], entries_NTW[..., lo:hi, :]) for lo, hi in _blocks(entries_NTW, codec)]
+    sums = [codec.mix(p_NGT[..., lo:hi], entries_NTW[..., lo:hi, :]) for lo, hi in _cut_blocks(entries_NTW, codec)]
     return sum(sums[1:], sums[0]).to(dtype)
 
 
-def _blocks(entries_NTW: Tensor, codec: Codec) -> Iterator[tuple[int, int]]:
+def _cut_blocks(entries_NTW: Tensor, codec: Codec) -> Iterator[tuple[int, int]]:
     """Yield columns [lo, hi) to unpack at a time, of all heads."""
     *N, T, _ = entries_NTW.shape
     most = CPU_BLOCK if entries_NTW.device.type == "cpu" else DEVICE_BLOCK

@@ -36,7 +36,7 @@ class ReadingSlots(DenseSlots):
         return super().nbytes + sum(t.numel() for t in self.packed)
 
     def fix_centre(self, positions_BHT: Tensor) -> None:
-        """Where a prompt (or block) ends: set the centre by its own columns in rows that have none from earlier prompts."""
+        """Set the centre of rows that have none from earlier prompts by the columns of the prompt (or block) that ends."""
         known, W, T = self.centre, self.packed[0].shape[2], positions_BHT.shape[2]  # columns W to T are this prompt's
         real_BHT = positions_BHT >= 0
         if W < T:

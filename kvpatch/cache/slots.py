@@ -103,7 +103,7 @@ class Slots(ABC):
         return keys, codec.within(keys) if isinstance(codec, Latent) else codec.encode(v)
 
     def fix_centre(self, positions_BHT: Tensor) -> None:
-        """Where a prompt (or block) ends, before keys are evicted or rounded: fix the centre of rows that have none yet."""
+        """Fix the centre of rows that have none yet, where a prompt (or block) ends, before keys are evicted or rounded."""
         return
 
     def close_columns(self, used: int) -> Slots:

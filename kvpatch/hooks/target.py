@@ -123,7 +123,7 @@ class Target:
         readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
         around = holders[-2::-1]
-        named = [holder for holder in around if _tokens(holder, IMAGE_TOKENS + SOUND_TOKENS)]
+        named = [holder for holder in around if _read_token_ids(holder, IMAGE_TOKENS + SOUND_TOKENS)]
         outer = next(iter([*named, *(holder for holder in around if holder.config is not decoder.config), *around]), None)
         return cls(own, readers, decoder, generators, parallel_of(model, found), shell, outer, stack, model)
 
@@ -148,11 +148,11 @@ class Target:
 
     def image_tokens(self) -> tuple[int, ...]:
         """Return the ids that stand for an image or a video in a prompt; none for a model that reads text alone."""
-        return () if self.outer is None else _tokens(self.outer, IMAGE_TOKENS)
+        return () if self.outer is None else _read_token_ids(self.outer, IMAGE_TOKENS)
 
     def sound_tokens(self) -> tuple[int, ...]:
         """Return the ids that stand for a sound in a prompt."""
-        return () if self.outer is None else _tokens(self.outer, SOUND_TOKENS)
+        return () if self.outer is None else _read_token_ids(self.outer, SOUND_TOKENS)
 
     def check_projection(self, policy: Policy) -> None:
         """Raise KVPatchError if an adapter has no plain output projection, by which a policy weighs values."""
@@ -327,7 +327,7 @@ def _check_decoder(decoder: nn.Module) -> None:
         )
 
 
-def _tokens(model: Any, names: tuple[str, ...]) -> tuple[int, ...]:
+def _read_token_ids(model: Any, names: tuple[str, ...]) -> tuple[int, ...]:
     ids = (getattr(model.config, name, None) for name in names)
     return tuple(dict.fromkeys(one for one in ids if one is not None))
 
