@@ -11,7 +11,7 @@ from kvpatch.policies.uses import find_use
 from tools.evidence import agents, choices, chooser, claims, page, quotas, refits, report, runs
 from tools.evidence.measure import Bench
 from tools.evidence.samples import Probe, Sample
-from tools.evidence.settings import FULL, NULL, ROWS, UNREAD, Cells, Setting
+from tools.evidence.settings import FULL, NULL, ROWS, UNREAD, Cells, Row, Setting
 from tools.evidence.statistics import compare_with_zero, correct_holm, estimate
 from tools.evidence.tasks import TASKS, human_eval, instructions, turns
 from tools.evidence.tasks.tools import DATA
@@ -115,6 +115,18 @@ def test_shared_prompts_change_no_figure(model, label, turns):
     for one, other in zip(shared[0], alone[0], strict=True):
         assert one.nats == pytest.approx(other.nats, abs=1e-4) and one.kl == pytest.approx(other.kl, abs=1e-4)
         assert one.kl > 1e-4, "something was evicted"
+
+
+def test_shared_second_readings_change_no_figure(model):
+    """kvzip reads the prompt again: the same at two budgets, and otherwise after another instruction of the same length."""
+    bench = Bench(model, make_sample("a"))
+    for k, instruction in ((0.5, (5, 6)), (0.3, (5, 6)), (0.3, (7, 8))):
+        setting = Setting(Row("kvzip", "kvzip", {"instruction": instruction}), k)
+        before = len(bench.shared.later)
+        shared, alone = bench.measure(setting), Bench(model, make_sample("a"), share=False).measure(setting)
+        assert (len(bench.shared.later) == before) == (k == 0.3 and instruction == (5, 6))
+        assert [one.nats for one in shared[0]] == pytest.approx([one.nats for one in alone[0]], abs=1e-4)
+        assert [one.kl for one in shared[0]] == pytest.approx([one.kl for one in alone[0]], abs=1e-4)
 
 
 def test_a_setting_is_measured_on_its_own_prompt(model):

@@ -1,16 +1,18 @@
 """Measure one sample under all settings.
 
-A prompt is read with full attention whatever the policy, and evicted at its end. So the products of its tokens with the model's
-weights, nine tenths of its cost, are the same under all policies: they are computed once, by the unpatched model, and handed to
-the passes of the others, which compute attention, statistics and evictions. Passes after the first compute everything.
+A prompt is read with full attention whatever the policy, and evicted at its end. So nearly all that a pass over it costs is the
+same under all policies. What its tokens pass outside attention is computed once, by the unpatched model, and handed to the
+passes of the others. Full attention, and a second reading by policies that do one, are computed by the first policy that asks,
+and looked up by their inputs afterwards. Passes over later turns and probes compute everything.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,14 +27,21 @@ from .samples import Probe, Sample
 from .settings import Setting
 
 SEED = 0
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 UNREAD = 4  # tokens of a prompt that say nothing of it: what a model knows without the text
 
 
 @dataclass
 class Shared:
-    """Outputs of the decoder's linear layers in one pass over a prompt."""
+    """What passes over a prompt, and second readings of it, compute alike under all policies.
 
-    outputs: dict[str, Tensor]
+    Attributes:
+        first: outputs of the modules around attention in the unpatched model's pass.
+        later: outputs of later calls of these modules, and of full attention, by their inputs.
+    """
+
+    first: dict[str, Tensor]
+    later: dict[Hashable, Any] = field(default_factory=dict)
 
     @classmethod
     @contextmanager
@@ -40,35 +49,53 @@ class Shared:
         """Take down the outputs of the passes inside the block."""
         shared = cls({})
         with ExitStack() as stack:
-            for name, module in _linear_layers(decoder):
+            for name, module in _modules_around_attention(decoder):
 
                 def keep(_: nn.Module, __: Any, output: Tensor, name: str = name) -> None:
-                    shared.outputs[name] = output
+                    shared.first[name] = output
 
                 stack.callback(module.register_forward_hook(keep).remove)
             yield shared
 
     @contextmanager
     def replayed(self, decoder: nn.Module) -> Iterator[None]:
-        """Give each linear layer's first call its recorded output; a second reading of the prompt computes its own."""
-        left = dict(self.outputs)
+        """Give each module's first call its recorded output, and what is computed from known inputs its known output."""
+        left = dict(self.first)
         with ExitStack() as stack:
-            for name, module in _linear_layers(decoder):
+            for name, module in _modules_around_attention(decoder):
 
                 def forward(x: Tensor, name: str = name, module: nn.Module = module) -> Tensor:
                     known = left.pop(name, None)
                     if known is None:
-                        return type(module).forward(module, x)
+                        return self._remember(name, partial(type(module).forward, module), x)
                     if known.shape[:-1] != x.shape[:-1]:
                         raise AssertionError(f"{name} reads {tuple(x.shape)}, the prompt was recorded as {tuple(known.shape)}")
                     return known
 
                 stack.enter_context(mock.patch.object(module, "forward", forward))
+            attend = partial(self._remember, FLASH, getattr(torch.ops.aten, FLASH))
+            stack.enter_context(mock.patch.object(torch.ops.aten, FLASH, attend))
             yield
 
+    def _remember(self, name: str, compute: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+        """Return what `compute` gives for these inputs, computed at most once."""
+        given = (*enumerate(inputs), *named.items())
+        key = (
+            name,
+            *((at, one.shape, hash(one.numpy().tobytes())) if isinstance(one, Tensor) else (at, one) for at, one in given),
+        )
+        if key not in self.later:
+            self.later[key] = compute(*inputs, **named)
+        return self.later[key]
 
-def _linear_layers(decoder: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in decoder.named_modules() if type(module) is nn.Linear]
+
+def _modules_around_attention(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the largest modules of a decoder in which no attention is computed, with their paths: norms, projections, MLPs."""
+    for name, child in module.named_children():
+        if any("Attention" in type(part).__name__ for part in child.modules()):
+            yield from _modules_around_attention(child, f"{path}{name}.")
+        elif "Rotary" not in type(child).__name__ and not isinstance(child, nn.Embedding):
+            yield path + name, child
 
 
 @dataclass(frozen=True)
