@@ -12,7 +12,7 @@ from kvpatch.cache.messages import Messages
 from kvpatch.policies.uses import USES
 from tests.real.test_real_model import UNCALIBRATED
 from tools.evidence.chat import Frame
-from tools.evidence.measure import Shared, judge, read_ids
+from tools.evidence.measure import judge, read_ids, reuse
 from tools.evidence.samples import Probe
 from tools.evidence.tasks import instructions
 from tools.evidence.texts import group_parts, sentences
@@ -28,15 +28,15 @@ CLOSE, FAR = 0.5, 5.0
 class Told:
     """A prompt that begins with an instruction, read by the unpatched model.
 
-    system: tokens of the system message. probe: a request that the instruction is for, and the answer that obeys it. shared:
-    outputs of linear layers, the same under every policy. nats: of the answer, under the full cache.
+    system: tokens of the system message. probe: a request that the instruction is for, and the answer that obeys it. known:
+    what is the same under every policy. nats: of the answer, under the full cache.
     """
 
     model: Any
     ids: tuple[int, ...]
     system: int
     probe: Probe
-    shared: Shared
+    known: dict
     nats: float
 
 
@@ -52,12 +52,13 @@ def told(real_name):
     ask, lead = (one.format(topic=topic) for one in (instructions.ASK, instructions.LEAD))
     probe = Probe("instruction", frame.encode(ask) + frame.after + frame.encode(lead), frame.encode(f" {words}"))
     with torch.no_grad():
-        with Shared.record(model.base_model) as shared:
+        known: dict = {}
+        with reuse(known, model.base_model):
             _, cache = read_ids(model, frame.before + text, None)
         _, untold = read_ids(model, Frame(tokenizer, SHOP).before + text, None)
         nats, unknown = (judge(model, probe, one, None)[0].nats for one in (cache, untold))
     assert nats + FAR < unknown, "the full cache obeys it"
-    return Told(model, frame.before + text, len(frame.encode(message)), probe, shared, nats)
+    return Told(model, frame.before + text, len(frame.encode(message)), probe, known, nats)
 
 
 def measure(told, policy, **protect):
@@ -65,7 +66,7 @@ def measure(told, policy, **protect):
     with kvpatch.patched(told.model, policy, K, **protect) as patch:
         cache = patch.new_cache()
         cache.messages = Messages(["system", "user"], [0, told.system])
-        with told.shared.replayed(told.model.base_model):
+        with reuse(told.known, told.model.base_model):
             read_ids(told.model, told.ids, cache)
         assert int(cache.held(0).min()) < len(told.ids) / 2 or kvpatch.get_policy(policy).schedule == "decode"
         return judge(told.model, told.probe, cache, None)[0].nats

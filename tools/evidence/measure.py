@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -31,62 +31,37 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 UNREAD = 4  # tokens of a prompt that say nothing of it: what a model knows without the text
 
 
-@dataclass
-class Shared:
-    """What passes over a prompt, and second readings of it, compute alike under all policies.
+@contextmanager
+def reuse(known: dict[Hashable, Any], decoder: nn.Module) -> Iterator[None]:
+    """Compute at most once what passes over one prompt have in common: outputs, put into `known` by what they are made from."""
+    called: set[str] = set()
 
-    Attributes:
-        first: outputs of the modules around attention in the unpatched model's pass.
-        later: outputs of later calls of these modules, and of full attention, by their inputs.
-    """
+    def remember(key: Hashable, compute: Callable[[], Any]) -> Any:
+        if key not in known:
+            known[key] = compute()
+        return known[key]
 
-    first: dict[str, Tensor]
-    later: dict[Hashable, Any] = field(default_factory=dict)
+    with ExitStack() as stack:
+        for name, module in _modules_around_attention(decoder):
 
-    @classmethod
-    @contextmanager
-    def record(cls, decoder: nn.Module) -> Iterator[Shared]:
-        """Take down the outputs of the passes inside the block."""
-        shared = cls({})
-        with ExitStack() as stack:
-            for name, module in _modules_around_attention(decoder):
+            def forward(x: Tensor, name: str = name, module: nn.Module = module) -> Any:
+                read = _identify(x) if name in called else x.shape  # first calls differ in rounding alone
+                called.add(name)
+                return remember((name, read), partial(type(module).forward, module, x))
 
-                def keep(_: nn.Module, __: Any, output: Tensor, name: str = name) -> None:
-                    shared.first[name] = output
+            stack.enter_context(mock.patch.object(module, "forward", forward))
+        kernel = getattr(torch.ops.aten, FLASH)
 
-                stack.callback(module.register_forward_hook(keep).remove)
-            yield shared
+        def attend(*inputs: Any, **named: Any) -> Any:
+            return remember(tuple(map(_identify, (*inputs, *named.values()))), partial(kernel, *inputs, **named))
 
-    @contextmanager
-    def replayed(self, decoder: nn.Module) -> Iterator[None]:
-        """Give each module's first call its recorded output, and what is computed from known inputs its known output."""
-        left = dict(self.first)
-        with ExitStack() as stack:
-            for name, module in _modules_around_attention(decoder):
+        stack.enter_context(mock.patch.object(torch.ops.aten, FLASH, attend))
+        yield
 
-                def forward(x: Tensor, name: str = name, module: nn.Module = module) -> Tensor:
-                    known = left.pop(name, None)
-                    if known is None:
-                        return self._remember(name, partial(type(module).forward, module), x)
-                    if known.shape[:-1] != x.shape[:-1]:
-                        raise AssertionError(f"{name} reads {tuple(x.shape)}, the prompt was recorded as {tuple(known.shape)}")
-                    return known
 
-                stack.enter_context(mock.patch.object(module, "forward", forward))
-            attend = partial(self._remember, FLASH, getattr(torch.ops.aten, FLASH))
-            stack.enter_context(mock.patch.object(torch.ops.aten, FLASH, attend))
-            yield
-
-    def _remember(self, name: str, compute: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-        """Return what `compute` gives for these inputs, computed at most once."""
-        given = (*enumerate(inputs), *named.items())
-        key = (
-            name,
-            *((at, one.shape, hash(one.numpy().tobytes())) if isinstance(one, Tensor) else (at, one) for at, one in given),
-        )
-        if key not in self.later:
-            self.later[key] = compute(*inputs, **named)
-        return self.later[key]
+def _identify(value: Any) -> Hashable:
+    """Return what tells a tensor from others, to the last bit; any other value as it is."""
+    return (value.shape, hash(value.numpy().tobytes())) if isinstance(value, Tensor) else value
 
 
 def _modules_around_attention(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -142,7 +117,8 @@ class Bench:
     def __init__(self, model: Any, sample: Sample, share: bool = True) -> None:
         self.model, self.sample, self.share = model, sample, share
         self.decoder = model.base_model
-        with torch.no_grad(), Shared.record(self.decoder) as self.shared:
+        self.known: dict[Hashable, Any] = {}
+        with torch.no_grad(), reuse(self.known, self.decoder):
             _, cache = read_ids(model, sample.turns[0], None)
         with torch.no_grad():
             for turn in sample.turns[1:]:
@@ -157,8 +133,7 @@ class Bench:
         """Read the sample under a setting; return a judgement per probe, and the cache's bytes over the full cache's."""
         row = setting.row
         with torch.no_grad(), kvpatch.patched(self.model, row.policy, setting.k, seed=SEED, **row.options):
-            replayed = self.share and "block" not in row.options
-            with self.shared.replayed(self.decoder) if replayed else nullcontext():
+            with reuse(self.known, self.decoder) if self.share and "block" not in row.options else nullcontext():
                 _, cache = read_ids(self.model, self.sample.turns[0], None)
             for turn in self.sample.turns[1:]:
                 _, cache = read_ids(self.model, turn, cache)
