@@ -172,15 +172,13 @@ FOLDERS = {"readme": "docs/policies/", "guides": "../policies/", "policies": ""}
 
 
 def uses(page: str) -> str:
-    """One row for each use: the policy to take, its budget, why, and but for the README what it keeps on a pretrained model."""
+    """One row for each use: the policy to take, its budget, why, and what it keeps on a pretrained model."""
     rows = []
     for use in USES:
         names = " or ".join(f"[{name}]({FOLDERS[page]}{name}.md)" for name in (use.policy, *use.also))
         budget = ", ".join(f"{name}={value!r}" for name, value in {"k": use.k, **use.options}.items())
-        measured = () if page == "readme" else (chooser.describe_use(use),)
-        rows.append((f"**{use.name}**", names, f"`{budget}`", use.why, *measured))
-    kept = () if page == "readme" else ("gain kept",)
-    return markdown(("use", "policy", "budget", "why", *kept), rows)
+        rows.append((f"**{use.name}**", names, f"`{budget}`", use.why, chooser.describe_use(use)))
+    return markdown(("use", "policy", "budget", "why", "gain kept"), rows)
 
 
 def combinations(_: str) -> str:
