@@ -51,7 +51,7 @@ def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | N
     )
     result = _run_method(where, wanted, lambda error: _name_missing_need(error, context), scope.mask, context)
     is_mask = isinstance(result, Tensor) and result.dtype == torch.bool
-    if result is not None and not (is_mask and result.shape[-1:] == context.positions_BHT.shape[-1:]):
+    if result is not None and not (is_mask and result.shape == context.positions_BHT.shape):
         said = f"a tensor of {result.dtype}" if isinstance(result, Tensor) and not is_mask else _describe_result(result)
         raise KVPatchError(f"{where} returned {said}: it must return {wanted}.")
     return result

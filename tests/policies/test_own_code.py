@@ -131,12 +131,23 @@ class ShortScope(Scope):
         return context.positions_BHT[..., 1:] > 3
 
 
-@pytest.mark.parametrize(("scope", "said"), [(WrongScope(), r"torch\.int64"), (ShortScope(), r"shape \[1, 2, 19\]")])
+@dataclass(frozen=True)
+class HeadlessScope(Scope):
+    """Its mask [B,T] of two rows would be taken for one of two heads."""
+
+    def mask(self, context):
+        return context.positions_BHT[:, 0] > 3
+
+
+SCOPES = [(WrongScope(), r"torch\.int64"), (ShortScope(), r"shape \[2, 2, 19\]"), (HeadlessScope(), r"shape \[2, 20\]")]
+
+
+@pytest.mark.parametrize(("scope", "said"), SCOPES, ids=[type(scope).__name__ for scope, _ in SCOPES])
 def test_a_mistake_in_a_scope_too(scope, said):
     policy = Policy("mine", kvpatch.get_policy("h2o").score, scope)
     words = rf"{type(scope).__name__}\.mask\(context\) of policy 'mine' returned a tensor of {said}.*bool tensor \[B,H,T\]"
     with kvpatch.patched(make("llama_gqa"), policy, 0.5) as patch, pytest.raises(KVPatchError, match=words):
-        patch._target.decoder(prompt(1, 20))
+        patch._target.decoder(prompt(2, 20))
 
 
 @dataclass(frozen=True)
