@@ -17,6 +17,12 @@ from torch import Tensor
 from ..errors import InvalidError, KVPatchError
 
 
+def check_path(path: object, wanted: str) -> None:
+    """Raise KVPatchError unless `path` can name a file; `wanted` tells the caller to give one."""
+    if not isinstance(path, str | PathLike) or not str(path) or "\0" in str(path):
+        raise KVPatchError(f"path={path!r:.60} is no path: {wanted}.")
+
+
 def write_tensors(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], what: str) -> None:
     """Write a safetensors file, as `write_whole`."""
     from safetensors.torch import save_file
@@ -32,11 +38,12 @@ def write_whole(path: str | PathLike[str], save: Callable[[Path], object], what:
     """
     from safetensors import SafetensorError
 
+    check_path(path, f"give the file that the {what} goes to")
     goal = Path(path)
-    part = goal.with_name(f".{goal.name}.{uuid.uuid4().hex}.part")
     try:
         if goal.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        part = goal.with_name(f".{goal.name}.{uuid.uuid4().hex}.part")
         try:
             save(part)
             _flush_to_disk(part)
@@ -89,7 +96,7 @@ def explain_errors(path: str | PathLike[str], what: str, writer: str, again: str
     except FileNotFoundError as error:
         raise KVPatchError(f"There is no file {path}: give one that {writer} wrote.") from error
     except OSError as error:
-        raise KVPatchError(f"{path} cannot be read: {error.strerror}. Give a file that {writer} wrote.") from error
+        raise KVPatchError(f"{path} cannot be read: {error.strerror or error}. Give a file that {writer} wrote.") from error
     except SafetensorError as error:
         raise KVPatchError(f"{path} cannot be read as a {what}: it is truncated or no such file ({error}). {again}") from error
     except InvalidError as error:

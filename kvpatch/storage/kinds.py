@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import InvalidError, KVPatchError
 from ..policies.measures import MEASURES
-from .file import checksum, explain_errors, verify_checksum, write_tensors, write_whole
+from .file import check_path, checksum, explain_errors, verify_checksum, write_tensors, write_whole
 from .header import Entry, are_counts, is_count, parse_json, read_entries, read_tensor
 
 Description = dict[str, Any]
@@ -170,8 +170,7 @@ class FileKind:
         Raises:
             KVPatchError: `path` is no path.
         """
-        if not isinstance(path, str | PathLike) or not str(path):
-            raise KVPatchError(f"path={path!r:.60} is no path: give the file that {self.writer} wrote.")
+        check_path(path, f"give the file that {self.writer} wrote")
         return explain_errors(path, self.label, self.writer, self.again)
 
     def read_file(self, path: str | PathLike[str], check_header: Callable[[Description, dict[str, Entry]], None]) -> Document:

@@ -73,6 +73,22 @@ def test_another_file_and_none(path, tmp_path):
         take(tmp_path / "none")
     with pytest.raises(KVPatchError, match=r"path=7 is no path: give the file that save_note\(\) wrote"):
         take(7)
+    with pytest.raises(KVPatchError, match=r"cannot be read: (?!None).* Give a file that save_note\(\) wrote"):
+        take(tmp_path)
+
+
+def test_paths_that_name_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given in (None, 7, "", "a\0b"):
+        with pytest.raises(KVPatchError, match="is no path: give the file that the note goes to"):
+            NOTE.write_file(given, {}, {})
+    for folder in (".", "/"):
+        with pytest.raises(KVPatchError, match=f"The note was not saved to {folder}: Is a directory"):
+            NOTE.write_text(folder, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_names_than_those_of_a_table():
     with pytest.raises(InvalidError, match="page 1: pages is 'x'"):
         check_fields("its page", {"pages": "x"}, (Field.of_count("pages"),), where="page 1: ")
 
