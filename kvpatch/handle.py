@@ -241,7 +241,7 @@ class Patch:
             patch.record_nbytes(texts=64, tokens=4096) / 2**20  # MiB
         """
         check_count("texts", texts, "rows")
-        check_count("tokens", tokens, "of the longest text")
+        check_count("tokens", tokens, "tokens of the longest text")
         return texts * tokens * (8 + 4 * sum(shape.heads for shape in self._target.shapes()))
 
     def replay(self, record: Record | Sequence[Record]) -> AbstractContextManager[None]:

@@ -263,8 +263,6 @@ def protect_tensor(protect: Any) -> Tensor:
     """
     if isinstance(protect, AllBut):
         return torch.tensor(protect.ids, device="cpu")
-    if isinstance(protect, list | tuple) and not len(protect):
-        raise KVPatchError(f"protect={protect!r} marks nothing: give token ids or a boolean mask, or leave it out (None).")
     try:
         tensor = torch.as_tensor(protect, device=None if isinstance(protect, Tensor) else "cpu")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -272,10 +270,12 @@ def protect_tensor(protect: Any) -> Tensor:
             f"protect={protect!r} must be a boolean mask over the prompt ([n] or [B, n]), token ids, 'image', 'text' or "
             "'system'."
         ) from error
+    if not tensor.numel():
+        raise KVPatchError(f"protect={protect!r} marks nothing: give token ids or a boolean mask, or leave it out (None).")
     if tensor.dtype == torch.bool and tensor.ndim in (1, 2):
         return tensor
     if tensor.dtype in (torch.int64, torch.int32) and tensor.ndim <= 1:
-        if tensor.numel() and int(tensor.min()) < 0:
+        if int(tensor.min()) < 0:
             raise KVPatchError(f"protect= names token {int(tensor.min())}: give token ids, 0 or more, or a boolean mask.")
         return tensor.reshape(-1).long()
     raise KVPatchError(

@@ -14,6 +14,9 @@ def test_protected_tokens_as_a_tensor():
     assert protect_tensor([True, False]).dtype == torch.bool
     assert protect_tensor([[True], [False]]).shape == (2, 1)
     assert protect_tensor([0, 3]).tolist() == [0, 3]
+    for nothing in ([], torch.tensor([], dtype=torch.long), torch.zeros(1, 0, dtype=torch.bool)):
+        with pytest.raises(KVPatchError, match="marks nothing: give token ids"):
+            protect_tensor(nothing)
     ids = protect_tensor(torch.tensor(5, dtype=torch.int32))
     assert (ids.dtype, ids.tolist()) == (torch.int64, [5])
 

@@ -50,8 +50,8 @@ def test_its_size_beforehand(name):
         assert record.nbytes <= report.record_nbytes == report.to_dict()["record_nbytes"] <= 3 * record.nbytes
         assert re.search(r"^record +[\d.,]+ (B|KiB)$", str(report), re.M)
         assert patch.record_nbytes(texts=3, tokens=record.ids.shape[1]) == record.nbytes > 0
-        for bad in ({"texts": 0, "tokens": 5}, {"texts": 2, "tokens": 1.5}):
-            with pytest.raises(KVPatchError, match="must be a number of"):
+        for bad, unit in (({"texts": 0, "tokens": 5}, "rows"), ({"texts": 2, "tokens": 1.5}, "tokens of the longest text")):
+            with pytest.raises(KVPatchError, match=f"must be a number of {unit}, at least 1"):
                 patch.record_nbytes(**bad)
 
 
