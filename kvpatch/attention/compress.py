@@ -110,7 +110,7 @@ class Ended:
         policy = self.call.policy
         if self.keys is not None and policy.selection is None:
             return self.keys
-        self.context.keep_BH1 = everyone.own(_fill_counts(self.call, count))[..., None]
+        self.context.keep_BH1 = everyone.select_heads(_fill_counts(self.call, count))[..., None]
         return policy.eviction_keys(self.context, self.empty)
 
 
@@ -191,7 +191,7 @@ def _compress_group(ended: list[Ended]) -> None:
             order = slots.positions[:, :, : slots.used]
         uneven = everyone.size > 1 and not (_are_equal(counts) and _are_equal(keeps))
         with _meter_move(one.call):
-            _compress_layer(one.call, order, everyone.own_rows(counts), everyone.own_rows(keeps), uneven, scored)
+            _compress_layer(one.call, order, everyone.select_numbers(counts), everyone.select_numbers(keeps), uneven, scored)
 
 
 def _share_budget(ended: list[Ended], share: Adaptive, everyone: Parallel) -> list[list[int]]:

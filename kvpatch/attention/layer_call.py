@@ -352,7 +352,7 @@ class Call(LayerRead):
         # the least number rather than -inf: a query that sees no candidate is not NaN
         return x.masked_fill(~seen, torch.finfo(x.dtype).min), candidate
 
-    def attend_behind(
+    def attend_to_slots(
         self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor
     ) -> tuple[Tensor, Tensor]:
         x, seen = self._look_behind(q_BHGWD, k_BHTD, positions_BW, self.positions_BHT)
@@ -361,9 +361,7 @@ class Call(LayerRead):
         lse = torch_backend.sum_logits(own, self.geometry).masked_fill(~some[..., 0], torch.inf)
         return (p.flatten(2, 3) @ v_BHTD).unflatten(2, p.shape[2:4]), lse
 
-    def weigh_behind(
-        self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor
-    ) -> Tensor:
+    def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
         x, seen = self._look_behind(q_BHGWD, k_BHMD, positions_BW, self.positions_BHT.gather(2, index_BHM))
         return (x - lse_BHGW[..., None]).masked_fill(~seen, -torch.inf).exp()
 

@@ -155,7 +155,7 @@ def _parse_budgets(
 
     def parse(dtype: torch.dtype) -> Budget:
         sizes = {"bytes_per_token": target.bytes_per_token(bits, dtype), "fixed": target.bytes_of_centres(bits, dtype)}
-        return Budget.parse(k, n_layers=len(target.attentions), **sizes, bounds=bounds, beside=policy.every - 1)
+        return Budget.parse(k, n_layers=len(target.attentions), **sizes, bounds=bounds, extra=policy.every - 1)
 
     own = dtype_of(target.decoder)
     budget = parse(own)

@@ -149,7 +149,7 @@ def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype:
     entries = sum(one.heads * count_entry_bytes(bits, one.key, one.value, size, one.latent) for one in shape.layers)
     centres = sum(one.heads * count_centre_bytes(bits, one.key, size) for one in shape.layers)
     budget = Budget.parse(
-        k, n_layers=n, bytes_per_token=-(-entries // n), bounds=shape.bounds, beside=division.every - 1, fixed=-(-centres // n)
+        k, n_layers=n, bytes_per_token=-(-entries // n), bounds=shape.bounds, extra=division.every - 1, fixed=-(-centres // n)
     )
     for index, rule in enumerate(budget.rules):
         rule.check(None, shape.layers[index].heads)

@@ -46,17 +46,17 @@ class Adaptive:
         return max(share(float(self.floor), budget), nominal)
 
     def counts(self, key_BNT: Tensor, least_BN: Tensor, total_B1: Tensor) -> Tensor:
-        """Return the number of tokens that each head may keep, int64 [B,N].
+        """Divide tokens over heads by score, where a prompt or block ends: return how many each may keep, int64 [B,N].
 
         Args:
             key_BNT: eviction keys (see selection.py) of the N heads that share the budget; FIRST for empty slots.
             least_BN: tokens that each head receives in any case.
             total_B1: tokens of all N heads together.
         """
-        own = in_top(key_BNT, least_BN[..., None], None)
-        key_BNT = key_BNT.masked_fill(own & (key_BNT > FIRST), LAST)
+        granted = in_top(key_BNT, least_BN[..., None], None)
+        key_BNT = key_BNT.masked_fill(granted & (key_BNT > FIRST), LAST)  # LAST ranks above every score
         B, N, T = key_BNT.shape
-        # stable: of equal entries the lower head's comes first
+        # count each head's tokens among the total_B1 best; stable: of equal entries the lower head's comes first
         ranked, index = key_BNT.flatten(1).sort(dim=-1, descending=True, stable=True)
         taken = (torch.arange(N * T, device=key_BNT.device) < total_B1) & (ranked > FIRST)
         return torch.zeros(B, N, dtype=torch.long, device=key_BNT.device).scatter_add_(1, index // T, taken.long())

@@ -40,7 +40,7 @@ class Batched:
         return new
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change`, which acts along the first axis, to every tensor."""
+        """Replace every tensor of this object by `change(tensor)`, which acts along the first axis."""
         for name, value in list(vars(self).items()):
             object.__setattr__(self, name, change_tensors(value, change))  # a frozen dataclass changes in its copy alone
 

@@ -107,7 +107,7 @@ def parse_k(k: object, where: str = "k") -> int | float | str:
 
 
 def says_one_token(k: object) -> bool:
-    """Tell whether a valid `k`, or one of its layers', is the number of tokens 1, which may be meant for everything."""
+    """Tell whether a valid `k`, or a layer's in it, is the int 1: `patched` then warns, since 1.0 may be meant."""
     k = as_python(k)
     if isinstance(k, Rule):
         return False
@@ -234,6 +234,7 @@ class HeadSizes(Rule):
         return [size.tokens(n) if size.evicts else MAX_POSITION for size in self._as_sizes]
 
     def check(self, policy: Any, heads: int) -> None:
+        """Refuse a list whose length is not the layer's number of KV heads; called before the model is patched."""
         if len(self.sizes) != heads:
             raise KVPatchError(
                 f"k={self}: a list of length {len(self.sizes)} for a layer that has {heads} KV heads: give k[layer][head], one "
@@ -271,7 +272,7 @@ class Budget:
         n_layers: int,
         bytes_per_token: int,
         bounds: Sequence[int | None] = (),
-        beside: int = 0,
+        extra: int = 0,
         fixed: int = 0,
     ) -> Budget:
         """Check `k` and convert sizes in bytes to tokens.
@@ -282,7 +283,7 @@ class Budget:
             bytes_per_token: bytes of the keys and values of one token in one layer, all KV heads together.
             bounds: the sliding window of each layer in tokens, None for layers without one. A size in bytes is the total of
                 all layers, so what the sliding layers hold is subtracted from it.
-            beside: tokens that a head holds between steps beside its budget, which a size in bytes counts.
+            extra: tokens that a head may hold between steps over its budget (every - 1), which a size in bytes counts.
             fixed: bytes of a layer that do not grow with its tokens, which a size in bytes counts.
 
         Raises:
@@ -297,15 +298,15 @@ class Budget:
             if len(k) != n_layers:
                 raise KVPatchError(f"k has {len(k)} entries, but the model has {n_layers} layers: give one for each.")
             layers = ((as_python(entry), f"k[{i}]") for i, entry in enumerate(k))
-            per_layer = tuple([_of_layer(entry, where, bytes_per_token, fixed, beside) for entry, where in layers])
+            per_layer = tuple([_parse_layer(entry, where, bytes_per_token, fixed, extra) for entry, where in layers])
             sizes = tuple(_find_byte_size(as_python(entry)) for entry in k)
             return cls(per_layer, sizes if any(sizes) else ())
         if isinstance(k, Rule):
             return cls((k,) * n_layers)
         one = parse_k(k)
-        taken = [bound for bound in bounds if bound is not None]
-        free, reserved = n_layers - len(taken), sum(taken) * bytes_per_token
-        tokens = _count_tokens(one, bytes_per_token * free, reserved, n_layers * fixed, beside)
+        windows = [bound for bound in bounds if bound is not None]
+        free, reserved = n_layers - len(windows), sum(windows) * bytes_per_token
+        tokens = _count_tokens(one, bytes_per_token * free, reserved, n_layers * fixed, extra)
         return cls(
             (tokens,) * n_layers, (_find_byte_size(one),) * n_layers if isinstance(one, str) else (), whole=isinstance(one, str)
         )
@@ -322,9 +323,9 @@ class Budget:
         return self.rules[layer].tokens(n)
 
     def described(self) -> list[Any]:
-        """Return the budget of each layer as plain values, a size in bytes as it was given."""
-        plain = [str(one) if isinstance(one, Rule) else list(one) if isinstance(one, tuple) else one for one in self.per_layer]
-        return [size or one for size, one in zip(self.sizes, plain, strict=True)] if self.sizes else plain
+        """Return each layer's budget as JSON has it, for files and reports: a size in bytes as given, a Rule as text."""
+        values = [str(one) if isinstance(one, Rule) else list(one) if isinstance(one, tuple) else one for one in self.per_layer]
+        return [size or one for size, one in zip(self.sizes, values, strict=True)] if self.sizes else values
 
     def first_layers(self, count: int) -> Budget:
         """Return the budget of the first layers."""
@@ -332,19 +333,22 @@ class Budget:
 
 
 def _find_byte_size(k: object) -> str:
-    """Return a size in bytes, "" for other budgets."""
+    """Return a budget's text if it is a size in bytes, such as "2GiB"; "" for other budgets."""
     one = "" if is_list(k) or isinstance(k, Rule) else parse_k(k)
     return one.strip() if isinstance(one, str) else ""
 
 
-def _of_layer(
-    k: object, where: str, bytes_per_token: int, fixed: int, beside: int
+def _parse_layer(
+    k: object, where: str, bytes_per_token: int, fixed: int, extra: int
 ) -> int | float | tuple[int | float, ...] | Rule:
-    """Return the budget of one layer of a list."""
+    """Check a layer's entry of a list `k`: return its budget, or a tuple of one per head.
+
+    where: names the entry in errors, as "k[3]". The other arguments are those of Budget.parse.
+    """
     if isinstance(k, Rule):
         return k
     if not is_list(k):
-        return _count_tokens(parse_k(k, where), bytes_per_token, 0, fixed, beside)
+        return _count_tokens(parse_k(k, where), bytes_per_token, 0, fixed, extra)
     sizes = [parse_k(one, f"{where}[{head}]") for head, one in enumerate(k)]
     for head, one in enumerate(sizes):
         if isinstance(one, str):
@@ -357,15 +361,18 @@ def _of_layer(
     return tuple(one for one in sizes if not isinstance(one, str))
 
 
-def _count_tokens(k: int | float | str, bytes_per_token: int, reserved: int, fixed: int, beside: int) -> int | float:
-    """Return the tokens that a size in bytes holds; other budgets stay. Raises KVPatchError if it holds none."""
+def _count_tokens(k: int | float | str, bytes_per_token: int, reserved: int, fixed: int, extra: int) -> int | float:
+    """Return the tokens that a size in bytes holds; other budgets stay. Raises KVPatchError if it holds none.
+
+    reserved: bytes of sliding-window layers. fixed, extra: as in Budget.parse.
+    """
     if not isinstance(k, str):
         return k
-    tokens = ((parse_bytes(k) or 0) - reserved - fixed) // bytes_per_token - beside
+    tokens = ((parse_bytes(k) or 0) - reserved - fixed) // bytes_per_token - extra
     if tokens < 1:
-        sliding = f", beside {reserved} for its sliding-window layers" if reserved else ""
-        sliding += f", beside {fixed} for the centres of its rounded keys" if fixed else ""
-        sliding += f", and {beside} more wait to be evicted with it (every={beside + 1})" if beside else ""
-        takes = f"one token of this model takes {bytes_per_token} bytes{sliding}"
+        more = f", beside {reserved} for its sliding-window layers" if reserved else ""
+        more += f", beside {fixed} for the centres of its rounded keys" if fixed else ""
+        more += f", and {extra} more wait to be evicted with it (every={extra + 1})" if extra else ""
+        takes = f"one token of this model takes {bytes_per_token} bytes{more}"
         raise KVPatchError(f"k={k!r} holds no token: {takes}: give more.")
     return min(tokens, MAX_POSITION)

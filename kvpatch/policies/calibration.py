@@ -33,12 +33,13 @@ class CalibratedScore(Score):
         return (Calibrated(self.calibrated, self.calibration),)
 
     def read_calibration(self, new: NewTokens) -> Tensor:
-        """Return the first of its statistics for the KV heads of new tokens [H,...]; those of other processes are left out."""
+        """Return the score's first statistic for the heads of new tokens [H,...]; `entry` reads it when tokens are cached."""
         assert self.calibration is not None and isinstance(new.layer, int)
         H = new.k_BHQD.shape[1]
         return self.calibration.of(new.layer, self.calibrated[0], new.k_BHQD)[new.first : new.first + H]
 
     def check(self) -> None:
+        """Refuse anything but a Calibration or None, when a policy is made."""
         if self.calibration is not None and not isinstance(self.calibration, Calibration):
             raise KVPatchError(
                 f"calibration={self.calibration!r:.60} is no calibration: give kvpatch.load_calibration(path) of a file that "
@@ -109,21 +110,21 @@ class TriAttention(CalibratedScore):
         """Return how much coming queries will look at each key, from the calibrated mean query and spread (see the class)."""
         keys = context.view(Held)[0]
         keys = keys.to(accumulator(keys.dtype))
-        mean, norm, pairs, turn = self._read_statistic(context, keys)
-        # the mean of the rotations, exact at far positions
+        mean, norm, pairs, turn = self._read_statistics(context, keys)
+        # the mean of the rotations; angles are float64 like `turn`, or far positions would be rounded
         offset = 1 << torch.arange(self.reach.bit_length(), device=keys.device)
         places = context.newest_B11 + 1 + offset
         angle = places[..., None] * turn
         cos, sin = (part.mean(2, keepdim=True).to(keys.dtype) for part in (angle.cos(), angle.sin()))
         a, b = mean[..., pairs[:, 0]], mean[..., pairs[:, 1]]
-        probe = mean.expand(len(keys), *mean.shape).clone()
+        probe = mean.expand(len(keys), *mean.shape).clone()  # the mean query, turned by the mean rotation
         probe[..., pairs[:, 0]], probe[..., pairs[:, 1]] = a * cos - b * sin, a * sin + b * cos
         spread = norm - measure_pairs(mean, pairs)
         x = probe @ keys.transpose(-1, -2) + spread @ measure_pairs(keys, pairs).transpose(-1, -2)
         return _standardize_scores(x, context).amax(2)
 
-    def _read_statistic(self, context: EvictionContext, keys: Tensor) -> list[Tensor]:
-        """Return the statistics of the heads of this process."""
+    def _read_statistics(self, context: EvictionContext, keys: Tensor) -> list[Tensor]:
+        """Return the calibrated statistics of the layer, in the order of `calibrated`, for the heads of this process."""
         assert self.calibration is not None and isinstance(context.layer, int)
         H = keys.shape[1]
         first = context.parallel.first(H)
@@ -186,6 +187,7 @@ class WholeHeads(CalibratedScore, Recency):
         return k if part == 1.0 else self._make_table(part, few, bounds)
 
     def _make_table(self, part: float, few: int, bounds: Sequence[int | None]) -> list[float | list[float | int]]:
+        """Return the table k[layer][head]: 1.0 for the share `part` of heads of the largest areas, else `few` tokens."""
         assert self.calibration is not None
         areas = {layer: self.calibration.layers[layer]["area"] for layer, bound in enumerate(bounds) if bound is None}
         order = torch.cat([*areas.values()]).argsort(descending=True, stable=True)  # of equal areas the lower layer's

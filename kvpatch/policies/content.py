@@ -45,6 +45,7 @@ class KeyDiff(Score):
     needs = (Held(),)
 
     def value(self, context: EvictionContext) -> Tensor:
+        """Return minus the cosine of each key to the mean direction of the head's keys, [B,H,T], when tokens are evicted."""
         keys = context.view(Held)[0]
         direction = F.normalize(keys.to(accumulator(keys.dtype)), dim=-1)
         if context.empty:
@@ -85,13 +86,14 @@ class Cur(Score):
         return {name: t.to(wide).square().sum(-1) for name, t in (("key_square", new.k_BHQD), ("value_square", new.v_BHQD))}
 
     def value(self, context: EvictionContext) -> Tensor:
+        """Return the scores [B,H,T] from the norms that `entry` stored, when tokens are evicted (see the class)."""
         order, _ = text_order(context.positions_BHT)
         K, V = (self._compare_neighbours(context.state[name], order, context) for name in ("key_square", "value_square"))
         combined = {"product": K * V, "mean": (K + V) / 2, "key": K, "value": V}[self.combine]
         return torch.empty_like(combined).scatter_(-1, order, combined)
 
     def _compare_neighbours(self, square: Tensor, order: Tensor, context: EvictionContext) -> Tensor:
-        """Return [B,H,T] in text order: each token's share of its window."""
+        """Divide each token's squared norm by the sum over its window of neighbours; returns [B,H,T] in text order."""
         T = square.shape[-1]
         square = square.masked_fill(context.positions_BHT < 0, 0.0) if context.empty else square
         windows = F.pad(square.gather(-1, order), (0, -T % self.window)).unflatten(-1, (-1, self.window))
@@ -130,20 +132,20 @@ class LagKV(Score):
         start_BH1 = ((position >= 0) & (position < context.limits.first)).sum(-1, keepdim=True)
         whole_BH1 = (n_BH1 - start_BH1) // self.lag
         rank = torch.arange(position.shape[-1], device=position.device)
-        behind = rank - start_BH1  # place behind the sinks
+        place = rank - start_BH1  # counted from the first token after the sinks
         score = torch.ones(position.shape, dtype=accumulator(context.view(Held)[0].dtype), device=position.device)
         P = int(whole_BH1.max())
         if P > 1:
             index = (start_BH1 + torch.arange(P * self.lag, device=position.device)).clamp(max=position.shape[-1] - 1)
             ranks = self._rank_tokens([_take_columns(t, order.gather(-1, index)) for t in context.view(Held)]) / self.lag
-            scored = (behind >= 0) & (behind < (whole_BH1 - 1) * self.lag)
-            placed = ranks.to(score.dtype).gather(-1, behind.clamp(0, ranks.shape[-1] - 1))
+            scored = (place >= 0) & (place < (whole_BH1 - 1) * self.lag)
+            placed = ranks.to(score.dtype).gather(-1, place.clamp(0, ranks.shape[-1] - 1))
             score = torch.where(scored, placed, score)
         score = torch.where(whole_BH1 < 2, rank.to(score.dtype), score)
         return torch.empty_like(score).scatter_(-1, order, score)
 
     def _rank_tokens(self, tensors: list[Tensor]) -> Tensor:
-        """Return the ranks [B,H,(P-1)*lag] of tokens [B,H,P*lag,D] inside their partitions."""
+        """Rank the tokens of all partitions but the last [B,H,(P-1)*lag]; tensors: keys and values [B,H,P*lag,D]."""
         shares = []
         for tensor in tensors:
             parts = tensor.to(accumulator(tensor.dtype)).unflatten(2, (-1, self.lag))
@@ -183,19 +185,19 @@ class Leverage(Score):
         return self._find_leverage(context, context.positions_BHT >= 0)
 
     def _find_leverage(self, context: EvictionContext, among_BHT: Tensor) -> Tensor:
-        """Return the leverage of keys among these tokens."""
+        """Return the leverage [B,H,T] of each key among the keys of the tokens `among_BHT`; 0 for other tokens."""
         keys, real = context.view(PlainKeys), among_BHT[..., None]
         keys = keys.masked_fill(~real, 0.0)
         keys = (keys - keys.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)).masked_fill(~real, 0.0)
         # float64: beside large keys float32 rounds the ridge away, and a singular matrix has no Cholesky factor
-        sketched = (keys @ self._sketch_keys(context, *keys.shape[1::2]).to(keys.dtype)).double()
+        sketched = (keys @ self._draw_sketch(context, *keys.shape[1::2]).to(keys.dtype)).double()
         ridge = _RIDGE * torch.eye(self.sketch, dtype=torch.float64, device=keys.device)
         # cholesky_ex does not raise: keys that are NaN give scores that are NaN
         factor = torch.linalg.cholesky_ex(sketched.transpose(-1, -2) @ sketched + ridge).L
         solved = torch.cholesky_solve(sketched.transpose(-1, -2), factor)
         return (sketched * solved.transpose(-1, -2)).sum(-1).clamp_min(0).to(keys.dtype)
 
-    def _sketch_keys(self, context: EvictionContext, H: int, D: int) -> Tensor:
+    def _draw_sketch(self, context: EvictionContext, H: int, D: int) -> Tensor:
         """Draw the random matrix of each head [H,D,sketch]; layers and heads draw independently, rows of a batch share it."""
         device = context.positions_BHT.device
         head, row = (torch.arange(n, device=device) for n in (H, D))
@@ -210,7 +212,7 @@ _RIDGE = 1e-2
 class Compactor(Leverage):
     """Leverage of keys, blended with attention inside chunks [Compactor].
 
-    Candidates are the tokens that are neither sinks nor protected recent ones. The prompt behind the sinks is cut into chunks
+    Candidates are the tokens that are neither sinks nor protected recent ones. The prompt after the sinks is cut into chunks
     of `chunk` tokens. c[i] = the sum over all rows t of i's chunk of softmax(q_t . k_j)_i, the softmax over all tokens j of the
     chunk, later ones too; averaged over the query heads of the group. A token whose chunk was not read, such as a generated
     one, has 0. A[i] = the mean of c[j] * ||v_j||_2 over i and its neighbours among the candidates (beyond them it is 0), and
@@ -235,6 +237,7 @@ class Compactor(Leverage):
         return PlainKeys(), Held(), ChunkAttention(self.chunk)
 
     def check(self) -> None:
+        """Refuse options out of range, when a policy is made."""
         super().check()
         check_count("chunk", self.chunk, "tokens")
         if isinstance(self.blend, bool) or not isinstance(self.blend, int | float) or not 0 <= self.blend < math.inf:
@@ -243,18 +246,21 @@ class Compactor(Leverage):
     def value(self, context: EvictionContext) -> Tensor:
         """Return the pooled attention inside chunks plus `blend` times the leverage, both standardized (see the class)."""
         position = context.positions_BHT
-        among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)
-        local = context.view(ChunkAttention)
-        size = torch.linalg.vector_norm(context.view(Held)[1], dim=-1, dtype=local.dtype)
+        among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)  # the candidates
+        attention = context.view(ChunkAttention)
+        size = torch.linalg.vector_norm(context.view(Held)[1], dim=-1, dtype=attention.dtype)
         order, _ = text_order(position)
-        attended = (local * size).masked_fill(~among, 0.0).gather(-1, order)
-        attended = torch.empty_like(attended).scatter_(-1, order, F.avg_pool1d(attended, 3, stride=1, padding=1))
-        found = (_standardize_scores(one, among, context.parallel) for one in (attended, self._find_leverage(context, among)))
-        return next(found) + self.blend * next(found)
+        weight = (attention * size).masked_fill(~among, 0.0).gather(-1, order)
+        weight = torch.empty_like(weight).scatter_(-1, order, F.avg_pool1d(weight, 3, stride=1, padding=1))
+        leverage = _standardize_scores(self._find_leverage(context, among), among, context.parallel)
+        return _standardize_scores(weight, among, context.parallel) + self.blend * leverage
 
 
 def _standardize_scores(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
-    """Return numbers less their mean, over their standard deviation, of some tokens of all heads of each row."""
+    """Return x less its mean, divided by its standard deviation, both over the tokens `among_BHT` of all heads of a row.
+
+    Where processes share the heads, all must call it: `everyone` gathers the heads of all of them.
+    """
     x = x_BHT.nan_to_num(0.0)  # one NaN would make all heads NaN
     among = everyone.gather_heads(among_BHT.to(x.dtype), empty=0)
     count, total = among.sum((1, 2), keepdim=True), everyone.gather_heads(x, empty=0) * among

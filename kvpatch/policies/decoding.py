@@ -95,7 +95,10 @@ class RecentScore(Score):
         check_pooling(self.kernel, self.pooling)
 
     def _pool_scores(self, score_BHT: Tensor, candidate_BHT: Tensor, context: EvictionContext) -> Tensor:
-        """Pool over the neighbours of each candidate in text order, 0 elsewhere."""
+        """Pool scores over neighbouring candidates in text order; candidates are the tokens before the last queries' own.
+
+        Returns [B,H,T], 0 for other tokens.
+        """
         if self.pooling is None:
             return score_BHT
         order, _ = text_order(context.positions_BHT)  # candidates first
@@ -130,6 +133,7 @@ class Redundancy(RecentScore):
     alike: float | None = 0.5
 
     def check(self) -> None:
+        """Refuse options out of range, when a policy is made."""
         super().check()
         if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 <= self.weight <= 1:
             raise KVPatchError(f"weight={self.weight!r} must be in [0, 1]: the share of the attention in the score.")
@@ -149,19 +153,22 @@ class Redundancy(RecentScore):
         unit = (keys / (torch.linalg.vector_norm(keys, dim=-1, keepdim=True) + _TINY)).masked_fill(~real[..., None], 0.0)
         total = (unit @ unit.sum(2)[..., None]).squeeze(-1) - unit.square().sum(-1)
         if self.alike is not None:
-            total = total - _last_times(unit, position, self.alike)
+            total = total - _sum_last_repeats(unit, position, self.alike)
         return (total / real.sum(-1, keepdim=True)).masked_fill(~real, -torch.inf).softmax(-1)
 
 
-def _last_times(unit_BHTD: Tensor, position_BHT: Tensor, alike: float) -> Tensor:
-    """Return for each token [B,H,T] the sum of its cosines to the keys that it is the newest to be like."""
+def _sum_last_repeats(unit_BHTD: Tensor, position_BHT: Tensor, alike: float) -> Tensor:
+    """Sum for each token [B,H,T] its cosines to the keys whose newest repetition it is (the newest of cosine > alike).
+
+    Redundancy leaves these out, so that the last repetition of a text is not redundant.
+    """
     B, H, T, _ = unit_BHTD.shape
-    left_out, own = torch.zeros_like(unit_BHTD[..., 0]), torch.arange(T, device=unit_BHTD.device)
+    left_out, slots = torch.zeros_like(unit_BHTD[..., 0]), torch.arange(T, device=unit_BHTD.device)
     position_BH1T = position_BHT[:, :, None].int()  # half of the bytes of a block's largest tensor
-    held = _ON_CPU if unit_BHTD.device.type == "cpu" else _ON_DEVICE
-    for at in own.split(max(1, held // (B * H * T))):
+    at_once = _ON_CPU if unit_BHTD.device.type == "cpu" else _ON_DEVICE
+    for at in slots.split(max(1, at_once // (B * H * T))):
         cosine = unit_BHTD[:, :, at] @ unit_BHTD.transpose(-1, -2)
-        like = (cosine > alike) & (own != at[:, None])
+        like = (cosine > alike) & (slots != at[:, None])
         newest = position_BH1T.masked_fill(~like, -1).max(-1)
         share = cosine.gather(-1, newest.indices[..., None])[..., 0]
         left_out.scatter_add_(-1, newest.indices, share.masked_fill(newest.values < 0, 0.0))

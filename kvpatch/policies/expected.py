@@ -24,7 +24,7 @@ class ExpectedAttention(Score):
     the mean rotation of the next `future` positions. A query to come is taken as normal with mean R m and covariance R C R^T,
     so the expectation of exp(q . k_i * scale) is exp(x_i) with x_i = k_i . (R m) * scale + k_i^T (R C R^T) k_i * scale^2 / 2.
 
-    s[i] = (softmax(x)_i + eps) * ||v_i||_2, the softmax over the held tokens behind the sinks, averaged over the group.
+    s[i] = (softmax(x)_i + eps) * ||v_i||_2, the softmax over the held tokens after the sinks, averaged over the group.
 
     If a prompt is read in blocks, the queries are those of each block. With ALiBi, x_i has the slope times i added; positions
     that are inside the hidden state stay in the queries.
@@ -50,6 +50,7 @@ class ExpectedAttention(Score):
         return Held(), QueryMoments(self.future, self.covariance)
 
     def check(self) -> None:
+        """Refuse options out of range, when a policy is made."""
         check_count("future", self.future, "positions")
         if isinstance(self.eps, bool) or not isinstance(self.eps, int | float) or not 0 <= self.eps < math.inf:
             raise KVPatchError(f"eps={self.eps!r} must be a number, 0 or more, that is added to the expected attention.")
@@ -57,16 +58,20 @@ class ExpectedAttention(Score):
             raise KVPatchError(f"covariance={self.covariance!r} must be True, or False for the mean query alone.")
 
     def value(self, context: EvictionContext) -> Tensor:
+        """Return the expected attention times the norm of each value, [B,H,T], where a prompt ends (see the class)."""
         keys, values = context.view(Held)
-        wide = accumulator(keys.dtype)
+        dtype = accumulator(keys.dtype)
         # empty slots are at position -1
         outside = context.positions_BHT < context.limits.first
-        expected = _expect_attention(context.view(QueryMoments), keys.to(wide), context, outside)
-        return (expected + self.eps) * torch.linalg.vector_norm(values, dim=-1, dtype=wide)
+        expected = _expect_attention(context.view(QueryMoments), keys.to(dtype), context, outside)
+        return (expected + self.eps) * torch.linalg.vector_norm(values, dim=-1, dtype=dtype)
 
 
 def _expect_attention(queries: Queries, keys_BHTD: Tensor, context: EvictionContext, outside: Tensor) -> Tensor:
-    """Return the expected attention [B,H,T], averaged over the group."""
+    """Return the attention [B,H,T] that the coming queries are expected to give, averaged over the group.
+
+    outside: bool, sinks and empty slots, which get none.
+    """
     total = torch.zeros_like(keys_BHTD[..., 0])
     for g in range(context.group):  # one query head at a time holds one matrix of the keys' size
         x = (keys_BHTD @ queries.mean_BHGD[:, :, g, :, None]).squeeze(-1)

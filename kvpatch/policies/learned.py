@@ -39,7 +39,7 @@ class Learned(CalibratedScore):
     """Linear map of a token's value and norms, learned from second readings [KVzap].
 
     s[i] = w . (v_i, ||k_i||_2, ||v_i||_2, log(1 + i), 1), where i is the token's position and w are the weights of the KV
-    head. They solve least squares for log(r[i] + 0.0001) over the tokens of a text read before, those behind its sinks; r[i]
+    head. They solve least squares for log(r[i] + 0.0001) over the tokens of a text read before, those after its sinks; r[i]
     is the score of `kvzip_plus` (see RepeatedOutputs), which reads the text a second time. With X these features, one row per
     token, S = diag(X^T X)^(1/2) (1 where that is 0) and y the logarithms,
     w = S^-1 (S^-1 X^T X S^-1 + 0.001 I)^-1 S^-1 X^T y.

@@ -36,7 +36,7 @@ class Rotation:
 
     @classmethod
     def of(cls, matrix_at: Callable[[int], Tensor], count: int) -> Rotation | None:
-        """Measure a rotation; None if nothing is turned.
+        """Find the pairs of channels and their angles from a model's rotation matrices; None if nothing is turned.
 
         Args:
             matrix_at: matrix_at(p) returns the matrix [D,D] of position p: row d is what the d-th unit vector becomes.
@@ -47,7 +47,7 @@ class Rotation:
         if not len(a):
             return None
         turn = torch.atan2(first[a, b], first[a, a])
-        # angles are known but for whole turns; those at position 2, 4, 8 ... add a bit each to what rounding left of the first
+        # an angle is known up to whole turns; each position 2, 4, 8 ... halves the rounding error of the angle per position
         for place in (1 << power for power in range(1, (count - 1).bit_length())):
             later = matrix_at(place).double().cpu()
             angle = torch.atan2(later[a, b], later[a, a])
@@ -93,7 +93,10 @@ class Calibration:
         return f"<Calibration {self.digest[:16]}>"
 
     def of(self, layer: int, name: str, like: Tensor) -> Tensor:
-        """Return a statistic of a layer, of all its heads, on the device of `like`; a float32 one in the dtype of scores."""
+        """Return a layer's statistic for all its heads, on the device of `like`; a float32 one in the dtype of scores.
+
+        Scores call it at each eviction; the moved tensor is kept in `_placed`.
+        """
         found = self.layers[layer][name]
         key = layer, name, like.device, accumulator(like.dtype) if found.dtype == torch.float32 else found.dtype
         if key not in self._placed:
@@ -110,7 +113,7 @@ class Sample:
         rotation: None where there is none, or none is known.
         plain_HGQD: the queries moved to position 0, where nothing is turned; None without a rotation.
         area_HT: of the key at each position, the sum "area" (statistics.py) over queries and group, times the length of its
-            value behind the output projection, averaged over the group; None where that projection is not known.
+            value after the output projection, averaged over the group; None where that projection is not known.
         x_HTF: features of tokens.
         y_HT: what is to be learned of these tokens.
     """
@@ -169,14 +172,17 @@ def measure_pairs(x: Tensor, pairs_P2: Tensor) -> Tensor:
 
 
 def _sum_products(sample: Sample) -> Totals:
-    """Return the sum of the queries' products [H,D,D], a group's under its KV head, and the sum of the queries [H,D]."""
+    """Return the sums of q q^T [H,D,D] and of q [H,D] over a piece of text, the queries of a group under its KV head."""
     assert sample.q_HGQD is not None
     q = sample.q_HGQD.flatten(1, 2).float()
     return q.transpose(1, 2) @ q, q.sum(1)
 
 
 def _find_direction(sums: Totals) -> Tensor:
-    """Return the first right singular vectors [H,D], turned to the side of the mean."""
+    """Return each head's first right singular vector [H,D], turned to the side of the queries' mean.
+
+    sums: those of _sum_products over the whole text.
+    """
     products, total = sums
     first = torch.linalg.eigh(products).eigenvectors[..., -1]  # in ascending order
     side = (first * total).sum(-1, keepdim=True)
@@ -202,7 +208,7 @@ def _divide_sums(sums: Totals) -> Tensor:
 
 
 def _sum_areas(sample: Sample) -> Totals:
-    """Return the number of queries behind the first tokens, and the sum of the areas under their curves."""
+    """Return the number of queries after the first tokens, and the sum of the areas under their curves, for a piece of text."""
     assert sample.q_HGQD is not None and sample.area_HT is not None
     _, G, Q, _ = sample.q_HGQD.shape
     return torch.tensor(max(Q - FIRST, 0), device="cpu"), sample.area_HT[:, FIRST:].sum(1) / G
@@ -223,14 +229,17 @@ def _take_sums(sums: Totals) -> Tensor:
 
 
 def _sum_regression(sample: Sample) -> Totals:
-    """Return the sums of the products [H,F,F] of features, and of those with what is to be learned [H,F]."""
+    """Return the sums X^T X [H,F,F] and X^T y [H,F] over a piece of text: x are features of tokens, y what is learned."""
     assert sample.x_HTF is not None and sample.y_HT is not None
     x, y = sample.x_HTF.double(), sample.y_HT.double()
     return x.transpose(1, 2) @ x, (x * y[..., None]).sum(1)
 
 
 def _solve_regression(sums: Totals) -> Tensor:
-    """Return the weights [H,F] of least squares, with a ridge in units of each feature's size."""
+    """Return the weights [H,F] of least squares, with a ridge in units of each feature's size.
+
+    sums: those of _sum_regression over the whole text.
+    """
     products, total = sums
     size = products.diagonal(dim1=-2, dim2=-1).sqrt()
     size = torch.where(size > 0, size, 1.0)

@@ -50,12 +50,12 @@ class Kept:
 
     @property
     def stays_BHT(self) -> Tensor:
-        """Tell for each slot whether its token is kept."""
+        """Mask the slots whose token is kept, bool [B,H,T]."""
         stays_BHT = torch.zeros_like(self.live_BHT, dtype=torch.int8)
         return stays_BHT.scatter_reduce_(2, self.index_BHK, self.real_BHK.to(torch.int8), "amax") > 0
 
     def gather(self, x_BHTD: Tensor) -> Tensor:
-        """Return the kept tokens' part [B,H,K,D] of a tensor."""
+        """Return the entries [B,H,K,D] of the kept tokens from a tensor of all slots."""
         return x_BHTD.gather(2, self.index_BHK[..., None].expand(*self.index_BHK.shape, x_BHTD.shape[-1]))
 
 
@@ -82,25 +82,28 @@ class Merge(Merging):
             raise KVPatchError(f"threshold={given!r} must be a cosine in [0, 1], below which nothing is merged.")
 
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
-        """Return the kept values, with each evicted value folded into the one whose key is most alike (see the class)."""
-        wide, D, index_BHK = accumulator(v_BHTD.dtype), v_BHTD.shape[-1], kept.index_BHK
-        folded_BHT = kept.live_BHT & ~kept.stays_BHT
-        unit = k_BHTD.to(wide)
+        """Return the kept values [B,H,K,D] with each evicted value added to the one whose key is most alike (see the class).
+
+        Called where a prompt ends, before the evicted tokens go. Pure: returns a new tensor.
+        """
+        dtype, D, index_BHK = accumulator(v_BHTD.dtype), v_BHTD.shape[-1], kept.index_BHK
+        evicted_BHT = kept.live_BHT & ~kept.stays_BHT
+        unit = k_BHTD.to(dtype)
         unit = unit / torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_min(_EPS)
-        own = kept.gather(unit).flip(2)  # the newest first
-        values = v_BHTD.to(wide)
-        mine = kept.gather(values)
+        kept_unit = kept.gather(unit).flip(2)  # the newest first: max() takes the first of equal ones
+        values = v_BHTD.to(dtype)
+        kept_values = kept.gather(values)
         size_BHT = torch.linalg.vector_norm(values, dim=-1)
-        size_BHK = torch.linalg.vector_norm(mine, dim=-1)
-        total, weight = torch.zeros_like(mine), torch.zeros_like(size_BHK)
+        size_BHK = torch.linalg.vector_norm(kept_values, dim=-1)
+        total, weight = torch.zeros_like(kept_values), torch.zeros_like(size_BHK)
         for at in range(0, unit.shape[2], _AT_ONCE):
             some = slice(at, at + _AT_ONCE)
-            alike = unit[:, :, some] @ own.transpose(-1, -2)
-            most, target = alike.masked_fill(~kept.real_BHK.flip(2)[:, :, None], -torch.inf).max(-1)
+            cosine = unit[:, :, some] @ kept_unit.transpose(-1, -2)
+            most, target = cosine.masked_fill(~kept.real_BHK.flip(2)[:, :, None], -torch.inf).max(-1)
             target = index_BHK.shape[-1] - 1 - target
             size = size_BHT[:, :, some]
             w = most.clamp_min(0) * size / (size + size_BHK.gather(2, target) + _EPS)
-            w = w.masked_fill(~folded_BHT[:, :, some] | (most < self.threshold), 0.0)
+            w = w.masked_fill(~evicted_BHT[:, :, some] | (most < self.threshold), 0.0)
             total = total.scatter_add(2, target[..., None].expand(*target.shape, D), w[..., None] * values[:, :, some])
             weight = weight.scatter_add(2, target, w)
-        return ((mine + total) / (1 + weight[..., None])).to(v_BHTD.dtype)
+        return ((kept_values + total) / (1 + weight[..., None])).to(v_BHTD.dtype)

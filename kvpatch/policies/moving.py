@@ -44,6 +44,7 @@ class Share(Rule):
     moves: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        """Refuse a share or an origin out of range, as soon as the budget is made."""
         if isinstance(self.part, bool) or not isinstance(self.part, int | float) or not 0.0 < self.part <= 1.0:
             raise KVPatchError(f"Share({self.part!r}): give a share in (0, 1], such as Share(0.5).")
         if self.of != "seen":
@@ -112,6 +113,7 @@ class Mass(Rule):
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        """Refuse a share or bounds out of range, as soon as the budget is made."""
         if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0.0 < self.share <= 1.0:
             raise KVPatchError(f"Mass({self.share!r}): give a share of the scores' sum in (0, 1], such as Mass(0.95).")
         for name in ("floor", "ceiling"):
@@ -139,6 +141,7 @@ class Mass(Rule):
         return min(max(1, share(self.floor, n)), self.tokens(n))
 
     def check(self, policy: Any, heads: int) -> None:
+        """Refuse policies that this budget does not go with (served.REFUSED), before the model is patched."""
         refuse("moving budget", FeatureSet(policy, k=self))
         refuse("weighed budget", FeatureSet(policy, k=self))
         if self.ceiling is None:
@@ -146,7 +149,10 @@ class Mass(Rule):
         refuse("Mass", FeatureSet(policy, k=self))
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Keep the fewest best tokens that have `share` of all scores, those of evicted tokens counted as lost."""
+        """Return the tokens [B,H,1] that each head keeps, and the sum of the scores that it has lost so far, or None.
+
+        Called when tokens are evicted: it counts the fewest best tokens that have `share` of all scores, lost ones included.
+        """
         weight = _weigh_tokens(score, context, keys_BHT)
         order = keys_BHT.argsort(dim=-1, descending=True)  # protected tokens first, dead ones and empty slots last
         reached = running_sum(weight.gather(-1, order))
@@ -227,7 +233,10 @@ def _weigh_tokens(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Ten
 
 
 def _check_sizes(rule: Rule, policy: Any, also: str = "") -> None:
-    """Raise KVPatchError for protected sizes that are shares of the budget, where it is no number of tokens."""
+    """Raise KVPatchError for a protected size that is a share of the budget: this budget is no number of tokens.
+
+    also: another remedy, for the message.
+    """
     for name in ("recent", policy.scope.ranked):
         value = policy.options().get(name)
         if isinstance(value, float) and value > 0.0:

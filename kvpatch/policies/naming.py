@@ -43,9 +43,9 @@ def split_combination(name: str) -> tuple[list[str], str]:
 
 
 def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -> Division:
-    """Tell how a policy of the table, or a combination of one, divides its budget.
+    """Look up how a policy of FACTS, or a combination of one, divides its budget; for `kvpatch.plan`, without torch.
 
-    schedule: in place of its own. options: of the policy.
+    schedule: that the user asks for, or None for the policy's. options: those that differ from the policy's defaults.
 
     Raises:
         KVPatchError: the table has no policy of this name, or it has no such option.
@@ -56,17 +56,17 @@ def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -
     if known is None:
         raise KVPatchError(f"Policy {base!r} is none of the table: give one of {', '.join(FACTS)}.")
     fact = FACTS[known]
-    every_option = {
+    values = {
         **fact.list_options(),
         **{key: value for one in around for key, value in COMBINATIONS[one].options.items()},
         **options,
     }
     rows = [COMBINATIONS[one] for one in around]
-    own = next((row.schedule for row in rows if row.schedule), fact.schedule)
+    default = next((row.schedule for row in rows if row.schedule), fact.schedule)
     shared = next((row.shared for row in rows if row.shared), fact.shared)
-    protects = 0 if known == "cur" else every_option.get("window", 0)  # whose window is one of keys, not of queries
-    when = None if known == "full" else schedule or own
-    return Division(when, every_option["every"], every_option.get("beta"), protects, shared)
+    protects = 0 if known == "cur" else values.get("window", 0)  # the window of cur is one of keys, not of queries
+    when = None if known == "full" else schedule or default
+    return Division(when, values["every"], values.get("beta"), protects, shared)
 
 
 def suggest_policy(name: object, known: Collection[str]) -> str:
@@ -80,7 +80,7 @@ def suggest_policy(name: object, known: Collection[str]) -> str:
 
 
 def check_policy(name: str, options: Collection[str] | None = None) -> None:
-    """Refuse a misspelt policy or option without importing torch; the library checks the rest.
+    """Refuse a misspelt policy or option without importing torch, as commands do at once; get_policy() checks the rest.
 
     Raises:
         KVPatchError: no policy of this name, or it has none of the `options` of that name.

@@ -37,16 +37,19 @@ class OutputChange(ObservationWindow):
         return (WindowAttention(self.window, self._fold, "sum", protected=True),)
 
     def _fold(self, rows: Observed) -> Tensor:
-        """Return the squared change [N,M] of outputs if a key were lost: weighted |v|^2 - 2 v.o + |o|^2, summed over rows."""
+        """Return the squared change [N,M] of the window's outputs if a key were lost: weighted |v|^2 - 2 v.o + |o|^2.
+
+        WindowAttention calls it with some rows at a time, where a prompt ends. Pure; summed over the rows.
+        """
         # differences of large numbers where a row looks at little else
         p_NGRM, v_NMD = rows.p_NGRM.double(), rows.values().double()
         out_NLD, p_NLM = p_NGRM @ v_NMD[:, None], p_NGRM.flatten(1, 2)
         out_NLD = out_NLD.flatten(1, 2)
         weight_NML = (p_NLM / (1 - p_NLM + _EPS)).square().transpose(1, 2)
-        own = weight_NML.sum(-1) * v_NMD.square().sum(-1)
-        both = ((weight_NML @ out_NLD) * v_NMD).sum(-1)
-        other = (weight_NML @ out_NLD.square().sum(-1, keepdim=True)).squeeze(-1)
-        return ((own - 2 * both + other).clamp_min(0) / p_NGRM.shape[1]).to(rows.p_NGRM.dtype)
+        v_v = weight_NML.sum(-1) * v_NMD.square().sum(-1)
+        v_o = ((weight_NML @ out_NLD) * v_NMD).sum(-1)
+        o_o = (weight_NML @ out_NLD.square().sum(-1, keepdim=True)).squeeze(-1)
+        return ((v_v - 2 * v_o + o_o).clamp_min(0) / p_NGRM.shape[1]).to(rows.p_NGRM.dtype)
 
     def _may_pool(self, position: Tensor, context: EvictionContext) -> Tensor:
         return torch.ge(position, 0)

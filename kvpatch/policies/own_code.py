@@ -26,7 +26,7 @@ def is_own(part: object) -> bool:
 
 
 def call_value(score: Score, policy: str, context: EvictionContext) -> Tensor:
-    """Return a score's values [B,H,T].
+    """Return the values [B,H,T] of a user's score, checked.
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
@@ -40,7 +40,7 @@ def call_value(score: Score, policy: str, context: EvictionContext) -> Tensor:
 
 
 def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | None:
-    """Return the tokens that a scope protects, bool [B,H,T], or None.
+    """Return the tokens that a user's scope protects, bool [B,H,T], or None, checked.
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
@@ -58,7 +58,7 @@ def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | N
 
 
 def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens, taken: Collection[str]) -> dict[str, Tensor]:
-    """Return what a score or a need stores with new tokens. taken: names under which other parts store something.
+    """Return what a user's score or need stores with new tokens, checked. taken: names under which other parts store something.
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
@@ -80,7 +80,10 @@ def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens, taken: Collec
 def bind_passes(
     needs: Iterable[AnyNeed], method: Literal["read", "step"], policy: str
 ) -> tuple[tuple[AnyNeed, Callable[[PromptRead | StepRead], None]], ...]:
-    """Return the needs that define `read` or `step`, each with it; errors of a user's own need then name need and policy."""
+    """Pair each need that defines `read` or `step` with that method; errors of a user's need then name need and policy.
+
+    Called once per layer and cache; each pass then runs these methods after attention.
+    """
 
     def bind_method(need: AnyNeed) -> Callable[[Any], None]:
         run: Callable[[Any], None] = getattr(need, method)
@@ -96,7 +99,10 @@ def _read_pass(need: AnyNeed, method: str, policy: str, run: Callable[[Any], Non
 
 
 def _run_method(where: str, wanted: str, hint: Callable[[Exception], str], method: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a method; an error of its code names it. hint: what else to say about an error."""
+    """Call a user's method; an error in it becomes a KVPatchError that names the method.
+
+    where, wanted: the method and what it must return, for the message. hint: more to say about an error.
+    """
     try:
         return method(*arguments)
     except (KVPatchError, torch.OutOfMemoryError):

@@ -1,8 +1,8 @@
 """Tensor parallelism: the KV heads of this process, and decisions that need all heads of a layer.
 
 Keys, scores and the kept set of a head stay on the head's process. Two things need more: random numbers depend on a head's
-index in the whole model (`first`), and decisions over all heads of a layer (`heads`, `own`) are computed by every process
-from the same gathered numbers, so that all processes agree.
+index in the whole model (`first`), and decisions over all heads of a layer (`gather_heads`, `select_heads`) are computed by
+every process from the same gathered numbers, so that all processes agree.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Parallel:
     def gather_heads(self, own_BH: Tensor, empty: int | None = None) -> Tensor:
         """Gather [B,H,...] of each process into [B,size*H,...], all heads in order.
 
-        All processes must call it. empty: fills the last axis up to the longest process' tokens; None promises that they hold
-        equally many.
+        All processes must call it. empty: fills the last axis up to the longest process' tokens; None promises that their
+        axes are equally long.
         """
         if self.size == 1:
             return own_BH
@@ -52,11 +52,11 @@ class Parallel:
         torch.distributed.all_gather(parts, own_BH.contiguous(), self.group)
         return torch.cat(parts, 1)
 
-    def own(self, all_BH: Tensor) -> Tensor:
+    def select_heads(self, all_BH: Tensor) -> Tensor:
         """Select this process' heads from a tensor of all heads."""
         return all_BH if self.size == 1 else all_BH.chunk(self.size, 1)[self.rank]
 
-    def own_rows(self, rows: list[list[int]]) -> list[list[int]]:
+    def select_numbers(self, rows: list[list[int]]) -> list[list[int]]:
         """Select this process' heads from numbers of all heads by batch row."""
         return [row[self.rank * len(row) // self.size : (self.rank + 1) * len(row) // self.size] for row in rows]
 

@@ -56,25 +56,28 @@ class Refit(Merging):
             raise KVPatchError(f"ridge={given!r} must be a number above 0, such as 0.1: higher leaves values as they are.")
 
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
-        """Solve for kept values with which the queries of a second reading get the outputs of the full attention."""
-        own = kept.gather(v_BHTD)
+        """Return kept values [B,H,K,D] with which the queries of a second reading get about the outputs of full attention.
+
+        Called where a prompt ends, before the evicted tokens go. Pure; NaN where a head's equations have no solution.
+        """
+        kept_BHKD = kept.gather(v_BHTD)
         asked = layer.notes.get(RepeatQueries.name)
         if asked is None:  # nothing was read again
-            return own
+            return kept_BHKD
         looks = _Looks.of(k_BHTD, v_BHTD, kept, layer, asked)
         # V' - V = X^T (X X^T + l)^-1 (Y - X V): of the queries' size, however many tokens a head keeps
-        gram_BHNN, lacking_BHND = torch.zeros((), device=own.device), looks.out_BHND
-        for some, x_BHNM in looks.blocks():
+        gram_BHNN, error_BHND = torch.zeros((), device=kept_BHKD.device), looks.out_BHND
+        for some, x_BHNM in looks.iterate_blocks():
             gram_BHNN = gram_BHNN + x_BHNM @ x_BHNM.mT
-            lacking_BHND = lacking_BHND - x_BHNM @ own[:, :, some].to(x_BHNM.dtype)
+            error_BHND = error_BHND - x_BHNM @ kept_BHKD[:, :, some].to(x_BHNM.dtype)
         diagonal_BHN = gram_BHNN.diagonal(dim1=-2, dim2=-1)
         l_BH1 = self.ridge * diagonal_BHN.sum(-1, keepdim=True) / kept.real_BHK.sum(-1, keepdim=True).clamp_min(1)
         diagonal_BHN.add_(l_BH1.masked_fill(l_BH1 == 0, 1.0))  # where no query sees a kept token: there X is 0
         factor_BHNN, failed_BH = torch.linalg.cholesky_ex(gram_BHNN)
-        solved_BHND = torch.cholesky_solve(lacking_BHND, factor_BHNN).masked_fill(failed_BH[..., None, None] != 0, torch.nan)
-        change_BHKD = torch.cat([x_BHNM.mT @ solved_BHND for _, x_BHNM in looks.blocks()], 2)
+        solved_BHND = torch.cholesky_solve(error_BHND, factor_BHNN).masked_fill(failed_BH[..., None, None] != 0, torch.nan)
+        change_BHKD = torch.cat([x_BHNM.mT @ solved_BHND for _, x_BHNM in looks.iterate_blocks()], 2)
         evicts_BH11 = (kept.live_BHT & ~kept.stays_BHT).any(-1)[..., None, None]
-        return torch.where(evicts_BH11, own + change_BHKD, own).to(v_BHTD.dtype)
+        return torch.where(evicts_BH11, kept_BHKD + change_BHKD, kept_BHKD).to(v_BHTD.dtype)
 
 
 @dataclass
@@ -97,26 +100,29 @@ class _Looks:
 
     @classmethod
     def of(cls, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead, asked: Asked) -> _Looks:
-        """Attend to all tokens, some queries at a time."""
+        """Attend from the queries `asked` to all tokens, some queries at a time, and gather the keys of the kept tokens."""
         (B, H, G, W, _), stays_BHT = asked.q_BHGWD.shape, kept.stays_BHT
         v_BHTD = v_BHTD.to(accumulator(v_BHTD.dtype))
         found = [
-            layer.attend_behind(asked.q_BHGWD[:, :, :, some], k_BHTD, v_BHTD, asked.positions_BW[:, some], stays_BHT)
+            layer.attend_to_slots(asked.q_BHGWD[:, :, :, some], k_BHTD, v_BHTD, asked.positions_BW[:, some], stays_BHT)
             for some in _split_blocks(W, B * H * G * k_BHTD.shape[2], v_BHTD)
         ]
         out, lse = (torch.cat(parts, 3) for parts in zip(*found, strict=True))
         return cls(out.flatten(2, 3), lse, asked, kept.gather(k_BHTD), kept, layer)
 
-    def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield which of the kept tokens, and the attention [B,H,N,M] that they get, were the kept ones all."""
+    def iterate_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield for some kept tokens at a time their slice of K, and the attention [B,H,N,M] that the queries give them.
+
+        It is a softmax over the kept tokens alone.
+        """
         kept, asked = self.kept, self.asked
         for some in _split_blocks(kept.index_BHK.shape[2], self.lse_BHGW.numel(), self.out_BHND):
             index, real = kept.index_BHK[:, :, some], kept.real_BHK[:, :, None, None, some]
-            x = self.layer.weigh_behind(asked.q_BHGWD, self.k_BHKD[:, :, some], asked.positions_BW, index, self.lse_BHGW)
+            x = self.layer.weigh_slots(asked.q_BHGWD, self.k_BHKD[:, :, some], asked.positions_BW, index, self.lse_BHGW)
             yield some, x.masked_fill(~real, 0.0).flatten(2, 3)
 
 
 def _split_blocks(count: int, each: int, like: Tensor) -> Iterator[slice]:
-    """Split so many rows or columns of `each` numbers into blocks of a bounded size."""
+    """Split `count` rows or columns of `each` numbers into slices of a size that suits the device of `like`."""
     size = max((_CPU_BLOCK if like.device.type == "cpu" else _DEVICE_BLOCK) // each, 1)
     return (slice(at, at + size) for at in range(0, count, size))

@@ -307,7 +307,7 @@ class Last(Score):
         bins = torch.empty_like(index).scatter_(-1, index, change.long().cumsum(-1) - 1)
         bins = bins.clamp(min=0)
         total = torch.zeros_like(last.flatten(1)).scatter_add_(1, bins, last.flatten(1))
-        return everyone.own((total / H).gather(-1, bins).view_as(last))[..., :S]
+        return everyone.select_heads((total / H).gather(-1, bins).view_as(last))[..., :S]
 
 
 def check_pooling(kernel: object, pooling: object) -> None:

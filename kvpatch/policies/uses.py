@@ -1,4 +1,4 @@
-"""Uses, and the policy to take for each: the one table behind the README, the guides, the command line and the errors.
+"""Uses, and the policy to take for each: the one table for the README, the guides, the command line and the errors.
 
 Imports no torch, so that `kvpatch policies` answers at once. tests/test_uses.py compares every place that names a policy for a
 use with this table.

@@ -17,10 +17,11 @@ from torch import Tensor
 from ..errors import InvalidError, KVPatchError
 
 
-def check_path(path: object, wanted: str) -> None:
-    """Raise KVPatchError unless `path` can name a file; `wanted` tells the caller to give one."""
+def check_path(path: object, wanted: str) -> str | PathLike[str]:
+    """Return `path` if it can name a file, else raise KVPatchError; `wanted` tells the caller to give one."""
     if not isinstance(path, str | PathLike) or not str(path) or "\0" in str(path):
         raise KVPatchError(f"path={path!r:.60} is no path: {wanted}.")
+    return path
 
 
 def write_tensors(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], what: str) -> None:
@@ -38,8 +39,7 @@ def write_whole(path: str | PathLike[str], save: Callable[[Path], object], what:
     """
     from safetensors import SafetensorError
 
-    check_path(path, f"give the file that the {what} goes to")
-    goal = Path(path)
+    goal = Path(check_path(path, f"give the file that the {what} goes to"))
     try:
         if goal.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))

@@ -170,8 +170,8 @@ class FileKind:
         Raises:
             KVPatchError: `path` is no path.
         """
-        check_path(path, f"give the file that {self.writer} wrote")
-        return explain_errors(path, self.label, self.writer, self.again)
+        checked = check_path(path, f"give the file that {self.writer} wrote")
+        return explain_errors(checked, self.label, self.writer, self.again)
 
     def read_file(self, path: str | PathLike[str], check_header: Callable[[Description, dict[str, Entry]], None]) -> Document:
         """Read a file; `check_header` refuses its description or the header's entries before tensors are read.

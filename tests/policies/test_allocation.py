@@ -48,7 +48,7 @@ def test_adaptive_counts(floor, budgets_B):
 
 def test_a_process_has_its_part_of_the_heads():
     rows = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]]
-    parts = [Parallel(3, rank).own_rows(rows) for rank in range(3)]
+    parts = [Parallel(3, rank).select_numbers(rows) for rank in range(3)]
     assert parts == [[[1, 2], [7, 8]], [[3, 4], [9, 10]], [[5, 6], [11, 12]]]
 
 

@@ -212,11 +212,11 @@ def test_cosines_are_held_in_blocks(monkeypatch):
     rng = torch.Generator().manual_seed(0)
     unit = torch.nn.functional.normalize(torch.randn(2, 3, 50, 8, generator=rng), dim=-1)
     positions = torch.arange(50).expand(2, 3, -1)
-    whole = decoding._last_times(unit, positions, 0.3)
+    whole = decoding._sum_last_repeats(unit, positions, 0.3)
     monkeypatch.setattr(decoding, "_ON_CPU", 2 * 3 * 50 * 7)
     with Products() as blocks:
-        torch.testing.assert_close(decoding._last_times(unit, positions, 0.3), whole)
+        torch.testing.assert_close(decoding._sum_last_repeats(unit, positions, 0.3), whole)
     assert blocks.count == 8
     with Products() as blocks:
-        decoding._last_times(torch.empty(1, 8, 32768, 4, device="meta"), torch.empty(1, 8, 32768, device="meta"), 0.3)
+        decoding._sum_last_repeats(torch.empty(1, 8, 32768, 4, device="meta"), torch.empty(1, 8, 32768, device="meta"), 0.3)
     assert blocks.count == 128

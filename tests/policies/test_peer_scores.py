@@ -60,7 +60,7 @@ def test_scores_and_kept_tokens_are_the_peer_s(case, model, monkeypatch):
     policy, options, _, _ = CASES[case]
     mine, theirs = [], [torch.tensor(layer, dtype=torch.float64) for layer in PEER[case]["scores"]]
     monkeypatch.setattr(
-        content.Leverage, "_sketch_keys", lambda score, _, H, D: sketch((H, D, score.sketch)) / score.sketch**0.5
+        content.Leverage, "_draw_sketch", lambda score, _, H, D: sketch((H, D, score.sketch)) / score.sketch**0.5
     )
     monkeypatch.setattr(compress, "_warn_of_scores", lambda call, value: mine.append(value[0].clone()))
     with torch.no_grad(), kvpatch.patched(model, policy, 1 - RATIO, **options) as patch:

@@ -82,21 +82,19 @@ class LayerRead(Protocol):
     def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
         """Return the mean rotation [B,1,1,D,D] of each row's next `future` positions; None if nothing is rotated."""
 
-    def attend_behind(
+    def attend_to_slots(
         self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs [B,H,G,W,D] of queries behind the used slots, and the log-sum-exps [B,H,G,W] of `kept` alone.
+        """Return the outputs [B,H,G,W,D] of queries after all used slots, and the log-sum-exps [B,H,G,W] over `kept` alone.
 
         k_BHTD, v_BHTD: of the used slots. positions_BW: of the queries. A row that sees nothing, as one at a position of -1,
         gives 0; one that sees no kept token has a log-sum-exp of infinity.
         """
 
-    def weigh_behind(
-        self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor
-    ) -> Tensor:
-        """Return the attention [B,H,G,W,M] that such queries give to some slots, by the log-sum-exps of all that count.
+    def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
+        """Return the attention [B,H,G,W,M] that the same queries give to the slots `index_BHM`, whose keys are k_BHMD.
 
-        k_BHMD: keys of the slots `index_BHM`.
+        lse_BHGW: log-sum-exps, from attend_to_slots, of the tokens over which this attention sums to one.
         """
 
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, first_B1: Tensor) -> tuple[Tensor, Tensor]:
