@@ -73,6 +73,7 @@ class Policy:
     needs: Needs = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Check the parts, one by one and together, and gather their needs; see Raises above."""
         for name, kind, optional in _PARTS:
             part = getattr(self, name)
             if not isinstance(part, kind) and not (optional and part is None):
@@ -102,12 +103,12 @@ class Policy:
 
     def options(self) -> dict[str, Any]:
         """Return the current value of every option by name; where parts that share a name differ, a tuple with one of each."""
-        own: dict[str, list[Any]] = {}
+        found: dict[str, list[Any]] = {}
         for part in self._list_parts():
             for f in dataclasses.fields(part):
-                own.setdefault(f.name, []).append(getattr(part, f.name))
-        shared = {name: tuple(values) for name, values in own.items() if values.count(values[0]) < len(values)}
-        return {name: values[0] for name, values in own.items()} | shared | {"every": self.every}
+                found.setdefault(f.name, []).append(getattr(part, f.name))
+        different = {name: tuple(values) for name, values in found.items() if values.count(values[0]) < len(values)}
+        return {name: values[0] for name, values in found.items()} | different | {"every": self.every}
 
     def with_options(self, schedule: str | None = None, **options: Any) -> Policy:
         """Return a copy with a changed schedule or changed options.
@@ -122,8 +123,8 @@ class Policy:
         check_options(self.name, options, known)
 
         def replace(part: Any) -> Any:
-            own = {f.name for f in dataclasses.fields(part)}
-            return dataclasses.replace(part, **{k: v for k, v in options.items() if k in own})
+            fields = {f.name for f in dataclasses.fields(part)}
+            return dataclasses.replace(part, **{k: v for k, v in options.items() if k in fields})
 
         parts = {name: replace(part) for name, _, _ in _PARTS if (part := getattr(self, name)) is not None}
         schedule = self.schedule if schedule is None else match_name(schedule, SCHEDULES) or schedule
@@ -136,7 +137,7 @@ class Policy:
 
     @property
     def entry_by_position(self) -> bool:
-        """Tell whether something is stored, and it depends on positions alone."""
+        """Tell whether all that is stored with a token follows from its position, so that it can be computed ahead."""
         storing: list[Score | AnyNeed] = [need for need in self.needs if type(need).entry is not Need.entry]
         if type(self.score).entry is not Score.entry:
             storing.append(self.score)
@@ -184,9 +185,9 @@ class Policy:
         return self.weighs_values and (self.schedule != "prompt" or self.over_model)
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        """Return what the score and its needs store with new tokens: see Score.entry."""
+        """Return what the score and its needs store with tokens that enter the cache: see Score.entry. Changes nothing."""
         found: dict[str, Tensor] = {}
-        for part in sorted((*self.needs, self.score), key=own_code.is_own):
+        for part in sorted((*self.needs, self.score), key=own_code.is_own):  # a user's come last, so that clashes are theirs
             if own_code.is_own(part):
                 kept = {name for need in self.needs if need is not part for name in need.states}
                 found |= own_code.call_entry(part, self.name, new, found.keys() | kept)
@@ -200,6 +201,8 @@ class Policy:
 
     def eviction_keys(self, context: EvictionContext, empty: Tensor | None) -> Tensor:
         """Return the eviction keys, int64 [B,H,T]: the token with the lowest key is evicted first (see selection.py).
+
+        Called when tokens are evicted; sets context.value to the scores.
 
         empty: bool [B,H,T], empty slots; they get the lowest key. None where there are none.
         """

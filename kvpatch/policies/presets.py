@@ -156,15 +156,18 @@ def refit(base: str | Policy, **options: Any) -> Policy:
 
 
 def _combine_parts(prefix: str, base: str | Policy, **part: Any) -> Policy:
-    """Return `base` with other parts, named prefix_base. Raises KVPatchError if it has a part of another class already."""
+    """Return a copy of `base` with the parts replaced, named prefix_base; the functions above call it.
+
+    Raises KVPatchError if the base never evicts, or has a part of another class in a place that one of `part` takes.
+    """
     policy = base if isinstance(base, Policy) else get_policy(base)
     if not policy.evicts:
         raise KVPatchError(f"{prefix}({policy.name!r}): {policy.name!r} never evicts, so there is nothing to combine.")
     for name, does in (("over_heads", "shares a budget by"), ("selection", "selects by"), ("merging", "changes values by")):
-        own = getattr(policy, name)
-        if own is not None and type(part.get(name, own)) is not type(own):
+        held = getattr(policy, name)
+        if held is not None and type(part.get(name, held)) is not type(held):
             raise KVPatchError(
-                f"{prefix}({policy.name!r}): {policy.name!r} {does} {type(own).__name__} already, and a policy has one of its "
+                f"{prefix}({policy.name!r}): {policy.name!r} {does} {type(held).__name__} already, and a policy has one of its "
                 "kind: combine the policy that it was made of."
             )
     return dataclasses.replace(policy, name=f"{prefix}_{policy.name}", **part)

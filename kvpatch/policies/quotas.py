@@ -53,6 +53,7 @@ def read_quota(quota: Any) -> list[Span] | Tensor:
 
 
 def _say_forms(what: str) -> str:
+    """Write the error text for a `quota=` of another form; what: begins it, as "quota=3"."""
     return (
         f"{what}: give spans of the prompt, such as [(0, 40), (40, 90)], or the number of its span for each token, [n] or "
         "[B, n], -1 for none."
@@ -81,7 +82,7 @@ def number_columns(quota: Any, B: int, columns: int, device: torch.device) -> Te
     """Return the number of its span for each column of a prompt, int64 [B,columns]; -1 for none.
 
     Raises:
-        KVPatchError: spans end behind the prompt, or the numbers have another shape.
+        KVPatchError: spans end after the prompt, or the numbers have another shape.
     """
     read = read_quota(quota)
     if isinstance(read, Tensor):
@@ -112,9 +113,11 @@ def encode_spans(numbers_BN: Tensor, real_BN: Tensor) -> Tensor:
 
 
 def share_out(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> Tensor:
-    """Return the tokens that a head keeps of each token's span, in the shape of `span` [B,H,T]: floor(budget |s| / total).
+    """Return each token's quota [B,H,T]: the tokens that a head keeps of its span of |s| tokens, floor(budget |s| / total).
 
-    budget_B: tokens that a head may keep. total_B: tokens that the budget covers.
+    Called where a prompt or block ends.
+
+    span: as encode_spans makes it. budget_B: tokens that a head may keep. total_B: tokens that the budget covers.
     """
     budget, total = (torch.tensor(row, device=span.device).view(-1, 1, 1) for row in (budget_B, total_B))
     tokens = span & _TOKENS
@@ -122,16 +125,19 @@ def share_out(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> 
 
 
 def count_quotas(span: Tensor, held: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> list[int]:
-    """Return the sum of the quotas of all spans of which some head of a row holds a token. span, held: [B,H,T]."""
+    """Sum for each batch row the quotas of all spans of which some head holds a token; see share_out.
+
+    span: [B,H,T], as encode_spans makes it. held: bool [B,H,T], tokens that are there.
+    """
     sums = []
-    for codes, own, budget, total in zip(span, held, budget_B, total_B, strict=True):
-        sizes = [code & _TOKENS for code in codes[own].unique().tolist()]
+    for span_HT, held_HT, budget, total in zip(span, held, budget_B, total_B, strict=True):
+        sizes = [code & _TOKENS for code in span_HT[held_HT].unique().tolist()]
         sums.append(sum(min(size, budget * size // max(total, 1)) for size in sizes))
     return sums
 
 
 def protect_shares(context: EvictionContext, keys: Tensor, protected: Tensor | None, dead: Tensor | None) -> Tensor | None:
-    """Add to the protected tokens those that fill the quotas of their spans.
+    """Return `protected` with the tokens added that fill the quotas of their spans; called when tokens are evicted.
 
     In each span these are the tokens of the highest keys, as many as it has protected ones too few. Where that is more in all
     than is left of the budget, each span's lack is cut in proportion, rounded down.

@@ -19,7 +19,7 @@ _MARK = "####"
 class Repeated(Score):
     """Greatest attention that a second reading gives [KVzip].
 
-    Where a prompt ends, it is read a second time behind an instruction to repeat it, `chunk` tokens at a time. The chunk's
+    Where a prompt ends, it is read a second time after an instruction to repeat it, `chunk` tokens at a time. The chunk's
     queries attend to the whole cache; their own keys are dropped afterwards. s[i] = the greatest a[t,i] over all rows t of the
     second reading of i's chunk and over the query heads of the group, a being the softmax over the sinks, the chunk's tokens
     in the cache and the second reading's own tokens up to t. A token scored by no second reading, such as a generated one,
@@ -52,7 +52,7 @@ class RepeatedOutputs(Repeated):
     """Greatest change that a token makes to the residual stream in a second reading [KVzip+, in kvpress].
 
     As Repeated, with a[t,i] ||v_i W_O|| / ||h_t|| for a[t,i]: W_O are the output projection's rows of the query head, and h_t
-    is what the layer's attention is given at row t, behind the norm.
+    is what the layer's attention is given at row t, after the norm.
     """
 
     @property

@@ -13,17 +13,17 @@ from torch import Tensor
 
 
 def list_waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
-    """Return the steps after which heads evict, each number once. goals: slots of each head; counts: those taken.
+    """Return in how many steps heads evict, each number once. counts: slots of each head that are taken; goals: all of them.
 
     Example:
-        >>> waits([10, 10, 7], goals=[14, 14, 14])
+        >>> list_waits([10, 10, 7], goals=[14, 14, 14])
         (4, 7)
     """
     return tuple(sorted({goal - count for count, goal in zip(counts, goals, strict=True)}))
 
 
 def advance_waits(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int, ...]:
-    """Return the waits after so many steps more; a wait of 0 begins again at `every`.
+    """Return what `list_waits` would give `steps` later: a wait of 0 is an eviction, and begins again at `every`.
 
     Example:
         >>> advance_waits((4, 7), steps=4, every=4)
@@ -33,9 +33,10 @@ def advance_waits(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int
 
 
 def list_moves(gone_BHM: Tensor, used: int) -> tuple[Tensor, Tensor]:
-    """Return columns to fill and columns to move there, [B,H,M] each: the first `used` - M then hold all tokens that stay.
+    """Return columns to fill and columns to move there, [B,H,M] each, so that the first `used` - M hold all tokens that stay.
 
-    gone_BHM: columns of the tokens to evict, all different within a head. Columns that stay empty are moved among themselves.
+    Called when M tokens of each head are evicted at once. gone_BHM: their columns, all different within a head; one that is
+    among the last M is paired with itself.
     """
     B, H, M = gone_BHM.shape
     empty = torch.zeros(B, H, used, dtype=torch.uint8, device=gone_BHM.device).scatter_(2, gone_BHM, 1)

@@ -17,7 +17,7 @@ ROWS, READ = 16, 1024
 
 
 def sample_rows(rows_BQ: Tensor, seed: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Choose the rows to read.
+    """Choose the query rows of a pass whose attention is summed (scores="sampled"); see the module. Pure.
 
     Args:
         rows_BQ: positions of a pass's rows, int64, ascending; -1 for padding.
@@ -33,7 +33,7 @@ def sample_rows(rows_BQ: Tensor, seed: int, layer: int) -> tuple[Tensor, Tensor]
     every_B1 = ((count_B1 + READ - 1) // READ).clamp(min=1)
     block_BQ = (count_B1 - real.long().cumsum(-1)) // ROWS  # 0 is the newest
     group_BQ, place_BQ = (block_BQ - 1) // every_B1, (block_BQ - 1) % every_B1
-    drawn_BQ = noise.uniform(seed, layer, torch.tensor(-1, device=rows_BQ.device), -1, group_BQ.clamp(min=0))
-    chosen = real & ((block_BQ == 0) | (place_BQ == (drawn_BQ * every_B1).long()))
+    u_BQ = noise.uniform(seed, layer, torch.tensor(-1, device=rows_BQ.device), -1, group_BQ.clamp(min=0))
+    chosen = real & ((block_BQ == 0) | (place_BQ == (u_BQ * every_B1).long()))
     column = torch.arange(rows_BQ.shape[1], device=rows_BQ.device)
     return torch.where(chosen, column, -1).topk(int(chosen.sum(-1).max())).values.flip(-1), every_B1[:, None]

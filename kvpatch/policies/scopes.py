@@ -33,10 +33,10 @@ SYSTEM = "system"  # the word of `protect=` for the system message of a chat
 
 
 def fit_window(score: Score, room: int) -> int:
-    """Count the newest tokens that a score's window protects, `room` at most.
+    """Count the newest tokens that a score's window protects, at most `room`: the tokens that the budget has for it.
 
-    A window that would fill the room takes half of it, rounded up, so that the score chooses the rest. One of the last queries,
-    which scores that evict while decoding read, may fill it.
+    A window that would fill the room takes half of it, rounded up, so that the score chooses the rest. A window of the last
+    queries (LastQueries), by which decode steps evict too, may fill it.
     """
     window = protected_rows(score)
     if _reads_last_queries(score):
@@ -107,13 +107,15 @@ class Scope:
         """Size of the set protected by rank, r in RoCo: tokens or a share of the budget; here 0."""
         return 0
 
-    def limits(self, budget: int, n: int, own: Sequence[int], score: Score, fixed: int, rows: int) -> tuple[int, ...]:
-        """Return the sizes of Limits for one batch row, in the order of SIZES, clamped inside the budget.
+    def limits(self, budget: int, n: int, marked: Sequence[int], score: Score, fixed: int, rows: int) -> tuple[int, ...]:
+        """Return the protected sizes of one batch row, in the order of context.SIZES, clamped inside the budget.
+
+        Called where a prompt or block ends, before eviction. Pure.
 
         Args:
             budget: tokens that a head may keep.
             n: tokens of the row's prompt.
-            own: positions that `protect=` marks, ascending.
+            marked: positions that `protect=` marks, ascending.
             score: the policy's score, for its observation window.
             fixed: position below which all tokens are kept outside the budget.
             rows: query rows of the prompt or block.
@@ -121,17 +123,17 @@ class Scope:
         Raises:
             KVPatchError: `protect=` marks more tokens than the budget holds.
         """
-        own, start = [p for p in own if p >= fixed], fixed
-        if len(own) > budget:
+        marked, start = [p for p in marked if p >= fixed], fixed
+        if len(marked) > budget:
             raise KVPatchError(
-                f"protect= marks {len(own)} tokens of a prompt of {n}, but the budget is {budget}: raise k to at "
-                f"least {len(own)} tokens or protect fewer."
+                f"protect= marks {len(marked)} tokens of a prompt of {n}, but the budget is {budget}: raise k to at "
+                f"least {len(marked)} tokens or protect fewer."
             )
         # sinks are tokens of the compressed prompt: there are none if the schedule keeps the prompt
         first = min(max(self.sinks, start), start + budget) if start < n else start
-        while first - start + sum(p >= first for p in own) > budget:
+        while first - start + sum(p >= first for p in marked) > budget:
             first -= 1
-        free = budget - (first - start) - sum(p >= first for p in own)
+        free = budget - (first - start) - sum(p >= first for p in marked)
         rows = budget if _reads_last_queries(score) else rows  # these are not of the prompt alone
         protects = protected_rows(score) > 0
         seen = next((need.width for need in score.needs if isinstance(need, WindowAttention)), 0)
@@ -142,9 +144,9 @@ class Scope:
         return first, newest, fixed, deviation, observed, budget - free + newest + deviation
 
     def misfits(self, budget: int, score: Score) -> Iterator[tuple[str, int, int, int]]:
-        """Yield (name, size asked for, size that `limits` cuts it to, budget that would not cut it).
+        """Yield (option, size asked for, size that `limits` cuts it to, budget that would not cut it), for a warning.
 
-        Sizes that are given as shares of the budget always fit. Too large a `protect=` is no size: `limits` raises an error.
+        Sizes that are given as shares of the budget always fit; too large a `protect=` is an error of `limits`.
         """
         sinks = min(self.sinks, budget)
         window = protected_rows(score)
@@ -161,7 +163,7 @@ class Scope:
                 yield name, size, left.get(name, budget - beside), beside + size + 1
 
     def mask(self, context: EvictionContext) -> Tensor | None:
-        """Return the protected tokens as a bool mask [B,H,T], or None if there are none."""
+        """Return the protected tokens as a bool mask [B,H,T], or None if there are none; called when tokens are evicted."""
         position, limits = context.positions_BHT, context.limits
         protected = context.state.get("protect")
         if limits.any_newest:
@@ -244,8 +246,8 @@ class RangeScope(Scope):
             keys = keys.masked_fill(position < limits.first, LAST)
         # an empty slot's position is -1
         keys = keys.masked_fill((position > context.recent_B11) | (position < limits.prompt.clamp(min=0)), -1)
-        wide, others = in_top(keys, limits.deviation, limits.deviation_count), super().mask(context)
-        return wide if others is None else wide | others
+        ranges, others = in_top(keys, limits.deviation, limits.deviation_count), super().mask(context)
+        return ranges if others is None else ranges | others
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ class AllBut:
 
 
 def protect_tensor(protect: Any) -> Tensor:
-    """Convert `protect=` to a tensor: bool for a mask, int64 for token ids, which of AllBut are those left out.
+    """Convert `protect=` to a tensor: bool for a mask, int64 for token ids; of AllBut, the ids that are not protected.
 
     Raises:
         KVPatchError: anything else, or nothing to protect.

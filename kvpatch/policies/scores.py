@@ -130,7 +130,7 @@ class Random(Score):
 
 
 def draw_anew(context: EvictionContext) -> Tensor:
-    """Draw a uniform number for each token [B,H,T], another one at every eviction."""
+    """Draw a uniform number for each token [B,H,T], another one at every eviction: a hash, so no generator changes."""
     H = context.positions_BHT.shape[1]
     head = context.parallel.first(H) + torch.arange(H, device=context.positions_BHT.device)
     return noise.uniform(context.seed, context.layer, head[None, :, None], context.newest_B11, context.positions_BHT)
@@ -292,6 +292,7 @@ class Last(Score):
 
     @kernel_value(lambda score: "observed" if score.heads == "each" else None)
     def value(self, context: EvictionContext) -> Tensor:
+        """Return the newest row's attention [B,H,T], per KV head or averaged over the layer's, when tokens are evicted."""
         last = context.state["observed"]
         if self.heads == "each":
             return last
@@ -311,7 +312,7 @@ class Last(Score):
 
 
 def check_pooling(kernel: object, pooling: object) -> None:
-    """Raise KVPatchError unless scores can be pooled so."""
+    """Raise KVPatchError unless `kernel` is an odd number of tokens and `pooling` "max", "avg" or None."""
     if type(kernel) is not int or not 1 <= kernel <= MAX_POSITION or kernel % 2 == 0:
         raise KVPatchError(f"kernel={kernel!r} must be an odd number of tokens, 1 to {MAX_POSITION}, so that lengths stay.")
     if pooling not in ("max", "avg", None):
@@ -350,6 +351,7 @@ class ObservationWindow(Score):
         check_pooling(self.kernel, self.pooling)
 
     def value(self, context: EvictionContext) -> Tensor:
+        """Return the window's attention, pooled over neighbouring tokens, [B,H,T], where a prompt ends."""
         score, position = context.state["observed"], context.positions_BHT
         if self.pooling is None:
             return score
@@ -366,12 +368,11 @@ class ObservationWindow(Score):
 
     def _pool_scores(self, score: Tensor, position: Tensor, context: EvictionContext) -> Tensor:
         """Pool scores [B,H,T] in text order over `kernel` neighbours, those in front of the observation window alone."""
-        pooled = self._may_pool(position, context)
+        candidate = self._may_pool(position, context)
         if self.pooling == "avg":
-            return F.avg_pool1d(score * pooled, self.kernel, stride=1, padding=self.kernel // 2)
+            return F.avg_pool1d(score * candidate, self.kernel, stride=1, padding=self.kernel // 2)
         # F.max_pool1d pads with -inf; -inf also keeps padding tokens and the window's own tokens out of every maximum
-        only_pooled = score.masked_fill(~pooled, -torch.inf)
-        return F.max_pool1d(only_pooled, self.kernel, stride=1, padding=self.kernel // 2)
+        return F.max_pool1d(score.masked_fill(~candidate, -torch.inf), self.kernel, stride=1, padding=self.kernel // 2)
 
 
 @dataclass(frozen=True)
@@ -398,7 +399,10 @@ class Defensive(ObservationWindow):
         return (WindowAttention(self.window, self._fold, "max", protected=True),)
 
     def _fold(self, rows: Observed) -> Tensor:
-        """Return the greatest pooled probability [N,M] of each key over query heads and rows, for WindowAttention to join."""
+        """Return the greatest pooled probability [N,M] of each key over query heads and rows.
+
+        WindowAttention calls it with some rows at a time, where a prompt ends. Pure.
+        """
         candidate_NM = rows.candidate_NM
         p_NGRM = rows.p_NGRM * candidate_NM[:, None, None]
         if self.pooling is None:
@@ -406,10 +410,11 @@ class Defensive(ObservationWindow):
         pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
         pooled = pool(p_NGRM.flatten(0, 2)[:, None], self.kernel, stride=1, padding=self.kernel // 2).view_as(p_NGRM)
         pooled = pooled * candidate_NM[:, None, None]
-        total, scaled = p_NGRM.sum(-1, keepdim=True), pooled.sum(-1, keepdim=True)
-        return (pooled * (total / scaled.clamp_min(torch.finfo(scaled.dtype).tiny))).amax((1, 2))
+        total, pooled_total = p_NGRM.sum(-1, keepdim=True), pooled.sum(-1, keepdim=True)
+        return (pooled * (total / pooled_total.clamp_min(torch.finfo(pooled.dtype).tiny))).amax((1, 2))
 
     def value(self, context: EvictionContext) -> Tensor:
+        """Return the greatest pooled attention [B,H,T], raised to its mean over the tokens before the window."""
         score, position = context.state["observed"], context.positions_BHT
         candidate = self._may_pool(position, context)
         mean = score.masked_fill(~candidate, 0.0).sum(-1, keepdim=True) / candidate.sum(-1, keepdim=True).clamp(min=1)

@@ -28,7 +28,7 @@ LAST, FIRST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
 
 
 def score_keys(score: Tensor, positions: Tensor, signed: bool) -> Tensor:
-    """Return int64 keys in [0, 2**62) that sort by (score, position).
+    """Return int64 keys in [0, 2**62) that sort by (score, position), for `eviction_keys`; called at every eviction.
 
     Args:
         score: float tensor; NaN ranks lowest, regardless of its sign and payload.
@@ -45,7 +45,7 @@ def score_keys(score: Tensor, positions: Tensor, signed: bool) -> Tensor:
 
 
 def eviction_keys(keys: Tensor, *, protected: Tensor | None, dead: Tensor | None, empty: Tensor | None) -> Tensor:
-    """Combine score keys with protection.
+    """Return score keys with those of protected, dead and empty slots moved to the ends of the order. Pure.
 
     Args:
         keys: result of `score_keys`.
@@ -77,7 +77,7 @@ def top(keys: Tensor, count_BH: Tensor, counts: list[int]) -> tuple[Tensor, Tens
         return keys.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values, None
     index = keys.topk(width, dim=-1).indices  # highest first, so that a head's own count is a prefix
     kept = torch.arange(width, device=keys.device) < count_BH[..., None]
-    # kept slots in text order, the others behind them
+    # kept slots in text order, the others after them
     index = index.masked_fill(~kept, keys.shape[-1]).sort(dim=-1).values
     return index.clamp(max=keys.shape[-1] - 1), kept
 
@@ -166,6 +166,7 @@ class Chunked(Selection):
     only_then: ClassVar[str] = "keeps whole chunks of a prompt, which a generated token is not part of"
 
     def check(self) -> None:
+        """Refuse options out of range, when a policy is made."""
         if type(self.size) is not int or not 1 <= self.size <= MAX_POSITION:
             raise KVPatchError(f"size={self.size!r} must be a number of tokens, 1 to {MAX_POSITION}.")
         if not isinstance(self.together, bool):
@@ -174,10 +175,11 @@ class Chunked(Selection):
     def eviction_keys(
         self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
     ) -> Tensor:
+        """Return keys by the mean score of each token's chunk, then by position; called where a prompt ends (see the base)."""
         position, everyone = context.positions_BHT, context.parallel
         candidate = position >= 0
-        for out in (protected, dead):
-            candidate = candidate if out is None else candidate & ~out
+        for mask in (protected, dead):
+            candidate = candidate if mask is None else candidate & ~mask
         chunk = position.clamp(min=0) // self.size
         score = score.nan_to_num(0.0)  # one NaN would make the chunk's mean NaN in all heads
         shape = (*position.shape[:2], int(context.newest_B11.max()) // self.size + 1)
@@ -212,6 +214,7 @@ class TwoStage(Selection):
     weighs_values: ClassVar[bool] = True
 
     def check(self) -> None:
+        """Refuse options out of range, when a policy is made."""
         for name, value in (("alpha", self.alpha), ("eps", self.eps)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise KVPatchError(f"{name}={value!r} must be a number in [0, 1].")
@@ -221,7 +224,10 @@ class TwoStage(Selection):
     def eviction_keys(
         self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
     ) -> Tensor:
-        """Rank the first stage's tokens with the protected ones, the others by the bound of the second (see the class)."""
+        """Return keys that rank the first stage's tokens with the protected ones, the others by the second stage's bound.
+
+        Called when tokens are evicted; arguments and result are those of Selection.eviction_keys.
+        """
         if context.keep_BH1 is None:
             return first
         empty = context.positions_BHT < 0 if context.empty else None

@@ -67,13 +67,13 @@ class FeatureSet:
 
 
 def refuse(path: str, asked: FeatureSet) -> None:
-    """Raise KVPatchError if something that is asked for does not go with `path`, a feature of REFUSED."""
+    """Raise KVPatchError if something that is asked for does not go with `path`, a feature of REFUSED that begins."""
     if (why := why_not(path, asked)) is not None:
         raise KVPatchError(why)
 
 
 def refuse_pairs(asked: FeatureSet) -> None:
-    """Raise KVPatchError if two features that are asked for do not go together, whether or not the budget evicts anything."""
+    """Raise KVPatchError if two features that one call asks for do not go together, when a policy or a patch is made."""
     known = {*FEATURES, *REFUSED}
     for need in asked.policy.needs:
         for name in need.refuses.keys() - known:
@@ -84,16 +84,17 @@ def refuse_pairs(asked: FeatureSet) -> None:
 
 
 def why_not(path: str, asked: FeatureSet, always: bool = False) -> str | None:
-    """Return why something that is asked for does not go with `path`, or None.
+    """Return why something that is asked for does not go with `path`, a feature of REFUSED; None if all does.
 
-    always: needs are asked also where nothing is evicted, so that nothing reads them.
+    always: ask the policy's needs also where the budget evicts nothing.
     """
-    name, need = repr(asked.policy.name), asked.policy.needs.refusal(path) if asked.acts or always else None
-    need = need and need.replace("{name}", name)
+    name, why = repr(asked.policy.name), asked.policy.needs.refusal(path) if asked.acts or always else None
+    why = why and why.replace("{name}", name)
     for feature, sentence in REFUSED.get(path, {}).items():
-        if need is not None if feature == NEED else FEATURES[feature](asked):
-            return sentence.format(it=asked, name=name, why=need)
-    return None if need is None else f"Policy {name} does not go with {path}: {need}."
+        refused = why is not None if feature == NEED else FEATURES[feature](asked)
+        if refused:
+            return sentence.format(it=asked, name=name, why=why)
+    return None if why is None else f"Policy {name} does not go with {path}: {why}."
 
 
 NEED = "a need of the policy"  # that refuses the path by its name; {why} is what it says
@@ -159,6 +160,7 @@ FEATURES: dict[str, Callable[[FeatureSet], object]] = {
 
 
 def _has_protect(it: FeatureSet, masked: bool) -> bool:
+    """Tell whether an evicting policy has `protect=` as a mask over columns (masked), or as token ids (not masked)."""
     protect = it.policy.scope.protect
     if protect is None or isinstance(protect, str):  # a kind of tokens, before the model says which
         return False

@@ -73,7 +73,10 @@ class Sloped(Rule):
         return self.pyramid.split(self.uniform.tokens(n), self.n_layers, self.last, most)[self.layer]
 
     def highest(self, n: int, H: int, new: int | None = 0) -> list[int]:
-        """Layers differ least after the shortest prompt and most after the longest; rounding adds a token at most between."""
+        """Return the most tokens of each of H heads after any prompt of at most n: the larger of the two ends, and one more.
+
+        The slope is least after the shortest prompt and greatest after the longest; rounding adds at most a token.
+        """
         return [max(self.tokens(1), self.tokens(n)) + 1] * H
 
 
@@ -81,17 +84,17 @@ class Sloped(Rule):
 def _split_budget(beta: int | float, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
     """Divide n_layers times the budget along a line from the first layer to the last, which gets budget / beta.
 
-    least: tokens that each layer gets in any case. most: of the first layer; None: no bound. Fractions are exact, so that all
-    processes round alike: up in the layers with the largest remainders.
+    least: tokens that each layer gets in any case. most: of the first layer; None: no bound. The line is of Fractions, so that
+    all processes round alike: up in the layers with the largest remainders.
     """
     last = max(budget / Fraction(beta), Fraction(min(least, budget)))
     if most is not None:
         last = max(last, Fraction(2 * budget - most))
     last = min(last, Fraction(budget))
     step = (2 * budget - 2 * last) / max(n_layers - 1, 1)
-    exact = [2 * budget - last - step * layer for layer in range(n_layers)] if n_layers > 1 else [Fraction(budget)]
-    tokens = [int(value) for value in exact]
-    by_remainder = sorted(range(n_layers), key=lambda layer: (tokens[layer] - exact[layer], layer))
+    line = [2 * budget - last - step * layer for layer in range(n_layers)] if n_layers > 1 else [Fraction(budget)]
+    tokens = [int(value) for value in line]
+    by_remainder = sorted(range(n_layers), key=lambda layer: (tokens[layer] - line[layer], layer))
     for layer in by_remainder[: n_layers * budget - sum(tokens)]:
         tokens[layer] += 1
     return tuple(tokens)

@@ -65,42 +65,45 @@ def _sum_squares(block: Block, need: Any) -> Tensor:
 
 
 def _count_rows(block: Block, need: Any) -> Tensor:
-    """Count rows that give the key more than an even share; summed over the group, since integers stay exact."""
+    """Count the rows, over all query heads of the group, that give a key more than an even share: [N,M]."""
 
     def count(rows: slice) -> Tensor:
-        times_NGRM = block.p_NGRM[:, :, rows] * block.keys_NR[:, None, rows, None]
-        return times_NGRM.gt_(1.0).flatten(1, 2).sum(1)
+        ratio_NGRM = block.p_NGRM[:, :, rows] * block.keys_NR[:, None, rows, None]  # to an even share
+        return ratio_NGRM.gt_(1.0).flatten(1, 2).sum(1)
 
     return _add_pieces(block, count)
 
 
 def _sum_noisy(block: Block, need: Any) -> Tensor:
-    """Sum softmax((x + noise) / tau), computed from p = softmax(x) as proportional to (p * exp(noise)) ** (1 / tau)."""
+    """Sum softmax((x + noise) / tau), [N,M], from p = softmax(x): it is proportional to (p * exp(noise)) ** (1 / tau).
+
+    need: NoisySums. Called for each block of a prompt's rows and at decode steps, where no kernel computes it.
+    """
     p, weight = block.p_NGRM, None
     if need.fresh:
         p = p * torch.exp(need.draw_for_rows(block))
     elif block.noise_NMG is not None:
         weight = rearrange(block.noise_NMG, "n m g -> n g 1 m").to(p.dtype)
-    plain = not isinstance(block.tau, Tensor) and block.tau == 1.0
-    if weight is not None and plain:
+    at_one = not isinstance(block.tau, Tensor) and block.tau == 1.0  # the temperature changes nothing
+    if weight is not None and at_one:
         # column sums of p*w / rowsum(p*w) as two matrix-vector products, without a second matrix
         total = (p @ weight.transpose(-1, -2)).clamp_min(_TINY)
         return ((total.reciprocal().transpose(-1, -2) @ p) * weight).sum((1, 2))
     p = p if weight is None else p * weight
-    if plain:
+    if at_one:
         return (p / p.sum(-1, keepdim=True).clamp_min(_TINY)).sum((1, 2))
 
     def add(rows: slice) -> Tensor:
         # a row of padding is all -inf, so the softmax makes it NaN: set it to zero. A row that was NaN before stays NaN
-        own_NGRM = p[:, :, rows]
-        empty = own_NGRM.amax(-1, keepdim=True) == 0
-        return own_NGRM.log().div_(block.tau).softmax(-1).masked_fill_(empty, 0.0).flatten(1, 2).sum(1)
+        some_NGRM = p[:, :, rows]
+        empty = some_NGRM.amax(-1, keepdim=True) == 0
+        return some_NGRM.log().div_(block.tau).softmax(-1).masked_fill_(empty, 0.0).flatten(1, 2).sum(1)
 
     return _add_pieces(block, add)
 
 
 def _sum_area(block: Block, need: Any) -> Tensor:
-    """Sum the probability times the share of the text so far from the key on: 1 for its first token, least for its newest."""
+    """Sum over rows and group, [N,M], the probability times (row - key + 1) / (row + 1): see calibration.WholeHeads."""
     _, row_NR, key_NM = block.place()
 
     def weigh(rows: slice) -> Tensor:
@@ -112,7 +115,10 @@ def _sum_area(block: Block, need: Any) -> Tensor:
 
 
 def _add_pieces(block: Block, increment: Callable[[slice], Tensor]) -> Tensor:
-    """Add up the increments [N,M] of a few rows at a time: temporary tensors of a whole block would be mapped each time."""
+    """Add up the increments [N,M] of a few rows at a time on a CPU, where a whole block's temporary tensors are slow to make.
+
+    increment(rows): computes the sum over a slice of the block's rows.
+    """
     n, G, R, M = block.p_NGRM.shape
     size = max(1, _AT_ONCE // max(n * G * M, 1)) if block.p_NGRM.device.type == "cpu" else R
     total_NM = increment(slice(0, size))

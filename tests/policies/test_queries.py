@@ -88,9 +88,9 @@ def test_the_newest_rows_of_chunks():
     """Of two texts, whose newest three rows begin before and behind the start."""
     q, k = torch.arange(10.0).view(2, 1, 1, 5, 1), torch.arange(10.0, 20.0).view(2, 1, 5, 1)
     rows = Local(q, k, torch.tensor([[4, 5, 6, 7, 8], [-1, 2, 3, 4, 5]]), torch.arange(10).view(2, 5))
-    found = rows.newest(3, torch.tensor([[7], [0]]))
+    found = rows.take_newest(3, torch.tensor([[7], [0]]))
     assert found.positions_BC.tolist() == [[-1, 7, 8], [3, 4, 5]]
     assert found.q_BHGCD.flatten(1).tolist() == [[2.0, 3.0, 4.0], [7.0, 8.0, 9.0]]
     assert found.k_BHCD.flatten(1).tolist() == [[12.0, 13.0, 14.0], [17.0, 18.0, 19.0]]
     assert found.columns_BC.tolist() == [[2, 3, 4], [7, 8, 9]]
-    assert rows.newest(9, torch.tensor([[0], [0]])).positions_BC.tolist() == rows.positions_BC.tolist()
+    assert rows.take_newest(9, torch.tensor([[0], [0]])).positions_BC.tolist() == rows.positions_BC.tolist()

@@ -5,7 +5,7 @@
 | Sums(key) | a statistic summed over all rows [B,H,T] | context.state[key] |
 | NoisySums | Keyformer's sum [B,H,T] | context.state["gumbel"] |
 | WindowAttention(width) | attention of the last rows [B,H,T] | context.state["observed"] |
-| LastUses(alpha) | the same; | context.state["last_use"], context.state["interval"] |
+| LastUses(alpha) | the same | context.state["last_use"], context.state["interval"] |
 | LastQueries(width) | Looks: logits of the last queries | |
 | QueryMoments(future) | Queries: distribution of the coming ones | |
 | ChunkAttention(size) | attention inside a token's chunk [B,H,T] | context.state["local"] |

@@ -226,22 +226,28 @@ class Need(Generic[View]):
         return {}
 
     def read(self, prompt: PromptRead) -> None:
-        """Read a prompt, or a piece of one."""
+        """Read a prompt, or a piece of one: called once a layer has attended to it; may change the layer's notes and states."""
 
     def read_again(self, layer: LayerRead, q_BHGQD: Tensor, positions_BQ: Tensor, repeated_B: Sequence[int]) -> None:
-        """Read queries of a second reading, whose keys are not kept. repeated_B: tokens that each row repeats in all."""
+        """Read queries of a second reading, whose keys are not kept; may change the layer's notes.
+
+        repeated_B: tokens that each row repeats in all.
+        """
 
     def step(self, step: StepRead) -> None:
-        """Read a decode step. One that reads attention (`rows`) is left out where steps evict nothing."""
+        """Read a decode step, once the layer has attended; may change the layer's notes and states.
+
+        A need that reads attention (`rows`) is left out where steps evict nothing.
+        """
 
     def view(self, context: EvictionContext) -> View:
         """Return the object that a score or scope gets from context.view(this class), such as statistics or queries."""
         raise NotImplementedError(f"{type(self).__name__} has no view")
 
     def end(self, layer: LayerRead, state: dict[str, Tensor], evicts: bool) -> None:
-        """Drop what nothing reads after tokens were evicted at the end of a prompt or block.
+        """Remove from notes and state what nothing will read; called after a prompt's end, or a block's, has evicted.
 
-        state: the layer's state tensors. evicts: more of this text may be evicted.
+        state: the layer's state tensors. evicts: whether more of this text may be evicted.
         """
         if evicts:
             return

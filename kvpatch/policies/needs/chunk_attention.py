@@ -27,24 +27,24 @@ class Local(Note):
         axes = ("q_BHGCD", 3), ("k_BHCD", 2), ("positions_BC", 1), ("columns_BC", 1)
         return Local(*(torch.cat([getattr(self, name), getattr(later, name)], axis) for name, axis in axes))
 
-    def taken(self, at_BM: Tensor) -> tuple[Tensor, Tensor]:
+    def take_columns(self, at_BM: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries [B,H,G,M,D] and keys [B,H,M,D] at these columns of each row."""
         b = torch.arange(len(at_BM), device=at_BM.device)[:, None]
         return self.q_BHGCD.movedim(3, 1)[b, at_BM].movedim(1, 3), self.k_BHCD.movedim(2, 1)[b, at_BM].movedim(1, 2)
 
-    def newest(self, count: int, start_B1: Tensor) -> Local:
-        """Return the `count` newest rows at positions from `start_B1`, which may have another number for each text."""
+    def take_newest(self, count: int, start_B1: Tensor) -> Local:
+        """Return the `count` newest rows of each text; those at positions below `start_B1` count as none (position -1)."""
         at = self.positions_BC.topk(min(count, self.positions_BC.shape[1]), dim=1).indices.sort(1).values
         positions = self.positions_BC.gather(1, at)
         positions = positions.masked_fill(positions < start_B1, -1)
-        return Local(*self.taken(at), positions, self.columns_BC.gather(1, at))
+        return Local(*self.take_columns(at), positions, self.columns_BC.gather(1, at))
 
 
 @dataclass(frozen=True)
 class ChunkAttention(Need[Tensor]):
     """Attention that each token of a prompt gets in its own chunk: context.state["local"] [B,H,T].
 
-    Chunks are counted behind the sinks; the sum over all rows of a chunk, averaged over the group. A token whose chunk was not
+    Chunks are counted after the sinks; the sum over all rows of a chunk, averaged over the group. A token whose chunk was not
     read, such as a generated one, has 0.
 
     Attributes:
@@ -60,7 +60,10 @@ class ChunkAttention(Need[Tensor]):
         return {"local": new.k_BHQD.new_zeros(new.k_BHQD.shape[:3], dtype=accumulator(new.k_BHQD.dtype))}
 
     def read(self, prompt: PromptRead) -> None:
-        """Write the attention of whole chunks. One that the prompt does not end waits for the rest of its tokens."""
+        """Add the attention inside whole chunks to the state "local", after each piece of a prompt.
+
+        Tokens of a chunk that is not complete wait in the layer's notes for the next piece; the prompt's end completes it.
+        """
         layer, size, sinks, positions_BQ = prompt.layer, self.size, prompt.sinks, prompt.positions_BQ
         columns_BQ = (prompt.past + torch.arange(positions_BQ.shape[1], device=positions_BQ.device)).expand_as(positions_BQ)
         rows = Local(prompt.q_BHGQD.detach(), prompt.k_BHQD.detach(), positions_BQ, columns_BQ)
@@ -84,19 +87,22 @@ class ChunkAttention(Need[Tensor]):
             index = rows.columns_BC.gather(1, at_BM)[:, None].expand_as(found_BHM)
             state.scatter_add_(2, index, found_BHM.to(state.dtype))
         if not prompt.ends:
-            layer.notes[self.name] = rows.newest(size - 1, whole_B1)
+            layer.notes[self.name] = rows.take_newest(size - 1, whole_B1)
 
     def view(self, context: EvictionContext) -> Tensor:
         return context.state["local"]
 
 
 def _attend_in_chunks(rows: Local, at_BM: Tensor, real_BM: Tensor, size: int) -> Tensor:
-    """Return the attention that tokens at columns `at_BM` get from all of their chunk, averaged over the group, [B,H,M]."""
-    q, k = rows.taken(at_BM)
-    wide = accumulator(q.dtype)
-    q_BHGNRD, k_BHNMD = q.to(wide).unflatten(3, (-1, size)), k.to(wide).unflatten(2, (-1, size))
+    """Return the attention [B,H,M] that tokens at the columns `at_BM` get from all rows of their chunk.
+
+    Averaged over the group. real_BM: which of these columns have a token; the others get 0 and give none.
+    """
+    q, k = rows.take_columns(at_BM)
+    dtype = accumulator(q.dtype)
+    q_BHGNRD, k_BHNMD = q.to(dtype).unflatten(3, (-1, size)), k.to(dtype).unflatten(2, (-1, size))
     real_BNM = real_BM.unflatten(1, (-1, size))
     x = einsum(q_BHGNRD, k_BHNMD, "b h g n r d, b h n m d -> b h g n r m")
-    p = x.masked_fill(~real_BNM[:, None, None, :, None], torch.finfo(wide).min).softmax(-1)
+    p = x.masked_fill(~real_BNM[:, None, None, :, None], torch.finfo(dtype).min).softmax(-1)
     total = (p * real_BNM[:, None, None, :, :, None]).sum(4).mean(2)
     return (total * real_BNM[:, None]).flatten(2)

@@ -37,6 +37,7 @@ class Needs(tuple[AnyNeed, ...]):
     """
 
     def __init__(self, needs: Iterable[AnyNeed]) -> None:
+        """Set the attributes from the tuple's needs, which tuple.__new__ has stored."""
         self.sums = tuple(need for need in self if isinstance(need, Sums))
         self.statistics = tuple(one.key for one in self.sums)
         asked = [need.rows for need in self]
@@ -44,7 +45,10 @@ class Needs(tuple[AnyNeed, ...]):
 
     @classmethod
     def of(cls, parts: Iterable[Any]) -> Needs:
-        """Return the needs that a policy's parts declare. Raises KVPatchError for anything else."""
+        """Return the needs that the parts of a policy declare, when the policy is made.
+
+        Raises KVPatchError for a `needs` of another type, for two that contradict each other, and for a former attribute.
+        """
         found: dict[Any, AnyNeed] = {}
         for part in parts:
             for name in sorted(_FORMER & set(dir(type(part)))):
@@ -71,7 +75,7 @@ class Needs(tuple[AnyNeed, ...]):
         return next((need for need in self if isinstance(need, kind)), None)
 
     def refusal(self, feature: str) -> str | None:
-        """Return why one of them cannot go with a feature (Need.refuses), or None."""
+        """Return why one of the needs does not work with a feature (Need.refuses), or None."""
         return next((need.refuses[feature] for need in self if feature in need.refuses), None)
 
     @property
@@ -87,7 +91,7 @@ class Needs(tuple[AnyNeed, ...]):
 
     @property
     def kernels(self) -> tuple[tuple[str, str | None], ...]:
-        """Names of all that the needs make of attention, each with the kernels' name of the same computation or None."""
+        """Statistics that the needs make of attention, each with the name by which kernels compute it, or None."""
         several = len({one.decay for one in self.sums} - {1.0}) > 1  # kernels know one factor
         return tuple((name, None if several else kernel) for need in self for name, kernel in need.kernels)
 

@@ -34,16 +34,16 @@ class Recent(Note):
         return cls(torch.zeros(B, H, G, width, D, dtype=dtype, device=device), positions)
 
     def read(self, q_BHGQD: Tensor, positions_BQ: Tensor) -> Recent:
-        """Return the record after a prompt, or a piece of one; -1 in `positions_BQ` is padding."""
+        """Return a record that also has the last queries of a prompt, or a piece of one; -1 in `positions_BQ` is padding."""
         W = self.positions_BW.shape[1]
         positions, index = positions_BQ.topk(min(W, positions_BQ.shape[1]), dim=1)
         q = q_BHGQD.gather(3, index[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
         newest = torch.maximum(positions.amax(1, keepdim=True), self.positions_BW.amax(1, keepdim=True))
-        known = (positions >= 0) & (positions > newest - W)  # an edit's are older than those that were read behind it
-        column = torch.where(known, positions % W, W)  # a column more, which is cut off again
-        wide = Recent(F.pad(self.q_BHGWD, (0, 0, 0, 1)), F.pad(self.positions_BW, (0, 1)))
-        wide.restore((column, q, positions))
-        return Recent(wide.q_BHGWD[:, :, :, :W].contiguous(), wide.positions_BW[:, :W].contiguous())
+        known = (positions >= 0) & (positions > newest - W)  # after an edit, tokens are read that are older than known ones
+        column = torch.where(known, positions % W, W)  # column W takes the others, and is cut off again
+        record = Recent(F.pad(self.q_BHGWD, (0, 0, 0, 1)), F.pad(self.positions_BW, (0, 1)))
+        record.restore((column, q, positions))
+        return Recent(record.q_BHGWD[:, :, :, :W].contiguous(), record.positions_BW[:, :W].contiguous())
 
     def restore(self, overwritten: tuple[Tensor, Tensor, Tensor]) -> None:
         """Write queries [B,H,G,Q,D] and their positions [B,Q] into columns [B,Q], in place."""
@@ -53,16 +53,19 @@ class Recent(Note):
         self.positions_BW.scatter_(1, column_BQ, positions_BQ)
 
     def overwritten_by(self, positions_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return column, query and position that the queries at these positions will replace."""
+        """Return the columns, queries and positions that a step at these positions will overwrite; `restore` undoes it."""
         column, (B, H, G, _, D) = positions_B1 % self.positions_BW.shape[1], self.q_BHGWD.shape
         at = column[:, None, None, :, None].expand(B, H, G, 1, D)
         return column, self.q_BHGWD.gather(3, at), self.positions_BW.gather(1, column)
 
     def find_contradiction(self, seen_B11: Tensor) -> Tensor:
-        """Return where the queries are not of tokens that were seen, or not in their own columns; True if there is none."""
+        """Return a mask of queries that are of no seen token, or not in the column of their position; True if there is none.
+
+        Called when a cache's invariants are checked.
+        """
         width, known = self.positions_BW.shape[1], self.positions_BW >= 0
-        own = (self.positions_BW % width == torch.arange(width, device=known.device)) | (self.positions_BW == -1)
-        return ~(own & (self.positions_BW < seen_B11[:, 0]) & known.any())
+        placed = (self.positions_BW % width == torch.arange(width, device=known.device)) | (self.positions_BW == -1)
+        return ~(placed & (self.positions_BW < seen_B11[:, 0]) & known.any())
 
 
 @dataclass
@@ -80,7 +83,7 @@ class Looks:
     counted_BW: Tensor
 
     def mean(self, p_BHWT: Tensor) -> Tensor:
-        """Return the mean over the queries that count, 0 for tokens that are no candidates, [B,H,T]."""
+        """Average p_BHWT over the queries that count: [B,H,T], 0 for tokens that are no candidates."""
         counted_B1W1 = self.counted_BW[:, None, :, None].to(p_BHWT.dtype)
         mean_BHT = (p_BHWT * counted_B1W1).sum(2) / counted_B1W1.sum(2).clamp_min(1)
         return mean_BHT.masked_fill(~self.candidate_BHT, 0.0)
@@ -107,6 +110,7 @@ class LastQueries(Need[Looks]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
+        """Features (served.py) that do not go with kept queries, and the reasons that a user reads."""
         return {
             "insert": "it keeps a layer's last queries by their positions",
             "vllm": "it keeps a layer's last queries, for which a request claims no pages: use 'h2o'",
@@ -118,6 +122,7 @@ class LastQueries(Need[Looks]):
         notes[self.name] = note.read(q, prompt.positions_BQ)
 
     def step(self, step: StepRead) -> None:
+        """Put the query of a decode step into the layer's note, in place of the one W positions before."""
         note = step.layer.notes.get(self.name)
         if note is None:  # steps evict nothing
             return
@@ -126,6 +131,7 @@ class LastQueries(Need[Looks]):
         note.restore((column, step.q_BHGD.detach()[:, :, :, None], step.positions_B1))
 
     def view(self, context: EvictionContext) -> Looks:
+        """Compute the logits of the layer's last queries, for a score, when tokens are evicted."""
         note: Recent = context.layer_read.notes[self.name]
         width = context.limits.observed[:, 0] if self.protected else self.width
         first_B1 = context.newest_B11[:, 0] + 1 - width

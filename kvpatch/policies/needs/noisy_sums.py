@@ -41,6 +41,7 @@ class NoisySums(Sums):
         return self.resample and self.noise in ("gumbel", "gaussian")
 
     def check(self) -> None:
+        """Refuse options out of range, when a policy is made."""
         if self.noise not in ("gumbel", "gaussian", "constant", "none"):
             raise KVPatchError(f"noise={self.noise!r} must be 'gumbel', 'gaussian', 'constant' or 'none'.")
         if not (isinstance(self.tau, tuple | list) and len(self.tau) == 2 and all(map(_is_temperature, self.tau))):
@@ -67,12 +68,13 @@ class NoisySums(Sums):
         return first + min(step, length) * (last - first) / length
 
     def draw_for_rows(self, block: Block) -> Tensor:
-        """Draw noise [N,G,R,M] for every query and key of a block."""
+        """Draw noise [N,G,R,M] for every query and key of a block of attention rows, under resample=True."""
         head, row, key = block.place()
         head, row, key = head[:, :, None, None], row[:, None, :, None], key[:, None, None, :]
         return self._distribute_noise(noise.uniform(block.seed, block.layer, head, row, key))
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
+        """Return exp(noise) of new keys to store with them; nothing without noise, or if each query draws its own."""
         if self.noise == "none" or self.fresh:
             return {}
         (B, H, Q), G, device = new.k_BHQD.shape[:3], new.group, new.k_BHQD.device

@@ -30,7 +30,7 @@ class Moments(Note):
 
     @classmethod
     def of(cls, q_BHGQD: Tensor, counted_BQ: Tensor, spread: bool) -> Moments:
-        """Return the moments of the queries at the columns `counted_BQ`, in the dtype of the queries."""
+        """Compute the moments of the queries where `counted_BQ` is True, in the dtype of the queries."""
         counted = counted_BQ[:, None, None, :, None].to(q_BHGQD.dtype)
         count = counted.sum(3, keepdim=True)
         mean = (q_BHGQD * counted).sum(3, keepdim=True) / count.clamp(min=1)
@@ -49,7 +49,7 @@ class Moments(Note):
         return Moments(total, self.mean_BHG1D + apart * share, spread)
 
     def rotate_moments(self, rotation_B11DD: Tensor | None, factor: float) -> Queries:
-        """Return the mean and the covariance of `factor` times the queries, turned by a matrix for each batch row."""
+        """Return mean and covariance of `factor` times the queries, each rotated by a matrix for its batch row."""
         mean, spread = self.mean_BHG1D * factor, self.spread_BHGDD
         covariance = None if spread is None else spread / self.count_B1111.clamp(min=1) * factor**2
         if rotation_B11DD is not None:
@@ -99,6 +99,7 @@ class QueryMoments(Need[Queries]):
         return ROTATED
 
     def read(self, prompt: PromptRead) -> None:
+        """Add the queries of a prompt, or a piece of one, to the moments in the layer's notes, once it has attended."""
         layer = prompt.layer
         pieces = zip(prompt.q_BHGQD.detach().split(_AT_ONCE, 3), prompt.positions_BQ.split(_AT_ONCE, 1), strict=True)
         for q, positions in pieces:
@@ -108,6 +109,7 @@ class QueryMoments(Need[Queries]):
             layer.notes[self.name] = found if earlier is None else earlier.join_parts(found)
 
     def view(self, context: EvictionContext) -> Queries:
+        """Return the distribution of coming queries for a score, where a prompt ends: the moments at future positions."""
         layer = context.layer_read
         moments = layer.notes[self.name]
         queries = moments.rotate_moments(layer.mean_rotation(self.future, moments.mean_BHG1D), layer.scale)

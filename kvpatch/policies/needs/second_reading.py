@@ -26,7 +26,7 @@ View = TypeVar("View", covariant=True)
 
 @dataclass(frozen=True)
 class Rereading(Need[View]):
-    """A second reading of each prompt, behind an instruction to repeat it, `chunk` tokens at a time, before it is evicted.
+    """A second reading of each prompt, after an instruction to repeat it, `chunk` tokens at a time, before it is evicted.
 
     Attributes:
         instruction: token ids put before what is repeated: one sequence, or three as `repeat_instruction` makes them.
@@ -39,10 +39,11 @@ class Rereading(Need[View]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
+        """Features (served.py) that do not go with a second reading, and the reasons that a user reads."""
         return {
             "block": "policy {name} evicts after a second reading of the whole prompt. Leave it out, or feed the text in "
             "pieces.",
-            "renumbered": "which reads a prompt a second time behind itself",
+            "renumbered": "which reads a prompt a second time after itself",
             "drafts with the prompt": "evicts after a second reading of the whole prompt: feed the prompt first",
             "inputs_embeds": "reads a prompt a second time: it needs input_ids, not inputs_embeds",
             "prompt of joined rows": "reads a prompt a second time: rows that were joined cannot be",
@@ -62,12 +63,12 @@ class Rereading(Need[View]):
             yield start, stop, [*before, *close, *ids[start:stop]]
 
     def longest(self, n: int) -> int:
-        """Return the most tokens that a piece of a prompt of n tokens has."""
+        """Return the length of the longest piece that `cut_pieces` makes of a prompt of n tokens, instruction included."""
         first, later, close = map(len, self._split_instruction())
         return max(first, later + _BEFORE if n > self.chunk else 0) + close + min(n, self.chunk)
 
     def _split_instruction(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the instruction's tokens: before the first piece, before a later one, and last of all."""
+        """Return the instruction's token ids: before the first piece, before later ones, and between either and the text."""
         given = self.instruction.tolist() if isinstance(self.instruction, Tensor) else self.instruction
         if isinstance(given, Sequence) and not isinstance(given, str):
             if all(map(_is_id, given)):
@@ -145,9 +146,9 @@ class RepeatQueries(Rereading[Asked]):
         index_BW = (~asks_BQ).byte().argsort(dim=1, stable=True)[:, :most]
         q = q_BHGQD.detach().gather(3, index_BW[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
         positions = positions_BQ.gather(1, index_BW).masked_fill(~asks_BQ.gather(1, index_BW), -1)
-        before: Asked | None = layer.notes.get(self.name)
-        if before is not None:
-            q, positions = torch.cat([before.q_BHGWD, q], 3), torch.cat([before.positions_BW, positions], 1)
+        earlier: Asked | None = layer.notes.get(self.name)
+        if earlier is not None:
+            q, positions = torch.cat([earlier.q_BHGWD, q], 3), torch.cat([earlier.positions_BW, positions], 1)
         layer.notes[self.name] = Asked(q, positions)
 
     def end(self, layer: LayerRead, state: dict[str, Tensor], evicts: bool) -> None:

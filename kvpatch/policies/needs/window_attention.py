@@ -52,7 +52,10 @@ class WindowAttention(Need[Tensor]):
         return self.width if self.protected else 0
 
     def read(self, prompt: PromptRead) -> None:
-        """Write the attention of the prompt's last `width` rows to the statistic "observed"; a piece keeps its last queries."""
+        """Write the attention of a prompt's last `width` rows to the state "observed", once the prompt has attended.
+
+        A piece that does not end the prompt only leaves its last queries in the layer's notes.
+        """
         layer, q_BHGQD, rows_BW, lse = prompt.layer, prompt.q_BHGQD, prompt.rows_BQ, prompt.lse_BHGQ
         if (earlier := layer.notes.pop(self.name, None)) is not None:
             # the log-sum-exp of earlier rows was not kept
@@ -66,11 +69,12 @@ class WindowAttention(Need[Tensor]):
             return
         observed = layer.limits.observed
 
-        def count() -> Tensor:
-            own_BW = rows_BW.gather(1, index_BW)
-            return own_BW.masked_fill(own_BW <= prompt.newest()[:, 0] - observed[:, 0], -1)
+        def mark_rows() -> Tensor:
+            """Return the window's positions, -1 for rows beyond the room that the budget has for it."""
+            last_BW = rows_BW.gather(1, index_BW)
+            return last_BW.masked_fill(last_BW <= prompt.newest()[:, 0] - observed[:, 0], -1)
 
-        counted_BW = once(f"{W} rows under {id(layer.limits)}", count)  # layers of equal limits share them
+        counted_BW = once(f"{W} rows under {id(layer.limits)}", mark_rows)  # layers of equal limits share them
         found = prompt.attention(q_BHGWD, counted_BW, lse, self.fold, self.join)
         layer.statistic("observed").copy_(found if self.fold else found / observed.clamp(min=1))
 
@@ -91,7 +95,7 @@ def _make_now(name: str, make: Callable[[], Tensor]) -> Tensor:
 
 
 def pick_rows(q_BHGQD: Tensor, lse_BHGQ: Tensor | None, index_BR: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the queries [B,H,G,R,D] at these columns of each text, and their log-sum-exp."""
+    """Pick the queries [B,H,G,R,D] at the columns index_BR of each text, and their log-sum-exps."""
     b = torch.arange(len(index_BR), device=index_BR.device)[:, None]
     q = rearrange(rearrange(q_BHGQD.detach(), "b h g q d -> b q h g d")[b, index_BR], "b r h g d -> b h g r d")
     return q, None if lse_BHGQ is None else rearrange(lse_BHGQ[b, :, :, index_BR], "b r h g -> b h g r")
