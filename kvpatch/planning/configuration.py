@@ -41,6 +41,7 @@ class Layer:
     latent: bool = False
 
     def __post_init__(self) -> None:
+        """Refuse sizes that are no counts; `refusing_values` adds the file's name to the error."""
         for size in (self.heads, self.key, self.value, 1 if self.window is None else self.window):
             if type(size) is not int or size < 1:
                 raise ValueError(f"{size!r} is no number of heads or tokens, nor a head's size")
@@ -100,6 +101,7 @@ class Configuration:
     """
 
     def __init__(self, values: Mapping[str, Any], name: str, path: Path = Path()) -> None:
+        """Unite the values: the inner part's go before the file's, and both before the defaults of SPARSE."""
         parts = (values.get(key) for key in ("text_config", "llm_config"))
         inner: Mapping[str, Any] = next((one for one in parts if isinstance(one, Mapping)), {})
         self.name, self.path, self.kind = name, path, str(inner.get("model_type") or values.get("model_type"))
@@ -120,7 +122,7 @@ class Configuration:
         return cls(values, name, path)
 
     def get(self, *names: str) -> Any:
-        """Return the first of these values that is there, or None."""
+        """Return the value of the first of these names that config.json has, or None."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def need(self, *names: str) -> int:
@@ -176,8 +178,7 @@ class Configuration:
         """Return the layers, states and positions that give the cache's size. Raises KVPatchError if they are missing."""
         kinds, windows = self._list_kinds(), self._list_windows()
         borrowed = self.get("num_kv_shared_layers") or 0
-        own = len(kinds) - borrowed
-        rows = list(enumerate(zip(kinds, windows, strict=True)))[:own]
+        rows = list(enumerate(zip(kinds, windows, strict=True)))[: len(kinds) - borrowed]
         layers = [self._read_layer(index, window)._make_layer(window) for index, (kind, window) in rows if _is_attention(kind)]
         layers *= 2 if self.kind == "longcat_flash" and not self.get("num_hidden_layers") else 1
         states = sum(kind in _STATES or kind.startswith("hybrid") for kind in kinds)
@@ -194,18 +195,19 @@ class Configuration:
         return self.kind in ("bloom", "mpt") or bool(self.get("alibi"))
 
     def _read_layer(self, index: int, window: int | None) -> Configuration:
-        """Return the configuration of one layer; older files of Gemma 4, and MiMo's, do not list its own values."""
-        own = (self.get("per_layer_config") or {}).get(str(index), {})
-        if self.kind == "gemma4_text" and window is None and not own:
+        """Return a copy with the values of one layer; older files of Gemma 4, and MiMo's, do not list these by layer."""
+        values = (self.get("per_layer_config") or {}).get(str(index), {})
+        if self.kind == "gemma4_text" and window is None and not values:
             heads = self.get("num_global_key_value_heads") if self.get("attention_k_eq_v") else None
-            own = {"head_dim": self.get("global_head_dim") or 512, "num_key_value_heads": heads or self.kv_heads}
+            values = {"head_dim": self.get("global_head_dim") or 512, "num_key_value_heads": heads or self.kv_heads}
         if self.kind == "mimo_v2_flash" and window is not None:
-            own = {"num_key_value_heads": 2 * self.kv_heads}
+            values = {"num_key_value_heads": 2 * self.kv_heads}
         layer = copy.copy(self)
-        layer.values = {**self.values, **own}
+        layer.values = {**self.values, **values}
         return layer
 
     def _make_layer(self, window: int | None) -> Layer:
+        """Return the cache of one layer from its configuration: of one latent vector, or of keys and values."""
         rank, rotary = self.get("kv_lora_rank"), self.get("qk_rope_head_dim")
         if rank and rotary:
             return Layer(1, rank + rotary, rank, window, latent=True)
@@ -232,7 +234,7 @@ class Configuration:
         return ["full_attention"] * n
 
     def _list_windows(self) -> Sequence[int | None]:
-        """List the window of each layer."""
+        """List the window of each layer in tokens, None for full attention; families name it in different ways."""
         n, types, window = self.n_layers, self.get("layer_types"), self.get("sliding_window")
         if self.kind == "gpt_neo":
             kinds = [
@@ -241,8 +243,8 @@ class Configuration:
             return [self.values.get("window_size", 256) if kind == "local" else None for kind in kinds]
         if (chunk := self.get("attention_chunk_size")) is not None and self.kind.startswith("llama4"):
             if not types:
-                turned = self.get("no_rope_layers") or [(i + 1) % 4 for i in range(n)]
-                return [chunk if one else None for one in turned]
+                rotated = self.get("no_rope_layers") or [(i + 1) % 4 for i in range(n)]
+                return [chunk if one else None for one in rotated]
             return [chunk if kind == "chunked_attention" else None for kind in types]
         if window is None or self.values.get("use_sliding_window") is False:
             return [None] * n

@@ -48,10 +48,8 @@ class Counter:
         """Count the bytes that the cache of one text takes: a prompt of so many tokens and `new` generated ones."""
         held = allocated = 0
         for layer, holding in zip(self.layers, self.hold(prompt, new), strict=True):
-            entry, fixed = (
-                self._count_entry(layer, self.bits),
-                layer.heads * count_centre_bytes(self.bits, layer.key, self.itemsize),
-            )
+            entry = self._count_entry(layer, self.bits)
+            fixed = layer.heads * count_centre_bytes(self.bits, layer.key, self.itemsize)
             held += sum(holding.heads) * entry + fixed
             allocated += layer.heads * holding.slots * entry + fixed
         whole = [layer.heads * prompt * self._count_entry(layer, FULL) for layer in self.layers]
@@ -65,13 +63,13 @@ class Counter:
 
 
 def count_full(shape: Shape, itemsize: int, tokens: int) -> int:
-    """Return the bytes of a text's cache that keeps every token, of a sliding layer those in its window."""
+    """Count the bytes of a text's cache without a policy: every token, of a sliding layer those in its window."""
     sizes = ((layer, min(tokens, layer.window or tokens)) for layer in shape.layers)
     return sum(layer.heads * n * count_entry_bytes(FULL, layer.key, layer.value, itemsize, layer.latent) for layer, n in sizes)
 
 
 def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, itemsize: int) -> Counter:
-    """Return the counter of a budget."""
+    """Make the counter of a budget: find the terms on which each layer holds tokens. A layer with a window keeps that."""
     free = [index for index, bound in enumerate(shape.bounds) if bound is None]
     terms = []
     for index, bound in enumerate(shape.bounds):
@@ -89,7 +87,7 @@ def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, it
 
 
 def find_most(fits: Callable[[int], bool], limit: int) -> int:
-    """Find by bisection the largest number up to `limit` that fits; 0 if not even 1 does."""
+    """Find by bisection the largest number up to `limit` for which `fits` is True; 0 if it is not even for 1."""
     low, high = 0, min(limit, MAX_POSITION)
     while low < high:
         middle = (low + high + 1) // 2

@@ -13,7 +13,7 @@ CONFIG = "config.json"
 
 
 def find_configuration(name: str, revision: str | None = None) -> Configuration:
-    """Return the configuration of a folder, or of a model on the hub. Raises KVPatchError if there is none."""
+    """Read the config.json of a folder, or of a model on the hub. Raises KVPatchError if there is none."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / CONFIG).is_file():
@@ -25,7 +25,7 @@ def find_configuration(name: str, revision: str | None = None) -> Configuration:
 
 
 def find_weights(name: str, revision: str | None = None) -> Weights | None:
-    """Return the bytes that safetensors files say; None if there are none to be read."""
+    """Read the bytes of the weights from the safetensors index or header, in a folder or on the hub; None without these."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return read_weights(folder)

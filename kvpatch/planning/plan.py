@@ -88,7 +88,10 @@ def plan(  # noqa: PLR0913 - the options of one command
 def _check_arguments(
     policy: object, schedule: str | None, options: dict[str, Any], counts: dict[str, int], new: int, bits: int
 ) -> Division:
-    """Return how the policy divides a budget. Raises KVPatchError for an argument out of range."""
+    """Check the arguments of `plan`, and return how the policy divides a budget.
+
+    counts: tokens and batch by name. Raises KVPatchError for an argument out of range.
+    """
     for name, value in counts.items():
         check_count(name, value, "tokens" if name == "tokens" else "requests")
     check_count("new", new, "tokens", least=0)
@@ -117,14 +120,17 @@ def _parse_memory(memory: object) -> int | None:
 
 
 def _choose_tokens(shape: Shape, tokens: int | None, new: int, name: str) -> int:
-    """Return the tokens of a prompt. Raises KVPatchError for a text that is longer than the model's positions."""
+    """Return the tokens of a prompt to plan for: those asked for, or MOST, or as many as the model has positions for.
+
+    Raises KVPatchError for a text that is longer than the model's positions.
+    """
     most = MAX_POSITION if shape.positions is None else shape.positions - new
     if most < 1:
         raise KVPatchError(f"{name} has {shape.positions:,} positions: give fewer than {shape.positions} new tokens.")
     if tokens is not None and tokens > most:
-        beside = f" and {new:,} new ones" if new else ""
+        more = f" and {new:,} new ones" if new else ""
         raise KVPatchError(
-            f"A prompt of {tokens:,} tokens{beside} is more than the {shape.positions:,} positions of {name}: give at most "
+            f"A prompt of {tokens:,} tokens{more} is more than the {shape.positions:,} positions of {name}: give at most "
             f"{most} tokens (--tokens {most})."
         )
     return min(MOST, most) if tokens is None else tokens
@@ -140,7 +146,10 @@ def _find_dtype(dtype: str, shape: Shape) -> str:
 
 
 def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype: str) -> Budget:
-    """Return the budget. Raises KVPatchError for one that is out of range or follows the text."""
+    """Convert `k` to a budget, sizes in bytes by what an entry takes in this dtype and these bits.
+
+    Raises KVPatchError for one that is out of range or follows the text.
+    """
     if isinstance(k, Rule) or (isinstance(k, str) and ":" in k):
         raise KVPatchError(
             f"k={k} follows the text, which a plan does not know: give a share such as 0.5 or tokens such as 1024."
@@ -159,7 +168,10 @@ def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype:
 
 
 def _find_fits(counter: Counter, shape: Shape, room: int, asked: tuple[int, int, int]) -> tuple[Fit, Fit]:
-    """Return what fits into the memory that weights leave, in full and under the budget, all prompts read at once."""
+    """Return the requests and tokens that fit into `room` bytes, in full and under the budget, all prompts read at once.
+
+    room: bytes that the weights leave. asked: tokens of a prompt, new tokens, requests at a time.
+    """
     (tokens, new, batch), size = asked, counter.itemsize
     limit = MAX_POSITION - new if shape.positions is None else shape.positions - new
 

@@ -12,7 +12,10 @@ from .known_models import ARCHITECTURES
 
 
 def list_remarks(shape: Shape, division: Division, counter: Counter, tokens: int, values: Mapping[str, Any]) -> Iterator[str]:
-    """List what the budget leaves as it is in this model, and what is not counted."""
+    """Yield the remarks of a plan, a sentence each: what the budget does not change in this model, and what is not counted.
+
+    values: of config.json.
+    """
     n, windows = len(shape.layers), sorted({one.window for one in shape.layers if one.window is not None})
     named = " or ".join(f"{one:,}" for one in windows)
     if shape.slides_everywhere:

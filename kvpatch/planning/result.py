@@ -85,7 +85,7 @@ class Plan:
 
 
 def list_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """List the rows of a plan: what it is, of the full cache, and under the budget."""
+    """List the rows of a plan's table: a name, its value for the full cache, and its value under the budget."""
     many, weights = plan.batch > 1, "unknown" if plan.weights is None else format_size(plan.weights)
     rows = [
         ("weights", weights, weights),
@@ -123,6 +123,7 @@ def write_remarks(plan: Plan) -> list[str]:
 
 
 def _write_tokens(fit: Fit, plan: Plan) -> str:
+    """Write the tokens of a prompt that fit, and whether the model's positions are the limit."""
     if fit.tokens is None:
         return "any number"
     limited = plan.positions is not None and fit.tokens == plan.positions - plan.new

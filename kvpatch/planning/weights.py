@@ -31,14 +31,14 @@ def read_weights(folder: Path) -> Weights | None:
 
 
 def _read_header(path: Path) -> int:
-    """Return the bytes of the tensors that a file's header lists."""
+    """Add up the bytes of the tensors that a safetensors file's header lists."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return sum(one["data_offsets"][1] - one["data_offsets"][0] for name, one in header.items() if name != "__metadata__")
 
 
 def count_weights(config: Configuration, dtype: str) -> Weights:
-    """Count the bytes of the model that transformers builds of a configuration, without numbers; None if it builds none."""
+    """Count the bytes of the parameters of a model that transformers builds on the meta device; None if it builds none."""
     import torch
     import transformers as hf
 

@@ -31,7 +31,7 @@ def make_calibration(model: Description, layers: Layers, tokens: int) -> Calibra
 
 def _describe_calibration(model: Mapping[str, object], layers: Layers, tokens: int) -> tuple[Description, dict[str, Tensor]]:
     """Return the description and the tensors of a calibration's file."""
-    found = {f"{layer}.{name}": tensor.cpu().contiguous() for layer, own in layers.items() for name, tensor in own.items()}
+    found = {f"{layer}.{name}": tensor.cpu().contiguous() for layer, named in layers.items() for name, tensor in named.items()}
     return CALIBRATION.make_description(model=dict(model), tokens=tokens, layers=sorted(layers)), found
 
 
@@ -57,28 +57,31 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
             layer: {name: tensors[f"{layer}.{name}"] for name in MEASURES if f"{layer}.{name}" in tensors}
             for layer in about["layers"]
         }
-        for layer, own in layers.items():
-            _check_pairs(layer, own)
+        for layer, statistics in layers.items():
+            _check_pairs(layer, statistics)
     return Calibration(about["model"], layers, about["tokens"], digest)
 
 
 def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
-    """Raise InvalidError unless the tensors belong to the layers of the description: of each layer all of some kinds."""
+    """Raise InvalidError unless the tensors are statistics of the description's layers, and each layer has all of some kinds.
+
+    `load_calibration` calls it before tensors are read. about: the file's description; found: its header.
+    """
     known = list(map(list_statistics, WHOLE))
     for layer in about["layers"]:
-        own = [name for name in MEASURES if f"{layer}.{name}" in found]
-        if own not in known:
+        held = [name for name in MEASURES if f"{layer}.{name}" in found]
+        if held not in known:
             wanted = " or ".join(", ".join(one) for one in known)
-            raise InvalidError(f"of layer {layer} it holds {', '.join(own) or 'nothing'} where {wanted} belong")
+            raise InvalidError(f"of layer {layer} it holds {', '.join(held) or 'nothing'} where {wanted} belong")
     more = set(found) - {f"{layer}.{name}" for layer in about["layers"] for name in MEASURES}
     if more:
         raise InvalidError(f"it holds {', '.join(sorted(more)):.80}, which are no statistics of its layers")
 
 
-def _check_pairs(layer: int, own: dict[str, Tensor]) -> None:
-    """Raise InvalidError for pairs that are no channels."""
-    if "pairs" not in own:
+def _check_pairs(layer: int, statistics: dict[str, Tensor]) -> None:
+    """Raise InvalidError if a layer's "pairs" of rotated channels name a channel that a head does not have."""
+    if "pairs" not in statistics:
         return
-    D = own["direction"].shape[-1]
-    if not bool(((own["pairs"] >= 0) & (own["pairs"] < D)).all()):
+    D = statistics["direction"].shape[-1]
+    if not bool(((statistics["pairs"] >= 0) & (statistics["pairs"] < D)).all()):
         raise InvalidError(f"{layer}.pairs has a number that is no channel of {D}")

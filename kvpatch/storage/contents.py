@@ -15,9 +15,10 @@ from ..errors import InvalidError
 
 
 def check_cache(cache: EvictingCache) -> None:
-    """Raise InvalidError if the cache contradicts itself, its policy or its budget, or holds a number that is not finite.
+    """Raise InvalidError if a loaded cache contradicts itself, its policy or its budget, or holds a number that is not finite.
 
-    Free slots beyond the slack are taken for a reservation by room=, which the loaded cache then has again.
+    Counts that are not in the file are set first. Free slots beyond the slack are taken for a reservation by room=, which the
+    loaded cache then has again.
     """
     slotted = [layer for layer in cache.layers if layer.mode.slotted]
     for layer in slotted:
@@ -43,7 +44,7 @@ def check_cache(cache: EvictingCache) -> None:
 
 
 def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
-    """Check that all numbers of held tokens are finite and no weight is negative."""
+    """Raise InvalidError for a number of held tokens that is not finite, or a negative weight."""
     real, where = layer.positions >= 0, f"layer {index}"
     slots = layer.kv.spread_heads(real)
     if layer.kv.centre is not None:

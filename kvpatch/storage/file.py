@@ -25,7 +25,7 @@ def check_path(path: object, wanted: str) -> str | PathLike[str]:
 
 
 def write_tensors(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], what: str) -> None:
-    """Write a safetensors file, as `write_whole`."""
+    """Write a safetensors file whole or not at all: see `write_whole`. what: names it in errors."""
     from safetensors.torch import save_file
 
     write_whole(path, lambda part: save_file(tensors, part, metadata=metadata), what)
@@ -71,7 +71,7 @@ def _flush_to_disk(path: Path) -> None:
 
 
 def checksum(text: str, tensors: dict[str, Tensor]) -> str:
-    """Return the checksum of a description and of names, types, shapes and numbers of tensors."""
+    """Return the SHA-256 of a description and of the names, types, shapes and numbers of tensors on the CPU."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
@@ -81,7 +81,7 @@ def checksum(text: str, tensors: dict[str, Tensor]) -> str:
 
 @contextmanager
 def explain_errors(path: str | PathLike[str], what: str, writer: str, again: str) -> Iterator[None]:
-    """Turn the errors of reading a file into a KVPatchError that says what to do.
+    """Turn errors raised inside the with-block, which reads a file, into a KVPatchError that says what to do.
 
     Args:
         path: the file.
@@ -104,6 +104,6 @@ def explain_errors(path: str | PathLike[str], what: str, writer: str, again: str
 
 
 def verify_checksum(given: object, text: str, tensors: dict[str, Tensor]) -> None:
-    """Raise InvalidError unless a file's checksum fits its description and tensors."""
+    """Raise InvalidError unless `given`, the checksum in a file, is that of its description and tensors."""
     if given != checksum(text, tensors):
         raise InvalidError("its checksum does not match, so it was altered")

@@ -43,6 +43,7 @@ def read_entries(file: Any) -> dict[str, Entry]:
 
 
 def _read_entry(name: str, about: Any) -> Entry:
+    """Return dtype and shape of one tensor; raise InvalidError for a dtype that kvpatch does not write, or an empty axis."""
     dtype, shape = about.get_dtype(), about.get_shape()
     if dtype not in DTYPES:
         raise InvalidError(f"tensor {name!r:.40} is of type {dtype}")
@@ -83,6 +84,7 @@ def parse_json(text: str) -> Any:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object's dict, while it is parsed; raise InvalidError if a name stands twice."""
     table = dict(pairs)
     if len(table) < len(pairs):
         raise InvalidError("a name stands twice in its description")

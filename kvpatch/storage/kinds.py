@@ -125,7 +125,7 @@ class FileKind:
         label: its name in errors about reading it.
         writer: the call or command that writes such files, as errors name it.
         again: the sentence that tells how to make the file anew.
-        fields: the entries of the description behind "format", in the order of the file.
+        fields: the entries of the description after "format", in the order of the file.
         tensors: by name, those that have the same axes under every policy. Tensors of layer 0 are called "0.NAME".
         subject: its name in errors about writing it.
         refusal: the sentence for a file of another format, with {path} and {format}; by default one that names the format.
@@ -147,7 +147,7 @@ class FileKind:
         return f"kvpatch {self.name} {self.version}"
 
     def make_description(self, **values: object) -> Description:
-        """Return the description that has these values of the fields."""
+        """Return the description of a file: its format, then the values of the fields in their order."""
         return {"format": self.format, **{one.name: values[one.name] for one in self.fields}}
 
     def compute_checksum(self, about: Description, tensors: dict[str, Tensor]) -> str:
@@ -211,12 +211,16 @@ class FileKind:
         order = list(self.tensors)
         sizes: dict[str, dict[str, int]] = {"": {}}  # by layer; "" is the file as a whole, whose tensors come first
         keys = [(*name.rpartition(".")[::2], name) for name in found]
-        for layer, own, name in sorted((one for one in keys if one[1] in order), key=lambda key: (key[0], order.index(key[1]))):
-            _check_shape(name, self.tensors[own], found[name], sizes.setdefault(layer, dict(sizes[""])))
+        declared = sorted((one for one in keys if one[1] in order), key=lambda key: (key[0], order.index(key[1])))
+        for layer, short, name in declared:
+            _check_shape(name, self.tensors[short], found[name], sizes.setdefault(layer, dict(sizes[""])))
 
 
 def _check_shape(name: str, array: Array, entry: Entry, sizes: dict[str, int]) -> None:
-    """Raise InvalidError for another type or shape; `sizes` has the axes so far."""
+    """Raise InvalidError if a tensor's entry in the header has another type or shape than `array` declares.
+
+    sizes: of axes by letter, as earlier tensors had them; this tensor's new axes are added.
+    """
     wanted = [axis if axis.isdigit() else str(sizes.get(axis, axis)) for axis in array.shape]
     if len(entry.shape) == len(array.shape):
         sizes |= {axis: size for axis, size in zip(wanted, entry.shape, strict=True) if not axis.isdigit()}

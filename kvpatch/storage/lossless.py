@@ -19,7 +19,7 @@ ROWS = "rows"  # of a layer, by token
 
 
 def save_lossless(cache: LosslessCache, path: str | PathLike[str], model: Description) -> None:
-    """Write the entries of all tokens to the file `path`; `model` holds the values that identify the model.
+    """Write the keys and values of all tokens to the file `path`; `model` holds the values that identify the model.
 
     Raises:
         KVPatchError: the cache is empty, or the file cannot be written.
@@ -74,13 +74,13 @@ def _check_rows(found: dict[str, Entry], shapes: list[LayerShape]) -> None:
     if dtype not in FLOATS:
         raise InvalidError(f"its rows are {dtype}")
     for name, width in wanted.items():
-        own = found[name]
-        if own != Entry(dtype, (count, width)):
-            raise InvalidError(f"{name} is {own.dtype} {list(own.shape)} where {dtype} [{count}, {width}] belongs")
+        entry = found[name]
+        if entry != Entry(dtype, (count, width)):
+            raise InvalidError(f"{name} is {entry.dtype} {list(entry.shape)} where {dtype} [{count}, {width}] belongs")
 
 
 def _check_places(ids_T: Tensor, places_N: Tensor, edited: int) -> None:
-    """Raise InvalidError unless `places` are increasing and hold every position from `edited` on."""
+    """Raise InvalidError unless `places`, the positions of the entries, increase and hold every position from `edited` on."""
     T, newest = len(ids_T), places_N[places_N >= edited]
     if bool((ids_T < 0).any()):
         raise InvalidError("ids holds a number that is no token")
@@ -91,7 +91,7 @@ def _check_places(ids_T: Tensor, places_N: Tensor, edited: int) -> None:
 
 
 def _check_numbers(rows: list[Tensor]) -> None:
-    """Raise InvalidError for entries that are not finite."""
+    """Raise InvalidError for keys or values that are not finite. rows: of each layer, [N,E]."""
     for index, rows_NE in enumerate(rows):
         if not bool(rows_NE.isfinite().all()):
             raise InvalidError(f"layer {index}: keys or values are not finite")

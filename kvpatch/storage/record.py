@@ -61,12 +61,16 @@ def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
 
 
 def _check_numbers(ids_NT: Tensor, deaths: tuple[Tensor, ...]) -> None:
-    """Raise InvalidError unless texts are ids with nothing behind their end, and tokens die after their own query."""
+    """Raise InvalidError for ids or deaths that no rollout has.
+
+    A text's ids are followed by -1 alone; a death, the position of the first query that no longer sees a token, is after the
+    token's own query and within the text, or NEVER.
+    """
     known = ids_NT >= 0
     if bool((ids_NT < -1).any()) or bool((known[:, 1:] & ~known[:, :-1]).any()):
-        raise InvalidError("its ids are no texts with nothing behind their end")
+        raise InvalidError("its ids have a number below -1, or a token after their end")
     T = ids_NT.shape[1]
     for layer, deaths_NHT in enumerate(deaths):
         lives = (deaths_NHT == NEVER) | ((deaths_NHT > torch.arange(T, device="cpu")) & (deaths_NHT <= T))
         if not bool(lives.all()):
-            raise InvalidError(f"in layer {layer} a token dies before its own query, or behind the texts' end")
+            raise InvalidError(f"in layer {layer} a token dies before its own query, or after the texts' end")

@@ -41,31 +41,29 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: Description) ->
 
 
 def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Description, dict[str, Tensor]]:
-    """Return the state of a cache as plain values, and all its tensors on the CPU."""
+    """Return the state of a cache as JSON values, and copies of all its tensors on the CPU. Changes nothing."""
     shortfall_B, gaps_B = cache.counters.shortfall_B, cache.rows.gaps_B
     rows = {"seen_B": cache.seen_B, "shared": cache.shared, "shortfall_B": shortfall_B, "gaps_B": gaps_B}
     rows["ids"] = cache.ids.ids_BT
     tensors = {name: tensor for name, tensor in rows.items() if tensor is not None}
     layers = []
     for index, layer in enumerate(cache.layers):
-        own = {name: getattr(layer, name) for name in schema.TENSORS if getattr(layer, name) is not None}
-        own |= dict(zip(("keys", "values"), layer.kv.stored, strict=False))
-        own |= {} if layer.kv.centre is None else {"centre_BH1D": layer.kv.centre}
-        own |= {"free_BH": layer.mode.free_BH} if layer.mode.slotted else {}
-        own |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
+        found = {name: getattr(layer, name) for name in schema.TENSORS if getattr(layer, name) is not None}
+        found |= dict(zip(("keys", "values"), layer.kv.stored, strict=False))
+        found |= {} if layer.kv.centre is None else {"centre_BH1D": layer.kv.centre}
+        found |= {"free_BH": layer.mode.free_BH} if layer.mode.slotted else {}
+        found |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
         notes = layer.notes.items()
-        own |= {f"{need}.{name}": tensor for need, note in notes for name, tensor in vars(note).items() if tensor is not None}
-        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
-        counts = {name: getattr(layer.mode, name) for name in layer.mode.saved}
-        beside = {"mode": layer.mode.name, "dtype": str(layer.dtype), **counts}
-        beside |= {"head_offsets": layer.kv.described(), "limits": _list_limits(layer.limits)}
-        layers.append({name: getattr(layer, name) for name in schema.ATTRIBUTES} | beside)
+        found |= {f"{need}.{name}": tensor for need, note in notes for name, tensor in vars(note).items() if tensor is not None}
+        tensors |= {f"{index}.{name}": tensor for name, tensor in found.items()}
+        about = {name: getattr(layer, name) for name in schema.ATTRIBUTES}
+        about |= {"mode": layer.mode.name, "dtype": str(layer.dtype)}
+        about |= {name: getattr(layer.mode, name) for name in layer.mode.saved}
+        layers.append(about | {"head_offsets": layer.kv.described(), "limits": _list_limits(layer.limits)})
     tensors |= {f"states.{name}": state for name, state in cache.states.tensors().items()}
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    about = CACHE.make_description(
-        model=model, settings=cache.settings.described(), cache=_describe_history(cache), layers=layers
-    )
-    return about, tensors
+    values = {"model": model, "settings": cache.settings.described(), "cache": _describe_history(cache), "layers": layers}
+    return CACHE.make_description(**values), tensors
 
 
 @writable
@@ -106,15 +104,18 @@ def _restore_cache(
     shapes: list[schema.LayerShape],
     devices: list[torch.device],
 ) -> None:
-    """Fill an empty cache with a file's tensors. about: the file's description; devices: of each layer."""
+    """Fill an empty cache in place with a file's tensors, whose header was checked.
+
+    about: the file's description. devices: of each layer.
+    """
     _restore_history(cache, about["cache"])
     cache.ids = TokenIds.of(tensors["ids"].to(devices[0]) if "ids" in tensors else None)
     for name in schema.ROWS:
         holder = {"shortfall_B": cache.counters, "gaps_B": cache.rows}.get(name, cache)
         setattr(holder, name, tensors[name].to(devices[0]) if name in tensors else None)
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
-        own = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
-        _restore_layer(cache, layer, own, described, shapes[index], cache.settings.policies[index])
+        found = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
+        _restore_layer(cache, layer, found, described, shapes[index], cache.settings.policies[index])
     cache.settings = cache.settings.in_dtype(cache.layers[0].dtype)
     states = {name.removeprefix("states."): state for name, state in tensors.items() if name.startswith("states.")}
     cache.states.fill_states({name: state.to(devices[0]) for name, state in states.items()})
@@ -128,7 +129,10 @@ def _restore_layer(
     shape: schema.LayerShape,
     policy: Policy,
 ) -> None:
-    """Fill a layer with its tensors, by the attributes that they are of. described: its other attributes."""
+    """Set the attributes of an empty layer from a file, whose header was checked; takes `described` and `tensors` apart.
+
+    tensors: the layer's, by name. described: its other attributes.
+    """
     head_offsets, limits, mode = described.pop("head_offsets"), described.pop("limits"), MODES[described.pop("mode")]
     layer.dtype = schema.DTYPES[described.pop("dtype")]
     counts = {name: described.pop(name) for name in mode.saved}
@@ -140,14 +144,13 @@ def _restore_layer(
     if isinstance(layer.mode, Reading):
         layer.kv = reading(keys, values, layer.bits, layer.latent)
     else:
-        own = centre_codecs(
-            codecs(layer.bits, shape.key, shape.value, layer.dtype, layer.latent), tensors.pop("centre_BH1D", None)
-        )
-        layer.kv = slots.restore_slots(keys, values, head_offsets, own)
+        uncentred = codecs(layer.bits, shape.key, shape.value, layer.dtype, layer.latent)
+        centred = centre_codecs(uncentred, tensors.pop("centre_BH1D", None))
+        layer.kv = slots.restore_slots(keys, values, head_offsets, centred)
     for need in policy.needs:
         saved = {name: f"{need.name}.{name}" for name in need.saved({})}
-        if need.note is not None and all(own in tensors for own in saved.values()):
-            layer.notes[need.name] = need.note(**{name: tensors.pop(own) for name, own in saved.items()})
+        if need.note is not None and all(key in tensors for key in saved.values()):
+            layer.notes[need.name] = need.note(**{name: tensors.pop(key) for name, key in saved.items()})
     for name, tensor in tensors.items():
         if name.startswith("state."):
             layer.state[name.removeprefix("state.")] = tensor
@@ -159,6 +162,7 @@ def _restore_layer(
 
 
 def _list_limits(limits: Limits | None) -> list[list[int]] | None:
+    """Return a layer's protected sizes as lists, one per batch row in the order of SIZES, for a file."""
     if limits is None:
         return None
     columns = [getattr(limits, name).flatten().tolist() for name in SIZES]
@@ -182,7 +186,7 @@ def _restore_history(cache: EvictingCache, about: Description) -> None:
 def _read_file(
     path: str | PathLike[str], cache: EvictingCache, model: Description, shapes: list[schema.LayerShape]
 ) -> Document:
-    """Read the description and the tensors of a file, and check that they fit the empty cache `cache`."""
+    """Read the description and the tensors of a file; before tensors are read, check that they fit `cache`, an empty one."""
 
     def check_header(about: Description, found: dict[str, Entry]) -> None:
         compare_tables("model", about["model"], model, path)
@@ -193,7 +197,10 @@ def _read_file(
 
 
 def compare_tables(what: str, saved: Description, mine: Description, path: object) -> None:
-    """Raise KVPatchError, naming the first value that differs, unless a file was saved under the same model or settings."""
+    """Raise KVPatchError, naming the first value that differs, unless a file was saved under the same model or settings.
+
+    what: "model" or "settings". saved: the values in the file. mine: those of the patch that loads it.
+    """
     for name in [*saved, *(name for name in mine if name not in saved)]:
         old, new = saved.get(name), mine.get(name)
         if old != new:

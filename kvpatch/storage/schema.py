@@ -66,18 +66,21 @@ class LayerShape(NamedTuple):
 
 
 def check_header(about: Description, entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
-    """Raise InvalidError unless description and tensors fit `cache`, an empty cache of the patch."""
+    """Raise InvalidError unless description and tensors fit `cache`, an empty cache of the patch.
+
+    `load` calls it before any tensor is read. Changes nothing: entries are taken out of a copy until none is left.
+    """
     left = dict(entries)
     B = _take_entry(left, "seen_B", (torch.int64,), (None,)).shape[0]
-    of_cache, layers = check_fields("its cache", about["cache"], HISTORY), about["layers"]
+    history, layers = check_fields("its cache", about["cache"], HISTORY), about["layers"]
     _check_condition(isinstance(layers, list) and len(layers) == len(cache.layers), f"it has not {len(cache.layers)} layers")
     for index, described in enumerate(layers):
-        _Layer(cache, index, B, of_cache["turns"] > 0, shapes[index]).check(described, left)
+        _Layer(cache, index, B, history["turns"] > 0, shapes[index]).check(described, left)
     if cache.settings.by_columns and "gaps_B" in left:
         _take_entry(left, "gaps_B", (torch.int64,), (B,))
-    if of_cache["joined"] and "shortfall_B" in left:
+    if history["joined"] and "shortfall_B" in left:
         _take_entry(left, "shortfall_B", (torch.float64,), (B,))
-    if cache.settings.policy.needs.across_layers and of_cache["turns"] and cache.settings.acts:
+    if cache.settings.policy.needs.across_layers and history["turns"] and cache.settings.acts:
         _take_entry(left, "shared", FLOATS[:2], (B, shapes[0].heads, None))
     if cache.keeps_ids and "ids" in left:  # files of earlier versions have none
         _take_entry(left, "ids", (torch.int64,), (B, layers[0]["seen"]))
@@ -86,7 +89,7 @@ def check_header(about: Description, entries: dict[str, Entry], cache: EvictingC
 
 
 def _check_states(left: dict[str, Entry], cache: EvictingCache, B: int) -> None:
-    """Check the states of a hybrid's other layers; their sizes are known to the model's own code alone."""
+    """Check the states of a hybrid's other layers, and remove them from `left`; only the model's code knows their sizes."""
     for number, count in () if cache.settings.stack is None else cache.settings.stack.states:
         names = [f"states.{number}.{kind}.{key}" for kind in ("conv_states", "recurrent_states") for key in range(count)]
         held = [name for name in names if name in left]
@@ -99,6 +102,7 @@ class _Layer:
     """Check of one layer; `ended` tells whether the cache has read a prompt to its end."""
 
     def __init__(self, cache: EvictingCache, index: int, B: int, ended: bool, shape: LayerShape) -> None:
+        """Gather what the layer `index` of the empty `cache` may have in a file of B rows."""
         self.cache, self.index, self.B, self.ended = cache, index, B, ended
         self.H, self.sizes, self.group, self.sliding = shape.heads, (shape.key, shape.value), shape.group, shape.sliding
         self.latent = shape.latent
@@ -106,26 +110,23 @@ class _Layer:
         self.cuts = cache.settings.evicts[index] and ended
 
     def check(self, described: object, left: dict[str, Entry]) -> None:
-        """Check the description of the layer, and remove its tensors from `left`."""
+        """Check the layer's description and its tensors' entries, and remove these from `left`. Raises InvalidError."""
         mode = self._find_mode(described)
         fields = (*LAYER, *BESIDE, *map(Field.of_count, mode.saved), *SLOTS)
-        own = check_fields(self.where, described, fields, where=f"{self.where}: ")
-        _check_condition(
-            own["sliding"] == (self.sliding if self.ended else None), f"{self.where}: sliding is {own['sliding']!r:.40}"
-        )
-        dtype = DTYPES[own["dtype"]]
+        about = check_fields(self.where, described, fields, where=f"{self.where}: ")
+        sliding, used = about["sliding"], about["used"]
+        _check_condition(sliding == (self.sliding if self.ended else None), f"{self.where}: sliding is {sliding!r:.40}")
+        dtype = DTYPES[about["dtype"]]
         C = self._take_tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
-        _check_condition(
-            0 <= own["used"] <= C and own["floor"] <= own["used"], f"{self.where}: {own['used']} of {C} slots are used"
-        )
-        shape = self._find_shape(own["head_offsets"], C, mode.slotted and own["holes"])
+        _check_condition(0 <= used <= C and about["floor"] <= used, f"{self.where}: {used} of {C} slots are used")
+        shape = self._find_shape(about["head_offsets"], C, mode.slotted and about["holes"])
         bits = FULL if mode is Reading else self.cache.settings.bits  # a prompt's are in full
         every = zip(("keys", "values"), self.sizes, codecs(bits, *self.sizes, dtype, self.latent), strict=True)
         for name, size, codec in every:
             if codec.latent:
                 continue
-            of, width = (torch.uint8, codec.width) if isinstance(codec, Rounded) else (dtype, size)
-            self._take_tensor(left, name, (of,), (*shape, width))
+            stored, width = (torch.uint8, codec.width) if isinstance(codec, Rounded) else (dtype, size)
+            self._take_tensor(left, name, (stored,), (*shape, width))
         if bits != FULL:
             self._take_tensor(left, "centre_BH1D", (dtype,), (self.B, self.H, 1, self.sizes[0]))
         if mode.slotted:
@@ -134,7 +135,7 @@ class _Layer:
             may = f"{self.index}.{one.name}" in left and one.may_be(self.cache.settings, self.index, self.cuts)
             if may or one.must_be(self.cuts):
                 self._take_tensor(left, one.name, one.dtypes, one.shape(self.B, self.H))
-        self._check_limits(own["limits"])
+        self._check_limits(about["limits"])
         self._check_state(left, dtype, C, mode.evicts)
 
     def _find_mode(self, described: object) -> type[Mode]:
@@ -151,12 +152,15 @@ class _Layer:
     def _take_tensor(self, left: dict[str, Entry], name: str, dtypes: Any, shape: tuple[int | None, ...]) -> Entry:
         return _take_entry(left, f"{self.index}.{name}", dtypes, shape)
 
-    def _find_shape(self, head_offsets: object, C: int, open_to_ragged: bool) -> tuple[int, ...]:
-        """Return the shape of keys and values without their last axis."""
+    def _find_shape(self, head_offsets: object, C: int, may_be_ragged: bool) -> tuple[int, ...]:
+        """Return the shape of keys and values without their last axis: [B,H,C], or [F] of heads stored end to end (ragged).
+
+        head_offsets: None, or the slots of each head and those that are filled. Raises InvalidError if they do not fit.
+        """
         shape: tuple[int, ...] = (self.B, self.H, C)
         if head_offsets is not None:
             pair = isinstance(head_offsets, list) and len(head_offsets) == 2 and all(are_counts(part) for part in head_offsets)
-            _check_condition(pair and open_to_ragged, f"{self.where}: head_offsets are {head_offsets!r:.60}")
+            _check_condition(pair and may_be_ragged, f"{self.where}: head_offsets are {head_offsets!r:.60}")
             assert isinstance(head_offsets, list)
             capacities, filled = head_offsets
             fits = len(capacities) == len(filled) == self.B * self.H and max(capacities) == C and min(capacities) > 0
@@ -167,6 +171,7 @@ class _Layer:
         return shape
 
     def _check_limits(self, limits: object) -> None:
+        """Raise InvalidError unless `limits`, the protected sizes, are counts per batch row; None if nothing is evicted."""
         if not self.cuts:
             _check_condition(limits is None, f"{self.where}: limits of a layer that the policy does not act on")
             return
@@ -175,8 +180,11 @@ class _Layer:
         _check_condition(rows, f"{self.where}: limits are {limits!r:.60}")
 
     def _check_state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
-        """Check the tensors stored per key, which follow from the parts of the policy."""
-        shape, wide = (self.B, self.H, C), (accumulator(dtype),)
+        """Check the entries of tensors stored per key, which follow from the policy's parts, and remove them from `left`.
+
+        evicting: whether later steps evict, so that they need the scores' states and notes.
+        """
+        shape, wide = (self.B, self.H, C), (accumulator(dtype),)  # `wide`: the dtype of scores
         if not self.cache.settings.evicts[self.index]:
             return
         for name in self.policy.needs.statistics:
@@ -192,9 +200,9 @@ class _Layer:
                 if evicting or f"{self.index}.state.{name}" in left:
                     self._take_tensor(left, f"state.{name}", wide, shape)
             sizes = {"B": self.B, "H": self.H, "G": self.group or 1, "D": self.sizes[0]}
-            for name, own in need.saved(sizes).items() if evicting else ():
+            for name, note_shape in need.saved(sizes).items() if evicting else ():
                 kinds = (torch.int64,) if name.startswith(("positions", "columns")) else (dtype, *wide)
-                self._take_tensor(left, f"{need.name}.{name}", kinds, own)
+                self._take_tensor(left, f"{need.name}.{name}", kinds, note_shape)
         for name, may, kind, must, _ in OWN_STATE:
             if may(self.policy) and (must or f"{self.index}.state.{name}" in left):
                 self._take_tensor(left, f"state.{name}", wide if kind is None else (kind,), shape)
@@ -204,7 +212,7 @@ def _take_entry(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ..
     """Remove the entry `name` from `left`, check it and return it; None in `shape` stands for any size."""
     _check_condition(name in left, f"it holds no {name}")
     entry = left.pop(name)
-    fits = len(entry.shape) == len(shape) and all(own in (None, size) for own, size in zip(shape, entry.shape, strict=True))
+    fits = len(entry.shape) == len(shape) and all(one in (None, size) for one, size in zip(shape, entry.shape, strict=True))
     message = f"{name} is {entry.dtype} {list(entry.shape)} where {' or '.join(map(str, dtypes))} {list(shape)} belongs"
     _check_condition(fits and entry.dtype in dtypes, message.replace("None", "n"))
     return entry

@@ -60,6 +60,7 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Check policy and options, and convert k and options to the form that a file holds; see Raises above."""
         if not isinstance(self.policy, str) or len(self.policy) > _LONGEST:
             shown = f"={self.policy!r:.60}" if isinstance(self.policy, str) else f" of type {type(self.policy).__name__}"
             raise KVPatchError(
@@ -86,8 +87,8 @@ class Settings:
                     f"Settings with policy {policy.name!r} have no option {name!r}.{suggest(name, known)} They have: "
                     f"{', '.join(known)}."
                 )
-        own = {name: value for name, value in self.options.items() if name not in OF_PATCH}
-        return policy.with_options(self.options.get("schedule"), **own)
+        of_policy = {name: value for name, value in self.options.items() if name not in OF_PATCH}
+        return policy.with_options(self.options.get("schedule"), **of_policy)
 
     def add_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return policy, k and options as keyword arguments of `patched`, with those that are given beside the Settings.
@@ -102,9 +103,9 @@ class Settings:
             )
         for name in given:
             if name in self.options:
-                own = f"{name}={self.options[name]!r:.60}"
+                has = f"{name}={self.options[name]!r:.60}"
                 raise KVPatchError(
-                    f"{name}={given[name]!r:.60} is given beside Settings with {own}: leave it out, or change it in "
+                    f"{name}={given[name]!r:.60} is given beside Settings with {has}: leave it out, or change it in "
                     "the Settings."
                 )
         return {"policy": self.policy, "k": self.k, **self.options, **given}
@@ -154,7 +155,10 @@ def _read_text(path: Path) -> str:
 
 
 def _normalize_budget(k: object, where: str, depth: int = 0) -> Any:
-    """Return a budget with lists as tuples and texts of numbers as numbers; `where` names it in an error."""
+    """Return a budget with lists as tuples and texts of numbers as numbers, when Settings are made.
+
+    where: its name in an error. depth: lists around it.
+    """
     k = as_python(k)
     if isinstance(k, Rule):
         if type(k) not in RULES.values():
@@ -168,7 +172,7 @@ def _normalize_budget(k: object, where: str, depth: int = 0) -> Any:
 
 
 def _normalize_option(name: object, value: object, depth: int = 0) -> Any:
-    """Return an option's value as JSON can hold it, with lists as tuples."""
+    """Return an option's value with lists as tuples, when Settings are made; refuse one that JSON cannot hold."""
     value = as_python(value)
     if is_list(value) and depth < _DEEPEST:
         return tuple(_normalize_option(name, one, depth + 1) for one in value)
@@ -181,14 +185,14 @@ def _normalize_option(name: object, value: object, depth: int = 0) -> Any:
 
 
 def _write_budget(k: Any) -> Any:
-    """Return a budget as the file has it."""
+    """Return a budget as JSON has it: a rule as a dict by its name, a tuple as a list."""
     if isinstance(k, Rule):
         return {type(k).__name__: dataclasses.asdict(k)}
     return [_write_budget(one) for one in k] if isinstance(k, tuple) else k
 
 
 def _read_budget(k: object, depth: int = 0) -> Any:
-    """Return a budget of a file, with the rules that it names."""
+    """Return a budget from JSON, with rules made of the dicts that name them. Raises InvalidError for other dicts."""
     if isinstance(k, list) and depth < _DEEPEST:
         return [_read_budget(one, depth + 1) for one in k]
     if not isinstance(k, dict):

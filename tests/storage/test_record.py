@@ -75,7 +75,7 @@ BAD = [
     (lambda about, t: t.update(more=torch.zeros(2)), "it holds 0.deaths, 1.deaths, ids, more where ids and"),
     (lambda about, t: t.update(ids=t["ids"].int()), "ids is torch.int32 .2, 28. where torch.int64 .N, T. belongs"),
     (lambda about, t: t.update({"0.deaths": t["0.deaths"][..., 1:].clone()}), "0.deaths is torch.int32 .2, 2, 27. where"),
-    (early, "in layer 1 a token dies before its own query"), (late, "in layer 0 a token dies"), (gap, "its ids are no texts"),
+    (early, "in layer 1 a token dies before its own query"), (late, "in layer 0 a token dies"), (gap, "its ids have a"),
 ]  # fmt: skip
 
 
