@@ -44,7 +44,7 @@ class Patch:
 
     def __init__(self, target: Target, settings: CacheSettings, options: RunOptions) -> None:
         self.settings, self._target = settings, target
-        self._state = self._hook_state(target, options)
+        self._state = self._make_state(target, options)
         self._installation = Installation(target, self._state)
 
     def install(self) -> None:
@@ -55,8 +55,8 @@ class Patch:
         """
         self._installation.install()
 
-    def _hook_state(self, target: Target, options: RunOptions) -> PatchState:
-        """Gather what the patch's hooks share."""
+    def _make_state(self, target: Target, options: RunOptions) -> PatchState:
+        """Make the state that the hooks of this patch share, when the patch is made; the model is only read."""
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
@@ -66,9 +66,8 @@ class Patch:
         return state
 
     def __repr__(self) -> str:
-        policy, ks = self.settings.policy, self.settings.budget.per_layer
-        block = "" if self.settings.block is None else f", block={self.settings.block}"
-        size = format_budget(policy.name, policy.schedule, ks)
+        policy, block = self.settings.policy, "" if self.settings.block is None else f", block={self.settings.block}"
+        size = format_budget(policy.name, policy.schedule, self.settings.budget.per_layer)
         return f"<Patch of {type(self._target.decoder).__name__}: {policy.name}, {size}{block}>"
 
     def new_cache(self, past: Cache | None = None, *, room: int | None = None) -> Any:
@@ -133,14 +132,14 @@ class Patch:
     def replace(self, cache: EvictingCache, span: tuple[int, int], ids: Tensor | Sequence[Any], *, reread: int = 0) -> None:
         """Read other tokens in place of a span of a cache's text, such as the summary of a tool's result.
 
-        They take the span's first positions and see what is held before it. What stands behind has seen the old tokens, and
-        stays; it moves up where positions are missing. Nothing behind is evicted for them: tokens before the span make room.
+        They take the span's first positions and see what is held before it. Tokens after the span have seen the old ones, and
+        stay; they move up where positions are missing. None of them is evicted for the new ones: those before make room.
 
         Args:
             cache: at the end of a prompt, or after generated tokens.
             span: (start, stop) in positions of the text, stop left out; forgotten already, or empty (at, at) to insert.
             ids: int64 [N] or [B,N]; more than the span has tokens only with `positions="renumbered"`.
-            reread: tokens behind the span that are read again, so that they have seen the new ones.
+            reread: tokens after the span that are read again, so that they have seen the new ones.
 
         Raises:
             KVPatchError: the tokens or the span do not fit the text; the cache cannot be edited (`EvictingCache.forget`), is of

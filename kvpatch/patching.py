@@ -47,9 +47,9 @@ _FIRST = ("self", "model", "policy", "k")
 
 
 def _takes_settings(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Make a function accept Settings in place of policy, k and the options that they hold.
+    """Decorate patched.__init__ to accept Settings in place of policy, k and the options that they hold.
 
-    It sees what the caller gives: an argument with the value of its default is told from one that is left out.
+    The wrapper sees what the caller gives: an argument with the value of its default is told from one that is left out.
     """
 
     @wraps(init)
@@ -137,6 +137,7 @@ class patched:
         offload_folder: str | PathLike[str] | None = None,
         **policy_options: Unpack[PolicyOptions],
     ) -> None:
+        """Check all arguments and make the Patch, which changes the model only when the block is entered."""
         check_versions(transformers.__version__, torch.__version__)
         assert not isinstance(policy, Settings)  # they were taken apart
         settings.check_model(model, policy)
@@ -157,6 +158,7 @@ class patched:
         self._unused, self._patch = True, Patch(target, how, options)
 
     def __enter__(self) -> Patch:
+        """Change the model, and return the Patch; a block can be entered once."""
         if self._patch is None or not self._unused:
             raise KVPatchError("This block was entered before: call kvpatch.patched(...) again for another one.")
         self._unused = False
@@ -164,6 +166,7 @@ class patched:
         return self._patch
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Restore the model, also after an error in the block."""
         if self._patch is None:
             return
         try:
@@ -173,6 +176,7 @@ class patched:
             self._patch = None
 
     def __getattr__(self, name: str) -> NoReturn:
+        """Refuse attributes of the Patch that are looked up on the with-block's object, and say where they are."""
         if name.startswith("_") or not hasattr(self._patch, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise KVPatchError(
@@ -181,6 +185,7 @@ class patched:
         )
 
     def __del__(self) -> None:
+        """Restore a model whose block was dropped; warn if the block was never entered."""
         if self._patch is not None:
             self._patch.restore()  # of a block that was dropped, or interrupted where it began
         if self._unused:
@@ -192,7 +197,10 @@ class patched:
 
 
 def _find_target(model: nn.Module, auto: bool) -> Target:
-    """Find the parts of a model; under versions that were not tested, its class is checked on a tiny twin first."""
+    """Find the decoder and the attention modules of a model, which is only read.
+
+    Under versions of torch or transformers that were not tested, the model's class is first checked on a tiny copy.
+    """
     untested, remedy = find_untested(transformers.__version__, torch.__version__)
     if not untested or any("_kvpatch" in vars(module) for module in model.modules()):
         return Target.find(model, auto=auto)
@@ -218,11 +226,11 @@ def _takes_arguments_of(
 ) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
     """Give a function the arguments of another, for type checkers, editors and help()."""
 
-    def give(function: Callable[..., Result]) -> Callable[Arguments, Result]:
+    def replace_signature(function: Callable[..., Result]) -> Callable[Arguments, Result]:
         function.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]
         return function
 
-    return give
+    return replace_signature
 
 
 @_takes_arguments_of(patched)

@@ -62,21 +62,21 @@ def new_figure(**options: Any) -> Figure:
         """Figure that a notebook shows without pyplot."""
 
         def _repr_png_(self) -> bytes:
-            return png(self)
+            return encode_png(self)
 
     figure = Picture(**options)
     FigureCanvasAgg(figure)
     return figure
 
 
-def png(figure: Figure, dpi: int = 90) -> bytes:
+def encode_png(figure: Figure, dpi: int = 90) -> bytes:
     """Return a figure as a PNG."""
     data = BytesIO()
     figure.savefig(data, format="png", dpi=dpi)
     return data.getvalue()
 
 
-def style(policy: str) -> tuple[str, str]:
+def find_style(policy: str) -> tuple[str, str]:
     """Return the colour and the marker of a policy, the same in every picture of the project.
 
     A policy that is none of FACTS gets one that depends on its name alone.
@@ -86,16 +86,16 @@ def style(policy: str) -> tuple[str, str]:
     return _OTHERS[zlib.crc32(policy.encode()) % len(_OTHERS)], "P"
 
 
-def every_head(kept_LHT: Tensor, title: str) -> Figure:
+def draw_heads(kept_LHT: Tensor, title: str) -> Figure:
     """Draw kept_LHT (bool [L,H,T]): a line per layer and head, a column per token, filled if the head holds the token."""
     L, H, n = kept_LHT.shape
     figure = new_figure(figsize=(11, 1.4 + min(0.13 * L * H, 12)), layout="constrained")
     axes = figure.add_subplot()
     from matplotlib.colors import ListedColormap
 
-    turn = torch.arange(L, device="cpu") % 2 + 1
+    colour_L = torch.arange(L, device="cpu") % 2 + 1  # alternates from layer to layer
     axes.imshow(
-        (kept_LHT * turn[:, None, None]).reshape(L * H, n).numpy(),
+        (kept_LHT * colour_L[:, None, None]).reshape(L * H, n).numpy(),
         cmap=ListedColormap(["white", *_BLUES]),
         vmin=0,
         vmax=2,
@@ -109,7 +109,7 @@ def every_head(kept_LHT: Tensor, title: str) -> Figure:
     return figure
 
 
-def budgets(held_LH: Tensor, title: str) -> Figure:
+def draw_budgets(held_LH: Tensor, title: str) -> Figure:
     """Draw held_LH (int [L,H]), the tokens that each head holds: a line per layer, a cell per head."""
     L, H = held_LH.shape
     figure = new_figure(figsize=(2.5 + 0.7 * H, 1.6 + 0.35 * L), layout="constrained")
@@ -129,13 +129,17 @@ def budgets(held_LH: Tensor, title: str) -> Figure:
     return figure
 
 
-def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Figure:
-    """Draw policies below one another and budgets side by side; the colour is the share of heads that kept a token."""
+def draw_panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Figure:
+    """Draw a panel for each policy (rows) and budget (columns): the share of heads that kept each token, as a colour.
+
+    marks: spans of the text to point at.
+    """
     depth = max(map(len, columns))
     figure = new_figure(figsize=(7.5 * len(columns), 1.2 + 1.05 * depth), layout="constrained")
     grid = figure.subplots(depth, len(columns), squeeze=False, sharex=True)
     image: ScalarMappable | None = None
-    for axes, panel in ((grid[i][j], panel) for j, column in enumerate(columns) for i, panel in enumerate(column)):
+    cells = ((grid[i][j], panel) for j, column in enumerate(columns) for i, panel in enumerate(column))
+    for axes, panel in cells:
         image = axes.imshow(panel.share_LT.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
         L = panel.share_LT.shape[0]
         axes.set_yticks(range(L), [f"layer {layer}" for layer in range(L)], fontsize=7)
@@ -152,7 +156,7 @@ def panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Figu
     return figure
 
 
-def divergence(
+def draw_divergence(
     curves: Mapping[str, Sequence[tuple[int, float]]], chance: str, full: int, tolerance: float, title: str
 ) -> Figure:
     """Draw the divergence in nats against the bytes of the cache at the end, a line per policy.
@@ -170,7 +174,7 @@ def divergence(
     axes = figure.add_subplot()
     size, unit = (2**30, "GiB") if full >= 2**30 else (2**20, "MiB") if full >= 2**20 else (2**10, "KiB")
     for name, points in curves.items():
-        color, marker = style(name)
+        color, marker = find_style(name)
         look: dict[str, Any] = {"color": color, "marker": marker, "ls": "--" if name == chance else "-"}
         label = f"{name} (chance)" if name == chance else name
         axes.plot([nbytes / size for nbytes, _ in points], [nats for _, nats in points], label=label, ms=5, lw=1.4, **look)
@@ -207,10 +211,10 @@ def draw_text(
         at = text.index(line, at)
         places.append((number, at, line))
         at += len(line)
-    depth, wide = -(-len(pages) // 2), min(len(pages), 2)
+    depth, columns = -(-len(pages) // 2), min(len(pages), 2)
     size = _WIDTH * _LETTER, (len(lines) + 2) * _LINE
-    figure = new_figure(figsize=(size[0] * wide + 0.5, size[1] * depth + 0.5), layout="constrained")
-    grid = figure.subplots(depth, wide, squeeze=False).flatten()
+    figure = new_figure(figsize=(size[0] * columns + 0.5, size[1] * depth + 0.5), layout="constrained")
+    grid = figure.subplots(depth, columns, squeeze=False).flatten()
     for axes, (heading, share_T) in zip(grid, pages, strict=False):
         axes.set(xlim=(0, _WIDTH), ylim=(len(lines), -1))
         axes.set_title(heading, loc="left", fontsize=9)
@@ -233,7 +237,7 @@ def draw_text(
 
 
 def _point_at(axes: Axes, spans: Sequence[tuple[int, int]], colour: str, L: int) -> None:
-    """Draw a bar above the panel and thin lines down the edges of each span."""
+    """Mark spans of the text on a panel of L layers: a bar above each, and thin lines down its edges."""
     for start, stop in spans:
         x, y = [start - 0.5, stop - 0.5], -0.5 - 0.09 * L
         axes.plot(x, [y, y], color=colour, lw=4, solid_capstyle="butt", clip_on=False)
@@ -241,6 +245,7 @@ def _point_at(axes: Axes, spans: Sequence[tuple[int, int]], colour: str, L: int)
 
 
 def _write_legend(figure: Figure, marks: Marks, title: str) -> None:
+    """Write the title, and below the panels a legend of the marked spans that there are."""
     from matplotlib.lines import Line2D
 
     labels = (

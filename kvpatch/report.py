@@ -111,7 +111,7 @@ class Report:
 
     @classmethod
     def last(cls, log: RunLog) -> Report:
-        """Report on the last pass that had a cache, and on all passes of a patch."""
+        """Make a report of the last pass that had a cache, and of all passes of a patch; Patch.report() calls it."""
         snapshot = log.snapshot()
         report = cls(**_describe_settings(log.settings), backend="", seen=0, nbytes=0, full_nbytes=0, positions=[], acted=False)
         report = report if snapshot is None else cls._take_snapshot(snapshot)
@@ -123,7 +123,7 @@ class Report:
 
     @classmethod
     def _take_snapshot(cls, snapshot: Snapshot) -> Report:
-        """Make a report's figures from the log's snapshot of the last cache."""
+        """Make the report of a cache from its snapshot; positions are copied, so that later passes do not change them."""
         settings, parts = snapshot.settings, snapshot.parts.values()
         return cls(
             **_describe_settings(settings),
@@ -207,13 +207,15 @@ class Report:
         return text.align_rows(self._list_rows())
 
     def _repr_html_(self) -> str:
+        """Return the table and the picture as HTML, for a notebook."""
         try:
-            image = base64.b64encode(plotting.png(self.plot())).decode() if self.positions else None
+            image = base64.b64encode(plotting.encode_png(self.plot())).decode() if self.positions else None
         except KVPatchError:  # without matplotlib the table stands alone
             image = None
         return text.html_table(self._list_rows(), image)
 
     def _list_rows(self) -> list[tuple[str, str]]:
+        """List the rows of the table, a name and a value each; a row without a name goes on with the one above."""
         rows = [
             ("policy", text.format_policy(self.policy, self.schedule, self.budget)),
             ("budget", text.format_sized(self.size, self.schedule, self.answers_nbytes, self.policy, self.budget)),
@@ -225,7 +227,7 @@ class Report:
         if self.passes and not self.positions:
             return [*rows, ("tokens held", "none: no pass had a cache")]
         rows += self._list_tokens()
-        if self.verified is not None and self.verified.passes:  # what is said of evictions is said of drafts alone
+        if self.verified is not None and self.verified.passes:  # under lossless=True evictions concern drafts alone
             rows += text.list_verified(self.verified)
         elif self.positions and not self.acted and self.nbytes < self.full_nbytes:
             none = "no token: all were computed before the first eviction, as with a full cache"
@@ -242,15 +244,16 @@ class Report:
         return rows + [("" if i else "attention by", line) for i, line in enumerate(text.list_backends(self.backends))]
 
     def _list_tokens(self) -> list[tuple[str, str]]:
+        """List the table's rows on tokens, layers and bytes."""
         seen = f"{self.seen:,}"
         if self.lengths and min(self.lengths) != self.seen:
             seen += f" columns; the rows' own: {text.format_span(self.lengths)}"
         rows = [("tokens seen", seen)]
-        own = {layer: bound for layer, bound in enumerate(self.bounds) if bound is not None}
-        if own:
-            chunked = any(isinstance(bound, Chunk) for bound in own.values())
+        bounds = {layer: bound for layer, bound in enumerate(self.bounds) if bound is not None}
+        if bounds:
+            chunked = any(isinstance(bound, Chunk) for bound in bounds.values())
             kind, what = ("chunked", "chunks") if chunked else ("sliding", "window")
-            windows = f"{', '.join(map(str, own))} hold their own {what} of {text.format_span(list(own.values()))}"
+            windows = f"{', '.join(map(str, bounds))} hold their own {what} of {text.format_span(list(bounds.values()))}"
             rows.append((f"{kind} layers", f"{windows}; the policy acts on the others"))
         if self.part:
             rows.append(("counted here", self.part))
@@ -316,7 +319,7 @@ class Report:
         drawn = "Tokens" if what == "kept" else "Number of tokens"
         title = f"{drawn} that each KV head holds\n{self.policy}, {budget}: {sizes}"
         kept = self.kept(row)
-        figure = plotting.every_head(kept, title) if what == "kept" else plotting.budgets(kept.sum(-1), title)
+        figure = plotting.draw_heads(kept, title) if what == "kept" else plotting.draw_budgets(kept.sum(-1), title)
         if path is None:
             return figure
         plotting.save(figure, path)
@@ -324,7 +327,7 @@ class Report:
 
 
 def _count_answers(snapshot: Snapshot) -> int:
-    """Return the bytes of the tokens since the newest prompt, in layers whose policy evicts after prompts alone."""
+    """Count the bytes of the tokens since the newest prompt, if the policy evicts after prompts alone and keeps them."""
     settings = snapshot.settings
     if settings.policy.schedule != "prompt":
         return 0
@@ -333,10 +336,15 @@ def _count_answers(snapshot: Snapshot) -> int:
 
 
 def _describe_settings(settings: CacheSettings) -> dict[str, Any]:
-    """Return what a report says of the settings."""
-    policy = settings.policy
-    stack = settings.stack or Stack((), ())
-    states = tuple(number for number, _ in stack.states)
-    own = {"policy": policy.name, "schedule": policy.schedule, "budget": settings.budget.per_layer, "bits": settings.bits}
-    own["size"] = settings.budget.sizes[0] if settings.budget.whole else ""
-    return {**own, "layers": settings.numbers, "states": states, "readers": stack.readers}
+    """Return the fields of a Report that follow from the settings alone."""
+    policy, stack = settings.policy, settings.stack or Stack((), ())
+    return {
+        "policy": policy.name,
+        "schedule": policy.schedule,
+        "budget": settings.budget.per_layer,
+        "bits": settings.bits,
+        "size": settings.budget.sizes[0] if settings.budget.whole else "",
+        "layers": settings.numbers,
+        "states": tuple(number for number, _ in stack.states),
+        "readers": stack.readers,
+    }

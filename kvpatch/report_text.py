@@ -62,7 +62,7 @@ def format_policy(name: str, schedule: str, ks: Sequence[Any]) -> str:
 
 
 def format_budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
-    """Return the budgets of a policy's layers."""
+    """Format the budgets `ks` of a policy's layers, as one where all agree."""
     if name == "full":
         return "all tokens"
     budgets = [_format_budget(k) for k in ks]
@@ -72,9 +72,9 @@ def format_budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
 
 
 def format_sized(given: str, schedule: str, answers: int, name: str, ks: Sequence[Any]) -> str:
-    """Format the budget in tokens, behind its size in bytes if it was given as one, and answers that are kept beside it.
+    """Format the budget for the report's table: in tokens, after its size in bytes if `given` is one.
 
-    answers: bytes of generated tokens that are kept beside it.
+    answers: bytes of generated tokens that are kept in addition. name, ks: the policy, and the budgets of its layers.
     """
     counted = format_budget(name, schedule, ks)
     if not given:
@@ -97,15 +97,15 @@ def _format_budget(k: Any) -> str:
 
 def format_held(nbytes: int, full: int, peak: int) -> str:
     """Format a cache's bytes, their share of a full cache's, the bytes of free slots, and the peak."""
-    ahead = max(nbytes - full, 0) if full else 0
-    share = f"{(nbytes - ahead) / full:.0%}" if full else "nothing read"
-    beside = f", and {format_size(ahead)} in free slots for coming tokens" if ahead else ""
+    spare = max(nbytes - full, 0) if full else 0
+    share = f"{(nbytes - spare) / full:.0%}" if full else "nothing read"
+    slots = f", and {format_size(spare)} in free slots for coming tokens" if spare else ""
     at_most = f"; at most {format_size(peak)} at a time" if peak > nbytes else ""
-    return f"{format_size(nbytes - ahead)} of {format_size(full)} in full ({share}){beside}{at_most}"
+    return f"{format_size(nbytes - spare)} of {format_size(full)} in full ({share}){slots}{at_most}"
 
 
 def list_passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool) -> list[str]:
-    """Return lines on the passes by kind, and in how many of them the budget acted.
+    """Write lines for the report: the passes by kind, and in how many of them the budget acted.
 
     counts: by kind of pass, (all, those in which the budget acted). dropped: prompts that nothing went on from. never: the
     policy never evicts.
@@ -146,19 +146,22 @@ def _format_count(number: int, what: str) -> str:
 
 
 def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Return lines on the backends that ran: one where all agree, or where nothing else could be, else one per backend."""
+    """Write lines for the report on the backends that ran: one per backend, and the reasons against faster ones.
+
+    ran: by task, the backend and the reason. Reasons are left out where torch was asked for or the device is a CPU.
+    """
     reasons = {part for _, why in ran.values() for part in why.split("; ")}
     if {name for name, _ in ran.values()} <= {"torch"} and (not ran or reasons & {_ASKED, *_ON_CPU}):
         return [f"torch ({_ASKED})" if _ASKED in reasons else "torch"]
     groups: dict[tuple[str, str], list[str]] = {}
     for task, chosen in ran.items():
         groups.setdefault(chosen, []).append(task)
-    tasks = {chosen: f" for {', '.join(own)}" if len(groups) > 1 else "" for chosen, own in groups.items()}
+    tasks = {chosen: f" for {', '.join(names)}" if len(groups) > 1 else "" for chosen, names in groups.items()}
     return [f"{name}{tasks[name, why]}" + (f" ({why})" if why else "") for name, why in groups]
 
 
 def list_verified(verified: Verified) -> list[tuple[str, str]]:
-    """Return rows on drafts and the passes over all tokens that verified them."""
+    """Return the report's rows on drafts under lossless=True, and the passes over all tokens that verified them."""
     drafts = (
         f"{verified.accepted:,} of {verified.drafted:,} tokens accepted; {verified.per_pass:.1f} tokens a pass over all tokens"
     )
@@ -179,7 +182,7 @@ def _format_time(seconds: float) -> str:
 
 
 def align_rows(rows: Sequence[tuple[str, str]]) -> str:
-    """Return rows of a name and a value as aligned lines."""
+    """Join rows of a name and a value to aligned lines."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

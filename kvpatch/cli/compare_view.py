@@ -222,6 +222,6 @@ def draw_picture(result: DivergenceTable, tolerance: float, title: str) -> Any:
     for row in result.rows:
         if row.figures is not None:
             curves.setdefault(row.policy, []).append((row.figures.nbytes, row.figures.kl))
-    return plotting.divergence(
+    return plotting.draw_divergence(
         {policy: sorted(points) for policy, points in curves.items()}, CHANCE, result.nbytes, tolerance, title
     )

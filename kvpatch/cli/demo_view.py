@@ -141,4 +141,4 @@ def draw_picture(outcomes: list[DemoOutcome], reports: Reports, text: TextBatch)
 
     ks = dict.fromkeys(one.k for one in outcomes if one.policy != "full")
     columns = [[panel(one) for one in outcomes if one.k == k or one.policy == "full"] for k in ks]
-    return plotting.panels(columns, text.marks, "Which tokens of one prompt each policy kept when it had been read")
+    return plotting.draw_panels(columns, text.marks, "Which tokens of one prompt each policy kept when it had been read")

@@ -67,7 +67,7 @@ class FeatureSet:
 
 
 def refuse(path: str, asked: FeatureSet) -> None:
-    """Raise KVPatchError if something that is asked for does not go with `path`, a feature of REFUSED that begins."""
+    """Raise KVPatchError if something that is asked for does not go with `path`, a feature of REFUSED that is about to run."""
     if (why := why_not(path, asked)) is not None:
         raise KVPatchError(why)
 

@@ -495,7 +495,7 @@ def test_compare_on_a_text_of_ones_own(prompt, tmp_path):
 def test_the_picture_has_a_line_per_policy(monkeypatch):
     """Its x is the bytes held at the end: a policy that evicts once holds more than one of the same budget that goes on."""
     drawn = {}
-    monkeypatch.setattr(plotting, "divergence", lambda *given: drawn.update(given=given))
+    monkeypatch.setattr(plotting, "draw_divergence", lambda *given: drawn.update(given=given))
     chance = Row("random", "0.5", one(0.2, 0.9, 500))
     low = Row("h2o", "0.2", DivergenceFigures(20, 0.3, 1.0, 0.9, None, 200, (20, 20), 20.0))
     compare_view.draw_picture(DivergenceTable([chance, GOOD, BROKEN, low], 1000, 90, 10, 9), 0.05, "title")
@@ -503,15 +503,15 @@ def test_the_picture_has_a_line_per_policy(monkeypatch):
     assert (curves, chance) == ({"random": [(500, 0.2)], "h2o": [(200, 0.3), (500, 0.04)]}, "random")
     assert (full, rest) == (1000, [0.05, "title"])
     monkeypatch.undo()
-    axes = plotting.divergence(curves | {"full": [(1000, 0.0)]}, chance, full, *rest).axes[0]
+    axes = plotting.draw_divergence(curves | {"full": [(1000, 0.0)]}, chance, full, *rest).axes[0]
     assert [line.get_label() for line in axes.lines] == ["random (chance)", "h2o", "full", "tolerance, 0.05", "full cache"]
     assert [line.get_linestyle() for line in axes.lines] == ["--", "-", "-", ":", "-"]
     assert axes.get_xlabel() == "keys and values held at the end, KiB"
     assert axes.lines[1].get_xdata().tolist() == [200 / 1024, 500 / 1024]
     low, high = axes.transData.transform([(0.5, 0.0), (0.5, 0.3)])[:, 1]
     assert math.isfinite(low) and axes.bbox.y0 <= low < high < axes.bbox.y1  # zero has a place on the axis
-    assert plotting.divergence(curves, chance, full, *rest).axes[0].get_ylim() == (0.02, 0.6)  # and none without a use
-    assert plotting.divergence({"full": [(50, 0.0)]}, chance, 50, 0.0, "title").axes[0].get_ylim() == (0.0, 1e-4)
+    assert plotting.draw_divergence(curves, chance, full, *rest).axes[0].get_ylim() == (0.02, 0.6)  # and none without a use
+    assert plotting.draw_divergence({"full": [(50, 0.0)]}, chance, 50, 0.0, "title").axes[0].get_ylim() == (0.0, 1e-4)
 
 
 MISTAKES = [

@@ -15,7 +15,7 @@ import torch
 import kvpatch
 from kvpatch.arch.upstream import cache_of
 from kvpatch.hooks import lossless
-from kvpatch.plotting import new_figure, save, style
+from kvpatch.plotting import find_style, new_figure, save
 
 from .chat import Frame
 from .link import write_estimate
@@ -128,7 +128,7 @@ def draw(lines: Path, path: Path) -> None:
         by_k = [own for k in (0.05, 0.1, 0.2, 0.3) if (own := _select(found, label, k, lossless.MOST))]
         if not by_k:
             continue
-        colour, marker = style(DRAFTING[label].policy)
+        colour, marker = find_style(DRAFTING[label].policy)
         x, y = ([_mean(own, name) for own in by_k] for name in ("held", "moved"))
         axes.plot(x, y, color=colour, marker=marker, ms=6, lw=1.2, label=label, ls="-" if "window" in label else ":")
     for x, y, name in ((1.0, 0.0, "full on the device"), (LAYERS_HELD, 1.0, "transformers' offloaded cache")):

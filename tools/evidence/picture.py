@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvpatch.plotting import new_figure, save, style
+from kvpatch.plotting import find_style, new_figure, save
 
 from .page import Results, Use
 from .settings import LABELS, NULL, ROWS
@@ -26,7 +26,7 @@ def draw(folder: Path, uses: tuple[Use, ...], path: Path) -> None:
                 continue
             x, y = zip(*points, strict=True)
             if label in SHOWN or label == NULL:
-                colour, marker = COLOURS.get(label) or style(ROWS[label].policy)
+                colour, marker = COLOURS.get(label) or find_style(ROWS[label].policy)
                 dashed = "--" if label == NULL else "-"
                 axes.plot(x, y, color=colour, marker=marker, ms=6, lw=1.8, ls=dashed, label=label, zorder=3)
             else:
