@@ -235,7 +235,8 @@ MUTANTS = {
         "policies/merging.py", "target = index_BHK.shape[-1] - 1 - target", "target = target * 0",
         f"{PARTS}::test_merged[h2o-merged]"),
     "refitted values pulled towards zero": (
-        "policies/refitting.py", "kept_BHKD + change_BHKD, kept_BHKD)", "change_BHKD, kept_BHKD)", f"{PARTS}::test_refitted[kvzip-refit]"),
+        "policies/refitting.py", "kept_BHKD + change_BHKD, kept_BHKD)", "change_BHKD, kept_BHKD)",
+        f"{PARTS}::test_refitted[kvzip-refit]"),
     "a block's scores dropped": (
         "attention/prefill.py", "        call.add(sums)", "        if call.now.final:\n            call.add(sums)",
         f"{PARTS}::test_blocks[h2o-7]"),
