@@ -244,7 +244,7 @@ class Patch:
         return texts * tokens * (8 + 4 * sum(shape.heads for shape in self._target.shapes()))
 
     def replay(self, record: Record | Sequence[Record]) -> AbstractContextManager[None]:
-        """Let passes without a cache follow a record inside a with-block; see `kvpatch.replay`. Others are on the budget.
+        """Let passes without a cache follow a record inside a with-block; see `kvpatch.replay`. Passes with one use the budget.
 
         Raises:
             KVPatchError: the record is of another model, or the patch was removed.
@@ -292,7 +292,7 @@ class Patch:
         self._state.log.close()
 
     def restore(self) -> None:
-        """Put the model back, newest change first.
+        """Restore the model's modules, newest change first; `remove` and the end of a block call it.
 
         An interrupt is raised after everything is restored; the undo that it stopped is run again.
         """

@@ -70,7 +70,7 @@ def new_figure(**options: Any) -> Figure:
 
 
 def encode_png(figure: Figure, dpi: int = 90) -> bytes:
-    """Return a figure as a PNG."""
+    """Return the bytes of a figure as a PNG, for notebooks."""
     data = BytesIO()
     figure.savefig(data, format="png", dpi=dpi)
     return data.getvalue()
@@ -87,7 +87,7 @@ def find_style(policy: str) -> tuple[str, str]:
 
 
 def draw_heads(kept_LHT: Tensor, title: str) -> Figure:
-    """Draw kept_LHT (bool [L,H,T]): a line per layer and head, a column per token, filled if the head holds the token."""
+    """Draw the tokens that each head holds, kept_LHT (bool [L,H,T]): a line per layer and head, a column per token."""
     L, H, n = kept_LHT.shape
     figure = new_figure(figsize=(11, 1.4 + min(0.13 * L * H, 12)), layout="constrained")
     axes = figure.add_subplot()
@@ -110,7 +110,7 @@ def draw_heads(kept_LHT: Tensor, title: str) -> Figure:
 
 
 def draw_budgets(held_LH: Tensor, title: str) -> Figure:
-    """Draw held_LH (int [L,H]), the tokens that each head holds: a line per layer, a cell per head."""
+    """Draw how many tokens each head holds, held_LH (int [L,H]): a line per layer, a cell per head."""
     L, H = held_LH.shape
     figure = new_figure(figsize=(2.5 + 0.7 * H, 1.6 + 0.35 * L), layout="constrained")
     axes = figure.add_subplot()

@@ -170,7 +170,7 @@ def list_verified(verified: Verified) -> list[tuple[str, str]]:
 
 
 def format_times(seconds: Mapping[str, float]) -> str:
-    """Return the time to the first token and per further token, as far as they are known."""
+    """Write the time of the last generate() to the first token and per further token, as far as they are known."""
     if "first_token" not in seconds:
         return f"{_format_time(seconds['total'])} in all"
     further = f", {_format_time(seconds['per_token'])} for each further one" if "per_token" in seconds else ""
@@ -188,7 +188,7 @@ def align_rows(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def html_table(rows: Sequence[tuple[str, str]], image: str | None) -> str:
-    """Return rows as an HTML table, and below it a picture, a PNG in base64."""
+    """Write rows as an HTML table for notebooks, and below it a picture, a PNG in base64."""
     cells = "".join(
         f"<tr><th style='text-align:left'>{html.escape(name)}</th><td style='text-align:left'>{html.escape(value)}</td></tr>"
         for name, value in rows

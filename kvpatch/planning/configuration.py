@@ -48,7 +48,7 @@ class Layer:
 
 
 def refusing_values(read: Callable[..., Read]) -> Callable[..., Read]:
-    """Wrap a reader of a Configuration: errors from a bad value in config.json become a KVPatchError that names the file."""
+    """Decorate a reader of a Configuration: an error from a bad value in config.json becomes a KVPatchError with its name."""
 
     @functools.wraps(read)
     def read_or_refuse(config: Configuration, *told: object) -> Read:
@@ -110,7 +110,7 @@ class Configuration:
 
     @classmethod
     def read(cls, path: Path, name: str) -> Configuration:
-        """Read a config.json. Raises KVPatchError if it is not one."""
+        """Read a config.json and make a Configuration of it. Raises KVPatchError if it is not one."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -157,7 +157,7 @@ class Configuration:
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """KV heads, which some families count in another way than num_key_value_heads."""
         if self.kind == "falcon":
             many = self.get("num_kv_heads") if self.get("new_decoder_architecture") else None
             return many or (
@@ -175,7 +175,7 @@ class Configuration:
 
     @refusing_values
     def read_shape(self) -> Shape:
-        """Return the layers, states and positions that give the cache's size. Raises KVPatchError if they are missing."""
+        """Read the layers, states and positions that give the cache's size, for a plan. Raises KVPatchError without them."""
         kinds, windows = self._list_kinds(), self._list_windows()
         borrowed = self.get("num_kv_shared_layers") or 0
         rows = list(enumerate(zip(kinds, windows, strict=True)))[: len(kinds) - borrowed]

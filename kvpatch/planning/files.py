@@ -36,7 +36,7 @@ def find_weights(name: str, revision: str | None = None) -> Weights | None:
 
 
 def _ask_hub(name: str, revision: str | None) -> Weights | None:
-    """Read the header of a model's only file on the hub; None if that fails, for whatever reason."""
+    """Read the bytes of the weights from the safetensors headers on the hub; None if that fails, for whatever reason."""
     try:
         from huggingface_hub import get_safetensors_metadata
 
@@ -48,7 +48,7 @@ def _ask_hub(name: str, revision: str | None) -> Weights | None:
 
 
 def _download_file(name: str, file: str, revision: str | None) -> Path:
-    """Return a small file of a model on the hub, from huggingface_hub's cache if it is there."""
+    """Download a small file of a model on the hub, and return its path; one in huggingface_hub's cache is taken from there."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:

@@ -112,7 +112,7 @@ def _check_arguments(
 
 
 def _parse_memory(memory: object) -> int | None:
-    """Return the bytes of a memory. Raises KVPatchError if it is none."""
+    """Convert `memory=` of a plan to bytes; None stays. Raises KVPatchError if it is no size."""
     found = parse_bytes(memory) if isinstance(memory, str) else memory
     if memory is None or (isinstance(found, int) and not isinstance(found, bool) and found > 0):
         return None if memory is None else found  # type: ignore[return-value]
@@ -137,7 +137,7 @@ def _choose_tokens(shape: Shape, tokens: int | None, new: int, name: str) -> int
 
 
 def _find_dtype(dtype: str, shape: Shape) -> str:
-    """Return the dtype of weights and cache. Raises KVPatchError if it is unknown."""
+    """Return the dtype of weights and cache that a plan counts. Raises KVPatchError if it is unknown."""
     if dtype == "auto":
         return shape.dtype
     if dtype not in ITEMSIZES:

@@ -107,7 +107,7 @@ def list_rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def write_title(plan: Plan) -> str:
-    """Write what is planned, in a line."""
+    """Write the first line of a plan's table: the model, the policy, and the requests."""
     new = f" and {plan.new:,} new ones" if plan.new else ""
     requests = "one request" if plan.batch == 1 else f"{plan.batch:,} requests"
     return (

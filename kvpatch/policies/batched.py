@@ -25,14 +25,14 @@ class Batched:
     """
 
     def map_rows(self: Owner, change: Callable[[Tensor], Tensor]) -> Owner:
-        """Return a copy with `change`, which acts along the first axis, applied to every tensor."""
+        """Return a copy with every tensor replaced by `change(tensor)`, which reorders, repeats or drops rows (axis 0)."""
         new = copy.copy(self)
         new.change_rows(change)
         return new
 
     @classmethod
     def cat(cls: type[Owner], parts: Sequence[Owner]) -> Owner:
-        """Concatenate the rows of several objects of one class; fields that are no tensors are the first one's."""
+        """Return an object with the rows of several of one class, as caches are joined; other fields are the first one's."""
         new = copy.copy(parts[0])
         for name, value in vars(parts[0]).items():
             if isinstance(value, Tensor):
@@ -46,7 +46,7 @@ class Batched:
 
 
 def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to the tensors in a value, also in lists, dicts and Batched objects; return others unchanged."""
+    """Return a value with `change` applied to its tensors, also in lists, dicts and Batched objects; others are unchanged."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Batched):

@@ -42,7 +42,7 @@ def share(value: int | float, of: int) -> int:
 
 
 def parse_bytes(text: str) -> int | None:
-    """Return the bytes of a size such as "512MB" or "2GiB", or None if `text` is not a size."""
+    """Return the bytes of a size that a user gives, such as "512MB" or "2GiB"; None if `text` is not a size."""
     match = _SIZE.fullmatch(text)
     if match is None or match[2].upper() not in _BYTES:
         return None
@@ -50,14 +50,14 @@ def parse_bytes(text: str) -> int | None:
 
 
 def check_count(name: str, value: object, unit: str, least: int = 1) -> None:
-    """Raise KVPatchError unless `value` is an int between `least` and MAX_POSITION; `unit` names what it counts."""
+    """Raise KVPatchError unless an option is an int between `least` and MAX_POSITION; `unit` names what it counts."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_POSITION:
         most = f", at most {MAX_POSITION}" if isinstance(value, int) and value > MAX_POSITION else ""
         raise KVPatchError(f"{name}={value!r} must be a number of {unit}, at least {least}{most}.")
 
 
 def check_k(k: object, shown: str | None = None) -> None:
-    """Raise KVPatchError unless `k` is one valid budget: tokens, a share or a size; shown: how the message names it."""
+    """Raise KVPatchError unless `k`, as a user gives it, is one budget: tokens, a share or a size; shown: names it."""
     shown = f"k={k!r}" if shown is None else shown
     if isinstance(k, bool) or not isinstance(k, int | float | str):
         raise KVPatchError(f"{shown} is not a budget. {_WANTED}")
@@ -74,7 +74,7 @@ def check_k(k: object, shown: str | None = None) -> None:
 
 
 def as_python(k: object) -> object:
-    """Convert a number, or a list of numbers, of numpy or torch to Python's; return anything else unchanged."""
+    """Convert an argument that is a number or an array of numpy or torch to Python's numbers; return others unchanged."""
     if not hasattr(k, "tolist") or getattr(k, "is_meta", False):
         return k
     return k.tolist()
@@ -115,7 +115,7 @@ def says_one_token(k: object) -> bool:
 
 
 def read_number(text: str) -> int | float | str:
-    """Return the tokens or the share that a text gives, in range or not; other texts unchanged."""
+    """Return the tokens or the share that a text of the user gives, in range or not; other texts, as sizes, unchanged."""
     digits, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
     if digits.isdecimal() and not percent and len(digits) < 20:
         return int(digits)
@@ -174,7 +174,9 @@ class Rule:
         """Raise KVPatchError unless the policy and a layer of so many KV heads can work with this budget."""
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens [B,H,1] that each head keeps, and `EvictionContext.lost_BH1` after that: if it weighs or moves.
+        """Count the tokens [B,H,1] that each head keeps at an eviction, and the scores that it has lost by then, or None.
+
+        Called for budgets that follow the text: `moves` or `weighs` is True.
 
         keys_BHT: eviction keys by score alone, those of empty slots FIRST.
         """
@@ -341,7 +343,7 @@ def _find_byte_size(k: object) -> str:
 def _parse_layer(
     k: object, where: str, bytes_per_token: int, fixed: int, extra: int
 ) -> int | float | tuple[int | float, ...] | Rule:
-    """Check a layer's entry of a list `k`: return its budget, or a tuple of one per head.
+    """Check one layer's entry of a list `k` for Budget.parse: return its budget, or a tuple of one per head.
 
     where: names the entry in errors, as "k[3]". The other arguments are those of Budget.parse.
     """
@@ -362,7 +364,7 @@ def _parse_layer(
 
 
 def _count_tokens(k: int | float | str, bytes_per_token: int, reserved: int, fixed: int, extra: int) -> int | float:
-    """Return the tokens that a size in bytes holds; other budgets stay. Raises KVPatchError if it holds none.
+    """Convert a budget that is a size in bytes to tokens, for Budget.parse; others stay. Raises KVPatchError if it holds none.
 
     reserved: bytes of sliding-window layers. fixed, extra: as in Budget.parse.
     """

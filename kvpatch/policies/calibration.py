@@ -133,7 +133,7 @@ class TriAttention(CalibratedScore):
 
 
 def _standardize_scores(x_BHGT: Tensor, context: EvictionContext) -> Tensor:
-    """Return x less its mean over its standard deviation, over tokens held that are not of a kept prompt."""
+    """Return x less its mean, divided by its standard deviation, both over the held tokens that are of no kept prompt."""
     counted = context.positions_BHT >= (context.limits.prompt.clamp(min=0) if context.limits.any_prompt else 0)
     counted = counted[:, :, None]
     x, count = x_BHGT.masked_fill(~counted, 0.0), counted.sum(-1, keepdim=True).clamp(min=1)
@@ -166,7 +166,7 @@ class WholeHeads(CalibratedScore, Recency):
     calibrated: ClassVar[tuple[str, ...]] = ("area",)
 
     def budget(self, k: object, policy: Any, bounds: Sequence[int | None]) -> object:
-        """Return the table k[layer][head] in which the share `k` of the heads keeps everything; k=1.0 stays."""
+        """Return the table k[layer][head] in which the share `k` of heads keeps all, before a model is patched; 1.0 stays."""
         part = None if is_list(k) or isinstance(k, Rule) else parse_k(k)
         if not isinstance(part, float):
             raise KVPatchError(

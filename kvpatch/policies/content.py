@@ -126,7 +126,7 @@ class LagKV(Score):
         check_count("lag", self.lag, "tokens")
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return each token's rank in its partition, in [0, 1]; 1 for sinks and the last whole partition on (see the class)."""
+        """Return each token's rank in its partition, where a prompt ends; 1 for sinks and from the last whole partition on."""
         position = context.positions_BHT
         order, n_BH1 = text_order(position)
         start_BH1 = ((position >= 0) & (position < context.limits.first)).sum(-1, keepdim=True)
@@ -198,7 +198,7 @@ class Leverage(Score):
         return (sketched * solved.transpose(-1, -2)).sum(-1).clamp_min(0).to(keys.dtype)
 
     def _draw_sketch(self, context: EvictionContext, H: int, D: int) -> Tensor:
-        """Draw the random matrix of each head [H,D,sketch]; layers and heads draw independently, rows of a batch share it."""
+        """Draw the random matrix of each head [H,D,sketch], the same at every eviction; layers and heads draw independently."""
         device = context.positions_BHT.device
         head, row = (torch.arange(n, device=device) for n in (H, D))
         at = context.parallel.first(H) + head[:, None, None], row[:, None], torch.arange(self.sketch, device=device)
@@ -270,7 +270,7 @@ def _standardize_scores(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) ->
 
 
 def text_order(positions_BHT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slots of each head in text order [B,H,T], empty ones last, and the number of tokens [B,H,1]."""
+    """Sort the slots of each head by position: their indices [B,H,T], empty slots last, and the number of tokens [B,H,1]."""
     real = positions_BHT >= 0
     last = torch.iinfo(positions_BHT.dtype).max
     return positions_BHT.masked_fill(~real, last).argsort(-1), real.sum(-1, keepdim=True)

@@ -124,7 +124,7 @@ class EvictionContext:
     _mean: Tensor | None = field(default=None, repr=False)
 
     def view(self, kind: type[Viewed[View]]) -> View:
-        """Return what a need of this kind sees: context.view(Held) returns keys and values.
+        """Return what a need of this kind reads of the layer, for a score or scope: context.view(Held) returns keys and values.
 
         Raises:
             KVPatchError: neither the score nor the scope declares it.
@@ -137,7 +137,7 @@ class EvictionContext:
 
     @property
     def rows_seen(self) -> Tensor:
-        """Number of query rows that could see each token so far, its own included: c [B,H,T], in the sums' dtype."""
+        """Number of query rows that could see each token so far: c [B,H,T], in the sums' dtype. Computed once per eviction."""
         if self._rows_seen is None:
             next_B11, positions = self.newest_B11 + 1, self.positions_BHT
             until = next_B11 if self.sliding is None else torch.minimum(next_B11, find_end(self.sliding, positions))
@@ -153,7 +153,7 @@ class EvictionContext:
 
     @property
     def mean(self) -> Tensor:
-        """Mean attention probability [B,H,T] of each token over the query rows that could see it."""
+        """Mean attention [B,H,T] that each token got from the query rows that could see it. Computed once per eviction."""
         if self._mean is None:
             mean = self.state["sum"] / self.rows_seen
             self._mean = mean if self.group == 1 else mean.div_(self.group)
@@ -217,7 +217,7 @@ class Limits(Batched):
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]], device: torch.device) -> Limits:
-        """Build the limits of a batch from one tuple (first, newest, prompt, deviation, observed, nominal) per row."""
+        """Make the limits of a batch, where a prompt ends, from a tuple of SIZES per row (Scope.limits)."""
         first, newest, prompt, deviation, _, _ = zip(*rows, strict=True)
         count = deviation[0] if len(set(deviation)) == 1 else None
         sizes = on_device(rows, device).T.contiguous().view(6, len(rows), 1, 1)
@@ -227,7 +227,7 @@ class Limits(Batched):
 
     @classmethod
     def cat(cls, parts: Sequence[Limits]) -> Limits:
-        """Concatenate the rows of several limits."""
+        """Concatenate the rows of several limits, when caches are joined or layers are stacked."""
         found: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in SIZES}
         found |= {name: any(getattr(part, name) for part in parts) for name in FLAGS}
         counts = {part.deviation_count for part in parts}

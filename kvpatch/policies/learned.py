@@ -16,7 +16,7 @@ LEAST = 1e-4
 
 
 def list_features(k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> Tensor:
-    """Return the features of tokens [B,H,Q,F], in the scores' dtype: see Learned. F is `measures.MORE` above the values' size.
+    """Return the features [B,H,Q,F] from which Learned scores a token, as it is cached or learned from. F: values' size + 4.
 
     Args:
         k_BHQD: keys, with or without their rotation.

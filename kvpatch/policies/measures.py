@@ -127,7 +127,7 @@ class Sample:
 
     @property
     def kinds(self) -> tuple[Of, ...]:
-        """Kinds of statistics that can be measured of it."""
+        """Kinds of statistics (Measure.kind) that can be measured of this sample."""
         if self.x_HTF is not None:
             return ("scores",)
         more: tuple[tuple[Of, object], ...] = (("turned", self.rotation), ("outputs", self.area_HT))
@@ -159,7 +159,7 @@ class Measure:
     adds_up: bool = True
 
     def add_piece(self, sums: Totals | None, sample: Sample) -> Totals:
-        """Return the sums over a text with those of its next piece added, on the CPU, in float64 unless they are integers."""
+        """Return `sums`, those of a text so far, plus those of its next piece, on the CPU, in float64 unless integers."""
         if sums is not None and not self.adds_up:
             return sums
         found = tuple(one.double().cpu() if one.is_floating_point() else one.cpu() for one in self.of(sample))

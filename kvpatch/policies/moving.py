@@ -218,7 +218,7 @@ def _clamp_counts(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:
 
 
 def _weigh_tokens(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Tensor:
-    """Return the scores [B,H,T] that are added up; 0 for tokens that do not count (see Mass)."""
+    """Return the scores [B,H,T] that Mass adds up at an eviction; 0 for tokens that do not count (see Mass)."""
     counted = keys_BHT >= 0
     if (dead := context.dead_BHT) is not None:  # protected ones too
         counted = counted & ~dead

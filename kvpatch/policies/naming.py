@@ -70,7 +70,7 @@ def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -
 
 
 def suggest_policy(name: object, known: Collection[str]) -> str:
-    """Return ``" Did you mean 'refit(h2o)'?"`` with the nearest policy, or combination of one; an empty string if none is."""
+    """Return ``" Did you mean 'refit(h2o)'?"`` for an error about an unknown policy or combination; "" if none is near."""
     around, base = [], str(name)
     while (call := _CALL.fullmatch(base)) is not None:
         around.append(find_nearest(call[1], COMBINATIONS))

@@ -17,7 +17,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _mix_bits(h: Tensor) -> Tensor:
-    """Apply MurmurHash3's 32-bit finalizer to an int64 tensor (the low 32 bits of a wrapped product are exact)."""
+    """Hash each number by MurmurHash3's 32-bit finalizer, in int64: a product's low 32 bits stay right when it wraps around."""
     h = h ^ (h >> 16)
     h = (h * 0x85EBCA6B) & _MASK
     h = h ^ (h >> 13)

@@ -26,7 +26,7 @@ def is_own(part: object) -> bool:
 
 
 def call_value(score: Score, policy: str, context: EvictionContext) -> Tensor:
-    """Return the values [B,H,T] of a user's score, checked.
+    """Return the values [B,H,T] of a user's score, checked, at each eviction.
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
@@ -40,7 +40,7 @@ def call_value(score: Score, policy: str, context: EvictionContext) -> Tensor:
 
 
 def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | None:
-    """Return the tokens that a user's scope protects, bool [B,H,T], or None, checked.
+    """Return the tokens that a user's scope protects, bool [B,H,T], or None, checked, at each eviction.
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.

@@ -102,7 +102,7 @@ class Policy:
         return [part for name, _, _ in _PARTS if (part := getattr(self, name)) is not None]
 
     def options(self) -> dict[str, Any]:
-        """Return the current value of every option by name; where parts that share a name differ, a tuple with one of each."""
+        """Return the value of every option by name, as `with_options` takes them; a tuple where parts of one name differ."""
         found: dict[str, list[Any]] = {}
         for part in self._list_parts():
             for f in dataclasses.fields(part):
@@ -235,7 +235,7 @@ _PARTS: tuple[tuple[str, type, bool], ...] = (
 
 
 def _explain_schedules(schedules: tuple[str, ...]) -> str:
-    """Say why a score has no other schedules."""
+    """Write for an error why a score has these schedules alone."""
     if "prompt" in schedules:
         return "scores tokens by the prompt's last rows, which a generated token does not have"
     if "both" in schedules:

@@ -274,7 +274,7 @@ def register_policy(name: str, policy: Policy, *, exist_ok: bool = False) -> Non
 
 
 def unregister_policy(name: str) -> None:
-    """Remove a policy from the names that `patched` and the command line know.
+    """Remove a policy from the registry, so that `patched` and the command line no longer know its name.
 
     Raises:
         KVPatchError: there is no policy of that name.

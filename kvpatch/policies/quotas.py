@@ -27,7 +27,7 @@ MESSAGES = "messages"  # the word of `quota=` for the messages of a chat
 
 
 def read_quota(quota: Any) -> list[Span] | Tensor:
-    """Convert `quota=` to spans (start, stop), or to an int64 tensor of span numbers.
+    """Convert `quota=`, as a user gives it, to spans (start, stop), or to an int64 tensor of span numbers.
 
     Args:
         quota: (start, stop) for each span, or the number of its span for each token, [n] or [B,n], -1 for none.
@@ -61,7 +61,7 @@ def _say_forms(what: str) -> str:
 
 
 def _read_spans(quota: Any) -> list[Span] | None:
-    """Return a list of pairs as spans; None if it is something else."""
+    """Return `quota=` as spans if it is a list of pairs; None if it is something else. Raises KVPatchError for bad pairs."""
     if not isinstance(quota, list | tuple):
         return None
     if not quota:
@@ -79,7 +79,7 @@ def _read_spans(quota: Any) -> list[Span] | None:
 
 
 def number_columns(quota: Any, B: int, columns: int, device: torch.device) -> Tensor:
-    """Return the number of its span for each column of a prompt, int64 [B,columns]; -1 for none.
+    """Return the span number of each column of a prompt by `quota=`, as it is read: int64 [B,columns]; -1 for none.
 
     Raises:
         KVPatchError: spans end after the prompt, or the numbers have another shape.
@@ -104,7 +104,10 @@ def number_columns(quota: Any, B: int, columns: int, device: torch.device) -> Te
 
 
 def encode_spans(numbers_BN: Tensor, real_BN: Tensor) -> Tensor:
-    """Return `span` of each column of a prompt, int64 [B,N]. real_BN: False for padding, which no span has."""
+    """Encode span numbers as the state `span` (see the module), int64 [B,N], as a prompt is read.
+
+    real_BN: False for padding, which no span has.
+    """
     numbers = torch.where(real_BN, numbers_BN + 1, 0)
     ranked, place = numbers.sort(-1)
     begin, end = (torch.searchsorted(ranked, ranked, right=right) for right in (False, True))

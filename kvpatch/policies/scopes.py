@@ -21,7 +21,7 @@ TURNS = ("all", "each", "first")
 
 
 def check_size(name: str, value: object) -> None:
-    """Raise KVPatchError unless `value` is a number of tokens (int >= 0) or a share of the budget (float in [0, 1])."""
+    """Raise KVPatchError unless an option is a number of tokens (int >= 0) or a share of the budget (float in [0, 1])."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise KVPatchError(f"{name}={value!r} must be a number of tokens (int) or a share of the budget (float).")
     if isinstance(value, float) and value > 1.0:
@@ -201,7 +201,7 @@ class DeviationScope(Scope):
         return self.protected
 
     def mask(self, context: EvictionContext) -> Tensor | None:
-        """Add the tokens with the largest deviation of their attention to those that Scope protects."""
+        """Mask the tokens whose attention deviates most, and those that Scope protects, bool [B,H,T], at each eviction."""
         position, limits = context.positions_BHT, context.limits
         mean, seen = context.mean, context.rows_seen
         # variances rank tokens as their square roots do
@@ -239,7 +239,7 @@ class RangeScope(Scope):
         return self.ranges
 
     def mask(self, context: EvictionContext) -> Tensor | None:
-        """Add the tokens with the widest range of values to those that Scope protects."""
+        """Mask the tokens whose values have a large range, and those that Scope protects, bool [B,H,T], at each eviction."""
         position, limits, values = context.positions_BHT, context.limits, context.view(Held)[1]
         keys = score_keys(values.amax(-1) - values.amin(-1), position, signed=False)
         if limits.any_first:

@@ -29,7 +29,7 @@ Value = TypeVar("Value", bound=Callable[..., Tensor])
 
 
 def kernel_value(form: Form | Callable[[Any], Form]) -> Callable[[Value], Value]:
-    """Declare the source from which a fused decode kernel computes a score's `value`.
+    """Decorate a score's `value`: declare the source from which a fused decode kernel computes it.
 
     The declaration belongs to the decorated function: if a subclass overrides `value`, torch computes it.
 
@@ -367,7 +367,7 @@ class ObservationWindow(Score):
         return (position >= 0) & before if context.empty else before
 
     def _pool_scores(self, score: Tensor, position: Tensor, context: EvictionContext) -> Tensor:
-        """Pool scores [B,H,T] in text order over `kernel` neighbours, those in front of the observation window alone."""
+        """Pool scores [B,H,T], in text order, over `kernel` neighbouring tokens; those of the window are left out."""
         candidate = self._may_pool(position, context)
         if self.pooling == "avg":
             return F.avg_pool1d(score * candidate, self.kernel, stride=1, padding=self.kernel // 2)

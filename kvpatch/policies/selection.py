@@ -61,7 +61,7 @@ def eviction_keys(keys: Tensor, *, protected: Tensor | None, dead: Tensor | None
 
 
 def top(keys: Tensor, count_BH: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None]:
-    """Select the tokens that each head keeps.
+    """Select the tokens that each head keeps, where a prompt or block ends.
 
     Args:
         keys: eviction keys [B,H,T], slots in text order.
@@ -83,7 +83,7 @@ def top(keys: Tensor, count_BH: Tensor, counts: list[int]) -> tuple[Tensor, Tens
 
 
 def victims(keys: Tensor, empty: Tensor | None, count: int) -> Tensor:
-    """Return the slots [B,H,count] of the tokens to evict from each head.
+    """Return the slots [B,H,count] of the tokens that a decode step evicts from each head: those of the lowest keys.
 
     keys: eviction keys [B,H,T], computed without `empty`. empty: bool mask of empty slots, which are skipped.
     """
@@ -95,7 +95,7 @@ def victims(keys: Tensor, empty: Tensor | None, count: int) -> Tensor:
 
 
 def in_top(keys: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
-    """Return a bool mask [B,H,T] of the tokens with the highest keys of each head.
+    """Mask the tokens with the highest keys of each head, bool [B,H,T].
 
     Args:
         keys: [B,H,T], all different within a head.
@@ -132,7 +132,7 @@ class Selection:
     def eviction_keys(
         self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
     ) -> Tensor:
-        """Return eviction keys [B,H,T] whose top `context.keep_BH1` are the kept set; those of empty slots do not matter.
+        """Return eviction keys [B,H,T] whose top `context.keep_BH1` are the kept set; called when tokens are evicted.
 
         Args:
             context: with `keep_BH1`, which is None where heads are about to share a budget by score, and `norms`.
@@ -249,7 +249,7 @@ class TwoStage(Selection):
 
 
 def _one_for_all(count: Tensor) -> int | None:
-    """Return the value that all entries share, or None if they differ or reading them would synchronize a device."""
+    """Return the one value that all entries have, or None if they differ or reading them would make the host wait."""
     if not at_hand(count) or torch.compiler.is_compiling():
         return None
     low, high = count.aminmax()

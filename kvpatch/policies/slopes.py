@@ -33,7 +33,7 @@ class Pyramid:
             raise KVPatchError(f"beta={self.beta!r} must be a number of at least 1: the last layer gets budget / beta.")
 
     def split(self, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
-        """Return the tokens per KV head of each layer; they sum to n_layers * budget.
+        """Divide a budget over layers, where a prompt ends: the tokens per KV head of each; they sum to n_layers * budget.
 
         Args:
             budget: tokens per KV head of each layer under the uniform budget.

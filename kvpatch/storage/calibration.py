@@ -16,7 +16,7 @@ Layers = Mapping[int, Mapping[str, Tensor]]
 
 
 def save_calibration(calibration: Calibration, path: str | PathLike[str]) -> None:
-    """Write a calibration to the file `path`.
+    """Write a calibration to the file `path`, as `kvpatch calibrate` and `kvpatch learn` do.
 
     Raises:
         KVPatchError: the file cannot be written.

@@ -60,7 +60,7 @@ def write_whole(path: str | PathLike[str], save: Callable[[Path], object], what:
 
 
 def _flush_to_disk(path: Path) -> None:
-    """Flush a file or folder to the disk, so that it survives a power failure."""
+    """Flush a new file, or its folder, to the disk, so that it survives a power failure."""
     if os.name == "nt" and path.is_dir():
         return  # folders cannot be opened
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

@@ -53,7 +53,7 @@ def _read_entry(name: str, about: Any) -> Entry:
 
 
 def read_tensor(file: Any, name: str) -> Tensor:
-    """Copy a tensor out of an open file; safetensors' own tensors change with the file."""
+    """Copy a tensor out of an open file, while it is loaded; safetensors' own tensors would change with the file."""
     tensor = file.get_tensor(name).clone()
     if tensor.dtype == torch.bool and (tensor.view(torch.uint8) > 1).any():
         raise InvalidError("a truth value is neither 0 nor 1")
@@ -74,7 +74,7 @@ def are_counts(values: object, least: int = 0) -> bool:
 
 
 def parse_json(text: str) -> Any:
-    """Parse strict JSON: no duplicate names, no NaN or infinity, no deeper nesting than Python can parse."""
+    """Parse a file's description as strict JSON. Raises InvalidError for duplicate names, NaN, infinity and deep nesting."""
     try:
         return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant, parse_float=_parse_float)
     except RecursionError:

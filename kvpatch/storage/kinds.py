@@ -60,7 +60,7 @@ class Field:
 
 
 def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str = "") -> Description:
-    """Return `value` if it is a dict with exactly these fields, all valid.
+    """Return `value`, a part of a description that is read, if it is a dict with exactly these fields, all valid.
 
     Args:
         what: its name in an error about other names.
@@ -191,7 +191,7 @@ class FileKind:
         return Document(about, tensors, texts["checksum"])
 
     def parse_description(self, text: str, path: object, what: str = "its description") -> Description:
-        """Return the description in `text`, with its fields checked.
+        """Parse the description that a file has as `text`, and check its fields.
 
         path, what: name the file and the description in errors.
 

@@ -66,7 +66,7 @@ def load_lossless(
 
 
 def _check_rows(found: dict[str, Entry], shapes: list[LayerShape]) -> None:
-    """Raise InvalidError unless a file has the rows of all layers, alike in length and type, and nothing else."""
+    """Raise InvalidError unless a file's header lists the rows of all layers, alike in length and type, and nothing else."""
     wanted = {f"{index}.{ROWS}": shape.heads * (shape.key + shape.value) for index, shape in enumerate(shapes)}
     if found.keys() != {"ids", "places", *wanted}:
         raise InvalidError(f"it holds {', '.join(sorted(found)):.80}, not ids, places and the rows of {len(shapes)} layers")

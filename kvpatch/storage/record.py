@@ -54,7 +54,7 @@ def load_record(path: str | PathLike[str]) -> Record:
 
 
 def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
-    """Raise InvalidError unless there are token ids, and deaths of each layer."""
+    """Raise InvalidError unless a file's header lists token ids and the deaths (positions of eviction) of each layer."""
     layers = about["layers"]
     if len(found) != layers + 1 or {*found} != {"ids", *(f"{layer}.deaths" for layer in range(layers))}:
         raise InvalidError(f"it holds {', '.join(sorted(found)):.80} where ids and the deaths of {layers} layers belong")

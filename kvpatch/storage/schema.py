@@ -209,7 +209,7 @@ class _Layer:
 
 
 def _take_entry(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Entry:
-    """Remove the entry `name` from `left`, check it and return it; None in `shape` stands for any size."""
+    """Remove the entry `name` from `left`, and return it if it has this dtype and shape (None: any size), else InvalidError."""
     _check_condition(name in left, f"it holds no {name}")
     entry = left.pop(name)
     fits = len(entry.shape) == len(shape) and all(one in (None, size) for one, size in zip(shape, entry.shape, strict=True))

@@ -143,7 +143,7 @@ class Settings:
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a file, unless it is too large to be one of Settings."""
+    """Read the text of a file of Settings. Raises InvalidError if it is too large to be one, or no text."""
     with path.open("rb") as file:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:

@@ -64,7 +64,7 @@ class LayerRead(Protocol):
         """ALiBi's slopes; None without ALiBi."""
 
     def statistic(self, name: str) -> Tensor:
-        """Return the state tensor `name` of the used slots [B,H,T], to be written to; one of `states` begins as zero.
+        """Return the state tensor `name` of the used slots [B,H,T], which a need may write to; one of `states` begins as zero.
 
         Raises:
             KVPatchError: no entry() returns it, and no need has it among its `states`.
@@ -261,7 +261,7 @@ class Need(Generic[View]):
         return {}
 
     def saved(self, sizes: Mapping[str, int]) -> dict[str, tuple[int | None, ...]]:
-        """Return the shapes of the note's tensors in a saved cache by field; None is any size. sizes: of axes, by letter."""
+        """Return the shapes of the note's tensors by field, to check saved caches; None: any size. sizes: of axes by letter."""
         letters = {"1": 1, **sizes, **self.sizes}
         named = [] if self.note is None else [field.name for field in fields(self.note)]  # type: ignore[arg-type]
         return {name: tuple(letters.get(letter) for letter in name.rpartition("_")[2]) for name in named}

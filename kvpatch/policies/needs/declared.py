@@ -37,7 +37,7 @@ class Needs(tuple[AnyNeed, ...]):
     """
 
     def __init__(self, needs: Iterable[AnyNeed]) -> None:
-        """Set the attributes from the tuple's needs, which tuple.__new__ has stored."""
+        """Set the attributes; tuple.__new__ has stored the needs."""
         self.sums = tuple(need for need in self if isinstance(need, Sums))
         self.statistics = tuple(one.key for one in self.sums)
         asked = [need.rows for need in self]

@@ -28,7 +28,7 @@ class Recent(Note):
 
     @classmethod
     def make_empty(cls, width: int, like_BHGQD: Tensor, dtype: torch.dtype) -> Recent:
-        """Return a record of no queries."""
+        """Make a record without queries, where a layer's first prompt is read."""
         (B, H, G, _, D), device = like_BHGQD.shape, like_BHGQD.device
         positions = torch.full((B, width), -1, dtype=torch.long, device=device)
         return cls(torch.zeros(B, H, G, width, D, dtype=dtype, device=device), positions)
@@ -46,14 +46,14 @@ class Recent(Note):
         return Recent(record.q_BHGWD[:, :, :, :W].contiguous(), record.positions_BW[:, :W].contiguous())
 
     def restore(self, overwritten: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Write queries [B,H,G,Q,D] and their positions [B,Q] into columns [B,Q], in place."""
+        """Write queries [B,H,G,Q,D] and their positions [B,Q] into columns [B,Q], in place: at a step, and to take it back."""
         column_BQ, q_BHGQD, positions_BQ = overwritten
         at = column_BQ[:, None, None, :, None].expand(q_BHGQD.shape)
         self.q_BHGWD.scatter_(3, at, q_BHGQD.to(self.q_BHGWD.dtype))
         self.positions_BW.scatter_(1, column_BQ, positions_BQ)
 
     def overwritten_by(self, positions_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the columns, queries and positions that a step at these positions will overwrite; `restore` undoes it."""
+        """Return the columns, queries and positions that a step at these positions will overwrite, for `restore` to undo it."""
         column, (B, H, G, _, D) = positions_B1 % self.positions_BW.shape[1], self.q_BHGWD.shape
         at = column[:, None, None, :, None].expand(B, H, G, 1, D)
         return column, self.q_BHGWD.gather(3, at), self.positions_BW.gather(1, column)
@@ -83,7 +83,7 @@ class Looks:
     counted_BW: Tensor
 
     def mean(self, p_BHWT: Tensor) -> Tensor:
-        """Average p_BHWT over the queries that count: [B,H,T], 0 for tokens that are no candidates."""
+        """Average p_BHWT over the queries that count, for a score: [B,H,T], 0 for tokens that are no candidates."""
         counted_B1W1 = self.counted_BW[:, None, :, None].to(p_BHWT.dtype)
         mean_BHT = (p_BHWT * counted_B1W1).sum(2) / counted_B1W1.sum(2).clamp_min(1)
         return mean_BHT.masked_fill(~self.candidate_BHT, 0.0)

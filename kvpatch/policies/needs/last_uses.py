@@ -42,7 +42,7 @@ class LastUses(WindowAttention):
         return {"last_use": last, "interval": torch.ones_like(last)} if self.intervals else {"last_use": last}
 
     def step(self, step: StepRead) -> None:
-        """Note which tokens the step's query has used (more than `alpha`), and the longest time between two uses."""
+        """Write to the states which tokens a decode step used (attention > alpha), and the longest time between two uses."""
         super().step(step)
         layer, newest_B11 = step.layer, step.positions_B1[:, None]
         last, used = layer.statistic("last_use"), layer.statistic("observed") > self.alpha
