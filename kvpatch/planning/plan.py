@@ -8,7 +8,7 @@ from typing import Any
 from ..backends.entry_sizes import FULL, count_centre_bytes, count_entry_bytes
 from ..errors import KVPatchError, match_name, suggest
 from ..policies.budgets import MAX_POSITION, Budget, Rule, Size, check_count, parse_bytes
-from ..policies.naming import Division, find_division
+from ..policies.naming import Division, find_division, split_combination
 from ..policies.slopes import Pyramid
 from .configuration import ITEMSIZES, Shape
 from .counting import Counter, count_full, find_most, make_counter
@@ -102,7 +102,7 @@ def _check_arguments(
     if not isinstance(policy, str):
         raise KVPatchError(f"policy={policy!r} must be a policy's name, such as 'snapkv': kvpatch.list_policies() has all.")
     division = find_division(policy, schedule, options)
-    if match_name(policy, ("duo",)) is not None:
+    if match_name(split_combination(policy)[1], ("duo",)) is not None:
         raise KVPatchError("What duo holds depends on its calibration: plan another policy, such as 'snapkv'.")
     check_count("every", division.every, "tokens")
     check_count("window", division.protects, "tokens", least=0)

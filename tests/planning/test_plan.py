@@ -133,6 +133,7 @@ WRONG = (
     ({"policy": "snapvk"}, "Unknown policy 'snapvk'. Did you mean 'snapkv'?"),
     ({"policy": "refti(kvzip)"}, "Unknown policy 'refti(kvzip)'. Did you mean 'refit(kvzip)'?"),
     ({"policy": "duo"}, "plan another policy, such as 'snapkv'"),
+    ({"policy": "merged(Duo)"}, "plan another policy, such as 'snapkv'"),
     ({"policy": kvpatch.get_policy("h2o")}, "must be a policy's name, such as 'snapkv'"),
     ({"widow": 3}, "has no option 'widow'. Did you mean 'window'?"),
     ({"bits": 5}, "bits=5 must be 16, 8 or 4."),
