@@ -21,7 +21,7 @@ from ..policies.merging import Kept
 from ..policies.numbers import on_device
 from ..policies.parallel import WHOLE, Parallel
 from ..policies.quotas import count_quotas, share_out
-from ..policies.selection import FIRST, top
+from ..policies.selection import FIRST, select_top
 from . import anomaly
 from .decode import foresee
 from .layer_call import Call
@@ -295,7 +295,7 @@ def _compress_layer(
     unequal = evicts and (uneven or moves or min(room) != max(room))  # some heads evict while others are below budget
     if order is None and unequal:
         order = slots.positions[:, :, : slots.used]
-    index, kept = (None, None) if order is None else top(order, _fill_counts(call, count), counts)
+    index, kept = (None, None) if order is None else select_top(order, _fill_counts(call, count), counts)
     if scored and index is not None:
         _note_mass(call, index, kept)
     if kept is None and unequal and index is not None:

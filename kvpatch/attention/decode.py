@@ -14,7 +14,7 @@ from ..backends.dispatch import backend
 from ..backends.protocol import Case, Task
 from ..backends.torch_backend import UNCOUNTED, ProbabilityRows
 from ..policies.needs import StepRead
-from ..policies.selection import in_top, victims
+from ..policies.selection import find_victims, mask_top
 from ..policies.windows import keep_in_window
 from . import anomaly
 from .layer_call import Call
@@ -234,11 +234,11 @@ def _evict_over_budget(call: Call, newest_B11: Tensor, t: int) -> None:
     if call.rule.moves:
         keys = call.policy.eviction_keys(context, empty)
         count, slots.lost_BH1 = call.rule.kept(call.score, context, keys)
-        positions.masked_fill_(~in_top(keys, count, None), -1)
+        positions.masked_fill_(~mask_top(keys, count, None), -1)
         slots.set_free(slots.empty_slots())
         slots.mode.count(1)
         return
-    at = victims(call.policy.eviction_keys(context, None), empty, every)
+    at = find_victims(call.policy.eviction_keys(context, None), empty, every)
     if not slots.holes:
         if every > 1:
             slots.drop(at)

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..policies.content import text_order
+from ..policies.content import sort_by_position
 from ..policies.context import Limits
 from . import slots
 from .compatibility import check_compatible
@@ -215,7 +215,7 @@ def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
     heads, C = 0, new.positions.shape[2]
     for part in parts:
         positions = part.positions[:, :, : part.used].flatten(0, 1)
-        index, count_N1 = text_order(positions)
+        index, count_N1 = sort_by_position(positions)
         head, column = (torch.arange(index.shape[1], device=index.device) < count_N1).nonzero(as_tuple=True)
         taken = index[head, column]
         new.kv.write_at(new.kv.find_begins()[heads + head] + column, *part.kv.read_at(part.kv.find_begins()[head] + taken))

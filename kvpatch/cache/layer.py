@@ -19,7 +19,7 @@ from ..arch.upstream import CacheLayerMixin
 from ..backends.entries import FULL, Latent
 from ..errors import KVPatchError
 from ..policies.batched import change_tensors
-from ..policies.content import text_order
+from ..policies.content import sort_by_position
 from ..policies.context import OWN_STATE, Limits, accumulator
 from ..policies.needs import Note
 from ..policies.rhythm import list_moves, list_waits
@@ -509,7 +509,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         counts, goals = self.counts(), self.list_goals()
         with torch.inference_mode(False), torch.no_grad():
             (B, H, _), old = self.positions.shape, self.positions
-            order, held_BH1 = text_order(old)
+            order, held_BH1 = sort_by_position(old)
             order, kept = order[:, :, : max(counts)], torch.arange(max(counts), device=old.device) < held_BH1
             kv = slots.empty(self.kv, B, H, plan(counts, goals, self.count_spare), self.kv.centre)
             head, column = kept.flatten(0, 1).nonzero(as_tuple=True)

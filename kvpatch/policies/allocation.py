@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from .budgets import share
-from .selection import FIRST, LAST, in_top
+from .selection import FIRST, LAST, mask_top
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Adaptive:
             least_BN: tokens that each head receives in any case.
             total_B1: tokens of all N heads together.
         """
-        granted = in_top(key_BNT, least_BN[..., None], None)
+        granted = mask_top(key_BNT, least_BN[..., None], None)
         key_BNT = key_BNT.masked_fill(granted & (key_BNT > FIRST), LAST)  # LAST ranks above every score
         B, N, T = key_BNT.shape
         # count each head's tokens among the total_B1 best; stable: of equal entries the lower head's comes first

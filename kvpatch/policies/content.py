@@ -87,7 +87,7 @@ class Cur(Score):
 
     def value(self, context: EvictionContext) -> Tensor:
         """Return the scores [B,H,T] from the norms that `entry` stored, when tokens are evicted (see the class)."""
-        order, _ = text_order(context.positions_BHT)
+        order, _ = sort_by_position(context.positions_BHT)
         K, V = (self._compare_neighbours(context.state[name], order, context) for name in ("key_square", "value_square"))
         combined = {"product": K * V, "mean": (K + V) / 2, "key": K, "value": V}[self.combine]
         return torch.empty_like(combined).scatter_(-1, order, combined)
@@ -128,7 +128,7 @@ class LagKV(Score):
     def value(self, context: EvictionContext) -> Tensor:
         """Return each token's rank in its partition, where a prompt ends; 1 for sinks and from the last whole partition on."""
         position = context.positions_BHT
-        order, n_BH1 = text_order(position)
+        order, n_BH1 = sort_by_position(position)
         start_BH1 = ((position >= 0) & (position < context.limits.first)).sum(-1, keepdim=True)
         whole_BH1 = (n_BH1 - start_BH1) // self.lag
         rank = torch.arange(position.shape[-1], device=position.device)
@@ -249,7 +249,7 @@ class Compactor(Leverage):
         among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)  # the candidates
         attention = context.view(ChunkAttention)
         size = torch.linalg.vector_norm(context.view(Held)[1], dim=-1, dtype=attention.dtype)
-        order, _ = text_order(position)
+        order, _ = sort_by_position(position)
         weight = (attention * size).masked_fill(~among, 0.0).gather(-1, order)
         weight = torch.empty_like(weight).scatter_(-1, order, F.avg_pool1d(weight, 3, stride=1, padding=1))
         leverage = _standardize_scores(self._find_leverage(context, among), among, context.parallel)
@@ -269,7 +269,7 @@ def _standardize_scores(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) ->
     return (x_BHT - mean) / square.sqrt().clamp_min(1e-6)
 
 
-def text_order(positions_BHT: Tensor) -> tuple[Tensor, Tensor]:
+def sort_by_position(positions_BHT: Tensor) -> tuple[Tensor, Tensor]:
     """Sort the slots of each head by position: their indices [B,H,T], empty slots last, and the number of tokens [B,H,1]."""
     real = positions_BHT >= 0
     last = torch.iinfo(positions_BHT.dtype).max

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import KVPatchError
 from . import noise
 from .budgets import check_count
-from .content import text_order
+from .content import sort_by_position
 from .context import EvictionContext, accumulator
 from .needs import AnyNeed, Held, LastQueries, LastUses
 from .scores import Score, check_pooling, draw_anew
@@ -101,7 +101,7 @@ class RecentScore(Score):
         """
         if self.pooling is None:
             return score_BHT
-        order, _ = text_order(context.positions_BHT)  # candidates first
+        order, _ = sort_by_position(context.positions_BHT)  # candidates first
         pool, least = (F.avg_pool1d, 0.0) if self.pooling == "avg" else (F.max_pool1d, -torch.inf)
         ordered = score_BHT.masked_fill(~candidate_BHT, least).gather(-1, order)
         pooled = torch.empty_like(score_BHT)

@@ -15,7 +15,7 @@ from .context import EvictionContext
 from .needs import AnyNeed, Held, LastQueries, Sums, WindowAttention
 from .quotas import MESSAGES, read_quota
 from .scores import Score
-from .selection import LAST, in_top, score_keys
+from .selection import LAST, mask_top, score_keys
 
 TURNS = ("all", "each", "first")
 
@@ -209,7 +209,7 @@ class DeviationScope(Scope):
         keys = score_keys(variance, position, signed=False)
         if limits.any_prompt:  # an empty slot's key is -1 already, since its position is -1
             keys = keys.masked_fill(position < limits.prompt, -1)
-        steady, others = in_top(keys, limits.deviation, limits.deviation_count), super().mask(context)
+        steady, others = mask_top(keys, limits.deviation, limits.deviation_count), super().mask(context)
         return steady if others is None else steady | others
 
 
@@ -246,7 +246,7 @@ class RangeScope(Scope):
             keys = keys.masked_fill(position < limits.first, LAST)
         # an empty slot's position is -1
         keys = keys.masked_fill((position > context.recent_B11) | (position < limits.prompt.clamp(min=0)), -1)
-        ranges, others = in_top(keys, limits.deviation, limits.deviation_count), super().mask(context)
+        ranges, others = mask_top(keys, limits.deviation, limits.deviation_count), super().mask(context)
         return ranges if others is None else ranges | others
 
 

@@ -60,7 +60,7 @@ def eviction_keys(keys: Tensor, *, protected: Tensor | None, dead: Tensor | None
     return keys if empty is None else keys.masked_fill(empty, FIRST)
 
 
-def top(keys: Tensor, count_BH: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None]:
+def select_top(keys: Tensor, count_BH: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None]:
     """Select the tokens that each head keeps, where a prompt or block ends.
 
     Args:
@@ -82,7 +82,7 @@ def top(keys: Tensor, count_BH: Tensor, counts: list[int]) -> tuple[Tensor, Tens
     return index.clamp(max=keys.shape[-1] - 1), kept
 
 
-def victims(keys: Tensor, empty: Tensor | None, count: int) -> Tensor:
+def find_victims(keys: Tensor, empty: Tensor | None, count: int) -> Tensor:
     """Return the slots [B,H,count] of the tokens that a decode step evicts from each head: those of the lowest keys.
 
     keys: eviction keys [B,H,T], computed without `empty`. empty: bool mask of empty slots, which are skipped.
@@ -94,7 +94,7 @@ def victims(keys: Tensor, empty: Tensor | None, count: int) -> Tensor:
     return keys.topk(min(count, keys.shape[-1]), dim=-1, largest=False, sorted=False).indices
 
 
-def in_top(keys: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
+def mask_top(keys: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
     """Mask the tokens with the highest keys of each head, bool [B,H,T].
 
     Args:
@@ -239,7 +239,7 @@ class TwoStage(Selection):
         if out is not None:
             first, score = first.masked_fill(out, FIRST), score.masked_fill(out, 0.0)
         count_BH1 = (keep_BH1.double() * self.alpha + 1e-6).long()
-        critical = in_top(first, count_BH1, _one_for_all(count_BH1))
+        critical = mask_top(first, count_BH1, _one_for_all(count_BH1))
         if out is not None:
             critical = critical & ~out
         score = score.nan_to_num(0.0, posinf=torch.inf)  # one NaN would make all shares NaN

@@ -508,7 +508,7 @@ def torch_victim(slots, value, G, sliding, first, recent):
     dead = None if sliding is None else newest + 1 - position >= sliding
     order = selection.score_keys(score, position.clamp(min=0), signed=False)
     keys = selection.eviction_keys(order, protected=protected, dead=dead, empty=None)
-    return selection.victims(keys, position < 0, 1)[..., 0]
+    return selection.find_victims(keys, position < 0, 1)[..., 0]
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_tiers():
 @pytest.mark.parametrize("counts", [[4] * 6, [1, 2, 3, 9, 8, 4], [9] * 6, [1] * 6, [0, 2, 2, 2, 2, 2]])
 def test_the_top_of_each_head(counts):
     order, count_BH = orders(), torch.tensor(counts).view(2, 3)
-    index, kept = selection.top(order, count_BH, counts)
+    index, kept = selection.select_top(order, count_BH, counts)
     assert index.shape == (2, 3, max(counts))
     assert (kept is None) == (min(counts) == max(counts))
     for b, h in itertools.product(range(2), range(3)):
@@ -64,10 +64,10 @@ def test_the_top_of_each_head(counts):
 
 def test_a_victim_is_the_lowest_that_is_there():
     order = orders()
-    assert torch.equal(selection.victims(order, None, 1)[..., 0], order.argmin(-1))
+    assert torch.equal(selection.find_victims(order, None, 1)[..., 0], order.argmin(-1))
     empty = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order.argmin(-1, keepdim=True), True)
     second = order.sort(-1).indices[..., 1]
-    assert torch.equal(selection.victims(order, empty, 1)[..., 0], second)
+    assert torch.equal(selection.find_victims(order, empty, 1)[..., 0], second)
 
 
 @pytest.mark.parametrize("T", [8, 9])
@@ -78,10 +78,10 @@ def test_in_top(count, T):
     if count:
         want = want.scatter(-1, order.topk(min(count, T), -1).indices, True)
     each = torch.full((2, 1, 1), count)
-    assert torch.equal(selection.in_top(order, each, count), want)
-    assert torch.equal(selection.in_top(order, each, None), want)
+    assert torch.equal(selection.mask_top(order, each, count), want)
+    assert torch.equal(selection.mask_top(order, each, None), want)
     mixed = torch.tensor([0, count]).view(2, 1, 1)
-    assert torch.equal(selection.in_top(order, mixed, None), want & (torch.arange(2).view(2, 1, 1) == 1))
+    assert torch.equal(selection.mask_top(order, mixed, None), want & (torch.arange(2).view(2, 1, 1) == 1))
 
 
 @pytest.mark.parametrize("protected", [None, 1])

@@ -214,7 +214,7 @@ MUTANTS = {
         "attention/bound_step.py", "self.kv.encode_pair(k, v)", "self.kv.encode_pair(k, k)",
         "tests/attention/test_bound_step.py::test_bound_steps_are_the_steps[h2o]"),
     "stage one skipped": (
-        "policies/selection.py", "critical = in_top(first, count_BH1, _one_for_all(count_BH1))",
+        "policies/selection.py", "critical = mask_top(first, count_BH1, _one_for_all(count_BH1))",
         "critical = torch.zeros_like(first, dtype=torch.bool)", f"{PARTS}::test_options[critical-{{'alpha': 1.0}}]"),
     "norm of one query head instead of the group's mean": (
         "backends/value_norms.py", "rows_NDE, size = rows_HGDE.flatten(0, 1),",

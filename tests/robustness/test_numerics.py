@@ -9,7 +9,7 @@ from kvpatch.backends.protocol import Geometry, Keys
 from kvpatch.policies.context import Block, EvictionContext, Limits
 from kvpatch.policies.needs import NoisySums
 from kvpatch.policies.scopes import DeviationScope
-from kvpatch.policies.selection import TwoStage, score_keys, victims
+from kvpatch.policies.selection import TwoStage, find_victims, score_keys
 from kvpatch.policies.statistics import STATISTICS
 from tests.helpers.comparing import EVICTING, ONCE, SMALL, WINDOWED, certain, sorted_positions
 from tests.helpers.marks import slow_but
@@ -79,7 +79,7 @@ def test_a_score_that_is_nan_is_the_lowest_and_goes_oldest_first(signed, negativ
     # tokens 5 (NaN), 6 (the lowest score there is), 7 (NaN), then by score
     assert position[0, 0, ranked[0, 0].argsort()].tolist() == [5, 6, 7, 3, 9, 1]
     assert (ranked >= 0).all()
-    assert victims(ranked, None, 1).item() == 3
+    assert find_victims(ranked, None, 1).item() == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
