@@ -29,7 +29,7 @@ def find_nearest(name: object, known: Iterable[str]) -> str | None:
 
 
 def match_name(name: object, known: Iterable[str]) -> str | None:
-    """Return the one of `known` that `name` names, in any case and with any hyphens, underscores and spaces; None if none.
+    """Return the one of `known` that a user's `name` means, in any case, with any hyphens, underscores and spaces; or None.
 
     Example:
         >>> match_name("Ada-KV", ["snapkv", "adakv"])

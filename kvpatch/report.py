@@ -183,12 +183,12 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values that JSON can hold."""
-        plain = {
+        values = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in vars(self).items()
             if name != "positions"
         }
-        return plain | {
+        return values | {
             "budget": Budget(self.budget).described(),
             "backends": {task: {"name": name, "why": why} for task, (name, why) in self.backends.items()},
             "held": [layer.tolist() for layer in self._count_held()],

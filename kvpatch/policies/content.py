@@ -82,8 +82,8 @@ class Cur(Score):
             raise KVPatchError(f"combine={self.combine!r} must be 'product', 'mean', 'key' or 'value'.")
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        wide = accumulator(new.k_BHQD.dtype)
-        return {name: t.to(wide).square().sum(-1) for name, t in (("key_square", new.k_BHQD), ("value_square", new.v_BHQD))}
+        dtype = accumulator(new.k_BHQD.dtype)
+        return {name: t.to(dtype).square().sum(-1) for name, t in (("key_square", new.k_BHQD), ("value_square", new.v_BHQD))}
 
     def value(self, context: EvictionContext) -> Tensor:
         """Return the scores [B,H,T] from the norms that `entry` stored, when tokens are evicted (see the class)."""
@@ -189,7 +189,7 @@ class Leverage(Score):
         keys, real = context.view(PlainKeys), among_BHT[..., None]
         keys = keys.masked_fill(~real, 0.0)
         keys = (keys - keys.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)).masked_fill(~real, 0.0)
-        # float64: beside large keys float32 rounds the ridge away, and a singular matrix has no Cholesky factor
+        # float64: next to large keys float32 rounds the ridge away, and a singular matrix has no Cholesky factor
         sketched = (keys @ self._draw_sketch(context, *keys.shape[1::2]).to(keys.dtype)).double()
         ridge = _RIDGE * torch.eye(self.sketch, dtype=torch.float64, device=keys.device)
         # cholesky_ex does not raise: keys that are NaN give scores that are NaN

@@ -42,7 +42,7 @@ class Policy:
         scope: tokens protected from eviction.
         schedule: "prompt" evicts once, at the end of the prompt; "decode" keeps the prompt and evicts one token per
             generated token; "both" does both.
-        needs: what score and scope read beside positions (policies/needs), each once.
+        needs: what score and scope read besides positions (policies/needs), each once.
         every: tokens that decode steps evict at once. A head then holds up to `every` - 1 more than its budget between steps,
             and only every so many-th step evicts.
         source: the paper, with section.

@@ -152,15 +152,15 @@ class Scope:
         window = protected_rows(score)
         left = {"window": fit_window(score, budget - sinks)}
         newest = min(max(share(self.recent, budget), left["window"]), budget - sinks)
-        # each with what is protected beside it
-        for name, size, beside in (
+        # option, size, and the tokens that are protected before it
+        for name, size, taken in (
             ("sinks", self.sinks, 0),
             ("window", window, sinks),
             ("recent", self.recent, sinks),
             (self.ranked, self.deviation, sinks + newest),
         ):
-            if isinstance(size, int) and size > left.get(name, budget - beside):
-                yield name, size, left.get(name, budget - beside), beside + size + 1
+            if isinstance(size, int) and size > left.get(name, budget - taken):
+                yield name, size, left.get(name, budget - taken), taken + size + 1
 
     def mask(self, context: EvictionContext) -> Tensor | None:
         """Return the protected tokens as a bool mask [B,H,T], or None if there are none; called when tokens are evicted."""

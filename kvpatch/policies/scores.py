@@ -1,6 +1,6 @@
 """Scores: the importance of cached tokens, one small frozen class per score.
 
-A score declares what it reads beside positions (`needs`), the values to store when a token enters the cache (`entry`), and a
+A score declares what it reads besides positions (`needs`), the values to store when a token enters the cache (`entry`), and a
 function from these to one number per token (`value`). Attention probabilities arrive one block of query rows at a time, so no
 n x n matrix exists.
 
@@ -73,7 +73,7 @@ class Score:
 
     @property
     def needs(self) -> tuple[AnyNeed, ...]:
-        """Needs: all that the score reads beside positions and its own entries; a class attribute if no option counts."""
+        """Needs: all that the score reads besides positions and its own entries; a class attribute if no option counts."""
         return ()
 
     @property

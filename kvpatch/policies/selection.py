@@ -95,7 +95,7 @@ def find_victims(keys: Tensor, empty: Tensor | None, count: int) -> Tensor:
 
 
 def mask_top(keys: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
-    """Mask the tokens with the highest keys of each head, bool [B,H,T].
+    """Mask the tokens with the highest keys of each head, bool [B,H,T]; scopes and selections call it at an eviction.
 
     Args:
         keys: [B,H,T], all different within a head.

@@ -214,6 +214,6 @@ def compare_tables(what: str, saved: Description, mine: Description, path: objec
 
 
 def _unite_layers(value: Any) -> Any:
-    """Return a value that a list has for every layer, if it is one for all."""
-    alike = isinstance(value, list) and value and all(one == value[0] for one in value)
-    return value[0] if alike else value
+    """Return the one value of a list that has the same for every layer, for a message; other values as they are."""
+    is_same = isinstance(value, list) and value and all(one == value[0] for one in value)
+    return value[0] if is_same else value

@@ -99,15 +99,15 @@ def _check_states(left: dict[str, Entry], cache: EvictingCache, B: int) -> None:
 
 
 class _Layer:
-    """Check of one layer; `ended` tells whether the cache has read a prompt to its end."""
+    """Check of one layer; `has_prompt`: whether the cache has read a prompt to its end; `on_budget`: and the policy evicts."""
 
-    def __init__(self, cache: EvictingCache, index: int, B: int, ended: bool, shape: LayerShape) -> None:
+    def __init__(self, cache: EvictingCache, index: int, B: int, has_prompt: bool, shape: LayerShape) -> None:
         """Gather what the layer `index` of the empty `cache` may have in a file of B rows."""
-        self.cache, self.index, self.B, self.ended = cache, index, B, ended
+        self.cache, self.index, self.B, self.has_prompt = cache, index, B, has_prompt
         self.H, self.sizes, self.group, self.sliding = shape.heads, (shape.key, shape.value), shape.group, shape.sliding
         self.latent = shape.latent
         self.policy, self.where = cache.settings.policies[index], f"layer {index}"
-        self.cuts = cache.settings.evicts[index] and ended
+        self.on_budget = cache.settings.evicts[index] and has_prompt
 
     def check(self, described: object, left: dict[str, Entry]) -> None:
         """Check the layer's description and its tensors' entries, and remove these from `left`. Raises InvalidError."""
@@ -115,7 +115,7 @@ class _Layer:
         fields = (*LAYER, *BESIDE, *map(Field.of_count, mode.saved), *SLOTS)
         about = check_fields(self.where, described, fields, where=f"{self.where}: ")
         sliding, used = about["sliding"], about["used"]
-        _check_condition(sliding == (self.sliding if self.ended else None), f"{self.where}: sliding is {sliding!r:.40}")
+        _check_condition(sliding == (self.sliding if self.has_prompt else None), f"{self.where}: sliding is {sliding!r:.40}")
         dtype = DTYPES[about["dtype"]]
         C = self._take_tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
         _check_condition(0 <= used <= C and about["floor"] <= used, f"{self.where}: {used} of {C} slots are used")
@@ -132,8 +132,8 @@ class _Layer:
         if mode.slotted:
             self._take_tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
         for one in HEAD_TENSORS:
-            may = f"{self.index}.{one.name}" in left and one.may_be(self.cache.settings, self.index, self.cuts)
-            if may or one.must_be(self.cuts):
+            may = f"{self.index}.{one.name}" in left and one.may_be(self.cache.settings, self.index, self.on_budget)
+            if may or one.must_be(self.on_budget):
                 self._take_tensor(left, one.name, one.dtypes, one.shape(self.B, self.H))
         self._check_limits(about["limits"])
         self._check_state(left, dtype, C, mode.evicts)
@@ -142,9 +142,9 @@ class _Layer:
         """Return the class of the mode that a file names for a layer. Raises InvalidError if its policy cannot lead to it."""
         name = described.get("mode") if isinstance(described, dict) else None
         may: tuple[type[Mode], ...] = (Reading,)
-        if self.ended:
+        if self.has_prompt:
             steps: tuple[type[Mode], ...] = (Moving,) if self.cache.settings.rules[self.index].moves else (Filling, Evicting)
-            may = steps if self.cuts and self.policy.schedule != "prompt" else (Appending, Growing)
+            may = steps if self.on_budget and self.policy.schedule != "prompt" else (Appending, Growing)
         found = [one for one in may if one.name == name]
         _check_condition(found, f"{self.where}: mode is {name!r:.40}, which is none of {[one.name for one in may]}")
         return found[0]
@@ -163,16 +163,16 @@ class _Layer:
             _check_condition(pair and may_be_ragged, f"{self.where}: head_offsets are {head_offsets!r:.60}")
             assert isinstance(head_offsets, list)
             capacities, filled = head_offsets
-            fits = len(capacities) == len(filled) == self.B * self.H and max(capacities) == C and min(capacities) > 0
-            fits = fits and all(some <= all_ for some, all_ in zip(filled, capacities, strict=True))
+            valid = len(capacities) == len(filled) == self.B * self.H and max(capacities) == C and min(capacities) > 0
+            valid = valid and all(used <= slots for used, slots in zip(filled, capacities, strict=True))
             slots = f"{self.B * self.H} heads of up to {C} slots"
-            _check_condition(fits, f"{self.where}: head_offsets {head_offsets!r:.60} are not those of {slots}")
+            _check_condition(valid, f"{self.where}: head_offsets {head_offsets!r:.60} are not those of {slots}")
             shape = (sum(capacities),)
         return shape
 
     def _check_limits(self, limits: object) -> None:
         """Raise InvalidError unless `limits`, the protected sizes, are counts per batch row; None if nothing is evicted."""
-        if not self.cuts:
+        if not self.on_budget:
             _check_condition(limits is None, f"{self.where}: limits of a layer that the policy does not act on")
             return
         rows = isinstance(limits, list) and len(limits) == self.B
@@ -212,9 +212,9 @@ def _take_entry(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ..
     """Remove the entry `name` from `left`, and return it if it has this dtype and shape (None: any size), else InvalidError."""
     _check_condition(name in left, f"it holds no {name}")
     entry = left.pop(name)
-    fits = len(entry.shape) == len(shape) and all(one in (None, size) for one, size in zip(shape, entry.shape, strict=True))
+    right = len(entry.shape) == len(shape) and all(one in (None, size) for one, size in zip(shape, entry.shape, strict=True))
     message = f"{name} is {entry.dtype} {list(entry.shape)} where {' or '.join(map(str, dtypes))} {list(shape)} belongs"
-    _check_condition(fits and entry.dtype in dtypes, message.replace("None", "n"))
+    _check_condition(right and entry.dtype in dtypes, message.replace("None", "n"))
     return entry
 
 

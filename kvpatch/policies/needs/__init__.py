@@ -1,4 +1,4 @@
-"""Needs: what scores and scopes read beside positions and entries of their own, one small frozen class per need.
+"""Needs: what scores and scopes read besides positions and entries of their own, one small frozen class per need.
 
 | need | context.view(it) | also |
 |---|---|---|

@@ -92,7 +92,7 @@ class LayerRead(Protocol):
         """
 
     def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
-        """Return the attention [B,H,G,W,M] that the same queries give to the slots `index_BHM`, whose keys are k_BHMD.
+        """Return the attention [B,H,G,W,M] that queries after all used slots give to the slots `index_BHM`, of keys k_BHMD.
 
         lse_BHGW: log-sum-exps, from attend_to_slots, of the tokens over which this attention sums to one.
         """
@@ -167,7 +167,7 @@ class StepRead:
 
 @dataclass(frozen=True)
 class Need(Generic[View]):
-    """Base of what a score or scope reads beside positions. Subclasses are frozen dataclasses; see the package's page.
+    """Base of what a score or scope reads besides positions. Subclasses are frozen dataclasses; see the package's page.
 
     Attributes:
         name: key of its note in a layer and in files.

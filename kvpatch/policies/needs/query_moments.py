@@ -104,8 +104,8 @@ class QueryMoments(Need[Queries]):
         pieces = zip(prompt.q_BHGQD.detach().split(_AT_ONCE, 3), prompt.positions_BQ.split(_AT_ONCE, 1), strict=True)
         for q, positions in pieces:
             counted = positions >= prompt.sinks  # padding is at -1
-            plain = layer.rotated_back(q.flatten(1, 2), positions[:, None]).view(q.shape)
-            found, earlier = Moments.of(plain, counted, spread=self.covariance), layer.notes.get(self.name)
+            unrotated = layer.rotated_back(q.flatten(1, 2), positions[:, None]).view(q.shape)
+            found, earlier = Moments.of(unrotated, counted, spread=self.covariance), layer.notes.get(self.name)
             layer.notes[self.name] = found if earlier is None else earlier.join_parts(found)
 
     def view(self, context: EvictionContext) -> Queries:
