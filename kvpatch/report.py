@@ -176,9 +176,14 @@ class Report:
         if isinstance(row, bool) or not isinstance(row, int) or not 0 <= row < B:
             raise KVPatchError(f"row={row!r}: the batch has the rows 0 to {B - 1}.")
         n = self.lengths[row] if self.lengths else 1 + max(int(p[row].max()) for p in self.positions)
-        kept = torch.zeros(len(self.positions), H, n + 1, dtype=torch.bool, device="cpu")
-        for layer, positions in enumerate(self.positions):
-            kept[layer, : positions.shape[1]].scatter_(1, positions[row].cpu() % (n + 1), True)  # -1, empty: column n
+        held = [positions[row].cpu() for positions in self.positions]
+        known = torch.cat([one.flatten() for one in held]).unique()
+        if len(known) and int(known[-1]) >= n:  # positions count padding, and nothing is evicted: these are the newest
+            known = known[known >= 0]
+            held = [torch.where(one < 0, one, torch.searchsorted(known, one) + n - len(known)) for one in held]
+        kept = torch.zeros(len(held), H, n + 1, dtype=torch.bool, device="cpu")
+        for layer, places in enumerate(held):
+            kept[layer, : len(places)].scatter_(1, places % (n + 1), True)  # -1, empty: column n
         return kept[..., :n]
 
     def to_dict(self) -> dict[str, Any]:

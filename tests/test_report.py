@@ -155,6 +155,22 @@ def test_an_empty_slot_is_no_token():
     assert report.held().tolist() == [[[2]]]
 
 
+@pytest.mark.parametrize("name", ["mpt", "mistral_sliding"])
+def test_positions_that_count_padding_are_places_of_the_text(name):
+    """Tokens after the padding had positions beyond the text, and were drawn over its first tokens."""
+    model, ids, mask = tiny.make(name), tiny.prompt(2, 10), torch.ones(2, 10, dtype=torch.long)
+    mask[0, 6:] = 0
+    with kvpatch.patched(model, "full", 1.0) as patch, torch.no_grad():
+        cache = patch.new_cache()
+        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids[:, :3], attention_mask=torch.cat([mask, torch.ones_like(mask[:, :3])], 1), past_key_values=cache)
+        report = patch.report()
+    assert report.lengths == (9, 13) and int(report.positions[0][0].max()) == 12
+    for row, n in enumerate(report.lengths):
+        kept, held = report.kept(row), report.held()[:, row]
+        assert torch.equal(kept.sum(-1), held) and all(kept[layer, :, n - held[layer, 0] :].all() for layer in range(2))
+
+
 def test_budgets_and_mass():
     """What each head holds as a heat map, and the share of the prompt's attention that fell on what was kept."""
     model, ids = tiny.make("llama_gqa"), tiny.prompt(2, 40)
