@@ -51,35 +51,40 @@ class ModelStamp:
         return None
 
     def with_adapters(self, adapters: tuple[str, ...]) -> ModelStamp:
-        """Return the stamp with other adapters."""
-        return replace(self, adapters=adapters)
+        """Return the stamp of rows that these adapters acted on; of others than before, no scale is compared."""
+        return self if adapters == self.adapters else replace(self, adapters=adapters, acting=0)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> ModelStamp:
-        """Return the stamp of other rows."""
-        if len(self.adapters) == 1:
+        """Return the stamp of the rows that `change` selects or repeats, as it does along the first axis of a tensor."""
+        if len(self.adapters) == 1:  # the same for all rows
             return self
         rows = change(torch.arange(len(self.adapters), device="cpu")).tolist()
         return self.with_adapters(tuple(self.adapters[row] for row in rows))
 
     @staticmethod
     def join_parts(stamps: Sequence[ModelStamp | None], counts: Sequence[int]) -> ModelStamp | None:
-        """Return the stamp of the rows of several caches, of so many rows each, which one model has read."""
+        """Return the stamp of caches that are joined, of `counts` rows each: one model has read them.
+
+        None where the adapter of some row is not known.
+        """
         known = [stamp for stamp in stamps if stamp is not None]
-        if len(known) < len(stamps) or len({stamp.adapters for stamp in known}) == 1:
-            return known[0] if known else None
+        if len({stamp.adapters for stamp in known}) == 1 and len(known[0].adapters) == 1:  # the same for all rows
+            return known[0]
+        if len(known) < len(stamps):
+            return None
         pairs = zip(known, counts, strict=True)
         rows = (name for stamp, B in pairs for name in (stamp.adapters if len(stamp.adapters) == B else stamp.adapters * B))
         return known[0].with_adapters(tuple(rows))
 
 
 def _of_each_row(there: tuple[str, ...], here: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the adapters of two batches by row, as many for both: of all rows, or of a text's beams."""
+    """Return the adapters of two batches, one for each row of the larger: a text's beams have the adapter of the text."""
     B = max(len(there), len(here))
     return tuple(one if len(one) == B else tuple(one[row * len(one) // B] for row in range(B)) for one in (there, here))  # type: ignore[return-value]
 
 
 def _are_equal(there: Sequence[Tensor], here: Sequence[Tensor]) -> bool:
-    """Tell if samples are equal, also if the model was moved to another device."""
+    """Tell if two samples of weights are equal. The model may have been moved to another device in between."""
     pairs = [(one, other) for one, other in zip(there, here, strict=False)]
     alike = len(there) == len(here) and all(one.shape == other.shape for one, other in pairs)
     return alike and all(torch.equal(one, other.to(one.device)) for one, other in pairs)

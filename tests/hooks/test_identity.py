@@ -31,10 +31,10 @@ def adapted(seed=0, targets=("q_proj", "k_proj", "v_proj")):
     return model.eval()
 
 
-def filled(patch, model, ids=DOCUMENT):
+def filled(patch, model, ids=DOCUMENT, **options):
     cache = patch.new_cache()
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache)
+        model(input_ids=ids, past_key_values=cache, **options)
     return cache
 
 
@@ -227,6 +227,26 @@ def test_rows_with_adapters_of_their_own():
         second = cache.select_rows(1)
         model.set_adapter("two")
         assert answer(model, second, longer[1:]) == want[1:]
+
+
+@pytest.mark.parametrize("mixed", [True, False], ids=["adapter_names", "set_adapter"])
+def test_joined_rows_have_the_adapters_that_read_them(mixed):
+    model, texts = adapted(), [prompt(1, 30, seed=seed) for seed in range(4)]
+    names = ["one", "two", "one", "two"]
+    with kvpatch.patched(model, "h2o", 20) as patch, torch.no_grad():
+        if mixed:
+            caches = [filled(patch, model, torch.cat(texts[i : i + 2]), adapter_names=names[:2]) for i in (0, 2)]
+        else:
+            caches = []
+            for text, name in zip(texts, names, strict=True):
+                model.set_adapter(name)
+                caches.append(filled(patch, model, text))
+        joined = EvictingCache.concatenate(caches)
+        assert joined.read_by.adapters == tuple(names)
+        for row, name in enumerate(names):
+            model.set_adapter(name)
+            whole = torch.cat([texts[row], prompt(1, 5, seed=9)], 1)
+            assert answer(model, joined.select_rows(row), whole) == answer(model, filled(patch, model, texts[row]), whole)
 
 
 WEIGHING = ["critical_snapkv", "critical_adakv", "kvzip_plus", "layer_defensive", "defensive_snapkv"]
