@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -47,8 +48,10 @@ def check_beams(beam_idx: object, seen_B: Tensor | None) -> None:
 
 def check_rows(indices: object, seen_B: Tensor | None, name: str = "indices", method: str = "batch_select_indices") -> Tensor:
     """Return the rows to keep as a tensor: indices, or a mask over the batch. name, method: for the error message."""
-    given = torch.as_tensor(indices, device="cpu") if isinstance(indices, list) and indices else indices
-    index = _check_index(name, given, (torch.int64, torch.int32, torch.bool))
+    if isinstance(indices, list) and indices:
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # else _check_index names what was given
+            indices = torch.as_tensor(indices, device="cpu")
+    index = _check_index(name, indices, (torch.int64, torch.int32, torch.bool))
     if seen_B is None:
         return index
     B = len(seen_B)

@@ -153,6 +153,7 @@ def test_the_others_are_not_copied(monkeypatch):
 
 @pytest.mark.parametrize(("rows", "words"), [
     ([], r"rows=\[\] is a list: give"), ([3], r"names row 3.*rows 0 to 1"), ([0.5], r"rows has dtype torch\.float32"),
+    (["a"], r"rows=\['a'\] is a list: give"), ([[0], [0, 1]], "is a list: give"), ([2**70], "is a list: give"),
     (torch.tensor([False, False]), r"select_rows would leave no row"), ("0", r"rows='0' is a str: give"),
     (torch.tensor([True]), r"mask of 1 rows, but the cache has 2"),
 ])  # fmt: skip
