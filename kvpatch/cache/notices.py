@@ -28,7 +28,7 @@ class Notices:
     def __init__(self) -> None:
         self.said: set[str] = set()
         self.watched: list[Watched] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def say_if(self, flag: Tensor, name: str, message: str) -> None:
         """Log a warning if `flag`, 0-d, is True. A flag on a GPU is copied without waiting; `look` logs it later."""
@@ -44,13 +44,14 @@ class Notices:
         self.watched.append(Watched(name, message, host, arrival))
 
     def look(self, wait: bool = False) -> None:
-        """Log the warnings whose numbers have arrived, or wait for all of them."""
-        while self.watched and (wait or self.watched[0].arrival.query()):
-            one = self.watched.pop(0)
-            if wait:
-                one.arrival.synchronize()
-            if bool(one.host):
-                self.say(one.name, one.message)
+        """Log the warnings whose numbers have arrived from a GPU; `wait`: wait for all of them. Each pass calls this."""
+        with self._lock:  # passes may run in several threads
+            while self.watched and (wait or self.watched[0].arrival.query()):
+                one = self.watched.pop(0)
+                if wait:
+                    one.arrival.synchronize()
+                if bool(one.host):
+                    self.say(one.name, one.message)
 
     def say(self, name: str, message: str) -> None:
         """Log a warning, unless one of that name was logged before."""

@@ -1,5 +1,7 @@
 """What is said once per patch: protected sizes above the budget, and scores that are NaN."""
 
+import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 import kvpatch
 from kvpatch import Policy, Score
+from kvpatch.cache.notices import Notices, Watched
 from tests.helpers.tiny import force, left_pad, make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -115,3 +118,31 @@ def test_strict_raises_where_value_is_nan(where):
             model(ids, past_key_values=cache)
             for step in range(4):
                 model(ids[:, step : step + 1], past_key_values=cache)
+
+
+class SlowArrival:
+    """An event of a number that has reached the host; asking for it lets other threads run."""
+
+    def query(self):
+        time.sleep(0.002)
+        return True
+
+
+def test_threads_that_look_at_once_log_each_warning():
+    """Each pass looks, and a patch serves several threads."""
+    notices, failed = Notices(), []
+    names = [str(number) for number in range(60)]
+    notices.watched = [Watched(name, name, torch.tensor(True), SlowArrival()) for name in names]
+
+    def look():
+        try:
+            notices.look()
+        except IndexError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == [] and notices.said == set(names)
