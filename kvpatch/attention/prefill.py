@@ -91,9 +91,9 @@ def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: N
     """Attend by the chosen backend, else by torch. noise: Triton also returns the log-sum-exp of the noisy logits."""
     choice, case, padding = call.cache.choice, call.case("prompt", q_BHGQD, keys), call.now.padding
     name = choice.of("prompt", case)
-    if name != "torch" and padding is not None and padding.behind:
+    if name != "torch" and padding is not None and padding.attends:
         # kernels leave out padding between tokens, but transformers' columns count it, and its queries attend
-        choice.record("prompt", "torch", f"{name}: padding behind tokens")
+        choice.record("prompt", "torch", f"{name}: padding after tokens")
         name = "torch"
     if name == "flash":
         from ..backends.flash import flash_backend

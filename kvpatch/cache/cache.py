@@ -33,7 +33,7 @@ class EvictingCache(TextState):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens SEEN (columns, padding included), so that positions go on as if none were evicted.
 
-        Under torch.compile it is a 0-d tensor. A hybrid's model may ask by the number of any of its layers.
+        Models and transformers ask, a hybrid's by the number of any of its layers. Under torch.compile it is a 0-d tensor.
         """
         if torch.compiler.is_compiling() and self.counters.device is not None:
             return self.counters.device.columns  # type: ignore[return-value]
@@ -41,7 +41,7 @@ class EvictingCache(TextState):
         if self.settings.stack is not None:
             numbers = self.settings.numbers
             layer_idx = numbers.index(layer_idx) if layer_idx in numbers else 0
-        checks.layer_of("layer_idx", layer_idx, len(self.layers))
+        checks.check_layer("layer_idx", layer_idx, len(self.layers))
         return self.layers[layer_idx].seen
 
     @property
@@ -51,7 +51,7 @@ class EvictingCache(TextState):
 
     @property
     def is_croppable(self) -> bool:
-        """True once `activate_past_recording()` has been called, unless a hybrid's recurrent state cannot be taken back.
+        """True if steps are recorded (`activate_past_recording()`), and no recurrent state of a hybrid prevents a roll-back.
 
         Assisted decoding of transformers 5.24 asks for it.
         """
@@ -61,7 +61,7 @@ class EvictingCache(TextState):
 
     def positions(self, layer: int) -> Tensor:
         """Original positions held, int64 [B, Hkv, T], in no order; -1 for an empty slot."""
-        checks.layer_of("layer", layer, len(self.layers))
+        checks.check_layer("layer", layer, len(self.layers))
         one = self.layers[layer]
         checks.check_filled(one.is_initialized)
         return one.positions[:, :, : one.used].clone()
@@ -108,6 +108,7 @@ class EvictingCache(TextState):
 
     @writable
     def __deepcopy__(self, memo: dict[int, object]) -> EvictingCache:
+        """Copy all state of the text; the copy shares the settings and whatever belongs to the model."""
         new = memo[id(self)] = copy.copy(self)
         of_model = (self.make_table, *(one for layer in self.layers for one in (layer.geometry, layer.output_rows)))
         memo.update({id(one): one for one in of_model if one is not None})
@@ -115,7 +116,7 @@ class EvictingCache(TextState):
         return new
 
     def _copy_attributes(self) -> dict[str, Any]:
-        """Return the attributes of a copy, which binds its own steps and stacks its own layers."""
+        """Return the attributes of a copy by name; bound steps and stacked layers are left out, for the copy makes its own."""
         due = self.stacked or self.stack_due
         return {**vars(self), "record": None, "steps": None, "now": None, "stack_due": due}
 
@@ -132,7 +133,7 @@ class EvictingCache(TextState):
             KVPatchError: the cache is empty or has no such row.
 
         Example:
-            own = cache.select_rows(2)
+            conversation = cache.select_rows(2)
         """
         checks.check_filled(self.seen_B is not None)
         index = checks.check_rows([rows] if type(rows) is int else rows, self.seen_B, "rows", "select_rows")
@@ -147,11 +148,11 @@ class EvictingCache(TextState):
         return new
 
     def _copy_sharing(self) -> EvictingCache:
-        """Return a copy with the same layers' tensors, for `select_rows`, which at once puts selected ones in their place."""
+        """Return a copy that shares the tensors of layers, states and ids. `select_rows` replaces them before it writes."""
         uncopied = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
         new, memo = copy.copy(self), {id(one): one for one in uncopied}
-        own = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))
-        vars(new).update(copy.deepcopy(own, memo))
+        copied = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))
+        vars(new).update(copy.deepcopy(copied, memo))
         new.layers, new.shared, new.states = [layer.sharing() for layer in self.layers], self.shared, self.states.sharing()
         new.ids = self.ids
         return new
@@ -178,7 +179,10 @@ class EvictingCache(TextState):
     # ---- rows of the batch ----
 
     def _map_rows(self, what: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change` to every tensor whose first axis is the batch."""
+        """Apply `change`, which selects or repeats rows, to every tensor of the cache that has the batch first.
+
+        what: the method that calls, for errors.
+        """
         with self.changing(what):
             self.catch_up()
             try:
@@ -237,7 +241,10 @@ class EvictingCache(TextState):
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def _may_shrink(self, before_B: Tensor | None) -> bool:
-        """Tell if the row of the most slots may have gone. before_B: previous lengths; beams of one text are equally long."""
+        """Tell if the row that needed most slots may have been dropped, so that fewer slots are enough for the others.
+
+        before_B: lengths of the rows before; rows of equal length are the beams of one text, which need equally many.
+        """
         if before_B is None or self.seen_B is None or not any(layer.holes for layer in self.layers):
             return False
         uneven = any(layer.every > 1 or isinstance(layer.mode, Moving) for layer in self.layers)  # rows of equal length, too
@@ -250,9 +257,9 @@ class EvictingCache(TextState):
     def forget(self, spans: Sequence[tuple[int, int]], row: int | None = None) -> None:
         """Take tokens out of the text: all layers and heads go on as if these had been masked from now on.
 
-        Tokens behind them were computed while they were there, and stay. Positions stay, too (`positions="renumbered"` closes
+        Tokens after them were computed while they were there, and stay. Positions stay, too (`positions="renumbered"` closes
         up). The bytes are free at once; budgets stay as the prompt's end fixed them, so that new tokens fill the room. Ids and
-        `get_seq_length()` still count what was forgotten. crop() does not go back behind an edit.
+        `get_seq_length()` still count what was forgotten. crop() cannot take back an edit.
 
         Args:
             spans: (start, stop) in positions of the text, stop left out; they may not overlap.

@@ -17,7 +17,7 @@ from ..policies.context import at_hand
 EMPTY = "The cache is empty, so that it has no rows yet: run a prompt through it first."
 
 
-def layer_of(name: str, layer: object, count: int) -> None:
+def check_layer(name: str, layer: object, count: int) -> None:
     """Raise KVPatchError unless `layer` is an index of one of `count` layers."""
     if isinstance(layer, bool) or not isinstance(layer, int) or not -count <= layer < count:
         raise KVPatchError(f"{name}={layer!r}: the cache has the layers 0 to {count - 1}, give one of these.")
@@ -43,11 +43,14 @@ def check_beams(beam_idx: object, seen_B: Tensor | None) -> None:
             f"beam_idx names {len(index)} rows, but the cache has {B}, and a reordered batch has as many: to drop or repeat "
             "rows use batch_select_indices() or batch_repeat_interleave()."
         )
-    _in_range("beam_idx", index, 0, B)
+    _check_range("beam_idx", index, 0, B)
 
 
 def check_rows(indices: object, seen_B: Tensor | None, name: str = "indices", method: str = "batch_select_indices") -> Tensor:
-    """Return the rows to keep as a tensor: indices, or a mask over the batch. name, method: for the error message."""
+    """Check which rows the caller wants to keep; return them as a tensor of indices, or a mask over the batch.
+
+    seen_B: None before the first prompt. name, method: of the argument and its method, for errors.
+    """
     if isinstance(indices, list) and indices:
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # else _check_index names what was given
             indices = torch.as_tensor(indices, device="cpu")
@@ -60,7 +63,7 @@ def check_rows(indices: object, seen_B: Tensor | None, name: str = "indices", me
     if not (index.any() if index.dtype == torch.bool else len(index)):
         raise KVPatchError(f"{method} would leave no row: let the cache go, or reset() it.")
     if index.dtype != torch.bool:
-        _in_range(name, index, -B, B)
+        _check_range(name, index, -B, B)
     return index
 
 
@@ -77,7 +80,8 @@ def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Ten
     return value
 
 
-def _in_range(name: str, index: Tensor, low: int, B: int) -> None:
+def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
+    """Raise KVPatchError if a row number is below `low`, or not below the number of rows B."""
     if not at_hand(index):
         return  # the copy itself checks this on the device, without a wait
     wrong = index[(index < low) | (index >= B)]
@@ -89,7 +93,7 @@ def _in_range(name: str, index: Tensor, low: int, B: int) -> None:
 
 
 def read_whole(value: Any) -> Any:
-    """Convert an argument that is a whole number of any library (torch, numpy) to Python's; leave anything else, a bool too."""
+    """Return a whole number of any library (torch, numpy) as an int of Python; any other argument, a bool too, as it is."""
     value = as_python(value)
     try:
         return value if isinstance(value, bool) else operator.index(value)
@@ -98,7 +102,7 @@ def read_whole(value: Any) -> Any:
 
 
 def count_removed(tokens: object, seen: int) -> int:
-    """Return the number of last tokens that crop() takes back, from either meaning of its argument."""
+    """Return how many last tokens crop(tokens) takes back: -tokens, or for a positive number those after the first `tokens`."""
     one = tokens.item() if isinstance(tokens, Tensor) and tokens.numel() == 1 else tokens
     if isinstance(one, bool) or not isinstance(one, int):
         raise KVPatchError(

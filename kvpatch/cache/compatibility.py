@@ -12,7 +12,7 @@ from .state import TextState
 
 
 def check_compatible(caches: Sequence[TextState]) -> None:
-    """Raise KVPatchError if these caches cannot become rows of one."""
+    """Raise KVPatchError if these caches cannot become rows of one; concatenate() asks before it changes anything."""
     if not isinstance(caches, Sequence):
         raise KVPatchError(f"EvictingCache.concatenate takes a list of caches, not {type(caches).__name__}: give [cache].")
     if not caches:
@@ -65,7 +65,7 @@ def _check_same(index: int, first: TextState, cache: TextState) -> None:
 
 
 def _check_reader(index: int, first: TextState, cache: TextState) -> None:
-    """Raise KVPatchError if another model has read a cache, or the same with other weights; rows may have own adapters."""
+    """Raise KVPatchError if another model has read a cache, or the same with other weights. Adapters of rows may differ."""
     there, here = cache.read_by, first.read_by
     changed = None if there is None or here is None else there.with_adapters(here.adapters).differs(here)
     if changed is not None:
@@ -76,6 +76,7 @@ def _check_reader(index: int, first: TextState, cache: TextState) -> None:
 
 
 def _describe_cache(cache: TextState) -> dict[str, Any]:
+    """Return by name what joined caches must have in common: their number of layers, and each layer's sizes."""
     of_layers = {
         f"layer {index}'s {name}": value for index, layer in enumerate(cache.layers) for name, value in _describe_layer(layer)
     }

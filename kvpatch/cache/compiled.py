@@ -34,7 +34,10 @@ NO_POSITIONS = "The text needs more positions than this model has; evicting toke
 
 
 def can_trace(cache: TextState, B: int, Q: int) -> bool:
-    """Tell if a pass of Q columns is a step whose shapes and slots are all known."""
+    """Tell if torch.compile may trace a pass of B rows and Q columns: a decode step whose shapes and slots are all known.
+
+    The decoder's pre-hook asks before such a pass; nothing changes.
+    """
     if cache.settings.untraced is not None:
         return False
     if Q != 1 or cache.turns.open or cache.unfinished or cache.counters.device is None or cache.seen_B is None:
@@ -55,7 +58,10 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
 
 
 def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | None, ids_B1: Tensor | None = None) -> None:
-    """Begin a step that can be traced, as passes.begin() does any other."""
+    """Begin a decode step that torch.compile traces, as passes.begin() begins any other; its checks run on the device.
+
+    Sets `cache.now`. real_BT: the attention mask. ids_B1: the new tokens.
+    """
     if real_BT is not None:
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
     if max_positions is not None:
@@ -71,22 +77,22 @@ def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | No
 
 
 def end_step(cache: TextState) -> None:
-    """End a traced step after the last layer."""
+    """End a traced step after the last layer: count it in tensors. `cache.catch_up()` adds it to the other counters later."""
     cache.lengths_B.add_(1)
     cache.counters.tensors.advance(1, 1, False)
     cache.now = None  # else its tensors would be outputs of the graph
-    cache.counters.behind = True
+    cache.counters.stale = True
 
 
 def mark_static(cache: TextState) -> None:
     """Tell torch.compile that the cache's tensors keep their addresses, so that CUDA graphs need not copy them."""
-    for holder in holders(cache):
+    for holder in list_holders(cache):
         for value in holder.values():
             if isinstance(value, Tensor):
                 torch._dynamo.mark_static_address(value)
 
 
-def holders(cache: TextState) -> list[dict[str, Any]]:
+def list_holders(cache: TextState) -> list[dict[str, Any]]:
     """Return the attributes, by name, of every object that holds tensors which a traced step reads or changes."""
     found: list[dict[str, Any]] = [vars(cache.counters.tensors), vars(cache), vars(cache.counters), vars(cache.rows)]
     for layer in cache.layers:

@@ -33,7 +33,7 @@ Text = TypeVar("Text", bound=TextState)
 
 
 def join_texts(caches: Sequence[Text], consume: bool) -> Text:
-    """Join caches: see EvictingCache.concatenate."""
+    """Join the rows of several caches into a new one, for EvictingCache.concatenate. consume: empty the caches."""
     check_compatible(caches)
     with ExitStack() as stack:
         for cache in caches:
@@ -43,7 +43,10 @@ def join_texts(caches: Sequence[Text], consume: bool) -> Text:
 
 @contextmanager
 def _take_layers(cache: TextState) -> Iterator[None]:
-    """Guard code that takes the layers of `cache` one by one. An error before the first leaves the cache usable."""
+    """Run a block that empties the layers of `cache` one by one, then reset the cache.
+
+    After an error the cache stays usable if no layer had been emptied.
+    """
     cache.begin_change("concatenate(consume=True)")
     cache.drop_stack()
     cache.steps = cache.now = None  # bound steps hold the layers' buffers
@@ -57,7 +60,7 @@ def _take_layers(cache: TextState) -> Iterator[None]:
 
 
 def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
-    """Return the joined cache. consume: empty each layer of the parts once it has been joined."""
+    """Return the joined cache. consume: empty each layer of the given caches once it has been joined."""
     first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _make_blank(first)
     new.rows.joined = True
@@ -66,7 +69,7 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
     new.shared, new.lifetimes = _join_shared(caches), Lifetimes.join_parts([cache.lifetimes for cache in caches])
     _set_steps(new, caches)
     new.states.join([cache.states for cache in caches])
-    columns, limits = int(new.lengths_B.max()), _Limits()
+    columns, limits = int(new.lengths_B.max()), _JoinedLimits()
     new.rows.edited = columns if any(cache.rows.edited for cache in caches) else 0
     new.read_by = ModelStamp.join_parts([cache.read_by for cache in caches], [len(cache.lengths_B) for cache in caches])
     if new.keeps_ids:
@@ -93,7 +96,10 @@ def _make_blank(cache: Text) -> Text:
 
 
 def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
-    """Set the decode steps of each row since its prompt, and those asked for, if a score's temperature depends on them."""
+    """Set the counters of a joined cache: decode steps of each row since its prompt, and the steps that it was asked for.
+
+    They are kept per row only if the policy's temperature depends on them.
+    """
     policy, steps, spans = new.settings.policy, [], list[Tensor]()
     for cache in caches:
         shortfall_B = cache.counters.shortfall_B
@@ -101,8 +107,8 @@ def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
             torch.zeros(len(cache.lengths_B), dtype=torch.float64, device="cpu") if shortfall_B is None else shortfall_B.cpu()
         )
         steps.append(cache.counters.steps - shortfall_B)
-        own_B, alike_B = cache.counters.span_B, steps[-1].new_full((len(cache.lengths_B),), cache.span())
-        spans.append(alike_B if own_B is None or cache.request.new_tokens else own_B.cpu())
+        of_rows_B, of_all_B = cache.counters.span_B, steps[-1].new_full((len(cache.lengths_B),), cache.span())
+        spans.append(of_all_B if of_rows_B is None or cache.request.new_tokens else of_rows_B.cpu())
     steps_B = torch.cat(steps)
     new.counters.steps = int(steps_B.max())
     if policy.needs.temperature(0, 8) == policy.needs.temperature(8, 8):
@@ -120,13 +126,14 @@ def _join_shared(caches: Sequence[TextState]) -> Tensor | None:
     return join_padded(sums, 0) if sums else None
 
 
-class _Limits:
-    """Joined protected sizes; layers that shared one object still do."""
+class _JoinedLimits:
+    """Protected sizes of joined layers; layers that shared one object still do."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, ...], Limits] = {}
 
-    def of(self, parts: list[Limits]) -> Limits:
+    def join(self, parts: list[Limits]) -> Limits:
+        """Return the sizes of all rows of `parts`: for the same objects the same result."""
         key = tuple(map(id, parts))
         if key not in self.known:
             self.known[key] = Limits.cat(parts)
@@ -136,52 +143,58 @@ class _Limits:
 # ---- one layer ----
 
 
-def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _Limits) -> None:
-    """Fill an empty layer with the rows of `parts`: where they lie if their storage allows, else in text order in new slots."""
+def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _JoinedLimits) -> None:
+    """Fill the empty layer `new` with the rows of the layers `parts`, one after the other.
+
+    Keys and values stay where they are if the storage allows it (an engine's pages), else they are copied in text order.
+    """
     first = parts[0]
     new.dtype, new.device, new.is_initialized = first.dtype, first.device, True
     new.sliding, new.geometry = first.sliding, first.geometry
     new.output_rows, new.record_past = first.output_rows, any(part.record_past for part in parts)
     if first.limits is not None:
-        new.limits = limits.of([part.limits for part in parts if part.limits is not None])
+        new.limits = limits.join([part.limits for part in parts if part.limits is not None])
     for one in HEAD_TENSORS:
         setattr(new, one.name, one.join(parts))
     for name, note in first.notes.items():
         new.notes[name] = type(note).cat([part.notes[name] for part in parts])
     counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]
     goals = _list_goals(parts)
-    beside = first.kv.beside([part.kv for part in parts[1:]], max(goals or (0,)))
-    if beside is not None:
-        _stack_parts(new, parts, beside)
+    joined = first.kv.join_in_place([part.kv for part in parts[1:]], max(goals or (0,)))
+    if joined is not None:
+        _take_joined(new, parts, joined)
     else:
-        _lay_out(new, parts, counts, goals)
+        _make_buffers(new, parts, counts, goals)
         _fill_segments(new, parts)
     if isinstance(first.mode, Moving):
         new.used = new.positions.shape[2]
         new.start_moving(counts, goals)
         new.contiguous, new.floor = False, new.used
     else:
-        _set_mode(new, counts, goals, moved=beside is None)
+        _set_mode(new, counts, goals, moved=joined is None)
 
 
 def lay_out_anew(cache: TextState, layer: SlotLayer, part: SlotLayer) -> None:
-    """Give a layer the tokens of `part`, in text order and in slots of the size that the end of a prompt would give them."""
+    """Replace a layer's tokens by those of `part`, after an edit of the text.
+
+    They are copied in text order to new slots, as many as the end of a prompt would allocate. Changes `layer` in place.
+    """
     new, before = copy.copy(part), layer.kv.nbytes
     new.reset()
-    _join_layer(new, [part], _Limits())
+    _join_layer(new, [part], _JoinedLimits())
     new.seen = part.seen
     vars(layer).update(vars(new))  # bound steps hold the layer
     cache.meter.now += layer.kv.nbytes - before
 
 
 def _list_goals(parts: list[SlotLayer]) -> list[int] | None:
-    """Return the slots of each head at its budget; None if no token is evicted."""
+    """Return the slots that each head of the joined layer needs at its budget; None if no token is evicted."""
     goals = [part.list_goals() for part in parts]
     return None if any(own is None for own in goals) else [goal for own in goals for goal in own or ()]
 
 
-def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: list[int] | None) -> None:
-    """Make empty buffers for heads that hold `counts` tokens: ragged if dense ones would waste too much."""
+def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: list[int] | None) -> None:
+    """Make a layer's empty buffers for heads that hold `counts` tokens, ragged (heads differ) if dense ones waste too much."""
     like = parts[0]
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
     centres = [part.kv.centre for part in parts if part.kv.centre is not None]
@@ -195,13 +208,13 @@ def _lay_out(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: l
                 new.state[name] = t.new_zeros(B, H, C, *t.shape[3:])
 
 
-def _stack_parts(new: SlotLayer, parts: list[SlotLayer], beside: Slots) -> None:
-    """Fill a layer with the parts' rows where no key or value is copied: `beside` refers to the memory that the parts use.
+def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
+    """Fill a layer with the rows of `parts` without copying a key or value: `joined` refers to the memory of all.
 
     So each token keeps its slot index, and only positions and state are concatenated, padded to the joined width. A part that
     lacks a statistic gets zeros of it.
     """
-    new.kv, C = beside, beside.width
+    new.kv, C = joined, joined.width
     new.positions = torch.cat([fit_columns(part.positions[:, :, : part.used], C, -1) for part in parts])
     known = {name: tensor for part in parts for name, tensor in part.state.items()}
     new.state = {
@@ -211,7 +224,7 @@ def _stack_parts(new: SlotLayer, parts: list[SlotLayer], beside: Slots) -> None:
 
 
 def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
-    """Move each head's tokens to the front of its segment, in text order."""
+    """Copy each head's tokens from `parts` to the front of the head's segment in the new buffers, in text order."""
     heads, C = 0, new.positions.shape[2]
     for part in parts:
         positions = part.positions[:, :, : part.used].flatten(0, 1)
@@ -226,7 +239,7 @@ def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
 
 
 def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: bool) -> None:
-    """Set the mode: how the next token of a joined layer finds its slot. moved: tokens fill the first slots of each head."""
+    """Set the mode of a joined layer: where its next token goes. moved: tokens fill the first slots of each head."""
     C, held = new.positions.shape[2], max(counts)
     next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
     if goals is not None:

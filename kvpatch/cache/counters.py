@@ -24,7 +24,7 @@ class DeviceCounters:
         self.tape_BN = torch.full((B, max(TAPE, room)), UNKNOWN, device=device)
 
     def write_tape(self, ids_B1: Tensor | None) -> None:
-        """Note the ids of a traced step, before it is counted."""
+        """Write the ids of a step under torch.compile to the tape, a ring of the newest ids, before `advance` counts it."""
         place = (self.columns % self.tape_BN.shape[1]).view(1)
         if ids_B1 is None:
             self.tape_BN.index_fill_(1, place, UNKNOWN)
@@ -32,14 +32,14 @@ class DeviceCounters:
             self.tape_BN.index_copy_(1, place, ids_B1.long())
 
     def read_tape(self, start: int, count: int) -> Tensor:
-        """Return the ids of so many columns from `start` on; of more than the tape holds, only the last are known."""
+        """Return the ids [B,count] of columns from `start` on; of more than the tape holds, the last ones, and else UNKNOWN."""
         N = self.tape_BN.shape[1]
         place = torch.arange(start, start + count, device=self.tape_BN.device)
         ids_BQ = self.tape_BN[:, place % N]
         return ids_BQ if count <= N else ids_BQ.masked_fill(place < start + count - N, UNKNOWN)
 
     def advance(self, columns: int, steps: int, restart: bool) -> None:
-        """Count a pass; restart: it ended a prompt."""
+        """Add a pass to the counters, in place. restart: it ended a prompt, from which decode steps are counted."""
         self.columns.add_(columns)
         if restart:
             self.steps.zero_()
@@ -52,7 +52,7 @@ class StepCounters:
 
     steps: of the row that has taken the most. shortfall_B: how many fewer each row has taken, [B] float64, if a temperature
     depends on it. span_B: steps over which each row's temperature changes, [B] float64, if the rows were asked for different
-    numbers of tokens. device: the same in tensors, for steps under torch.compile. behind: `steps` does not count such steps
+    numbers of tokens. device: the same in tensors, for steps under torch.compile. stale: `steps` does not count such steps
     yet.
     """
 
@@ -60,7 +60,7 @@ class StepCounters:
     shortfall_B: Tensor | None = None
     span_B: Tensor | None = None
     device: DeviceCounters | None = None
-    behind: bool = False
+    stale: bool = False
 
     @property
     def tensors(self) -> DeviceCounters:
@@ -69,7 +69,7 @@ class StepCounters:
         return self.device
 
     def keep_rows(self, columns: int) -> None:
-        """Count the steps of the remaining rows alone, after others were dropped; they have seen at most so many columns."""
+        """Count steps of the remaining rows alone, after the others were dropped. columns: those of the longest row left."""
         if self.shortfall_B is None:
             self.steps = min(self.steps, columns)
         else:

@@ -25,7 +25,7 @@ Span = tuple[int, int]
 
 
 def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
-    """Take spans out of a cache: see EvictingCache.forget."""
+    """Take spans of the text out of all layers of a cache: see EvictingCache.forget, which calls this."""
     check_state(cache, "forget()")
     refuse("forget", cache.settings.combine())
     gone_BT = mark_gone(cache, spans, row, "forget()")
@@ -51,7 +51,7 @@ def refuse_reading(*args: object, **kwargs: object) -> NoReturn:
 
 
 def check_state(cache: TextState, what: str) -> None:
-    """Raise KVPatchError for a cache that cannot be edited now; `what` is the call."""
+    """Raise KVPatchError for a cache that cannot be edited now. what: the call, for errors."""
     checks.check_filled(cache.seen_B is not None)
     cache.check_finished()
     cache.catch_up()
@@ -67,7 +67,10 @@ def check_state(cache: TextState, what: str) -> None:
 
 
 def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -> Tensor:
-    """Return which positions of each row's text go [B,T]. Raises KVPatchError for spans that are not of the text."""
+    """Check the spans of an edit, and mark their positions in each row's text: bool [B,T] on the CPU; nothing is taken out.
+
+    row: the only one that is edited, or None. Raises KVPatchError for spans that are not of the text. what: the call.
+    """
     lengths, row, given = cache.read_B.tolist(), checks.read_whole(row), as_python(spans)
     if row is not None and (type(row) is not int or not 0 <= row < len(lengths)):
         raise KVPatchError(f"row={row!r}: the cache has the rows 0 to {len(lengths) - 1}; give one of these, or None for all.")
@@ -95,7 +98,7 @@ def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: st
 
 
 def read_span(span: object, empty: bool = False) -> Span:
-    """Return a span. Raises KVPatchError for anything else, and for one without tokens unless it may be `empty`."""
+    """Return the user's span as (start, stop). Raises KVPatchError for anything else; one without tokens needs `empty`."""
     wanted = "give (start, stop), positions of the text with stop left out, such as (12, 80)."
     given = as_python(span)
     ends = [checks.read_whole(one) for one in given] if isinstance(given, Sequence) and not isinstance(given, str) else []
@@ -110,7 +113,7 @@ def read_span(span: object, empty: bool = False) -> Span:
 
 
 def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
-    """Take these positions out of a layer."""
+    """Take the marked positions of each row's text out of a layer, whose other tokens are copied to new buffers."""
     positions = layer.positions[:, :, : layer.used]
     at_BHT = positions.clamp(0, gone_BT.shape[1] - 1)
     gone_BHT = gone_BT[:, None].expand(-1, positions.shape[1], -1).gather(2, at_BHT) & (positions >= 0)
@@ -164,7 +167,10 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
 
 
 def drop_last(cache: TextState, count: int) -> None:
-    """Drop the newest `count` tokens of a prompt that has just ended; tokens that these have evicted do not come back."""
+    """Drop the newest `count` tokens of a prompt that has just ended; tokens that these have evicted do not come back.
+
+    LosslessCache.crop calls this for rejected drafts.
+    """
     left = cache.seen - count
     with cache.changing("crop()"):
         gone_BT = torch.arange(cache.seen, device="cpu")[None] >= left
@@ -187,7 +193,7 @@ def can_crop(cache: TextState, count: int) -> bool:
 
 
 def fit_slots(cache: TextState) -> None:
-    """Give back slots left empty by dropped rows or tokens, unless room was asked for."""
+    """Free slots that dropped rows or tokens have left empty; with room=, count them as room instead."""
     for layer in cache.layers:
         if cache.request.room is None:
             layer.give_back_slots()

@@ -20,13 +20,13 @@ class Padding:
     Attributes:
         reach: columns up to the last padding.
         gapped: some padding follows a token of its row. A sliding window then reaches columns that are not contiguous.
-        behind: such padding attends to the tokens, as in the unpatched model.
+        attends: such padding attends to the tokens, as in the unpatched model.
         real_B: tokens of each row.
     """
 
     reach: int
     gapped: bool
-    behind: bool
+    attends: bool
     real_B: list[int]
 
 
@@ -47,7 +47,7 @@ class Repeat:
 class Edit:
     """Tokens that a pass reads into the middle of a text: they see what is held before `start`, and themselves.
 
-    start: position of the first of them. stop: the position after their last; tokens from there on are behind the edit. opened:
+    start: position of the first of them. stop: the position after their last; tokens from there on follow the edit. opened:
     positions that are new in the text.
     """
 
@@ -149,11 +149,10 @@ class Forward:
 
 
 def find_places(real_BQ: Tensor, before_B: Tensor, columns: bool) -> Tensor:
-    """Return the position of each column [B,Q]; -1 before a row's first token.
+    """Return the position of each column of a pass [B,Q]; -1 before a row's first token.
 
-    Padding after a token has the newest token's position, or its column's if `columns` count.
-
-    real_BQ: False for padding. before_B: the position after the last that each row has read.
+    real_BQ: False for padding. before_B: the position after the last that each row has read. columns: padding after a token
+    has a position of its own, as in the unpatched model; else it has that of the token before it.
     """
     counted = real_BQ.long()
     if columns:
@@ -161,17 +160,18 @@ def find_places(real_BQ: Tensor, before_B: Tensor, columns: bool) -> Tensor:
     return before_B[:, None] + counted.cumsum(-1) - 1
 
 
-def _of_block(real_B: list[int], columns: int) -> Padding | None:
-    """Describe a block of a packed prompt: each row's own tokens come first."""
+def _describe_padding(real_B: list[int], columns: int) -> Padding | None:
+    """Return the padding of a block that has `real_B` tokens of each row and then padding; None if all columns are tokens."""
     if min(real_B) == columns:
         return None
     return Padding(columns, any(0 < count < columns for count in real_B), False, real_B)
 
 
 def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[int], final: bool) -> list[Forward]:
-    """Split the prompt columns of a pass into one Forward per block.
+    """Split the prompt columns of a pass into one Forward per block, which a layer reads and compresses one by one.
 
-    before_B, after_B: tokens of each row before and after these columns. final: the prompt ends with them.
+    Where some columns are padding, it sets `now.packing_BQ`, the order with each row's tokens first. before_B, after_B: tokens
+    of each row before and after these columns. final: the prompt ends with them.
     """
     P, positions_BQ, protect_BQ, span_BQ = now.prompt, now.positions_BQ[:, : now.prompt], now.protect_BQ, now.span_BQ
     if now.padding is not None:
@@ -190,7 +190,7 @@ def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[in
                 prompt=stop - start,
                 ends_prompt=True,
                 n_B=[before + min(count, stop) for before, count in zip(before_B, counts_B, strict=True)],
-                padding=_of_block(rows_B, stop - start),
+                padding=_describe_padding(rows_B, stop - start),
                 protect_BQ=None if protect_BQ is None else protect_BQ[:, start:stop],
                 first_step=now.first_step,
                 budget_n_B=now.budget_n_B,

@@ -44,7 +44,7 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
 
 
 def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_BT: Tensor | None) -> None:
-    """Append keys and values [B,H,T,D] of each layer: the last T of `seen` columns."""
+    """Append keys and values [B,H,T,D], the last T of `seen` columns, to each layer of an empty cache, and count its rows."""
     cache.count_in(taken[0][0].dtype)
     for index, (mine, (keys, values)) in enumerate(zip(cache.layers, taken, strict=True)):
         B, H, T, _ = keys.shape
@@ -69,7 +69,7 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
 
 
 def _mark_padding(layer: SlotLayer, real_BT: Tensor) -> None:
-    """Note where padding lies among the columns of a layer, as the prompt's own pass would have (attention/prefill.py)."""
+    """Set the fields of a layer that say where padding lies, as a patched pass sets them (attention/prefill.py)."""
     column = torch.arange(1, real_BT.shape[1] + 1, device=real_BT.device)
     layer.floor = int((~real_BT * column).amax())
     layer.contiguous = not bool((real_BT[:, :-1] & ~real_BT[:, 1:]).any())

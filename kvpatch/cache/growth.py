@@ -47,7 +47,7 @@ def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[in
 
 
 def plan(counts: list[int], goals: list[int] | None, more: Callable[[int], int] = slack, exactly: bool = False) -> Layout:
-    """Plan each head's slots at the end of a prompt: ragged if dense ones would waste too much.
+    """Plan each head's slots at the end of a prompt: ragged (heads differ) if dense ones would waste too much.
 
     more: from the tokens of a head to the number of coming tokens that it gets room for. exactly: a ragged layer gets room for
     all of them at once; else it starts with half.

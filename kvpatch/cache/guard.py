@@ -30,7 +30,7 @@ class MutationGuard:
         return bool(self.operations)
 
     def check_finished(self) -> None:
-        """Raise KVPatchError where the cache is unfinished."""
+        """Raise KVPatchError if a change of the cache was begun and has not ended."""
         if self.operations:
             raise KVPatchError(_UNFINISHED.format(next(iter(self.operations.values()))[0]))
 
@@ -59,7 +59,7 @@ class MutationGuard:
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
-        """Run a block that reads. Several threads may read; a change in the meantime raises, for reads would be torn."""
+        """Run a block that copies, saves or joins the cache or reports on it; raise if another thread changes it meanwhile."""
         self.check_finished()
         changes, self.was_read = self.changes, True
         yield

@@ -62,6 +62,7 @@ class MappedRows:
     """Rows in a nameless temporary file, which is mapped into memory and deleted with this object."""
 
     def __init__(self, width: int, dtype: torch.dtype, folder: Path | None) -> None:
+        """Open the file, with no rows yet. folder: of the file; None: the one for temporary files."""
         self.width, self.dtype = width, dtype
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the rows are used
         self._map: mmap.mmap | None = None
@@ -90,7 +91,7 @@ class MappedRows:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Give a file its size and the room for it: a mapped write to a full disk would end the process."""
+    """Set a file's size and reserve the room for it: a write to a mapped file on a full disk would kill the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
     else:
@@ -120,6 +121,7 @@ class HostLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, folder: Path | None) -> None:
+        """Make a layer without tokens; `begin` makes its store."""
         super().__init__()
         self.folder, self.length = folder, 0
         self.sizes: tuple[int, int, int] = (0, 0, 0)
@@ -141,7 +143,7 @@ class HostLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def append(self, k_1HQD: Tensor, v_1HQD: Tensor) -> None:
-        """Write the entries of Q more tokens."""
+        """Write the keys and values of Q more tokens after the rows in use; a full store grows."""
         if not self.is_initialized:
             self.lazy_initialization(k_1HQD, v_1HQD)
         start, stop, kept = self.length, self.length + k_1HQD.shape[2], self.store.rows_NE.dtype
@@ -163,7 +165,7 @@ class HostLayer(CacheLayerMixin):
         return held if count <= held else max(count, int(self.length * GROWTH), FEWEST)
 
     def keep(self, rows_N: Tensor) -> None:
-        """Keep these rows alone, in their order."""
+        """Keep these rows alone, in their order, after tokens were forgotten."""
         self.store.wait()
         self.store.rows_NE[: len(rows_N)] = self.used_TE[rows_N]
         self.length = len(rows_N)
@@ -187,7 +189,7 @@ class HostLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Refuse a pass of the model's own code."""
-        raise KVPatchError("This cache goes on under the patch that made it alone, which is no longer in force.")
+        raise KVPatchError("This cache can be used only under the patch that made it, which is no longer in force.")
 
     def copy(self) -> HostLayer:
         """Return a copy with a store of its own, in a new file of the same folder if this one has a file."""

@@ -172,7 +172,7 @@ class LosslessCache(Unpicklable, Cache):
 
     def positions(self, layer: int) -> Tensor:
         """Positions of all tokens there, int64 [1, Hkv, T], on the host; those that the budget holds: `drafts.positions`."""
-        checks.layer_of("layer", layer, len(self.whole))
+        checks.check_layer("layer", layer, len(self.whole))
         checks.check_filled(bool(self.ids))
         return torch.tensor(self.kept_positions, device="cpu").repeat(1, self.whole[layer].sizes[0], 1)
 

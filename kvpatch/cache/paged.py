@@ -179,7 +179,8 @@ class PagedSlots(DenseSlots):
         keys, values = (columns.clone() for columns in self.view(self.width))
         return PromptSlots(keys, values, self.pool, self.strips)
 
-    def beside(self, others: list[Slots], width: int) -> PagedSlots | None:
+    def join_in_place(self, others: list[Slots], width: int) -> PagedSlots | None:
+        """Return slots of the pages of these rows and then of `others`; None if some of the others are not in pages."""
         parts = [self, *(other for other in others if isinstance(other, PagedSlots))]
         if len(parts) <= len(others):
             return None

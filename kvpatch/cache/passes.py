@@ -51,7 +51,7 @@ def begin(
     # all checks have passed: from here on the cache changes, until finish()
     seen, prompt = cache.get_seq_length(), now.prompt
     cache.now, cache.seen_B, cache.rows.padded = now, after, cache.rows.padded or now.padding is not None
-    if cache.settings.by_columns and now.rows_BQ is not None and now.padding is not None and now.padding.behind:
+    if cache.settings.by_columns and now.rows_BQ is not None and now.padding is not None and now.padding.attends:
         _count_gaps(cache, now, now.rows_BQ)
     if cache.lifetimes is not None and input_ids is not None:
         cache.lifetimes.read(input_ids, now.positions_BQ, seen + Q)

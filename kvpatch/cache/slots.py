@@ -114,8 +114,8 @@ class Slots(ABC):
         """Return slots in memory that this layer alone owns, so that a prompt can be appended; itself if it owns its memory."""
         return self
 
-    def beside(self, others: list[Slots], width: int) -> Slots | None:
-        """Return slots of these rows and then those of `others`, in the same memory; None if entries must be copied for it."""
+    def join_in_place(self, others: list[Slots], width: int) -> Slots | None:
+        """Return slots of these rows and then those of `others` that use the same memory; None if that needs copies."""
         return None
 
     def flat(self) -> tuple[Tensor, Tensor]:

@@ -195,9 +195,9 @@ class TextState(Unpicklable, MutationGuard, WithStates):
     def catch_up(self) -> None:
         """Add the steps taken under torch.compile to the counters."""
         counters = self.counters
-        if not counters.behind or self.operations.get("behind"):
+        if not counters.stale or self.operations.get("stale"):
             return
-        self.operations["behind"] = ["step under torch.compile"]
+        self.operations["stale"] = ["step under torch.compile"]
         count = int(counters.tensors.columns) - self.layers[0].seen
         counters.steps += count
         if count > 0 and self.keeps_ids:
@@ -210,8 +210,8 @@ class TextState(Unpicklable, MutationGuard, WithStates):
             layer.ahead = None
             layer.traced = False
             layer.refresh_free_slots()
-        counters.behind = False
-        self.operations.pop("behind")
+        counters.stale = False
+        self.operations.pop("stale")
 
     @property
     def keeps_ids(self) -> bool:

@@ -65,7 +65,7 @@ class _Captured:
     def goes_on(self, inputs: Inputs, cache: EvictingCache) -> bool:
         """Tell if the next step can follow without a look at the cache, since nobody has looked since the last replay."""
         alike = self.owner() is cache and cache.seen_B is self.seen_B and _shapes(inputs) == _shapes(self.inputs)
-        return self.left > 0 and cache.counters.behind and alike and not is_autocasting(inputs["input_ids"].device.type)
+        return self.left > 0 and cache.counters.stale and alike and not is_autocasting(inputs["input_ids"].device.type)
 
     def holds(self, cache: EvictingCache) -> bool:
         """Tell if the cache's tensors are the ones that the graph works on."""
@@ -91,7 +91,7 @@ class _Captured:
         """Run the step on other inputs. It counts before it runs, so that an interrupt leaves counters that tensors correct."""
         for name, tensor in inputs.items():
             self.inputs[name].copy_(tensor)
-        cache.counters.behind, self.left = True, self.left - 1
+        cache.counters.stale, self.left = True, self.left - 1
         self.recorder.replay()
 
 
@@ -275,13 +275,14 @@ def _positions(cache: EvictingCache, B: int) -> Tensor:
 
 def _places(cache: EvictingCache) -> list[Place]:
     """Return where the cache's tensors stand, in an order that caches of the same facts share."""
-    return [(holder, name) for holder in compiled.holders(cache) for name in sorted(holder) if isinstance(holder[name], Tensor)]
+    found = compiled.list_holders(cache)
+    return [(holder, name) for holder in found for name in sorted(holder) if isinstance(holder[name], Tensor)]
 
 
 def _facts(cache: EvictingCache) -> object:
     """Return what a captured step takes for constant: shapes and strides, and all plain values but counts."""
     found: list[object] = [type(layer.mode) for layer in cache.layers]
-    for holder in compiled.holders(cache):
+    for holder in compiled.list_holders(cache):
         for name in sorted(holder):
             value = holder[name]
             if isinstance(value, Tensor):

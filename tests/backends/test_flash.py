@@ -662,7 +662,7 @@ def test_padding_behind_tokens_is_torch_s_where_nothing_is_evicted(install, monk
         want = model(ids, attention_mask=mask).logits.float()
         with kvpatch.patched(model, "h2o", 1.0) as patch:
             out = model(ids, attention_mask=mask, use_cache=True)
-            assert patch.report().backends["prompt"] == ("torch", "flash: padding behind tokens")
+            assert patch.report().backends["prompt"] == ("torch", "flash: padding after tokens")
     torch.testing.assert_close(out.logits.float(), want, atol=0.02, rtol=0)
 
 

@@ -254,7 +254,7 @@ def test_steps_can_be_compiled():
             want = model(ids, past_key_values=twin).logits
             got = compiled(ids, past_key_values=loop.cache).logits
             torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
-        assert loop.cache.counters.behind, "no step was traced"
+        assert loop.cache.counters.stale, "no step was traced"
         assert loop.cache.next_positions().tolist() == twin.next_positions().tolist()
         for row in range(2):
             assert sorted_positions(loop.cache.positions(0)[row][None].tolist()) == sorted_positions(

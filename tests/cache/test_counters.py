@@ -62,10 +62,10 @@ def test_counters_catch_up_with_compiled_steps(model):
     cache = read(model, "h2o", 0.5, room=4)
     compiled.begin_step(cache, None, None)  # and its layers run unseen
     compiled.end_step(cache)
-    assert cache.counters.behind
+    assert cache.counters.stale
     assert cache.layers[0].seen == N
     assert cache.get_seq_length() == N + 1
-    assert (cache.counters.behind, cache.counters.steps, cache.unfinished) == (False, 1, False)
+    assert (cache.counters.stale, cache.counters.steps, cache.unfinished) == (False, 1, False)
 
 
 def test_under_torch_compile_a_length_is_a_tensor(model, monkeypatch):

@@ -124,7 +124,8 @@ def test_where_pages_lie_is_known_without_the_device():
         some = slots.map_rows(lambda tensor, rows=rows: tensor[rows], 4, 2)
         assert (some.most, some._together) == (most, together)
     assert slots.map_rows(lambda tensor: tensor[[3]], 4, 2)._together is None, "its second page lies before its first"
-    joined = slots.map_rows(lambda tensor: tensor[:1], 4, 2).beside([slots.map_rows(lambda tensor: tensor[1:3], 4, 2)], 4)
+    parts = slots.map_rows(lambda tensor: tensor[:1], 4, 2), slots.map_rows(lambda tensor: tensor[1:3], 4, 2)
+    joined = parts[0].join_in_place([parts[1]], 4)
     assert (joined.most, joined._together) == (8, None)
 
 

@@ -56,7 +56,7 @@ ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Batched, "change_rows
 CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (layer, "restore_step")]
 CLONE = [(copy, "deepcopy"), (TextState, "catch_up")]
 JOIN = [
-    (concat, "check_compatible"), (concat, "_make_blank"), (concat, "_join_layer"), (concat, "_lay_out"),
+    (concat, "check_compatible"), (concat, "_make_blank"), (concat, "_join_layer"), (concat, "_make_buffers"),
     (concat, "_fill_segments"), (concat, "_set_mode"), (concat, "_set_steps"),
     (concat, "_join_shared"), (SlotLayer, "reset"), (TextState, "reset"),
 ]  # fmt: skip

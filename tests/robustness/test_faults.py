@@ -136,7 +136,7 @@ def test_an_interrupt_while_the_counters_catch_up_with_compiled_steps(scenes):
     def compiled():
         cache = s.read(1)
         cache.counters.device.columns.add_(3)
-        cache.counters.behind = True
+        cache.counters.stale = True
         return cache
 
     after = compiled()
