@@ -36,9 +36,9 @@ def check_state(cache: TextState) -> None:
         return
     must(all(layer.seen == seen for layer in cache.layers), "its layers have seen different numbers of tokens")
     most, least = int(seen_B.max()), int(seen_B.min())
-    whole = cache.rows.padded or cache.turns.open or (most == seen and (cache.rows.joined or least == seen))
-    some = 0 < least or cache.turns.open
-    must(some and most <= seen and whole, f"{seen} columns were seen, and {least} to {most} tokens of its rows")
+    agree = cache.rows.padded or cache.turns.open or (most == seen and (cache.rows.joined or least == seen))
+    agree = agree and most <= seen and (least > 0 or cache.turns.open)
+    must(agree, f"{seen} columns were seen, and {least} to {most} tokens of its rows")
     must(cache.counters.steps <= seen, f"{cache.counters.steps} steps of {seen} tokens")
     gaps_B, shortfall_B = cache.rows.gaps_B, cache.counters.shortfall_B
     if gaps_B is not None:
@@ -132,6 +132,7 @@ class _LayerState:
     """One layer's slots during the checks. limit_BH: slots of each head that may hold a token, not its budget."""
 
     def __init__(self, layer: SlotLayer, seen_B: Tensor) -> None:
+        """Derive the tensors that several checks compare."""
         self.layer, self.seen_B11 = layer, seen_B[:, None, None]
         self.occupied = layer.positions >= 0
         self.held_BH = self.occupied.sum(-1)
@@ -199,7 +200,7 @@ class _LayerState:
         must(~below_BH | packed_BH, "a head below its budget has gaps")
         must(not mode.unfilled or below_BH, "a head may reach its budget where it says that none does")
         if layer.holes:
-            must(layer.used == len(self.column), "unused columns between slots")
+            self._check_all_used()
             missing = int((keep_BH - self.held_BH).max())
             below = missing >= layer.every  # else all may have evicted, some more lately than others
             must((missing if below else 0) <= mode.filling <= int(keep_BH.max()), "filling is wrong")
@@ -213,13 +214,17 @@ class _LayerState:
         Every column is a slot. Each head has an empty one for the next token, or larger buffers are allocated before it.
         """
         layer = self.layer
-        must(layer.holes and layer.used == len(self.column), "unused columns between slots")
+        must(layer.holes, "no slot may be empty where heads evict as their budget moves")
+        self._check_all_used()
         must(self.held_BH <= layer.own_budget_BH1[..., 0], "a head holds more than it ever may")
         self._check_free(mode, self.limit_BH <= layer.own_budget_BH1[..., 0], self.held_BH == self.limit_BH)
         must(mode.growing or mode.slack == mode.grown == 0, "slack where no head may need more slots")
 
     def _check_free(self, mode: Slotted, short_BH: Tensor, full_BH: Tensor) -> None:
-        """Check the free slots of heads. short: a head may need more slots. full: it may have none that is free."""
+        """Check the free slots of heads, and how many tokens still find one.
+
+        short_BH: the head may need more slots than it has. full_BH: it may have no free slot.
+        """
         free_BH = mode.free_BH
         must(mode.growing == bool(short_BH.any()), "growing is not what the slots say")
         must((free_BH >= 0) & (free_BH < self.limit_BH + full_BH), "free_BH names no slot")
@@ -230,14 +235,19 @@ class _LayerState:
     def _check_growing(self, mode: Growing) -> None:
         """Check the free slots after each head's tokens, in a layer that evicts nothing."""
         layer, free_BH = self.layer, mode.free_BH
-        must(layer.holes and layer.used == len(self.column), "unused columns between slots")
+        must(layer.holes, "no slot may be empty where tokens go into free slots")
+        self._check_all_used()
         must(mode.grown <= mode.slack, f"{mode.grown} of {mode.slack} free slots are taken")
         must(self.limit_BH - free_BH >= mode.slack - mode.grown, "fewer slots are free than it says")
-        must(free_BH.flatten() == layer.kv.next_free(layer.taken, mode.grown), "free_BH is not behind what was taken")
-        behind = free_BH[..., None] - self.column  # 1 at the newest
-        must(~self.occupied | (behind > 0), "a free slot is taken")
-        recent = (behind > 0) & (behind <= mode.grown)
-        must(~recent | (layer.positions == self.seen_B11 - behind), "what was appended is not the newest")
+        must(free_BH.flatten() == layer.kv.next_free(layer.taken, mode.grown), "free_BH is not the slot after those taken")
+        age = free_BH[..., None] - self.column  # 1 at the newest
+        must(~self.occupied | (age > 0), "a free slot is taken")
+        recent = (age > 0) & (age <= mode.grown)
+        must(~recent | (layer.positions == self.seen_B11 - age), "what was appended is not the newest")
+
+    def _check_all_used(self) -> None:
+        """Check that each column is a slot in use, as in every layer that names free slots."""
+        must(self.layer.used == len(self.column), f"{self.layer.used} of {len(self.column)} columns are in use as slots")
 
 
 def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:

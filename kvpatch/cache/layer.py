@@ -26,7 +26,7 @@ from ..policies.rhythm import list_moves, list_waits
 from . import slots
 from .growth import Layout, capacities, plan, slack
 from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Moving, Reading, Slotted
-from .narrow import open_slots, reading
+from .narrow import make_prompt_slots, open_slots
 from .pickling import Unpicklable
 from .rollback import UNDO_STEPS, Undo, record_step, restore_step
 from .slots import Slots, collect_entries, fit_columns, gather_entries
@@ -46,12 +46,18 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     """
 
     def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL, every: int = 1, latent: bool = False) -> None:
+        """Make an empty layer.
+
+        statistics: names of the sums that the policy keeps in `state`. bits: of each number held. every: tokens that a head
+        evicts at once. latent: a value is a part of its key.
+        """
         self.statistics, self.bits, self.every, self.latent = statistics, bits, every, latent
         self.storage: Callable[[Tensor, Tensor], Slots] | None = None  # of an engine, in place of buffers of the layer's own
         self.record_past = False
         self.reset()
 
     def reset(self) -> None:
+        """Set all fields as before the first token."""
         self.kv: Slots = slots.nothing()
         self.is_initialized = False
         self.positions: Tensor = torch.empty(0, dtype=torch.long, device="cpu")
@@ -93,6 +99,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.kv.as_transformers(self.used)[1] if self.is_initialized else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make empty slots for keys and values of these shapes; the first `append` calls this."""
         B, H, _, D = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         keys, values = key_states.new_empty(B, H, 0, D), value_states.new_empty(B, H, 0, value_states.shape[-1])
@@ -101,6 +108,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.is_initialized, self.mode = True, Reading()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Refuse to write: only the attention of an unpatched model calls this."""
         raise KVPatchError(
             "This EvictingCache was handed to a model that is not patched (or no longer is): use it inside the "
             "`with kvpatch.patched(...)` block it was made in."
@@ -135,14 +143,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.positions.shape[0] if self.is_initialized else -1
 
     def sharing(self) -> SlotLayer:
-        """Return a copy with the same tensors, whose `map_rows` the caller must call, to replace them, before either writes."""
+        """Return a copy with the same tensors. The caller must replace these by the copy's `map_rows` before either writes."""
         new = copy.copy(self)
         new.mode, new.state, new.notes = copy.copy(self.mode), dict(self.state), dict(self.notes)
         new.undo_log = deque(maxlen=UNDO_STEPS)
         return new
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change` to every tensor whose first axis is the batch."""
+        """Replace every tensor that has the batch first by `change` of it, which selects or repeats rows."""
         if not self.is_initialized:
             return
         self.kv = self.kv.map_rows(change, *self.positions.shape[:2])
@@ -160,7 +168,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     # ---- writing ----
 
     def reserve(self, columns: int, most: list[int] | None = None) -> None:
-        """Make room for `columns` and some more, at most `most` in all."""
+        """Move to larger buffers if these have fewer than `columns` columns. most: a list of the most that are ever needed."""
         if columns > self.positions.shape[2]:
             self.resize_slots([max(capacities([columns], most, self.count_spare(columns))[0], columns)])
 
@@ -175,10 +183,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     def _make_slots(self, keys: Tensor, values: Tensor) -> Slots:
         """Return the slots of a first prompt's columns."""
-        return reading(keys, values, self.bits, self.latent) if self.storage is None else self.storage(keys, values)
+        return make_prompt_slots(keys, values, self.bits, self.latent) if self.storage is None else self.storage(keys, values)
 
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
-        """Take a whole prompt's keys and values without a copy, until `allocate` allocates buffers of its own."""
+        """Take a first prompt's keys and values without a copy; `allocate` copies the kept ones where the prompt ends."""
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
         self.kv = self._make_slots(k_BHQD.detach(), v_BHQD.detach())
         self.used = k_BHQD.shape[2]
@@ -187,7 +195,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(0)
 
     def append(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
-        """Write columns after the used ones."""
+        """Write the keys, values, positions and state of Q tokens after the used columns; the buffers grow if they must."""
         if not self.is_initialized:
             self.lazy_initialization(k_BHQD, v_BHQD)
         start, stop = self.used, self.used + k_BHQD.shape[2]
@@ -208,6 +216,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.state[name]
 
     def _zero_statistics(self, start: int) -> None:
+        """Set the policy's sums to zero in the used columns from `start` on."""
         for name in self.statistics:
             if name in self.state:  # a new one is zero
                 self.state[name][:, :, start : self.used].fill_(0)
@@ -243,7 +252,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(start)
 
     def write_position(self, positions_B1: Tensor) -> None:
-        """Write the new token's position, and zero sums, into each head's free slot or behind the used columns."""
+        """Write the new token's position, and zero sums, into each head's free slot or after the used columns."""
         if not self.mode.slotted:
             self.positions[:, :, self.used] = positions_B1
             for name in self.statistics:
@@ -259,7 +268,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.kv.write_at(self.free_rows(), *self.kv.encode_pair(k_BH1D, v_BH1D))
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
-        """Write the new token's entries of the score state."""
+        """Write what the score keeps of the new token (`entry`, by state name) into the slot that it goes to."""
         for name, tensor in entry.items():
             if not self.mode.slotted:
                 self.state[name][:, :, self.used : self.used + 1] = tensor
@@ -268,9 +277,12 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             rows.index_copy_(0, self.free_slots(), tensor.reshape(-1, *rows.shape[1:]))
 
     def make_blanks(self, tokens: int = 1) -> dict[str, Tensor]:
-        """Return zeros for new tokens of state that only some have (such as `protect=`): a slot may hold an evicted one's."""
-        own = [one.name for one in OWN_STATE if one.blank and one.name in self.state]
-        return {name: self.state[name].new_zeros(*self.positions.shape[:2], tokens) for name in own}
+        """Return zeros [B,H,tokens] for state that only marked tokens have, such as `protect=`.
+
+        Unmarked tokens must write them, for the slot that they go to may still hold an evicted token's mark.
+        """
+        names = [one.name for one in OWN_STATE if one.blank and one.name in self.state]
+        return {name: self.state[name].new_zeros(*self.positions.shape[:2], tokens) for name in names}
 
     def free_slots(self) -> Tensor:
         """Return the free slots as indices [B*H] into the flattened slots, computed once."""
@@ -337,7 +349,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.state["protect"][:, :, :K] &= kept_BHK
 
     def replace_values(self, values_BHKD: Tensor, kept_BHK: Tensor | None) -> None:
-        """Replace the values of the tokens in use, where a prompt or a block of it ends."""
+        """Replace the values of the kept tokens by merged ones, where a prompt or a block of it ends."""
         columns = torch.arange(values_BHKD.shape[2], device=values_BHKD.device).expand(values_BHKD.shape[:3])
         rows, values = self.kv.rows_of(columns), values_BHKD.detach().flatten(0, 2)
         if kept_BHK is not None:
@@ -351,7 +363,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self._round_graph()
 
     def round(self) -> None:
-        """Round the columns in use, where a prompt or a block of it ends."""
+        """Round the keys and values in use to the cache's bits, where a prompt or a block of it ends."""
         self.kv.fix_centre(self.positions[:, :, : self.used])
         closed = self.kv.close_columns(self.used)
         if closed is not self.kv:
@@ -362,7 +374,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     # ---- transitions ----
 
     def begin_prompt(self) -> None:
-        """Begin a prompt, or a piece of one: slots become columns, some of them empty, and tokens are appended."""
+        """Begin a prompt, or a piece of one: tokens are appended after the used columns, of which some may be empty."""
         if not isinstance(self.mode, Reading):
             if self.mode.slotted:
                 self.kv = self.kv.make_dense(*self.positions.shape[:2])
@@ -393,7 +405,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._open_slots(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
 
     def start_moving(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """End a prompt, or pack: tokens go into empty slots, and heads evict what their budgets say.
+        """End a prompt, or `pack`: tokens go into empty slots, and heads evict as many as a budget says that moves.
 
         counts, goals: see `measure_room`.
         """
@@ -405,7 +417,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return torch.tensor(counts, device=self.positions.device).view(self.positions.shape[:2])
 
     def _open_slots(self, mode: Growing | Evicting | Moving, counts: list[int] | None, goals: list[int] | None = None) -> None:
-        """Use every column as a slot from now on; queries do not see the empty ones."""
+        """Set a mode in which every column is a slot; queries do not see the empty ones. counts, goals: see `measure_room`."""
         self.used, self.contiguous, self.mode = self.positions.shape[2], False, mode
         self.measure_room(counts, goals)
 
@@ -446,7 +458,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.update_pace(counts, goals)
 
     def update_pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Update the steps until each head evicts, if `every` > 1. counts, goals: see `measure_room`."""
+        """Update the mode's steps until each head evicts, if several tokens are evicted at once (`every` > 1).
+
+        counts, goals: see `measure_room`.
+        """
         if isinstance(self.mode, Evicting) and self.every > 1:
             self.mode.every = self.every
             self.mode.waits = list_waits(counts or self.counts(), goals or self.list_goals() or ())
@@ -466,7 +481,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return [self.used + self.mode.filling + 1] if self.mode.evicts else None
 
     def make_room(self) -> None:
-        """Allocate slots for more tokens of each head, if some head may have none left."""
+        """Move to larger buffers if some head may have no free slot left. Called before each decode step writes its token."""
         mode = self.mode
         if not isinstance(mode, Slotted) or not mode.growing or mode.grown < mode.slack:
             return
@@ -544,7 +559,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.kv.count_taken(self.used, mode.slack - mode.grown) if isinstance(mode, Growing) else self.used
 
     def advance(self) -> None:
-        """Make the next slot of each head the free one, in a layer that evicts nothing at this step."""
+        """Make the slot after the new token's the free one in each head, where a decode step evicts nothing."""
         if not self.mode.slotted:
             return
         self.set_free(self.mode.free_BH + 1)
@@ -577,7 +592,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.count(1)
 
     def refresh_free_slots(self) -> None:
-        """Recompute the free slots of full heads: there a kernel leaves the old index, to write nothing out of bounds."""
+        """Find the free slots anew after kernels have run: a kernel leaves the old index in a head that is full."""
         self.free_at = None
         if self.mode.growing and self.mode.evicts:
             self.mode.free_BH = self.empty_slots()
@@ -627,7 +642,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.undo_log.append(record_step(self, shared))
 
     def can_crop(self, tokens: int, remembers: bool) -> bool:
-        """Tell if the last `tokens` can be rolled back. remembers: other tokens' scores contain their attention."""
+        """Tell if the last `tokens` can be rolled back. remembers: scores of other tokens contain the attention of these."""
         mode = self.mode
         appended = mode.grown if isinstance(mode, Slotted) else self.used - self.floor
         return len(self.undo_log) >= tokens or (mode.croppable and not remembers and tokens <= appended)

@@ -44,7 +44,7 @@ class Lifetimes(Batched):
         return sum(one.nbytes for one in (self.ids, *self.deaths) if one is not None)
 
     def read(self, ids_BQ: Tensor, positions_BQ: Tensor, columns: int) -> None:
-        """Note the ids of a pass; positions are -1 in padding and below `columns`."""
+        """Note the ids of a pass's tokens by position: -1 for padding, else below `columns`. Called where a pass begins."""
         if self.ids is None:
             self.ids = ids_BQ.new_zeros(len(ids_BQ), 0)
         self.ids = _widen_tensor(self.ids, columns + 1, 0)
@@ -52,7 +52,10 @@ class Lifetimes(Batched):
         self.ids = self.ids.scatter(1, at, ids_BQ.to(self.ids.dtype))
 
     def note(self, layer: int, positions_BHT: Tensor, seen_B11: Tensor) -> None:
-        """Note what a layer no longer holds of the tokens seen."""
+        """Set the deaths of tokens that a layer no longer holds, to the number of tokens seen; called after it evicts.
+
+        positions_BHT: of the held tokens, -1 in empty slots.
+        """
         B, H, _ = positions_BHT.shape
         known = self.deaths[layer]
         if known is None:
@@ -65,7 +68,7 @@ class Lifetimes(Batched):
         self.deaths[layer] = torch.where(gone, seen_B11.to(known.dtype), known)
 
     def crop(self, seen_B: Tensor) -> None:
-        """Forget deaths that queries beyond these tokens have noted, for a roll-back."""
+        """Forget the deaths after the first `seen_B` tokens of each row: a roll-back brings those tokens back."""
         for layer, deaths in enumerate(self.deaths):
             if deaths is not None:
                 late = deaths > seen_B.to(deaths.device)[:, None, None]
@@ -85,7 +88,7 @@ class Lifetimes(Batched):
 
     @staticmethod
     def join_parts(parts: Sequence[Lifetimes | None]) -> Lifetimes | None:
-        """Join the rows of several; None if some text has lifetimes that are not known."""
+        """Return the rows of several caches' lifetimes as one; None if those of some cache are not known."""
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
@@ -102,7 +105,7 @@ class Record:
     Made by `Patch.record()`, and followed by `kvpatch.replay`. Its tensors lie on the layers' devices; `to("cpu")` moves them.
 
     Attributes:
-        ids: int64 [N,T], token ids of N texts without their padding; -1 behind a text's last token.
+        ids: int64 [N,T], token ids of N texts without their padding; -1 after a text's last token.
         deaths: of each layer int32 [N,H,T], the position of the first query that no longer sees a token; 2**31 - 1 if none.
         model: what a model must agree with: its class, layers, KV heads and head size.
 
@@ -162,7 +165,7 @@ class Record:
             raise KVPatchError(f"A record is needed, or several, not {records!r:.80}: give what patch.record() returned.")
         first = parts[0]
         for part in parts[1:]:
-            same_model(part.model, first.model, "the first record")
+            check_same_model(part.model, first.model, "the first record")
         device = first.ids.device
         ids = join_padded([part.ids.to(device) for part in parts], -1)
         pairs = zip(*(part.deaths for part in parts), strict=True)
@@ -171,13 +174,13 @@ class Record:
         )
 
 
-def same_model(recorded: dict[str, Any], own: dict[str, Any], what: str) -> None:
-    """Raise KVPatchError if a record is of another model than `what`."""
-    for name in dict.fromkeys((*recorded, *own)):
-        if recorded.get(name) != own.get(name):
+def check_same_model(recorded: dict[str, Any], wanted: dict[str, Any], what: str) -> None:
+    """Raise KVPatchError if a record's model differs from the wanted one, as described by name. what: the wanted one's name."""
+    for name in dict.fromkeys((*recorded, *wanted)):
+        if recorded.get(name) != wanted.get(name):
             raise KVPatchError(
-                f"The record is of another model: {name} is {recorded.get(name)!r} there, {own.get(name)!r} in {what}. Replay "
-                "the model that generated the texts."
+                f"The record is of another model: {name} is {recorded.get(name)!r} there, {wanted.get(name)!r} in {what}. "
+                "Replay the model that generated the texts."
             )
 
 

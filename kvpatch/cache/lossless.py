@@ -55,6 +55,7 @@ class LosslessCache(Unpicklable, Cache):
     """
 
     def __init__(self, drafts: EvictingCache, layers: int, folder: Path | None = None) -> None:
+        """Make the cache of a new text. drafts: an empty budgeted cache. folder: of the files that hold the entries."""
         self.whole = [HostLayer(folder) for _ in range(layers)]
         super().__init__(layers=list(self.whole))
         self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()
@@ -111,7 +112,7 @@ class LosslessCache(Unpicklable, Cache):
             )
 
     def lend(self) -> None:
-        """Lend the budgeted cache's pass, which has begun, the earlier tokens."""
+        """Let the pass over `drafts`, which has begun, read the earlier tokens from here: its layers call `exchange`."""
         now = self.drafts.running
         now.lender = self
         if self.ids:  # of the new tokens the first is certain: a share of the text must hold after the others are taken back
@@ -119,7 +120,7 @@ class LosslessCache(Unpicklable, Cache):
         self.budgeted = now.budget_n_B[0] if now.budget_n_B else 0
 
     def end(self) -> None:
-        """End a pass: its tokens are read, and what was staged or mapped for it goes."""
+        """End a pass: add its tokens to those read, and free the entries that were staged or mapped for it."""
         self._staged.clear()
         for layer in self.whole:
             layer.store.release()
@@ -130,9 +131,7 @@ class LosslessCache(Unpicklable, Cache):
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Store a layer's new entries; return keys, values and positions of all earlier tokens, on the layer's device."""
         own, device = self.whole[layer], k_1HQD.device
-        rows_TE = None
-        if own.length:
-            rows_TE = self._bring(layer, device)
+        rows_TE = self._bring(layer, device) if own.length else None
         own.append(k_1HQD, v_1HQD)
         if layer:
             self.whole[layer - 1].store.release()
@@ -143,11 +142,12 @@ class LosslessCache(Unpicklable, Cache):
         return *own.view(rows_TE), self._positions_1T
 
     def _bring(self, layer: int, device: torch.device) -> Tensor:
-        """Return a layer's rows on a device; the next layer's are on their way then."""
+        """Return the rows of a layer's earlier tokens on its device, and count their bytes."""
         self.verified.moved_nbytes += self.whole[layer].nbytes
         return self.whole[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
 
     def _bring_staged(self, layer: int, device: torch.device) -> Tensor:
+        """Return a layer's rows on a GPU, and start the copy of the next layer's."""
         for i in (layer, layer + 1):
             if i < len(self.whole) and i not in self._staged:
                 self._staged[i] = self._stage(self.whole[i], device)
@@ -157,7 +157,7 @@ class LosslessCache(Unpicklable, Cache):
         return rows_TE
 
     def _stage(self, layer: HostLayer, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Copy a layer's rows to a device beside its work."""
+        """Start to copy a layer's rows to a device, on a stream beside its work; return them and the copy's end."""
         if device.type != "cuda":
             return layer.used_TE.to(device), None
         rows_TE = torch.empty_like(layer.used_TE, device=device)
@@ -291,6 +291,7 @@ class LosslessCache(Unpicklable, Cache):
         self.drafts.reset()
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse the methods that need several rows (below)."""
         raise KVPatchError(
             "lossless=True drafts for one text at a time: beams and several rows are not served. Take cache.clone() for "
             "several questions about it, leave lossless out, or use the unpatched model."

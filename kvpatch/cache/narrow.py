@@ -18,32 +18,35 @@ from .slots import DenseSlots, Slots, gather_entries
 class ReadingSlots(DenseSlots):
     """Columns [B,H,C,D] of a prompt, unrounded. packed: entries of the first columns, as earlier prompts' ends rounded them.
 
-    then: the codecs by which this prompt's end rounds the rest.
+    rounding: the codecs by which this prompt's end rounds the rest.
     """
 
-    by_row = ("stored", "then", "packed")
+    by_row = ("stored", "rounding", "packed")
 
-    def __init__(self, keys: Tensor, values: Tensor, then: Codecs, packed: tuple[Tensor, ...]) -> None:
-        super().__init__(keys, values, in_full(then))
-        self.then, self.packed = then, packed
+    def __init__(self, keys: Tensor, values: Tensor, rounding: Codecs, packed: tuple[Tensor, ...]) -> None:
+        super().__init__(keys, values, in_full(rounding))
+        self.rounding, self.packed = rounding, packed
 
     @property
     def centre(self) -> Tensor | None:
-        return centre_of(self.then)
+        return centre_of(self.rounding)
 
     @property
     def nbytes(self) -> int:
         return super().nbytes + sum(t.numel() for t in self.packed)
 
     def fix_centre(self, positions_BHT: Tensor) -> None:
-        """Set the centre of rows that have none from earlier prompts by the columns of the prompt (or block) that ends."""
+        """Set the centre that keys are rounded around, from the columns of the prompt (or block) that ends.
+
+        Rows that hold tokens of earlier prompts keep theirs. positions_BHT: of the used columns, -1 for padding.
+        """
         known, W, T = self.centre, self.packed[0].shape[2], positions_BHT.shape[2]  # columns W to T are this prompt's
         real_BHT = positions_BHT >= 0
         if W < T:
             centre = find_midrange(self.keys[:, :, W:T].detach(), real_BHT[:, :, W:])
             if known is not None:  # a row keeps its centre if it holds earlier tokens, not only padding
                 centre = torch.where(real_BHT[:, :, :W].flatten(1).any(1)[:, None, None, None], known, centre)
-            self.then = centre_codecs(self.then, centre)
+            self.rounding = centre_codecs(self.rounding, centre)
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         super().append(start, k_BHQD, v_BHQD)
@@ -62,24 +65,24 @@ class ReadingSlots(DenseSlots):
         entries = []
         assert self.centre is not None, "the layer calls fix_centre() before it closes or moves columns"
         # keys, then values, which latent attention does not store
-        for unrounded, packed, codec in zip(self.stored, self.packed, self.then, strict=False):
+        for unrounded, packed, codec in zip(self.stored, self.packed, self.rounding, strict=False):
             assert not isinstance(codec, Latent), "nothing is stored for values in their keys"
             new, n_packed = codec.encode(gather_entries(unrounded, index_BHK)), packed.shape[2]
             if n_packed:  # rounding twice would lose more
                 old = gather_entries(packed, index_BHK.clamp(max=n_packed - 1))
                 new = torch.where((index_BHK < n_packed)[..., None], old, new)
             entries.append(new)
-        return DenseSlots(entries[0], entries[-1], self.then)
+        return DenseSlots(entries[0], entries[-1], self.rounding)
 
 
-def reading(keys: Tensor, values: Tensor, bits: int, latent: bool = False) -> DenseSlots:
-    """Make the slots of a first prompt from its columns. latent: as in `codecs`."""
-    then = codecs(bits, keys.shape[-1], values.shape[-1], keys.dtype, latent)
+def make_prompt_slots(keys: Tensor, values: Tensor, bits: int, latent: bool = False) -> DenseSlots:
+    """Make the slots of a first prompt from its columns [B,H,C,D]; if bits < 16, they are rounded where it ends."""
+    rounding = codecs(bits, keys.shape[-1], values.shape[-1], keys.dtype, latent)
     if bits == FULL:
-        return DenseSlots(keys, values, then)
-    none = then[0].encode(keys[:, :, :0])
-    packed = (none,) if isinstance(then[1], Latent) else (none, then[1].encode(values[:, :, :0]))
-    return ReadingSlots(keys, values, then, packed)
+        return DenseSlots(keys, values, rounding)
+    none = rounding[0].encode(keys[:, :, :0])
+    packed = (none,) if isinstance(rounding[1], Latent) else (none, rounding[1].encode(values[:, :, :0]))
+    return ReadingSlots(keys, values, rounding, packed)
 
 
 def open_slots(slots: Slots) -> Slots:

@@ -36,12 +36,12 @@ class Strips(NamedTuple):
 
     @property
     def run(self) -> int:
-        """So many strips of each head lie one behind the other in every row, at least."""
+        """The strips of each head that follow each other in memory, in every row at least so many."""
         return min(n if first else 1 for n, first in self.place_B2.tolist())
 
 
 def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.device) -> Strips:
-    """Divide the pages of each row among its heads."""
+    """Divide the pages of each row, given by their numbers, among its heads: each gets as many strips as the row has pages."""
     index_BHN, h_H1 = (
         torch.zeros(len(pages), heads, max(map(len, pages)), dtype=torch.long, device="cpu"),
         torch.arange(heads, device="cpu")[:, None],
@@ -63,7 +63,7 @@ def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.devic
 class PagedSlots(DenseSlots):
     """The first columns, `shape[2]`, of the strips of each row's heads.
 
-    Kernels read and write them where they are, and so does torch if the strips of all rows lie one behind the other. Else
+    Kernels read and write them where they are, and so does torch if the strips of all rows follow each other. Else
     they are copied for torch at every step.
 
     pool: [2,S,P,D].
@@ -103,6 +103,7 @@ class PagedSlots(DenseSlots):
         return self._read_strips(1, self.width)
 
     def _read_strips(self, which: int, used: int) -> Tensor:
+        """Return the first `used` keys (which=0) or values (1) of each head [B,H,used,D]: a view if `_together`, or a copy."""
         (B, H, _), (_, _, P, D) = self.strips_BHN.shape, self.pool.shape
         if self._together is not None and used <= self.most:
             return self.pool[which, self._together].view(B, H, -1, D)[:, :, :used]
@@ -111,7 +112,7 @@ class PagedSlots(DenseSlots):
 
     @functools.cached_property
     def _together(self) -> slice | None:
-        """The strips of all rows, if they lie one behind the other."""
+        """The strips of all rows in the pool, if they follow each other; else None."""
         heads, (n, first) = self.strips_BHN.shape[1], self.place_B2[0].tolist()
         begins = range(first, first + len(self.place_B2) * n * heads, n * heads)
         follow = first > 0 and self.place_B2.tolist() == [[n, begin] for begin in begins]
@@ -136,7 +137,7 @@ class PagedSlots(DenseSlots):
 
     @functools.cached_property
     def _pool_memory(self) -> Memory:
-        """The pool's own entries, and the first entry of each head's strips."""
+        """Addresses for kernels: the entries of the pool, and the first one of each head's run of strips, or of each strip."""
         P, C = self.pool.shape[2], self.width
         if C <= self.strips.run * P:
             return Memory(*self.flat(), self.find_begins())
@@ -218,7 +219,7 @@ class PromptSlots(DenseSlots):
         return self._store_columns(gather_entries(self.keys, index_BHK), gather_entries(self.values, index_BHK), width)
 
     def _store_columns(self, k_BHKD: Tensor, v_BHKD: Tensor, width: int) -> PagedSlots:
-        """Write columns to the strips, and zeros to the rest of the last one."""
+        """Write columns to the rows' strips, and zeros to the rest of the last one; return their slots in the pages."""
         K, (_, _, P, D) = k_BHKD.shape[2], self.pool.shape
         slots = PagedSlots(self.pool, Strips(self.strips_BHN, self.place_B2), max(min(width, self.strips_BHN.shape[2] * P), K))
         N = -(-slots.width // P)

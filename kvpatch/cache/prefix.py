@@ -97,10 +97,11 @@ class Prefixes:
 
     def longest(self, ids: Sequence[int]) -> Prefix | None:
         """Return the longest prefix that these tokens begin with and go beyond; read anew if the model has changed since."""
-        fit = [one for one in self if len(one) < len(ids) and one.ids == tuple(ids[: len(one)])]
-        return self._keep_fresh(max(fit, key=len, default=None))
+        found = [one for one in self if len(one) < len(ids) and one.ids == tuple(ids[: len(one)])]
+        return self._keep_fresh(max(found, key=len, default=None))
 
     def _keep_fresh(self, prefix: Prefix | None) -> Prefix | None:
+        """Return a prefix that was found; if the model has changed since, read it anew and keep that one in its place."""
         if prefix is None or self.renew is None:
             return prefix
         new = self.renew(prefix)

@@ -201,7 +201,7 @@ class Slots(ABC):
         new = copy.copy(self)
         for name in self.by_row:
             value = getattr(self, name)
-            centred = name in ("codecs", "then")  # frozen, and a latent pair shares its centre
+            centred = name in ("codecs", "rounding")  # frozen, and a latent pair shares its centre
             setattr(new, name, map_centre(value, change) if centred else change_tensors(value, change))
         return new
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..arch.upstream import CACHE, cache_of, set_cache
 from ..attention.replay import ReplayPass
 from ..cache.cache import EvictingCache
-from ..cache.lifetimes import Record, same_model
+from ..cache.lifetimes import Record, check_same_model
 from ..cache.snapshot import Snapshot
 from ..errors import KVPatchError
 from ..policies.served import refuse
@@ -101,7 +101,7 @@ def follow(state: PatchState, model: dict[str, Any], record: Record | Sequence[R
             "This patch was removed, so that no pass would follow the record: write `with kvpatch.replay(model, record):`."
         )
     joined = record if isinstance(record, Record) else Record.join(record)
-    same_model(joined.model, model, "this one")
+    check_same_model(joined.model, model, "this one")
     if state.settings.renumbered:
         raise KVPatchError("A replay attends at original positions: patch with positions='original'.")
     before, state.replayed = state.replayed, joined

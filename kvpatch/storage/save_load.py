@@ -13,7 +13,7 @@ from ..cache import slots
 from ..cache.cache import EvictingCache
 from ..cache.layer import SlotLayer
 from ..cache.modes import MODES, Reading
-from ..cache.narrow import reading
+from ..cache.narrow import make_prompt_slots
 from ..cache.state import RowAlignment, Turns, writable
 from ..cache.token_ids import TokenIds
 from ..errors import KVPatchError
@@ -142,7 +142,7 @@ def _restore_layer(
     keys = tensors.pop("keys")
     values = keys[..., : shape.value] if layer.latent else tensors.pop("values")
     if isinstance(layer.mode, Reading):
-        layer.kv = reading(keys, values, layer.bits, layer.latent)
+        layer.kv = make_prompt_slots(keys, values, layer.bits, layer.latent)
     else:
         uncentred = codecs(layer.bits, shape.key, shape.value, layer.dtype, layer.latent)
         centred = centre_codecs(uncentred, tensors.pop("centre_BH1D", None))

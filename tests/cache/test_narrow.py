@@ -9,7 +9,7 @@ import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.backends import dispatch, entries
 from kvpatch.backends.protocol import Case
-from kvpatch.cache.narrow import open_slots, reading
+from kvpatch.cache.narrow import make_prompt_slots, open_slots
 from tests.helpers.comparing import EVICTING, SMALL, certain
 from tests.helpers.running import RAGGED, uneven
 from tests.helpers.tiny import MODELS, force, left_pad, make, prompt
@@ -269,7 +269,7 @@ def test_norms_of_generated_tokens_are_of_the_keys_that_attention_reads(bits):
 def test_rows_move_in_the_midst_of_a_prompt_with_all_that_is_theirs(latent):
     """Entries of earlier prompts, the centre of the keys, and what is rounded of them in the end."""
     k, v, more = torch.rand(3, 3, 2, 6, 8).unbind()
-    first = reading(k, v, 8, latent)
+    first = make_prompt_slots(k, v, 8, latent)
     first.fix_centre(torch.arange(6).expand(3, 2, 6))
     slots = open_slots(first.close_columns(6))
     slots = slots.resized([12] * 6, None, 6)

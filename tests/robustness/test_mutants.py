@@ -173,8 +173,8 @@ MUTANTS = {
     "bits: half a step lower": (
         "backends/entries.py", ".round_().clamp_(0, top)", ".floor_().clamp_(0, top)", f"{NARROW}[llama-h2o-8]"),
     "bits: a prompt attends to rounded keys": (
-        "cache/narrow.py", "    return ReadingSlots(keys, values, then, packed)",
-        "    return ReadingSlots(then[0].cached(keys), then[1].cached(values), then, packed)",
+        "cache/narrow.py", "    return ReadingSlots(keys, values, rounding, packed)",
+        "    return ReadingSlots(rounding[0].cached(keys), rounding[1].cached(values), rounding, packed)",
         "tests/cache/test_narrow.py::test_the_prompt_attends_in_full[llama-4]"),
     "latents: values are noted unrounded": (
         "backends/entries.py",
