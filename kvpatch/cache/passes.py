@@ -147,7 +147,7 @@ def begin_edit(
 
 
 def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: int) -> None:
-    """Keep the ids of a pass, by which generate() tells another text (hooks/texts.py)."""
+    """Keep the ids of a pass's tokens, by which generate() later notices another text (hooks/texts.py)."""
     if not cache.keeps_ids:
         return
     if now.prompt and not cache.turns.open:
@@ -175,7 +175,7 @@ def _clear_undo_logs(cache: TextState) -> None:
 
 
 def end(cache: TextState, layer: int) -> None:
-    """Count a layer's pass as done, which attend.attend calls for each layer; the last layer ends the pass of the cache."""
+    """Count a layer's part of a pass as done; after the last layer the pass ends. attention/attend.py calls this."""
     if cache.scratch:
         cache.parts[layer] = LayerPart.of(cache.layers[layer], cache.settings.bounds[layer])
         cache.layers[layer].reset()
@@ -186,13 +186,13 @@ def end(cache: TextState, layer: int) -> None:
 
 
 def outlasts(cache: TextState, now: Forward) -> bool:
-    """Tell if a hook behind the decoder must end the pass: the prompt is read again, or layers without a budget follow."""
+    """Tell if a hook after the decoder must end the pass: the prompt is read again, or layers without a budget follow."""
     follow = bool(cache.states) or bool(cache.settings.read)
     return now.reread_BN is not None or now.repeat is not None or (follow and not cache.scratch)
 
 
 def finish(cache: TextState) -> None:
-    """End a pass, or the second reading after it."""
+    """End a pass, or the second reading after it: count it in the tensors for compiled steps; the cache is usable again."""
     now, counters = cache.running, cache.counters
     cache.states.end_pass()
     now.shown.clear()  # a prompt's are all of its keys, and the pass is kept until the next one
@@ -231,11 +231,14 @@ def _read_pass(
     repeatable: bool,
     merged_ids: Tensor | None,
 ) -> tuple[Forward, list[int], Tensor]:
-    """Read the pass, and the tokens of each row before (if it has a prompt) and after it, [B]. Nothing changes yet."""
+    """Check the pass's inputs; return the pass, and the tokens of each row before (if it has a prompt) and after it [B].
+
+    The cache does not change.
+    """
     check_batch(cache, B, Q, mask_BT)
     settings, seen, recorded = cache.settings, cache.get_seq_length(), any(layer.record_past for layer in cache.layers)
     before = torch.zeros(B, dtype=torch.long, device=device) if cache.seen_B is None else cache.seen_B.to(device)
-    prompt = _prompt_columns(cache, seen, Q)
+    prompt = _count_prompt_columns(cache, seen, Q)
     if settings.acts and 0 < prompt < Q:
         refuse("drafts with the prompt", settings.combine(drafts=Q - prompt))
     if settings.acts and Q - prompt > 1:
@@ -295,8 +298,8 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
     column = torch.arange(1, prompt + 1, device=real.device)
     later = (real[:, :-1] & ~real[:, 1:]).any()
     wrong = ((mask_BP != 0) & (mask_BP != 1)).any() if mask_BP.dtype != torch.bool else later.new_zeros(())
-    behind = (~real & (rows_BP >= 0)).any()
-    facts = [wrong, later, behind, (~real * column).amax(), before, rows_BP[:, -1] + 1, real.sum(1), real[:, -1]]
+    after_tokens = (~real & (rows_BP >= 0)).any()
+    facts = [wrong, later, after_tokens, (~real * column).amax(), before, rows_BP[:, -1] + 1, real.sum(1), real[:, -1]]
     read = torch.cat([fact.long().reshape(-1) for fact in facts]).tolist()
     (wrong_mask, gapped, attends, reach), per_row = read[:4], [read[4 + B * i : 4 + B * (i + 1)] for i in range(4)]
     if wrong_mask:
@@ -336,7 +339,7 @@ def check_batch(cache: TextState, B: int, Q: int, mask_BT: Tensor | None) -> Non
         )
 
 
-def _prompt_columns(cache: TextState, seen: int, Q: int) -> int:
+def _count_prompt_columns(cache: TextState, seen: int, Q: int) -> int:
     """Return how many columns of this pass belong to a prompt (docs/policies/definitions.md, Budgets)."""
     if cache.request.prompt_len is not None:
         return min(max(cache.request.prompt_len - seen, 0), Q)
@@ -356,7 +359,7 @@ def _refuse_padding(real_BQ: Tensor) -> None:
 
 
 def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
-    """Raise KVPatchError for a row without tokens, or one padded on the right. last_B: the last column is no padding."""
+    """Raise KVPatchError for a row without tokens, or one padded on the right. last_B: true if its last column is a token."""
     if min(n_B) == 0:
         later = " If its text comes in later pieces: generate(prefill_chunk_size=n), or a first piece with tokens of all rows."
         raise KVPatchError(
@@ -366,13 +369,16 @@ def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
         )
     if cache.request.prompt_len is not None and not cache.settings.transparent and not all(last_B):
         raise KVPatchError(
-            f"Row {last_B.index(0)} is padded on the right: generate() continues behind the last column, "
+            f"Row {last_B.index(0)} is padded on the right: generate() continues after the last column, "
             "so pad on the left (tokenizer.padding_side = 'left')."
         )
 
 
 def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
-    """Set the token counts that a prompt's end needs, by the policy's `turns`; n_B: tokens of each row at that end."""
+    """Set the counts of `now` by which a prompt's end evicts: which tokens the budget counts, and which are kept outside it.
+
+    The policy's option `turns` says what becomes of earlier prompts. n_B: tokens of each row where the prompt ends.
+    """
     later, turns, begin_B = cache.turns.count > 0, cache.settings.policy.scope.turns, cache.turns.begin_B
     now.keeps_all = later and turns == "first"
     now.fixed_B = begin_B if later and turns == "each" else None

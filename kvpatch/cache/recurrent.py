@@ -57,7 +57,7 @@ class RecurrentStates(Cache):
         return tuple(number for number, layer in enumerate(self.layers) if layer is not None)
 
     def _list_held(self) -> Iterator[tuple[str, dict[int, Any], int]]:
-        """Yield each state's name, the table that holds it, and its key there."""
+        """Yield for each state its name, the dictionary of transformers' layer that holds it, and its key there."""
         for number in self.numbers:
             for kind in ("conv_states", "recurrent_states"):
                 table = getattr(self.layers[number], kind)
@@ -82,14 +82,14 @@ class RecurrentStates(Cache):
         self.map_rows(lambda state: state.detach() if state.requires_grad else state)
 
     def sharing(self) -> RecurrentStates:
-        """Return a copy with the same tensors, whose `map_rows` the caller must call, to replace them, before either writes."""
+        """Return a copy with the same tensors. The caller must replace these by the copy's `map_rows` before either writes."""
         new = copy.copy(self)
         new.layers = [None if layer is None else _copy_sharing(layer) for layer in self.layers]
         return new
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Put all states back after a block that reads on."""
+        """Run a block that reads on, and put all states back as they were."""
         with torch.inference_mode(False):
             before = {name: state.clone() for name, state in self.tensors().items()}
         try:
@@ -104,7 +104,7 @@ class RecurrentStates(Cache):
         self.fill_states({name: torch.cat([one[name] for one in every]) for name in every[0]})
 
     def _trim_states(self) -> dict[str, Tensor]:
-        """Return all states; a convolution's is as wide as the next token needs it."""
+        """Return all states by name; a convolution's, which may have recorded more, is cut to what the next token needs."""
         found = self.tensors()
         for number in self.numbers:
             layer: Any = self.layers[number]
@@ -151,6 +151,7 @@ def _copy_sharing(layer: LinearAttentionLayer) -> LinearAttentionLayer:
 
 
 def _can_crop(layer: Any, count: int, seen: int) -> bool:
+    """Tell if a layer of transformers has recorded enough of its past to take back `count` of the tokens seen."""
     if not layer.record_past or not layer.is_croppable:
         return False
     return all(
@@ -173,7 +174,7 @@ class WithStates(Cache):
 
     @torch.inference_mode(False)
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Write new columns of a convolution's input, and return them behind the state; allocated outside inference mode."""
+        """Write new columns of a convolution's input; return the state followed by them, allocated outside inference mode."""
         return self.states.update_conv_state(*args, **kwargs)
 
     @torch.inference_mode(False)

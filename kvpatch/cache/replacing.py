@@ -17,13 +17,13 @@ from .state import TextState
 
 
 def check_replaced(cache: TextState, span: Span, ids: object, reread: int, untold: str | None) -> tuple[Tensor, Tensor, int]:
-    """Check an edit before its first change.
+    """Check the arguments of Patch.replace before its first change.
 
     untold: the reason that the model can be told no positions, or None.
 
     Returns:
-        The tokens [B,Q] to be read in place of a span and of `reread` tokens behind it, their positions [Q], and how many
-        positions are to be opened at the span's end for them.
+        The tokens [B,Q] to be read in place of a span and of the `reread` tokens after it, their positions [Q], and how many
+        new positions must be opened at the span's end for them.
 
     Raises:
         KVPatchError: see Patch.replace; nothing has changed.
@@ -38,12 +38,12 @@ def check_replaced(cache: TextState, span: Span, ids: object, reread: int, untol
     _check_reread(reread)
     _check_place(cache, start, stop)
     mark_gone(cache, [(start, max(stop + reread, start + 1))], None, "replace()")
-    here, behind = start + torch.arange(ids_BN.shape[1], device="cpu"), stop + torch.arange(reread, device="cpu")
-    places_Q = torch.cat([here, behind + opened]).to(ids_BN.device)
+    new_N, again_R = start + torch.arange(ids_BN.shape[1], device="cpu"), stop + torch.arange(reread, device="cpu")
+    places_Q = torch.cat([new_N, again_R + opened]).to(ids_BN.device)
     if not reread:
         return ids_BN, places_Q, opened
     known = cache.ids.ids_BT
-    again_BR = None if known is None else known.gather(1, cache.ids.columns_of(behind)).to(ids_BN.device)
+    again_BR = None if known is None else known.gather(1, cache.ids.find_columns(again_R)).to(ids_BN.device)
     if again_BR is None or bool((again_BR < 0).any()):
         raise KVPatchError(
             f"reread={reread}: the cache does not know the ids of these tokens: leave reread out, or give a longer span, and "
@@ -53,7 +53,7 @@ def check_replaced(cache: TextState, span: Span, ids: object, reread: int, untol
 
 
 def _check_room(cache: TextState, count: int, room: int) -> None:
-    """Raise KVPatchError where so many tokens need more positions than a span has, and none can be opened."""
+    """Raise KVPatchError if `count` tokens need more positions than the `room` of the span, and none can be opened."""
     if count <= room:
         return
     if not cache.settings.renumbered:
@@ -80,7 +80,7 @@ def _check_place(cache: TextState, start: int, stop: int) -> None:
 def _check_rows(cache: TextState, opened: int) -> None:
     """Raise KVPatchError for caches in which replace() would use wrong positions, or a window has dropped tokens it needs."""
     if cache.ids.offset:
-        raise KVPatchError("replace() in a text with images, behind which positions count otherwise: read the text anew.")
+        raise KVPatchError("replace() in a text with images, after which positions count otherwise: read the text anew.")
     if not cache.turns.count:
         raise KVPatchError("replace() before a prompt has ended: read on first.")
     if (cache.rows.joined and len(cache.lengths_B) > 1) or cache.counts_padding:
@@ -117,7 +117,7 @@ def _read_ids(ids: object, B: int) -> Tensor:
 def _check_reread(reread: object) -> None:
     """Raise KVPatchError unless `reread` is a number of tokens."""
     if type(reread) is not int or reread < 0:
-        raise KVPatchError(f"reread={reread!r}: give the number of tokens behind the span to read again, 0 or more.")
+        raise KVPatchError(f"reread={reread!r}: give the number of tokens after the span to read again, 0 or more.")
 
 
 def open_positions(cache: TextState, at: int, count: int) -> None:
@@ -132,8 +132,8 @@ def open_positions(cache: TextState, at: int, count: int) -> None:
             cache.ids.skip_columns(len(cache.lengths_B), seen, cache.lengths_B.device)
             cache.ids.open_columns(at, count)
         if cache.shared is not None:  # by position + 1
-            before, behind = cache.shared[:, :, : at + 1], cache.shared[:, :, at + 1 :]
-            cache.shared = torch.cat([before, before.new_zeros(*before.shape[:2], count), behind], 2)
+            before, after = cache.shared[:, :, : at + 1], cache.shared[:, :, at + 1 :]
+            cache.shared = torch.cat([before, before.new_zeros(*before.shape[:2], count), after], 2)
         cache.seen_B = cache.lengths_B + count
         cache.rows.edited = cache.seen
         cache.counters.device = None  # the next pass makes it anew

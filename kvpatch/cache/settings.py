@@ -62,9 +62,9 @@ class CacheSettings:
     untraced: str | None = field(init=False)
 
     def __post_init__(self) -> None:
+        """Fill in the fields of layers that were left out, and why no step can be traced."""
         object.__setattr__(self, "bounds", self.bounds or (None,) * len(self.budget.per_layer))
         object.__setattr__(self, "latent", self.latent or (False,) * len(self.budget.per_layer))
-
         object.__setattr__(self, "untraced", why_not("trace", self.combine()))
 
     def __deepcopy__(self, memo: dict[int, object]) -> CacheSettings:
@@ -72,10 +72,10 @@ class CacheSettings:
 
     def combine(self, **facts: Any) -> FeatureSet:
         """Return these settings' features for the table of refusals (served.py). facts: features that only the caller knows."""
-        return dataclasses.replace(self._combine_settings, **facts)
+        return dataclasses.replace(self._features, **facts)
 
     @cached_property
-    def _combine_settings(self) -> FeatureSet:
+    def _features(self) -> FeatureSet:
         """Describe what these settings ask for together, for the table of refusals."""
         stack = self.stack
         return FeatureSet(
@@ -162,7 +162,7 @@ class CacheSettings:
         return tuple(self._slope_rule(i) if bound is None else Size(bound) for i, bound in enumerate(self.bounds))
 
     def _slope_rule(self, layer: int) -> Rule:
-        """Return a layer's budget, its share of a pyramid where the policy divides the budget over layers."""
+        """Return a layer's budget; if the policy divides one over layers (a pyramid), the layer's part of it."""
         rule, policy = self.budget.rules[layer], self.policy
         if policy.over_layers is None or not policy.evicts:
             return rule

@@ -58,7 +58,7 @@ class Slots(ABC):
         self.values = value.within(self.keys) if isinstance(value, Latent) else tensors[1]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Apply `change` to the stored keys and values; latent attention stores only keys, and returns them twice."""
+        """Return `change` of the stored keys and of the values; latent attention stores only keys, and they come twice."""
         changed = tuple(map(change, self.stored))
         return changed[0], changed[-1]
 
@@ -184,7 +184,7 @@ class Slots(ABC):
 
     @abstractmethod
     def count_usable(self, used: int, evicting: bool) -> Tensor:
-        """Return how many slots of each head may be in use [B*H]; slots behind them are empty."""
+        """Return how many slots of each head may be in use [B*H]; slots after them are empty."""
 
     @abstractmethod
     def next_free(self, taken: int, grown: int) -> Tensor | int:
@@ -390,7 +390,7 @@ def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | Non
 
 
 def restore_slots(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) -> Slots:
-    """Rebuild slots from their tensors and `described`."""
+    """Return the slots of a saved cache, from their tensors and from `Slots.described`."""
     if described is None:
         return DenseSlots(keys, values, codecs)
     return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device), codecs)
@@ -409,7 +409,7 @@ def collect_entries(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int)
     (B, H, K), rest = index_BHK.shape, tensor.shape[3:]
     new = tensor.new_empty(B, H, columns, *rest)
     torch.gather(tensor, 2, index_BHK.view(B, H, K, *(1 for _ in rest)).expand(B, H, K, *rest), out=new[:, :, :K])
-    return _clear_behind(new, K, empty)
+    return _clear_from(new, K, empty)
 
 
 def fit_columns(tensor: Tensor, columns: int, empty: int) -> Tensor:
@@ -417,11 +417,11 @@ def fit_columns(tensor: Tensor, columns: int, empty: int) -> Tensor:
     B, H, K, *rest = tensor.shape
     new = tensor.new_empty(B, H, columns, *rest)
     new[:, :, :K] = tensor[:, :, :columns]
-    return _clear_behind(new, K, empty)
+    return _clear_from(new, K, empty)
 
 
-def _clear_behind(tensor: Tensor, used: int, empty: int) -> Tensor:
-    """Fill the columns behind the used ones."""
+def _clear_from(tensor: Tensor, used: int, empty: int) -> Tensor:
+    """Fill the columns from `used` on, in place."""
     if used < tensor.shape[2]:
         tensor[:, :, used:].fill_(empty)
     return tensor

@@ -71,7 +71,7 @@ class Meter:
     peak: int = 0
 
     def count(self, before: int, during: int, after: int) -> None:
-        """Count a layer's bytes before and while it reads a prompt, and after; both buffers live until the new are filled."""
+        """Update the sums by a layer's bytes before, while and after it reads a prompt or moves to new buffers."""
         others = self.now - before
         self.peak = max(self.peak, others + during + (after if after != during else 0))
         self.now = others + after
@@ -129,21 +129,21 @@ class RowAlignment:
 class TextState(Unpicklable, MutationGuard, WithStates):
     """All state of a text, so that one patched model can serve several threads and several caches.
 
-    settings: frozen, shared by all caches of a patch. layers: keys, values, positions and scores of the layers on the
-    budget. states: of a hybrid's other layers. seen_B: tokens of each row [B]. now: the forward pass in progress. shared:
-    the score that layers share [B,H,T], by position + 1. steps: bound for decode steps by attention/, which alone
-    looks into them. stack_due: layers are to be stacked before the next step. scratch: the
-    cache serves one pass without use_cache, and each layer is emptied after it has run. ids: of the tokens read, if
-    keeps_ids. read_by: the model that has read them. make_table, rotary: makes a table for renumbered keys; the last one
-    made, as (positions, table). limits_of: protected sizes that layers of one budget share. choice: the backends in use.
-    meter: bytes allocated. record: of the patch's passes over the cache. parts: what a report needs of a scratch cache's
-    layers, which are emptied. lifetimes: of the tokens, if they are recorded and known from the text's beginning. messages: of
-    a chat, set before each of its prompts is read (marks.py).
+    settings: frozen, shared by all caches of a patch. layers: keys, values, positions and scores of the layers on the budget.
+    states: of a hybrid's other layers. seen_B: tokens of each row [B]. now: the forward pass in progress. shared: the score
+    that layers share [B,H,T], by position + 1. steps: bound for decode steps by attention/, which alone looks into them.
+    stack_due: layers are to be stacked before the next step. scratch: the cache serves one pass without use_cache, and each
+    layer is emptied after it has run. ids: of the tokens read, if keeps_ids. read_by: the model that has read them.
+    make_table, rotary: makes a table for renumbered keys; the last one made, as (positions, table). limits_of: protected sizes
+    that layers of one budget share. choice: the backends in use. meter: bytes allocated. record: of the patch's passes over
+    the cache. parts: what a report needs of a scratch cache's layers, which are emptied. lifetimes: of the tokens, if they are
+    recorded and known from the text's beginning. messages: of a chat, set before each of its prompts is read (marks.py).
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
 
     def __init__(self, settings: CacheSettings) -> None:
+        """Make an empty cache; only a patch has settings."""
         if not isinstance(settings, CacheSettings):
             raise KVPatchError(f"EvictingCache({settings!r}): caches are made by a patch. Use Patch.new_cache().")
         each = zip(settings.policies, settings.evicts, settings.latent, strict=True)
@@ -193,7 +193,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         self.end_change()
 
     def catch_up(self) -> None:
-        """Add the steps taken under torch.compile to the counters."""
+        """Add the steps taken under torch.compile to the counters, before anything else reads or changes the cache."""
         counters = self.counters
         if not counters.stale or self.operations.get("stale"):
             return
@@ -219,7 +219,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return not self.scratch
 
     def note_ids(self, ids_BQ: Tensor | None, Q: int, real_BQ: Tensor | None = None) -> None:
-        """Note the ids of Q columns behind those that were seen; see TokenIds.write."""
+        """Note the ids of Q columns after those that were seen; see TokenIds.write."""
         B, device = len(self.lengths_B), self.lengths_B.device
         self.ids.skip_columns(B, self.seen, device)
         self.ids.write(ids_BQ, B, Q, device, real_BQ)
@@ -262,7 +262,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.request.new_tokens or self.settings.policy.needs.span
 
     def temperature(self, ahead: int) -> float | Tensor:
-        """Return a score's temperature at a decode step, `ahead` of the pass's first one; [B] if rows differ."""
+        """Return a score's temperature at the decode step `ahead` steps after the pass's first one; [B] if rows differ."""
         policy, counters, now = self.settings.policy, self.counters, self.running
         shortfall_B, span_B = counters.shortfall_B, None if self.request.new_tokens else counters.span_B
         if now.traced:

@@ -33,11 +33,11 @@ class HeadTensor:
     wanted: str = ""
 
     def join(self, layers: Sequence[Any]) -> Tensor | None:
-        """Return the tensor of all rows of several layers."""
-        own = [getattr(layer, self.name) for layer in layers]
-        if all(one is None for one in own) or (self.missing is None and any(one is None for one in own)):
+        """Return this tensor of all rows of several layers that are joined; None if no layer has it."""
+        found = [getattr(layer, self.name) for layer in layers]
+        if all(one is None for one in found) or (self.missing is None and any(one is None for one in found)):
             return None
-        return torch.cat([self._fill_missing(layer) if one is None else one for one, layer in zip(own, layers, strict=True)])
+        return torch.cat([self._fill_missing(layer) if one is None else one for one, layer in zip(found, layers, strict=True)])
 
     def _fill_missing(self, layer: Any) -> Tensor:
         B, H = layer.positions.shape[:2]

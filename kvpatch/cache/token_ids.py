@@ -18,9 +18,9 @@ TAPE = 1024  # ids of steps under torch.compile that are kept until the cache is
 class TokenIds(Batched):
     """Ids [B,T] of every column that a cache has read, PADDING or UNKNOWN where there is none; 8 bytes for each.
 
-    Rows of a joined cache end in the last column, behind PADDING.
+    Rows of a joined cache end in the last column, after PADDING.
 
-    columns: read so far, T. prompt: those before the newest prompt. offsets_B1: what positions behind images differ by from
+    columns: read so far, T. prompt: those before the newest prompt. offsets_B1: what positions after images differ by from
     those that count tokens, in models that keep it beside the cache; None in others.
     """
 
@@ -60,7 +60,7 @@ class TokenIds(Batched):
         return self.offsets_B1 is not None and bool(self.offsets_B1.any())
 
     def write(self, ids_BQ: Tensor | None, B: int, Q: int, device: torch.device, real_BQ: Tensor | None = None) -> None:
-        """Add columns. ids_BQ: None if they are unknown. real_BQ: False for padding, of a prompt's first columns."""
+        """Add Q columns that a pass reads. ids_BQ: None if unknown. real_BQ: False for padding, of the pass's first columns."""
         start, end = self.columns, self.columns + Q
         if self._ids_BC is None:
             self._ids_BC = torch.empty(B, 0, dtype=torch.long, device=device)
@@ -80,7 +80,7 @@ class TokenIds(Batched):
         if columns > self.columns:
             self.write(None, B, columns - self.columns, device)
 
-    def columns_of(self, places_Q: Tensor) -> Tensor:
+    def find_columns(self, places_Q: Tensor) -> Tensor:
         """Return the columns [B,Q] of the tokens at these positions of each row's text."""
         assert self.ids_BT is not None
         count_BT = (self.ids_BT != PADDING).long().cumsum(1)
@@ -89,13 +89,13 @@ class TokenIds(Batched):
     def replace(self, ids_BQ: Tensor, places_Q: Tensor) -> None:
         """Put other tokens at these positions of each row's text."""
         if self._ids_BC is not None:
-            self._ids_BC = self._ids_BC.scatter(1, self.columns_of(places_Q), ids_BQ.to(self._ids_BC))
+            self._ids_BC = self._ids_BC.scatter(1, self.find_columns(places_Q), ids_BQ.to(self._ids_BC))
 
     def open_columns(self, at: int, count: int) -> None:
-        """Make columns of unknown tokens before position `at` of each row's text."""
+        """Insert `count` columns of unknown tokens before position `at` of each row's text, for an edit."""
         if self._ids_BC is None:
             return
-        at_B1 = self.columns_of(torch.tensor([at], device="cpu"))
+        at_B1 = self.find_columns(torch.tensor([at], device="cpu"))
         B, device = len(at_B1), self._ids_BC.device
         self.prompt += count if int(at_B1.max()) < self.prompt else 0
         self.write(None, B, count, device)
@@ -104,11 +104,11 @@ class TokenIds(Batched):
         self._ids_BC = moved.masked_fill((column >= at_B1) & (column < at_B1 + count), UNKNOWN)
 
     def crop(self, columns: int) -> None:
-        """Drop the ids behind the first `columns`."""
+        """Drop the ids after the first `columns`."""
         self.columns, self.prompt = min(self.columns, columns), min(self.prompt, columns)
 
     def keep_last(self, columns: int) -> None:
-        """Forget what is before the last columns, which are padding in all rows."""
+        """Keep the last columns alone, after the longest rows of a joined cache were dropped: the others are padding."""
         if self._ids_BC is not None and columns < self.columns:
             self._ids_BC = self._ids_BC[:, self.columns - columns : self.columns].clone()
             self.columns, self.prompt = columns, max(self.prompt + columns - self.columns, 0)
@@ -127,7 +127,7 @@ class TokenIds(Batched):
 
 
 def _align_right(ids: TokenIds, lengths_B: Tensor, columns: int) -> Tensor:
-    """Return each row's ids at the end of so many columns: UNKNOWN for its other tokens, PADDING in front."""
+    """Return each row's ids [B,columns] at the right end: PADDING before the row's text, UNKNOWN for tokens without an id."""
     ids_BT, column = ids.ids_BT, torch.arange(columns, device=lengths_B.device)
     token_BT = column >= columns - lengths_B[:, None]
     blank_BT = torch.full((len(lengths_B), columns), PADDING, device=lengths_B.device).masked_fill(token_BT, UNKNOWN)

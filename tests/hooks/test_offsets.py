@@ -121,7 +121,7 @@ def test_files_hold_no_offsets(tmp_path):
         torch.testing.assert_close(steps(model, patch.load_cache(path), question), want, atol=1e-9, rtol=0)
         with pytest.raises(kvpatch.KVPatchError, match="has read images.*read the text and its images anew"):
             patch.save_cache(seen, path)
-        with pytest.raises(kvpatch.KVPatchError, match="in a text with images, behind which positions count otherwise"):
+        with pytest.raises(kvpatch.KVPatchError, match="in a text with images, after which positions count otherwise"):
             patch.replace(seen, (0, 1), [3])
 
 
