@@ -17,13 +17,13 @@ SHOWN = 4  # positions that an error lists
 
 
 def check_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check q [B,H*G,Q,D], k and v [B,H,Q,D] before the layer's cache changes. Padding columns are not read."""
-    for hop, tensor in (("queries", q), ("keys", k), ("values", v)):
-        _refuse_bad(call, hop, ~tensor.isfinite().all(-1), call.positions_BQ[:, None], "This layer's cache is as before.")
+    """Raise if q [B,H*G,Q,D], k or v [B,H,Q,D] has a NaN or infinite number, before the cache changes; padding may have."""
+    for name, tensor in (("queries", q), ("keys", k), ("values", v)):
+        _refuse_bad(call, name, ~tensor.isfinite().all(-1), call.positions_BQ[:, None], "This layer's cache is as before.")
 
 
 def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
-    """Check attention's output and the state that the policy keeps beside the keys."""
+    """Raise if attention's output, or the state that the policy keeps beside the keys, has a NaN or infinite number."""
     bad_BHQ = ~out_BHGQD.isfinite().all(-1).flatten(1, 2)
     _refuse_bad(call, "probabilities (attention's output)", bad_BHQ, call.positions_BQ[:, None], "")
     if not call.slots.is_initialized:
@@ -53,8 +53,11 @@ def check_cache(cache: TextState) -> None:
         ) from error
 
 
-def _refuse_bad(call: Call, hop: str, bad_BHT: Tensor, positions: Tensor, then: str) -> None:
-    """Raise KVPatchError, with rows and positions, if `bad_BHT` marks a token that is not padding; positions [B,1|H,T]."""
+def _refuse_bad(call: Call, what: str, bad_BHT: Tensor, positions: Tensor, advice: str) -> None:
+    """Raise KVPatchError, with rows and positions, if `bad_BHT` marks a token that is not padding; positions [B,1|H,T].
+
+    what: the numbers that were checked. advice: a sentence that the message adds, or "".
+    """
     bad_BHT = bad_BHT & (positions >= 0)
     if not bool(bad_BHT.any()):
         return
@@ -63,8 +66,8 @@ def _refuse_bad(call: Call, hop: str, bad_BHT: Tensor, positions: Tensor, then: 
     more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
     heads = ", ".join(map(str, sorted(set(bad_BHT.nonzero()[:, 1].tolist()))))
     raise KVPatchError(
-        f"strict=True: the {hop} of layer {call.layer} ({call.settings.strict[call.layer] or 'the model itself'}) are NaN or "
-        f"infinite at {few}{more}, head {heads}. {then}{' ' if then else ''}"
+        f"strict=True: the {what} of layer {call.layer} ({call.settings.strict[call.layer] or 'the model itself'}) are NaN or "
+        f"infinite at {few}{more}, head {heads}. {advice}{' ' if advice else ''}"
         "Look at this layer's weights and at the layers before it; a float16 model that overflows may run in bfloat16 "
         "(model.to(torch.bfloat16)). Leave strict out to go on: a NaN then counts as the lowest score."
     )

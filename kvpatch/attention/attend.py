@@ -110,7 +110,7 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 
 def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:
-    """Return the Call of this layer: made by the prefill, and bound again by the decode steps that follow."""
+    """Return the layer's Call for this pass: decode steps take the one that their prompt has made, set to the new pass."""
     now = cache.running
     call = None if now.prompt or now.traced else find_steps(cache).calls.get(layer)
     if call is not None and call.bound_adapter.attn is bound_adapter.attn and call.device == q.device:
@@ -124,7 +124,7 @@ def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter
 
 
 def _find_stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
-    """Return the stacked layers for this pass, or None.
+    """Return the stacked layers, which observe and evict together, for this step, or None if each layer does so alone.
 
     They are built once every slot is in use, and dropped when rows move or decode steps are recorded.
     """
@@ -137,7 +137,7 @@ def _find_stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
         return None
     # only between passes: within one, earlier layers have evicted already
     if call.layer == 0 and call.slots.settled and (cache.stack_due or steps.stack is not None):
-        name = decode.backend_of(call, q_BHGD)
+        name = decode.choose_backend(call, q_BHGD)
         if cache.stack_due or steps.stack is None or steps.stack.backend != name:  # a step with gradients is no kernel's
             cache.stack_due = False
             steps.stack = LayerStack.of(cache, call, name)

@@ -36,6 +36,7 @@ class BoundStep:
     """
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
+        """Bind what does not change from step to step."""
         self.call, self.stack = call, stack
         self.attn, self.slots, self.geometry = call.bound_adapter.attn, call.slots, call.geometry
         self.find_kv = weakref.ref(call.slots.kv)
@@ -71,7 +72,7 @@ class Fused(BoundStep):
         self.norms_NB = None if stack is None or stack.norms_LNB is None else stack.norms_LNB[call.layer]
 
     def count(self, v: Tensor) -> None:
-        """Count the new token and note the norms of its value."""
+        """Count the new token in the layer, and write the norms of its value for the stack to read."""
         self.slots.seen += 1
         if self.norms_NB is not None:
             self.call.write_norms(v, self.norms_NB)
@@ -81,6 +82,7 @@ class FusedByTorch(Fused):
     """Writes key and value and attends; where the stack observes, the probabilities are left in its buffer."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
+        """Bind the step, and views of the layer's buffers."""
         super().__init__(call, stack)
         self.observes, self.slotted = stack is not None and call.observes, self.mode.slotted
         B, H, G, D = self.query
@@ -98,6 +100,7 @@ class FusedByTorch(Fused):
         self.key_codec, self.value_codec = kv.codecs[0].of(slice(None)), kv.codecs[1].of(slice(None))
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run the step: count the token, write its key and value, and return the attention [B,1,H*G*D]."""
         self.count(v)
         T = self._write_token(cache, k, v)
         if not self.observes and self.key_codec.exact:
@@ -113,7 +116,7 @@ class FusedByTorch(Fused):
         return mix(torch.softmax(x, -1, out=p_NGT), values_NTW, self.value_codec, self.dtype).reshape(self.out)
 
     def _write_token(self, cache: TextState, k: Tensor, v: Tensor) -> int:
-        """Write key and value into the free slots, or behind the used columns; return the columns to attend to."""
+        """Write key and value into the free slots, or after the used columns; return the number of columns to attend to."""
         slots = self.slots
         if self.slotted:
             self.kv.write_at(slots.free_slots(), *self.kv.encode_pair(k, v))
@@ -133,12 +136,14 @@ class FusedByKernels(Fused):
     """Kernels write, attend, add to the statistics and may name the victims."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
+        """Bind the step, and the kernels' rule: if they observe and evict."""
         super().__init__(call, stack)
         kernels, acts = backend("triton"), stack is not None
         self.step = kernels.step
         self.rule = kernels.rule(call.policy, call.slots, acts and call.observes, acts and call.evicting)
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Run the step in kernels, which write the token too; return the attention [B,1,H*G*D]."""
         slots, stack = self.slots, self.stack
         tau: float | Tensor = 1.0
         self.count(v)
@@ -152,7 +157,10 @@ class FusedByKernels(Fused):
 
 
 def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
-    """Let the layers of a pass whose first layer has run take bound steps, where they can."""
+    """Bind the steps of a pass's other layers, all but the last, once its first layer has run; none if some need the whole way.
+
+    The attention modules find them in `steps.running`.
+    """
     now, cache = first.now, first.cache
     whole = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered
     if whole or cache.settings.record or first.bound_adapter.autocast or torch.is_grad_enabled():
@@ -179,6 +187,7 @@ def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | No
 
 
 def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
+    """Return the step of a layer in a stack: fused where the stack's backend can run it, else decode.attend's."""
     slotted, kernels = call.slots.mode.slotted, stack.backend == "triton"
     alone = call.policy.stores and not call.policy.entry_by_position  # else written for all layers at once
     if alone or (kernels and not slotted) or not (kernels or _is_plain_softmax(call)):
@@ -193,13 +202,13 @@ def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
     scores = call.observes or slots.statistics or (call.evicts and entry)
     if not isinstance(slots.mode, Appending) or scores or call.shows:
         return Unbound(call, None)
-    if decode.backend_of(call, q_BHGD) == "triton":  # its first launch, which may fail, is decode.attend's
+    if decode.choose_backend(call, q_BHGD) == "triton":  # its first launch, which may fail, is decode.attend's
         return FusedByKernels(call, None) if call.launched else Unbound(call, None)
     return FusedByTorch(call, None) if _is_plain_softmax(call) else Unbound(call, None)
 
 
 def _is_plain_softmax(call: Call) -> bool:
-    """Tell if a step is a softmax over scaled products in one precision."""
+    """Tell if a step's attention is a softmax over scaled products of all slots, without masks and in one precision."""
     slots, geometry = call.slots, call.geometry
     masked = slots.holes or geometry.slopes_HG is not None or geometry.sliding is not None
     return slots.dtype == accumulator(slots.dtype) and slots.kv.in_place and geometry.plain and not masked

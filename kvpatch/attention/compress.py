@@ -28,8 +28,8 @@ from .layer_call import Call
 
 
 @dataclass(eq=False)
-class Ended:
-    """A layer that has read a prompt (or a block of it) and is about to evict down to its budget.
+class PromptEnd:
+    """The end of a prompt (or a block of it) in one layer, which has read it and is about to evict down to its budget.
 
     Lists of numbers have one list for each row, with a number for each head of all processes.
 
@@ -66,7 +66,7 @@ class Ended:
         return self.call.rule.weighs and not self.call.now.keeps_all
 
     def count(self, everyone: Parallel) -> None:
-        """Count tokens: on the host where it knows them, else it waits for the device (`_count_held`)."""
+        """Set `budget_B`, `held`, `fixed` and `keep`; waits for the device if the host does not know them (`_count_held`)."""
         self.budget_B = _list_budgets(self.call)
         self.held, self.fixed = _count_held(self.call, self.past, everyone)
         most_B = [self.call.rule.heads(n, len(row)) for n, row in zip(self.call.now.budget_n_B, self.fixed, strict=True)]
@@ -83,13 +83,13 @@ class Ended:
         slots = self.call.slots
         return slots.positions[:, :, : slots.used] < 0 if slots.holes else None
 
-    def begin(self) -> None:
-        """Make the eviction context."""
-        self.context = self.call.eviction_context(newest(self.call), -1)
+    def make_context(self) -> None:
+        """Make the eviction context, before `rank`, `weigh` or `order`."""
+        self.context = self.call.eviction_context(find_newest(self.call), -1)
         self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _warn_of_scores, self.call)
 
     def rank(self) -> Tensor:
-        """Return the eviction keys [B,H,T] by score alone."""
+        """Compute the eviction keys [B,H,T] by score alone, for heads whose numbers of tokens follow from the scores."""
         self.context.keep_BH1 = None  # heads share by score alone
         self.keys = self.call.policy.eviction_keys(self.context, self.empty)
         return self.keys
@@ -121,10 +121,10 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
     layers wait, and the second reading calls `finish`. nominal_B: tokens of each row that the policy protects. The host waits
     for the device only if heads share a budget by their scores, or if it cannot know how many tokens they hold (`_count_held`).
     """
-    now, mine = call.now, Ended(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
+    now, mine = call.now, PromptEnd(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
     together = call.layer in call.settings.together
     if now.reread_BN is not None or together:
-        now.ended.append(mine)
+        now.waiting.append(mine)
     if now.reread_BN is not None or (together and call.layer != _find_last(call.cache)):
         return
     if together:
@@ -134,11 +134,11 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
 
 
 def finish(cache: TextState, now: Forward) -> None:
-    """Evict in all layers that wait in `now.ended`: those that share one budget together, the others one by one."""
-    together = [one for one in now.ended if one.call.layer in cache.settings.together]
-    for group in (*([one] for one in now.ended if one not in together), *([together] if together else [])):
+    """Evict in all layers that wait in `now.waiting`: those that share one budget together, the others one by one."""
+    together = [one for one in now.waiting if one.call.layer in cache.settings.together]
+    for group in (*([one] for one in now.waiting if one not in together), *([together] if together else [])):
         finish_group(group)
-    now.ended.clear()
+    now.waiting.clear()
 
 
 def _find_last(cache: TextState) -> int:
@@ -146,44 +146,47 @@ def _find_last(cache: TextState) -> int:
     return max((layer for layer in cache.settings.together if layer < len(cache.layers)), default=-1)
 
 
-def finish_group(ended: list[Ended]) -> None:
-    """End the prompt in layers whose heads share one budget, or in a single one, and choose the coming steps' backends."""
-    if ended[0].call.evicts:
-        _compress_group(ended)
+def finish_group(group: list[PromptEnd]) -> None:
+    """Evict in layers whose heads share one budget, or in a single layer, and choose the backends of the coming steps."""
+    if group[0].call.evicts:
+        _compress_group(group)
     else:
-        with _meter_move(ended[0].call):
-            _keep_all(ended[0].call)
-    for one in ended:
-        one.call.note_deaths(newest(one.call))
+        with _meter_move(group[0].call):
+            _keep_all(group[0].call)
+    for one in group:
+        one.call.note_deaths(find_newest(one.call))
         if one.call.now.final:
             foresee(one.call, one.like_BHGD)
 
 
-def _compress_group(ended: list[Ended]) -> None:
-    """Compress layers whose heads share one budget, or a single one."""
-    call = ended[-1].call
-    now, share = call.now, ended[-1].share  # heads share a budget, also with heads on other processes
+def _compress_group(group: list[PromptEnd]) -> None:
+    """Evict layers whose heads share one budget, or a single layer, down to it, and move the kept tokens to new buffers.
+
+    First it finds for each row how many tokens each head keeps (`count`), and how many it may hold while decoding (`keep`).
+    """
+    call = group[-1].call
+    now, share = call.now, group[-1].share  # heads share a budget, also with heads on other processes
     everyone = call.settings.parallel if share is not None else WHOLE
-    for one in ended:
+    for one in group:
         one.count(everyone)
-    held, keep = _join_rows([one.held for one in ended]), _join_rows([one.keep for one in ended])
+    held, keep = _join_rows([one.held for one in group]), _join_rows([one.keep for one in group])
     over_B = [not now.keeps_all and _exceeds_budget(row, most, share) for row, most in zip(held, keep, strict=True)]
-    weighs = ended[-1].weighs
+    weighs = group[-1].weighs
     count, scored = held, weighs or any(over_B)
     if not (share or now.keeps_all):
-        above = ended[-1].above
+        above = group[-1].above
         count = [[min(n, k + above) for n, k in zip(row, most, strict=True)] for row, most in zip(held, keep, strict=True)]
-    for one in ended if scored else []:
-        one.begin()
+    for one in group if scored else []:
+        one.make_context()
     if scored and share is not None:
-        own = _share_budget(ended, share, everyone)
-        count = [mine if over else row for mine, row, over in zip(own, held, over_B, strict=True)]
+        shared = _share_budget(group, share, everyone)
+        count = [mine if over else row for mine, row, over in zip(shared, held, over_B, strict=True)]
     if weighs:  # a layer alone: heads that share a budget share one number of tokens
-        count = ended[0].weigh()
+        count = group[0].weigh()
     if share is not None:  # while decoding, each head keeps what it has; only the rest is divided
         keep = [list(map(sum, zip(row, _divide_rest(most, row), strict=True))) for row, most in zip(count, keep, strict=True)]
     first = 0
-    for one in ended:
+    for one in group:
         heads = slice(first, first := first + len(one.held[0]))
         counts, keeps = ([row[heads] for row in rows] for rows in (count, keep))
         slots, order = one.call.slots, one.order(counts, everyone) if scored else None
@@ -194,14 +197,14 @@ def _compress_group(ended: list[Ended]) -> None:
             _compress_layer(one.call, order, everyone.select_numbers(counts), everyone.select_numbers(keeps), uneven, scored)
 
 
-def _share_budget(ended: list[Ended], share: Adaptive, everyone: Parallel) -> list[list[int]]:
-    """Return the tokens that each head of the layers keeps of the budget that they share, by row."""
-    device = ended[0].call.slots.positions.device
-    keys = [everyone.gather_heads(one.rank(), empty=FIRST).to(device) for one in ended]
+def _share_budget(group: list[PromptEnd], share: Adaptive, everyone: Parallel) -> list[list[int]]:
+    """Return the tokens that each head of the layers keeps of the budget that they share, by row; waits for the device."""
+    device = group[0].call.slots.positions.device
+    keys = [everyone.gather_heads(one.rank(), empty=FIRST).to(device) for one in group]
     width = max(key.shape[-1] for key in keys)
     ranked = torch.cat([F.pad(key, (0, width - key.shape[-1]), value=FIRST) for key in keys], 1)
-    least = on_device(_join_rows([one.least(share) for one in ended]), device)
-    total = on_device([sum(row) for row in _join_rows([one.keep for one in ended])], device)
+    least = on_device(_join_rows([one.least(share) for one in group]), device)
+    total = on_device([sum(row) for row in _join_rows([one.keep for one in group])], device)
     return share.counts(ranked, least, total[:, None]).tolist()
 
 
@@ -211,7 +214,7 @@ def _exceeds_budget(held: list[int], most: list[int], share: Adaptive | None) ->
 
 
 def _join_rows(layers: list[list[list[int]]]) -> list[list[int]]:
-    """Put the numbers of several layers' heads one behind the other, in a list for each row."""
+    """Join the numbers of several layers' heads, layer after layer, in a list for each row."""
     return [[n for row in rows for n in row] for rows in zip(*layers, strict=True)]
 
 
@@ -224,7 +227,7 @@ def _meter_move(call: Call) -> Iterator[None]:
 
 
 def _keep_all(call: Call) -> None:
-    """End a prompt of a layer that never evicts."""
+    """End a prompt of a layer that never evicts: round its tokens, and move them to buffers with room for those that follow."""
     slots = call.slots
     if not call.now.final:
         slots.round()
@@ -280,11 +283,12 @@ def _are_equal(rows: list[list[int]]) -> bool:
 def _compress_layer(
     call: Call, order: Tensor | None, count: list[list[int]], keep: list[list[int]], uneven: bool, scored: bool
 ) -> None:
-    """Move the kept tokens into buffers for what follows.
+    """Move a layer's kept tokens into new buffers, and set its mode and budgets for the tokens that follow.
 
     count: tokens that each head keeps, the first ones of `order`; None: all. uneven: heads may hold different numbers,
     perhaps only because of heads on other processes. This process then runs the eviction at every step as they do, because
-    a score may need all processes to take part. scored: `order` are eviction keys.
+    a score may need all processes to take part. scored: `order` are eviction keys. keep: the most tokens of each head while
+    decoding.
     """
     slots, now = call.slots, call.now
     keep = [[call.rule.bound(n) for n in row] for row in keep]
@@ -349,7 +353,7 @@ def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tenso
         real = torch.ones_like(index, dtype=torch.bool)
     with torch.set_grad_enabled(slots.graph is not None):
         k, v = call.held() if slots.graph is None else slots.graph
-        kept = Kept(index, real, call.live(newest(call)))
+        kept = Kept(index, real, call.live(find_newest(call)))
         values = merging.values(k, v, kept, call)
         fits_BH11 = (values.isfinite() | ~real[..., None]).all(-1, keepdim=True).all(-2, keepdim=True)
         slots.unfitted_BH = 1 - fits_BH11[..., 0, 0].long()
@@ -357,7 +361,7 @@ def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tenso
 
 
 def _move_kept(call: Call, index: Tensor | None, kept: Tensor | None, values: Tensor | None, layout: Layout) -> None:
-    """Move the kept tokens and write their new values."""
+    """Move the tokens at `index` (where `kept`; None: all) into slots of `layout`, and write new `values` if there are some."""
     call.slots.allocate(index, kept, layout)
     if values is not None:
         call.slots.replace_values(values, kept)
@@ -387,8 +391,11 @@ def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
         slots.mass_BH = mass / total.clamp_min(torch.finfo(seen.dtype).tiny)
 
 
-def limit(call: Call) -> list[int]:
-    """Set the protected sizes of each row, clamped to its budget; return how many tokens they protect in all."""
+def set_limits(call: Call) -> list[int]:
+    """Set the layer's protected sizes (sinks, recent tokens ...) of each row, cut to its budget; return their sums, by row.
+
+    Called where a prompt ends, before its attention is computed.
+    """
     cache, slots, now = call.cache, call.slots, call.now
     B, device = len(now.n_B), slots.positions.device
     own: list[list[int]] = [[] for _ in range(B)]
@@ -421,7 +428,7 @@ def _set_quotas(call: Call) -> list[int]:
 
 
 def _say_cuts(call: Call) -> None:
-    """Warn of sizes that were cut to fit the smallest budget of a row that evicts."""
+    """Warn once of protected sizes that were cut because the smallest budget of a row that evicts is smaller."""
     settings, once = call.settings, call.policy.schedule == "prompt"
     # a shorter text than its budget evicts if generated tokens fill the budget, which a policy that evicts once lets grow
     rows = [(b, n) for b, n in zip(_list_budgets(call), call.now.budget_n_B, strict=True) if n > b or not once]
@@ -458,8 +465,8 @@ def _list_budgets(call: Call) -> list[int]:
     return [call.settings.tokens(call.layer, n) for n in call.now.budget_n_B]
 
 
-def newest(call: Call) -> Tensor:
-    """Return the position of the newest token that each row has read in this pass, [B,1,1]."""
+def find_newest(call: Call) -> Tensor:
+    """Return the position of the newest token that each row has read in this pass, [B,1,1]; after an edit, of its last."""
     edit = call.now.edit
     return call.now.copy([(n if edit is None else edit.stop) - 1 for n in call.now.n_B], call.slots.positions.device)[
         :, None, None

@@ -22,10 +22,10 @@ from .stacked import LayerStack
 
 
 def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, stack: LayerStack | None = None) -> Tensor:
-    """Return the output [B,H,G,D] of the token at column `t` of the pass.
+    """Run a decode step in one layer: write the token at column `t` of the pass, attend, observe and evict.
 
-    With a `stack`, the first of its layers writes the new token's position for all layers, and the last one observes and
-    evicts for all. Without one, this layer does so for itself.
+    Returns the output [B,H,G,D]. With a `stack`, the first of its layers writes the new token's position for all layers, and
+    the last one observes and evicts for all. Without one, this layer does so for itself.
     """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
     newest_B11 = positions_B1[:, None]
@@ -34,17 +34,17 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, s
     if stack is not None:
         entry, name = stack.begin(call, k_BH1D, v_BH1D), stack.backend
     else:
-        entry, name = _write_token(call, k_BH1D, v_BH1D, positions_B1), backend_of(call, q_BHGD)
-    done = _by_kernel(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, t, stack) if name == "triton" else None
+        entry, name = _write_token(call, k_BH1D, v_BH1D, positions_B1), choose_backend(call, q_BHGD)
+    done = _run_kernels(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, t, stack) if name == "triton" else None
     if done is not None:
         (out, named), p_BHGT, positions_BHT = done, None, call.slots.positions
     else:
         if name == "triton":  # its kernels could not be launched
-            name = backend_of(call, q_BHGD)
+            name = choose_backend(call, q_BHGD)
             if stack is not None:
                 stack.leave_kernels(name)
         call.slots.write(k_BH1D, v_BH1D, None if stack is not None else positions_B1, entry)
-        out, p_BHGT, positions_BHT = _by_torch(call, q_BHGD, positions_B1, name, stack)
+        out, p_BHGT, positions_BHT = _run_torch(call, q_BHGD, positions_B1, name, stack)
         named = False
     if call.shows:
         more, moves = call.positions_BQ.shape[1] > 1, call.evicting and call.policy.every > 1
@@ -64,10 +64,13 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, s
 _NOTHING = None, None, None
 
 
-def _by_torch(
+def _run_torch(
     call: Call, q_BHGD: Tensor, positions_B1: Tensor, name: str, stack: LayerStack | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Attend over slots that hold the new token: the output, the probabilities if they are needed, and the keys' positions."""
+    """Attend by torch, or FlashAttention's kernel, over slots that hold the new token already.
+
+    Returns the output, the probabilities if the policy needs them (else None), and the keys' positions.
+    """
     keys, out, p_BHGT = call.keys(call.slots.used), None, None
     if call.settings.renumbered:
         q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], keys, positions_B1)
@@ -82,7 +85,7 @@ def _by_torch(
 
 
 def _write_token(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-    """Make room for a token, count it, and write its entry of the score state."""
+    """Make room for a token and count it; return what the score keeps of it, which is to be written with its key."""
     slots = call.slots
     if not call.now.traced:
         slots.make_room()
@@ -101,9 +104,10 @@ def _end_step(
     t: int,
     named: bool,
 ) -> None:
-    """Let needs read the step and name the slots for the next token, unless kernels have.
+    """End a decode step: add its attention to the sums, let the policy's needs read it, evict, and record the deaths.
 
-    new: queries, key and value of the token; None for stacked layers.
+    named: kernels have evicted, and named the slots for the next token, already. new: queries, key and value of the token;
+    None for stacked layers.
     """
     if p_BHGT is not None and call.policy.needs.sums:
         _add_statistics(call, p_BHGT, positions_BHT, newest_B11, t)
@@ -125,8 +129,8 @@ def _end_step(
         call.note_deaths(newest_B11)
 
 
-def backend_of(call: Call, q_BHGD: Tensor) -> str:
-    """Return the name of the backend that runs the step."""
+def choose_backend(call: Call, q_BHGD: Tensor) -> str:
+    """Return the name of the backend that runs the step, and record it with the reason."""
     if call.no_kernels is not None:
         call.cache.choice.record(_name_task(call), "torch", call.no_kernels)
         return "torch"
@@ -137,7 +141,7 @@ def backend_of(call: Call, q_BHGD: Tensor) -> str:
 
 
 def foresee(call: Call, q_BHGD: Tensor) -> None:
-    """Choose the backends of the coming steps."""
+    """Choose the backends of the coming steps where a prompt ends: a step that torch.compile traces cannot choose."""
     if call.slots.mode.slotted:
         task, case = _describe_case(call, q_BHGD)
         for padding, gradients in product((case.padding, True), (case.gradients, False)):
@@ -153,7 +157,7 @@ def _describe_case(call: Call, q_BHGD: Tensor) -> tuple[Task, Case]:
     return task, call.case(task, q_BHGD, call.keys(call.slots.used, contents=False), call.observes)
 
 
-def _by_kernel(
+def _run_kernels(
     call: Call,
     q_BHGD: Tensor,
     k_BH1D: Tensor,
@@ -163,7 +167,7 @@ def _by_kernel(
     t: int,
     stack: LayerStack | None,
 ) -> tuple[Tensor, bool] | None:
-    """Run `attend` in kernels that write, attend and observe; True if they have also named the next slots.
+    """Run a step in Triton's kernels, which write, attend and observe; return the output, and if they have evicted too.
 
     Returns None if the kernels cannot be launched; all is then as before, but the free slots may hold the new entry already,
     which torch overwrites. Of stacked layers only the first tries: a failure in a later one is raised, for the caches of those
@@ -201,7 +205,7 @@ def _by_kernel(
 
 
 def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
-    """Add the new row's probabilities to the statistics."""
+    """Add the probabilities of a step, which are one row of attention, to the layer's sums."""
     policy, (B, H, _, T) = call.policy, p_BHGT.shape
     seen = UNCOUNTED
     if "count" in policy.needs.statistics:  # keys that the new token attends to
@@ -219,7 +223,10 @@ def _evicts_nothing(call: Call) -> bool:
 
 
 def _evict_over_budget(call: Call, newest_B11: Tensor, t: int) -> None:
-    """Evict what is over each head's budget, if the rhythm says so, and name the slot for the next token."""
+    """Evict the tokens over each head's budget, if some are due at this step, and set the slots for the next token.
+
+    Changes the layer's positions and mode in place. t: column of the pass.
+    """
     slots, every = call.slots, call.policy.every
     if _evicts_nothing(call):
         if slots.holes:

@@ -1,7 +1,7 @@
 """The end of an edit in one layer: tokens were read into the middle of its text, and heads keep the budgets that they have.
 
-The new queries have not seen what stands behind the edit. So it is hidden from them, its scores stay, and none of it is evicted
-for the new tokens: these and the tokens before them share the rest of the budget by the policy's rule, as at a prompt's end.
+The new queries do not see the tokens after the edit. So these are hidden from them, keep their scores, and are not evicted for
+the new tokens: the new ones and those before them share the rest of the budget by the policy's rule, as at a prompt's end.
 """
 
 from __future__ import annotations
@@ -13,36 +13,37 @@ from ..cache.forward_context import Edit
 from ..cache.layer import SlotLayer
 from ..policies.parallel import Parallel
 from ..policies.selection import LAST
-from .compress import Ended, finish_group, newest
+from .compress import PromptEnd, find_newest, finish_group
 from .layer_call import Call
 
 
 class Hidden:
-    """Tokens of a layer that the queries of an edit do not see, and their state. Their columns are empty until `show`."""
+    """Tokens of a layer after an edit, which its queries do not see, and their state. Their columns are empty until `show`."""
 
     def __init__(self, slots: SlotLayer, edit: Edit) -> None:
+        """Hide the tokens from position `edit.stop` on: copy their positions and state, and mark their columns as empty."""
         self.slots, self.holes = slots, slots.holes
         self.positions = slots.positions.clone()
-        self.behind = self.positions >= edit.stop
+        self.hidden = self.positions >= edit.stop
         self.state = {name: tensor.clone() for name, tensor in slots.state.items()}
-        slots.positions.masked_fill_(self.behind, -1)
+        slots.positions.masked_fill_(self.hidden, -1)
         slots.holes, slots.contiguous = True, False
 
     def show(self) -> None:
-        """Put the tokens back as they were."""
-        slots, behind = self.slots, self.behind
+        """Put the positions and state of the hidden tokens back, after the queries have attended and needs have read them."""
+        slots, hidden = self.slots, self.hidden
         slots.positions = self.positions
         for name, tensor in slots.state.items():
             old = self.state.get(name)
-            mask = behind.view(*behind.shape, *[1] * (tensor.ndim - 3))
+            mask = hidden.view(*hidden.shape, *[1] * (tensor.ndim - 3))
             slots.state[name] = tensor.masked_fill(mask, 0) if old is None else torch.where(mask, old, tensor)
         slots.holes, slots.floor = self.holes, slots.used
 
 
-class EditEnded(Ended):
-    """A layer that has read an edit, tokens in the middle of its text, and is about to evict: each head keeps its old budget.
+class EditEnd(PromptEnd):
+    """The end of an edit in one layer, which has read tokens into the middle of its text: each head keeps its old budget.
 
-    It takes the place of `Ended`, a layer at a prompt's end, in `finish_group`.
+    It takes the place of a prompt's end in `finish_group`.
     """
 
     @property
@@ -67,15 +68,15 @@ class EditEnded(Ended):
         self.fixed = [[0] * len(row) for row in self.held]
         self.keep = slots.own_budget_BH1[..., 0].tolist()
 
-    def begin(self) -> None:
+    def make_context(self) -> None:
         """Make the eviction context: ages are counted from the newest token of the text, recent ones to the edit's last."""
         now, slots = self.call.now, self.call.slots
         newest_B11 = now.copy([n - 1 for n in now.n_B], slots.positions.device)[:, None, None]
         self.context = self.call.eviction_context(newest_B11, -1)
-        self.context.recent_B11 = newest(self.call) - slots.own_limits.newest
+        self.context.recent_B11 = find_newest(self.call) - slots.own_limits.newest
 
     def rank(self) -> Tensor:
-        """Return the eviction keys [B,H,T] by score alone, for heads whose number of tokens follows from it."""
+        """Compute the eviction keys [B,H,T] by score alone, for heads whose number of tokens follows from it."""
         self.keys = self._protect_after_edit(super().rank())
         return self.keys
 
@@ -84,10 +85,10 @@ class EditEnded(Ended):
         return self._protect_after_edit(super().order(count, everyone))
 
     def _protect_after_edit(self, keys: Tensor) -> Tensor:
-        """Give the tokens after the edit, the sinks and the `protect=` tokens the highest key, so that none of them goes.
+        """Return the eviction keys with the highest for tokens after the edit, sinks and `protect=` tokens, so that all stay.
 
-        Each head held them before the edit, so they fit. What else the policy protects may not: it ranks below them, the
-        nearest to the edit first.
+        Each head held these before the edit, so its budget has room for them. It may have none for the other tokens that the
+        policy protects: they get lower keys, the lowest those farthest from the edit.
         """
         edit, context = self.call.now.edit, self.context
         assert edit is not None
@@ -100,16 +101,17 @@ class EditEnded(Ended):
 
 
 def end_edit(call: Call, past: int, q_BHGQD: Tensor) -> None:
-    """Keep each head's budget after an edit, in buffers with room for the tokens that follow."""
+    """Evict the layer's tokens down to each head's old budget after an edit, in buffers with room for tokens that follow."""
     if call.evicts and call.policy.needs.sums:
         _count_unseen(call, past, q_BHGQD.shape[3])
-    finish_group([EditEnded(call, past, [], q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))])
+    finish_group([EditEnd(call, past, [], q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))])
 
 
 def _count_unseen(call: Call, past: int, new: int) -> None:
-    """Note by how many rows `context.rows_seen`, which goes by positions, would be too many; fewer than 0 where too few.
+    """Add to the state "unseen" how many rows too many `context.rows_seen`, which goes by positions, counts for each token.
 
-    The rows behind an edit have not seen its tokens. Those in front are seen by its rows, of which positions count the opened.
+    A token is seen by the queries (rows) after it. But the rows after an edit have not seen its tokens, and the tokens before
+    an edit are seen by its rows, of which positions count only the opened ones, so that there the number is negative.
     """
     edit, positions, unseen = call.now.edit, call.slots.positions, call.slots.statistic("unseen")
     assert edit is not None

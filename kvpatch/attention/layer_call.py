@@ -38,6 +38,7 @@ class Call(LayerRead):
     def __init__(
         self, cache: TextState, now: Forward, layer: int, bound_adapter: BoundAdapter, group: int, device: torch.device
     ) -> None:
+        """Bind a layer of `cache` to its module. group: query heads per KV head. device: of the module."""
         # the cache owns its calls, which must not keep it alive; a traced pass makes calls of its own
         self._find_cache: Callable[[], TextState | None] = (lambda: cache) if now.traced else weakref.ref(cache)
         self.bound_adapter, self.group, self.device = bound_adapter, group, device
@@ -60,7 +61,7 @@ class Call(LayerRead):
         self.begin(now)
 
     def begin(self, now: Forward) -> None:
-        """Start another pass; what does not change from pass to pass stays bound."""
+        """Set the call to another pass, before the layer runs in it; what does not change from pass to pass stays bound."""
         asked = now.keeps_all or any(one is not None for one in (now.fixed_B, now.protect_BQ, now.span_BQ))
         if asked and self.settings.bounds[self.layer] is not None:
             # the user's policy options do not apply to a window of the layer's own
@@ -134,7 +135,10 @@ class Call(LayerRead):
         head_norms(v_BN1D[:, :, 0].transpose(0, 1), rows, self.policy.selection.norm, out_NB)
 
     def _project_norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
-        """Return ||v W_O|| [B,H,Q], the mean over a group of query heads. wanted: the values that count."""
+        """Return the norms of values after the output projection, ||v W_O|| [B,H,Q], the mean over a group of query heads.
+
+        wanted: the values that count.
+        """
         assert isinstance(self.policy.selection, TwoStage)
         norm, H = self.policy.selection.norm, v_BHQD.shape[1]
         v_BNQD = self.bound_adapter.head_values(v_BHQD.detach())
@@ -152,6 +156,7 @@ class Call(LayerRead):
         return projected_norms(v_BNTD.repeat_interleave(group, 1), rows, 2).unflatten(1, (-1, self.group))
 
     def _output_rows(self, like_BNTD: Tensor, group: int) -> Tensor:
+        """Return the rows of the output projection by head, which the layer keeps if they had to be computed."""
         rows = self.slots.output_rows
         if rows is None:
             rows, worked_out = self.bound_adapter.output_rows(like_BNTD, group, self.settings.parallel)
@@ -185,7 +190,7 @@ class Call(LayerRead):
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown, slots.kv.codecs)
 
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
-        """Describe the task to a backend."""
+        """Describe a task to the backends, for the choice of one. scores: the policy's sums are needed too."""
         T = keys.positions_BHT.shape[-1]
         sliding, special = self.geometry.sliding, self.geometry.special
         if sliding is not None and sliding >= T and not keys.past and task in ("prompt", "statistics"):
@@ -210,11 +215,11 @@ class Call(LayerRead):
             value_dim=keys.codecs[1].size(keys.v_BHTD),
         )
 
-    def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, behind_BQ: Tensor | None = None) -> tuple[Tensor, Keys]:
+    def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, later_BQ: Tensor | None = None) -> tuple[Tensor, Keys]:
         """Return queries and keys with the positions that attention uses.
 
         With renumbered positions, a token's position is its rank among the tokens that its head holds: keys are cached without
-        positions and get them here, as do the queries. behind_BQ: tokens after each query, all of them held; None if
+        positions and get them here, as do the queries. later_BQ: tokens after each query, all of them held; None if
         the queries are the new tokens'.
         """
         if not self.settings.renumbered:
@@ -222,19 +227,19 @@ class Call(LayerRead):
         positions, Q = keys.positions_BHT, q_BHGQD.shape[3]
         ranks = _rank_positions(positions) if keys.holes or not keys.ordered else positions
         # the new tokens were written last, or are a decode step's newest
-        if behind_BQ is not None:
-            own = (ranks.amax(-1, keepdim=True) - behind_BQ[:, None]).clamp(min=0)
+        if later_BQ is not None:
+            q_ranks = (ranks.amax(-1, keepdim=True) - later_BQ[:, None]).clamp(min=0)
         elif Q == 1:
-            own = ranks.gather(-1, (positions == rows_BQ[:, None]).long().argmax(-1, keepdim=True))
+            q_ranks = ranks.gather(-1, (positions == rows_BQ[:, None]).long().argmax(-1, keepdim=True))
         else:
-            own = ranks[..., -Q:]
+            q_ranks = ranks[..., -Q:]
         if self.geometry.slopes_HG is not None:
             # distances in ranks, counted back from the newest token's position
-            behind = ranks.amax(-1, keepdim=True) - ranks
-            places = rows_BQ.amax(-1)[:, None, None] - behind
+            distance = ranks.amax(-1, keepdim=True) - ranks
+            places = rows_BQ.amax(-1)[:, None, None] - distance
             return q_BHGQD, replace(keys, positions_BHT=places.masked_fill(positions < 0, -1))
         table = self.now.table
-        q = self.bound_adapter.rotate(q_BHGQD.flatten(1, 2), own.repeat_interleave(self.group, 1), table)
+        q = self.bound_adapter.rotate(q_BHGQD.flatten(1, 2), q_ranks.repeat_interleave(self.group, 1), table)
         codec, codecs = keys.codecs[0], (EXACT[0], keys.codecs[1])
         if keys.head_offsets is None:
             k = self.bound_adapter.rotate(codec.decode(keys.k_BHTD), ranks, table)
@@ -256,7 +261,7 @@ class Call(LayerRead):
         self.now.shown.setdefault(self.layer, []).append(keys)
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
-        """Return the eviction context for scores and scopes. t: column of the pass, for values that all layers share."""
+        """Return the eviction context that scores and scopes read. t: column of the pass, for values that all layers share."""
         slots, limits = self.slots, self.slots.own_limits
         positions, state = self.positions_BHT, slots.state_view()
         for one in self.policy.needs.sums:
@@ -296,10 +301,10 @@ class Call(LayerRead):
 
     def rotated_back(self, x_BHTD: Tensor, positions_BHT: Tensor) -> Tensor:
         """Return queries or keys without their rotation, in the scores' dtype; anything for padding."""
-        wide = x_BHTD.to(accumulator(x_BHTD.dtype))
+        x_BHTD = x_BHTD.to(accumulator(x_BHTD.dtype))
         if self.now.table is None:
-            return wide
-        return self.bound_adapter.rotate_back(wide, positions_BHT.clamp(min=0), self.now.table)
+            return x_BHTD
+        return self.bound_adapter.rotate_back(x_BHTD, positions_BHT.clamp(min=0), self.now.table)
 
     # ---- what needs ask of a layer (policies/needs/base.py) ----
 
@@ -320,6 +325,7 @@ class Call(LayerRead):
         return self.geometry.slopes_HG
 
     def statistic(self, name: str) -> Tensor:
+        """Return the state tensor `name` of the used slots, for a need to write to; one that does not exist begins as zero."""
         slots = self.slots
         if name not in slots.state:
             self.policy.needs.check_state(name, slots.state)
@@ -330,6 +336,7 @@ class Call(LayerRead):
         return self.rotated_back(self.held()[0], self.positions_BHT)
 
     def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
+        """Return the mean rotary matrix [B,1,1,D,D] of the next `future` positions, the same for all layers, or None."""
         now = self.now
         if now.table is None:
             return None
@@ -338,13 +345,17 @@ class Call(LayerRead):
         return now.once("mean rotation", like.device, mean)[:, None]
 
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, first_B1: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [B,H,G,W,T] of stored queries, and the candidates: the tokens before `first_B1`, bool [B,H,T].
+
+        A logit is the least number where the query does not see a candidate.
+        """
         slots, geometry = self.slots, self.geometry
         (k, v), positions = self.held(), self.positions_BHT
         candidate = (positions >= 0) & (positions < first_B1[:, None])
         if self.settings.renumbered:
             keys = Keys(k, v, positions, holes=slots.holes, past=slots.used, ordered=False)
-            behind_BW = positions_BW.amax(1, keepdim=True) - positions_BW
-            q_BHGWD, keys = self.renumber(q_BHGWD, keys, positions_BW, behind_BQ=behind_BW)
+            later_BW = positions_BW.amax(1, keepdim=True) - positions_BW
+            q_BHGWD, keys = self.renumber(q_BHGWD, keys, positions_BW, later_BQ=later_BW)
             k, positions = keys.k_BHTD, keys.positions_BHT
         x = window_logits(q_BHGWD, k, positions, positions_BW, geometry)
         at, rows = self.positions_BHT[:, :, None, None], positions_BW[:, None, None, :, None]
@@ -355,17 +366,20 @@ class Call(LayerRead):
     def attend_to_slots(
         self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        x, seen = self._look_behind(q_BHGWD, k_BHTD, positions_BW, self.positions_BHT)
-        (own, some), (all_seen, any_seen) = map(_mask_seen, (x, x), (seen & kept_BHT[:, :, None, None], seen))
-        p = torch_backend.weigh_logits(all_seen, self.geometry).masked_fill(~any_seen, 0.0)
-        lse = torch_backend.sum_logits(own, self.geometry).masked_fill(~some[..., 0], torch.inf)
+        """Attend with queries that come after the used slots; return the outputs, and the log-sum-exps over `kept` alone."""
+        x, seen = self._find_logits(q_BHGWD, k_BHTD, positions_BW, self.positions_BHT)
+        x_kept, sees_kept = _mask_seen(x, seen & kept_BHT[:, :, None, None])
+        x, sees_any = _mask_seen(x, seen)
+        p = torch_backend.weigh_logits(x, self.geometry).masked_fill(~sees_any, 0.0)
+        lse = torch_backend.sum_logits(x_kept, self.geometry).masked_fill(~sees_kept[..., 0], torch.inf)
         return (p.flatten(2, 3) @ v_BHTD).unflatten(2, p.shape[2:4]), lse
 
     def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
-        x, seen = self._look_behind(q_BHGWD, k_BHMD, positions_BW, self.positions_BHT.gather(2, index_BHM))
+        """Return the attention that such queries give to the slots `index_BHM`, by the log-sum-exps of all that count."""
+        x, seen = self._find_logits(q_BHGWD, k_BHMD, positions_BW, self.positions_BHT.gather(2, index_BHM))
         return (x - lse_BHGW[..., None]).masked_fill(~seen, -torch.inf).exp()
 
-    def _look_behind(self, q_BHGWD: Tensor, k: Tensor, positions: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    def _find_logits(self, q_BHGWD: Tensor, k: Tensor, positions: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [B,H,G,W,M] of queries that come after all used slots, and a mask of the slots that they see."""
         place, rows = at[:, :, None, None], positions[:, None, None, :, None]
         seen = keep_in_window((place >= 0) & (rows >= 0), self.geometry.sliding, place, rows)
@@ -396,7 +410,10 @@ class Call(LayerRead):
         return self._project_norms(self.slots.view()[1], ~unwanted)
 
     def sums(self, rows: ProbabilityRows, rows_BQ: Tensor, tau: float | Tensor) -> dict[str, Tensor]:
-        """Return the policy's statistics [N,M] of a block of rows. rows_BQ: positions of all rows of the pass."""
+        """Return by name the policy's sums [N,M] over a block of rows' probabilities; nothing is stored.
+
+        rows_BQ: positions of all rows of the pass. tau: temperature.
+        """
         slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
         if isinstance(tau, Tensor) and tau.ndim:  # one per row where rows are at different steps
             B, H, _ = slots.positions.shape
@@ -407,6 +424,7 @@ class Call(LayerRead):
         noise = slots.state.get("noise")
 
         def place() -> tuple[Tensor, Tensor, Tensor]:
+            """Return the numbers of the block's query heads, and the positions of its rows and of its keys."""
             H = slots.positions.shape[1]
             n = torch.arange(rows.n0, rows.n1, device=rows_BQ.device)
             head_N = self.settings.parallel.first(H) + n % H
@@ -427,7 +445,7 @@ class Call(LayerRead):
         return {one.key: STATISTICS[one.key](block, one) for one in self.policy.needs.sums}
 
     def add(self, sums: dict[str, Tensor]) -> None:
-        """Add a pass's increments [B,H,T] to the layer's sums, in place; the old sums are first multiplied by their decay."""
+        """Add the sums [B,H,T] of a pass to the layer's, in place; the old ones are first multiplied by their decay."""
         slots = self.slots
         for one in self.policy.needs.sums:
             increment = sums[one.key]

@@ -17,7 +17,7 @@ from ..policies.context import accumulator
 from ..policies.needs import PromptRead
 from ..policies.needs.base import Fold
 from ..policies.needs.window_attention import pick_rows
-from .compress import end_prompt, limit, newest
+from .compress import end_prompt, find_newest, set_limits
 from .edit import Hidden, end_edit
 from .layer_call import Call
 
@@ -34,17 +34,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     if now.lender is not None:
         _borrow(call, k_BHQD, v_BHQD)
     past, nbytes_before = slots.used, slots.kv.nbytes  # a new prompt is appended; compression makes slots again
-    with torch.no_grad():
-        entry = call.entry(k_BHQD, v_BHQD, positions_BQ)
-        whole = past == 0 and now.ends_prompt and now.final  # compressed at once, so it needs no copy
-        (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, positions_BQ, entry)
-    if now.padding is not None:  # its slots are empty, and columns up to its last cannot be cropped
-        slots.holes = True
-        slots.contiguous &= not past and not now.padding.gapped
-        slots.floor = max(slots.floor, past + now.padding.reach)
-    slots.seen += 0 if now.edit is not None else now.prompt
-    slots.ahead = None  # it counts columns, some of which may be padding
-    slots.sliding = call.geometry.sliding
+    _write_columns(call, k_BHQD, v_BHQD, positions_BQ)
     after_edit = None if now.edit is None else Hidden(slots, now.edit)  # tokens that an edit's queries must not see
     keys, nbytes_held = call.keys(past), slots.kv.nbytes
     if torch.is_grad_enabled() and k_BHQD.requires_grad:  # the cache's own copies are detached
@@ -55,14 +45,15 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
     if call.shows:
         call.show(keys, copied=call.positions_BQ.shape[1] > now.prompt)
-    protected_B = limit(call) if now.ends_prompt and call.evicts and not (after_edit or now.keeps_all) else []
+    protected_B = set_limits(call) if now.ends_prompt and call.evicts and not (after_edit or now.keeps_all) else []
     sums_all_rows = call.evicts and call.policy.needs.rows == "all"
-    attended = (_observed_prompt if sums_all_rows else attend_to)(call, q_BHGQD, keys, rows_BQ)
+    attended = (_attend_and_sum if sums_all_rows else attend_to)(call, q_BHGQD, keys, rows_BQ)
     with torch.no_grad():
         if call.readers:
+            at_once = torch_backend.DEVICE_BLOCK if q_BHGQD.is_cuda else 0
             read = PromptRead(
                 call, q_BHGQD, plain_BHGQD, k_BHQD, v_BHQD, positions_BQ, rows_BQ, attended.lse, past, now.ends_prompt,
-                functools.partial(newest, call), call.policy.scope.sinks, torch_backend.DEVICE_BLOCK if q_BHGQD.is_cuda else 0,
+                functools.partial(find_newest, call), call.policy.scope.sinks, at_once,
                 functools.partial(_score_by_window, call, keys), call.once,
             )  # fmt: skip
             for _, run in call.readers:
@@ -76,8 +67,27 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     return attended.out
 
 
+def _write_columns(call: Call, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> None:
+    """Write a prompt's columns into the layer, and set the fields of the layer that describe its columns."""
+    slots, now, past = call.slots, call.now, call.slots.used
+    with torch.no_grad():
+        entry = call.entry(k_BHQD, v_BHQD, positions_BQ)
+        whole = past == 0 and now.ends_prompt and now.final  # compressed at once, so it needs no copy
+        (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, positions_BQ, entry)
+    if now.padding is not None:  # its slots are empty, and columns up to its last cannot be cropped
+        slots.holes = True
+        slots.contiguous &= not past and not now.padding.gapped
+        slots.floor = max(slots.floor, past + now.padding.reach)
+    slots.seen += 0 if now.edit is not None else now.prompt
+    slots.ahead = None  # it counts columns, some of which may be padding
+    slots.sliding = call.geometry.sliding
+
+
 def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
-    """Hand the new entries to the store of all tokens, and hold the earlier tokens' entries until the prompt's end."""
+    """Give the new entries to the store of all tokens (lossless=True), and append all earlier tokens' entries to the layer.
+
+    The prompt's end evicts these again, down to the budget.
+    """
     assert call.now.lender is not None
     earlier = call.now.lender.exchange(call.layer, k_BHQD, v_BHQD)
     if earlier is not None:
@@ -88,7 +98,10 @@ def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
 
 
 def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:
-    """Attend by the chosen backend, else by torch. noise: Triton also returns the log-sum-exp of the noisy logits."""
+    """Return the attention of a prompt's queries over `keys`, by the chosen backend, or by torch if that cannot do it.
+
+    Nothing but `choice`, the record of backends, changes. noise: Triton also returns the log-sum-exp of the noisy logits.
+    """
     choice, case, padding = call.cache.choice, call.case("prompt", q_BHGQD, keys), call.now.padding
     name = choice.of("prompt", case)
     if name != "torch" and padding is not None and padding.attends:
@@ -108,26 +121,27 @@ def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: N
                 why = str(error)
         name = choice.instead("prompt", case, name, why)
     if name == "triton":
-        run = functools.partial(backend(name).attend, q_BHGQD, keys, rows_BQ, call.geometry, noise, _spans(call, name, rows_BQ))
+        spans = _find_spans(call, name, rows_BQ)
+        run = functools.partial(backend(name).attend, q_BHGQD, keys, rows_BQ, call.geometry, noise, spans)
         found = choice.attempt("prompt", case, run, name=name)
         if found is not None:
             return found
     return Attended(*torch_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry))
 
 
-def _observed_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
-    """Run `attend_to`, and add the statistics of all rows, or of a sample of them, to the state."""
+def _attend_and_sum(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
+    """Attend as `attend_to` does, and add the policy's sums over all rows, or over a sample of them, to the layer's state."""
     sampled = any(one.sampled for one in call.policy.needs.sums)
     if sampled and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
-        return _sampled_prompt(call, q_BHGQD, keys, rows_BQ)
+        return _attend_and_sample(call, q_BHGQD, keys, rows_BQ)
     names = call.policy.needs.statistics
     choice, case = call.cache.choice, call.case("statistics", q_BHGQD, keys, scores=True)
     name, attended = choice.of("statistics", case), None
     if name != "torch":
-        noise = _noise(call, keys) if "gumbel" in names else None
+        noise = _find_noise(call, keys) if "gumbel" in names else None
         attended = attend_to(call, q_BHGQD, keys, rows_BQ, noise)
         with torch.no_grad():
-            spans = _spans(call, name, rows_BQ)
+            spans = _find_spans(call, name, rows_BQ)
             gather = functools.partial(
                 backend(name).statistics, q_BHGQD, keys, rows_BQ, call.geometry, attended, names, noise, spans
             )
@@ -135,7 +149,7 @@ def _observed_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -
             if found is not None:
                 call.add(found)
                 return attended
-    sums, observe = _observer(call, keys, rows_BQ)
+    sums, observe = _make_observer(call, keys, rows_BQ)
     # gradient checkpointing repeats the pass: it must compute alike with and without gradients
     fuses = attended is None and torch_backend.fuses(q_BHGQD) and not call.now.repeatable
     if fuses and choice.of("prompt", call.case("prompt", q_BHGQD, keys)) == "torch":
@@ -149,28 +163,29 @@ def _observed_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -
     return attended
 
 
-def _spans(call: Call, name: str, rows_BQ: Tensor) -> Tensor:
+def _find_spans(call: Call, name: str, rows_BQ: Tensor) -> Tensor:
     """Return the tensor that describes a pass's rows to a backend's kernels; the first layer makes it for all."""
     return call.once(f"spans of {rows_BQ.shape[1]} rows", functools.partial(backend(name).spans, rows_BQ))
 
 
-def _noise(call: Call, keys: Keys) -> Noise:
+def _find_noise(call: Call, keys: Keys) -> Noise:
     """Return Keyformer's noise of all keys; ones, which are exp(0), if its distribution is "none"."""
     weights_BHTG = call.slots.state_view().get("noise")
     if weights_BHTG is None:
         weights_BHTG = torch.ones(*keys.positions_BHT.shape, call.group, device=keys.positions_BHT.device)
-    return Noise(weights_BHTG, _temperature(call))
+    return Noise(weights_BHTG, _find_temperature(call))
 
 
-def _temperature(call: Call) -> float:
+def _find_temperature(call: Call) -> float:
+    """Return a score's temperature while a prompt is read."""
     tau = call.policy.needs.temperature(0, call.cache.request.new_tokens)
     assert isinstance(tau, int | float)
     return tau
 
 
-def _observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor], Observer]:
-    """Return zeros for the policy's statistics [B,H,T], and a function that adds those of a block of rows."""
-    tau, dtype = _temperature(call), accumulator(keys.k_BHTD.dtype)
+def _make_observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor], Observer]:
+    """Return zeros for the policy's sums [B,H,T] by name, and a function that adds the sums of a block of rows to them."""
+    tau, dtype = _find_temperature(call), accumulator(keys.k_BHTD.dtype)
     shape, names = keys.k_BHTD.shape[:3], call.policy.needs.statistics
     sums = {name: torch.zeros(shape, dtype=dtype, device=rows_BQ.device) for name in names}
 
@@ -181,27 +196,30 @@ def _observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor
     return sums, observe
 
 
-def _sampled_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
-    """Run `attend_to`, and add statistics estimated from a sample of the rows. A sliding window bounds their cost anyway."""
+def _attend_and_sample(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
+    """Attend as `attend_to` does, and add the policy's sums, estimated from a sample of the rows, to the layer's state.
+
+    Called for long prompts in layers without a sliding window, which bounds the cost of all rows anyway.
+    """
     attended = attend_to(call, q_BHGQD, keys, rows_BQ)
     call.cache.choice.record("statistics", "torch", "kernels read all rows of a prompt, scores='sampled' some")
     with torch.no_grad():
         column_BR, every_B11 = sampling.sample_rows(rows_BQ, call.settings.seed, call.layer)
         older, newest = (
-            _read(call, q_BHGQD, keys, rows_BQ, attended.lse, part) for part in column_BR.tensor_split([-sampling.ROWS], 1)
+            _sum_rows(call, q_BHGQD, keys, rows_BQ, attended.lse, part) for part in column_BR.tensor_split([-sampling.ROWS], 1)
         )
         call.add({name: newest[name] + total * every_B11 for name, total in older.items()})
     return attended
 
 
-def _read(
+def _sum_rows(
     call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse_BHGQ: Tensor | None, column_BR: Tensor
 ) -> dict[str, Tensor]:
-    """Return the policy's statistics [B,H,T] over the rows at these columns of the prompt; a column of -1 is left out."""
+    """Return the policy's sums [B,H,T] by name over the rows at some columns of the prompt; a column of -1 is left out."""
     index_BR = column_BR.clamp(min=0)
     read_BR = rows_BQ.gather(1, index_BR).masked_fill(column_BR < 0, -1)
     q, lse_BHGR = pick_rows(q_BHGQD, lse_BHGQ, index_BR)
-    sums, observe = _observer(call, keys, read_BR)
+    sums, observe = _make_observer(call, keys, read_BR)
     ends = (column_BR.amax(0) + keys.past + 1).tolist()
     torch_backend.observe(q, keys, read_BR, call.geometry, lse_BHGR, observe, "count" in sums, ends=ends)
     return sums
@@ -225,7 +243,7 @@ def _score_by_window(
         choice.record("statistics", "torch", "kernels sum an observation window's rows, this score folds them")
         candidate = keys.positions_BHT >= 0
         if call.now.ends_prompt:  # else no window is set
-            candidate &= keys.positions_BHT <= newest(call) - call.limits.observed
+            candidate &= keys.positions_BHT <= find_newest(call) - call.limits.observed
         return torch_backend.window_folds(*arguments, candidate, fold, _JOINS[join])
     case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.needs.sums))  # one backend for both
     name, total = choice.of("statistics", case), None

@@ -31,6 +31,7 @@ class ReplayPass:
     def __init__(
         self, settings: CacheSettings, record: Record, text_B: Tensor, positions_BQ: Tensor, padded: bool, ordered: bool
     ) -> None:
+        """Make the pass, and count its first columns that see all columns before them."""
         self.settings, self.record, self.text_B, self.positions_BQ = settings, record, text_B, positions_BQ
         self.padded, self.ordered, self.choice = padded, ordered, Choice(settings.backend)
         self.whole = 0 if padded else min(int(record.first_N[text_B].min()), positions_BQ.shape[1])
@@ -67,7 +68,7 @@ class ReplayPass:
         )
 
     def _find_deaths(self, layer: int, positions_BQ: Tensor) -> Tensor:
-        """Return the death of each column's token [B,H,Q]; of tokens behind the record it is not known, and none sees them."""
+        """Return the death of each column's token [B,H,Q]; of tokens after the record's end, NEVER."""
         deaths_BHT = self.record.deaths[layer].to(positions_BQ.device)[self.text_B.to(positions_BQ.device)]
         T = deaths_BHT.shape[-1]
         at = positions_BQ.clamp(0, T - 1)[:, None].expand(-1, deaths_BHT.shape[1], -1)
@@ -81,6 +82,7 @@ class _Kernels(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, name: str, case: Case
     ) -> Tensor:
+        """Return the output of the kernels, and save what the gradients need."""
         found = backend(name).attend(q, keys, rows_BQ, geometry)
         ctx.save_for_backward(q, k, v, found.out, found.lse)
         ctx.rest = keys.positions_BHT, keys.deaths_BHT, keys.holes, keys.ordered, rows_BQ, geometry, name, case
@@ -89,6 +91,7 @@ class _Kernels(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v, by kernels, or by torch if these cannot be launched."""
         (q, k, v, out, lse), (positions, deaths, holes, ordered, rows_BQ, geometry, name, case) = ctx.saved_tensors, ctx.rest
         keys = Keys(k, v, positions, holes, 0, ordered, deaths_BHT=deaths)
         run = functools.partial(backend(name).gradients, q, keys, rows_BQ, geometry, Attended(out, lse), grad)
@@ -111,7 +114,7 @@ def _by_torch(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, 
 
 
 def _gradients_by_torch(q: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, grad: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of queries, keys and values, by a forward once more."""
+    """Return the gradients of queries, keys and values by torch, which computes the attention once more."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in (q, keys.k_BHTD, keys.v_BHTD)]
         out = _by_torch(leaves[0], replace(keys, k_BHTD=leaves[1], v_BHTD=leaves[2]), rows_BQ, geometry)

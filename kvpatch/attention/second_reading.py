@@ -18,10 +18,11 @@ from .layer_call import Call
 
 
 def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
-    """Return the output [B,H,G,Q,D] of rows whose keys and values are not kept. The layer's slots stay as they are.
+    """Return the output [B,H,G,Q,D] of rows that repeat a chunk of the prompt; their own keys and values are not kept.
 
-    Attention to the chunk and to the rows' own keys is computed first: its log-sum-exp makes the scores' probabilities, and
-    joins its output with that over the rest of the prompt.
+    The layer's slots stay as they are, but the scores of the chunk's tokens rise. Attention to the chunk and to the rows' own
+    keys is computed first: its log-sum-exp makes the scores' probabilities, and joins its output with that over the rest of the
+    prompt.
     """
     held = call.keys(call.slots.used)
     if call.shows:
@@ -85,7 +86,7 @@ class _Part:
 
     @classmethod
     def of(cls, call: Call, repeat: Repeat, held: Keys) -> _Part:
-        """Divide what a layer holds."""
+        """Divide the keys `held` by a layer for a repeated chunk: views where slots are positions, else gathered copies."""
         sinks, T = call.policy.scope.sinks, held.past
         start, stop = max(repeat.start_B), max(repeat.stop_B)
         alike = min(repeat.start_B) == start and min(repeat.stop_B) == stop

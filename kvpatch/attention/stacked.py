@@ -33,6 +33,7 @@ class LayerStack:
     """
 
     def __init__(self, cache: TextState, call: Call, backend: str) -> None:
+        """Join the layers' positions and state; the layers keep views of the joined tensors."""
         self.backend = backend
         self.layers, self.L = cache.layers, len(cache.layers)
         first = self.layers[0]
@@ -54,7 +55,7 @@ class LayerStack:
 
     def _join_layers(self, first: SlotLayer) -> SlotLayer:
         """Return a layer that has the positions, scores and free slots of all layers as rows, and no keys and values."""
-        slots, layers = _Together(self.layers, first), self.layers
+        slots, layers = _JoinedLayer(self.layers, first), self.layers
         slots.dtype, slots.device, slots.geometry = first.dtype, first.device, first.geometry
         slots.contiguous, slots.used, slots.seen = False, first.used, first.seen
         slots.positions = torch.cat([layer.positions for layer in layers])
@@ -90,7 +91,7 @@ class LayerStack:
         return cls(cache, call, backend) if alike else None
 
     def share_free(self) -> None:
-        """Tell each layer where the next token goes."""
+        """Give each layer its part of the free slots that the stack has named for the next token."""
         if not self.slots.mode.slotted:
             for layer in self.layers:
                 layer.used, layer.floor, layer.mode.filling = self.slots.used, self.slots.floor, self.slots.mode.filling
@@ -101,7 +102,10 @@ class LayerStack:
             layer.mode.free_BH, layer.free_at = free_BH, (free_BH, at_N)
 
     def begin(self, call: Call, k_BH1D: Tensor, v_BH1D: Tensor) -> dict[str, Tensor]:
-        """Count a layer's new token and return its entry; the first layer writes what depends on positions alone for all."""
+        """Begin a layer's part of a step: count its token; return what its score keeps of it, if that depends on the key.
+
+        The first layer also writes the token's position, and what depends on it alone, for all layers.
+        """
         if call.layer == 0:
             self._open_step(call)
         call.slots.seen += 1
@@ -112,7 +116,7 @@ class LayerStack:
         return call.score_entry(k_BH1D, v_BH1D, call.positions_BQ)
 
     def _open_step(self, call: Call) -> None:
-        """Write the new token's position and an empty score in every layer, which kernels do themselves."""
+        """Write the new token's position and an empty score in all layers, unless kernels do; the first layer calls this."""
         self.newest_B, self.tau = call.positions_BQ[:, 0], call.cache.temperature(1) if call.observes else 1.0
         self.newest_B11 = call.positions_BQ[:, None].repeat(self.L, 1, 1)
         self.call.now, self.call.positions_BQ = call.now, self.newest_B11[:, 0]
@@ -138,19 +142,19 @@ class LayerStack:
         self.slots.write_position(self.call.positions_BQ)
 
     def view_probabilities(self, call: Call, dtype: torch.dtype) -> Tensor:
-        """Return the view for a layer's probabilities [B,H,G,T]."""
+        """Return the layer's part [B,H,G,T] of the buffer that holds a step's probabilities of all layers."""
         T = self.slots.used + self.slots.mode.adds
         if self.p_BHGT is None or self.p_BHGT.shape[-1] != T:
             shape = len(self.slots.positions), self.H, call.group
             if self.buffer_N is None:
-                wide = torch.promote_types(dtype, torch.float32)
-                self.buffer_N = torch.empty(math.prod(shape) * self.C, dtype=wide, device=self.slots.device)
+                dtype = torch.promote_types(dtype, torch.float32)
+                self.buffer_N = torch.empty(math.prod(shape) * self.C, dtype=dtype, device=self.slots.device)
             self.p_BHGT = self.buffer_N[: math.prod(shape) * T].view(*shape, T)
         return self.p_BHGT[self.rows[call.layer]]
 
 
-class _Together(SlotLayer):
-    """The slots of stacked layers, which keep keys and values of their own."""
+class _JoinedLayer(SlotLayer):
+    """The slots of stacked layers as rows of one layer; keys and values stay with the layers."""
 
     def __init__(self, layers: list[SlotLayer], like: SlotLayer) -> None:
         super().__init__(like.statistics, every=like.every)

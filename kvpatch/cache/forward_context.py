@@ -79,8 +79,8 @@ class Forward:
 
     repeatable: computed alike with and without gradients, for a pass that gradient checkpointing runs twice. table: of
     rotary positions, if keys are cached without them. blocks: the prompt block by block; packing_BQ: its columns with
-    each row's own tokens first, if some are padding. traced: a decode step inside a graph of torch.compile. ended: layers that
-    wait for the last one, since all share one budget, or for a second reading (attention/compress.py).
+    each row's own tokens first, if some are padding. traced: a decode step inside a graph of torch.compile. waiting: layers
+    whose prompt has ended and that wait to evict, for the last layer of one budget or a second reading (attention/compress.py).
     span_BQ: the columns' spans of `quota=` (policies/quotas.py), or None.
     shown: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
     reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. ahead_B1:
@@ -109,7 +109,7 @@ class Forward:
     blocks: list[Forward] = field(default_factory=list)
     packing_BQ: Tensor | None = None
     traced: bool = False
-    ended: list[Any] = field(default_factory=list)
+    waiting: list[Any] = field(default_factory=list)
     shown: dict[int, list[Any]] = field(default_factory=dict)
     reread_BN: Tensor | None = None
     ahead_B1: Tensor | None = None

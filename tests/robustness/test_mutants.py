@@ -58,7 +58,7 @@ MUTANTS = {
         "cache/editing.py", "gone_BT[rows, start:stop] = True", "gone_BT[rows, start : stop - 1] = True",
         "tests/cache/test_forget.py::test_what_stays_is_bit_for_bit_what_it_was[16-h2o-12]"),
     "new tokens in a span's place see what is behind them": (
-        "attention/edit.py", "slots.positions.masked_fill_(self.behind, -1)", "pass",
+        "attention/edit.py", "slots.positions.masked_fill_(self.hidden, -1)", "pass",
         f"{REPLACE}what_follows_is_as_the_masked_model_reads_it[llama_gqa-h2o]"),
     "what is behind an edit loses its scores": (
         "attention/edit.py", "torch.where(mask, old, tensor)", "tensor",
@@ -246,7 +246,7 @@ MUTANTS = {
         f"{GRADIENTS}[llama_gqa-roco-None]"),
     "renumbered queries keep their position": (
         "attention/layer_call.py",
-        "own.repeat_interleave(self.group, 1), table)", "own.repeat_interleave(self.group, 1) + 1, table)",
+        "q_ranks.repeat_interleave(self.group, 1), table)", "q_ranks.repeat_interleave(self.group, 1) + 1, table)",
         f"{PARTS}::test_renumbered[llama_gqa-h2o]"),
     "a later turn counts its own tokens alone": (
         "cache/passes.py", "begin_B if later and turns == \"each\" else None", "begin_B if later else None",
