@@ -57,7 +57,7 @@ def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device
         shape = shapes[layer]
         call = Call(cache, now, layer, BoundAdapter(adapter, module, shape.heads), shape.group or 1, devices[layer])
         call.slots.sliding = call.geometry.sliding
-        nominal_B = compress.limit(call) if call.evicts and not now.keeps_all else []
+        nominal_B = compress.set_limits(call) if call.evicts and not now.keeps_all else []
         like = call.slots.kv.keys.new_empty(len(now.n_B), shape.heads, call.group, 1, shape.key, dtype=call.slots.dtype)
         compress.end_prompt(call, call.slots.used, nominal_B, like)
 
