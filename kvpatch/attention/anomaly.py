@@ -5,7 +5,6 @@ Every check reads back from the device, so a pass synchronizes with it in each l
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..cache import invariants
@@ -61,7 +60,8 @@ def _refuse_bad(call: Call, what: str, bad_BHT: Tensor, positions: Tensor, advic
     bad_BHT = bad_BHT & (positions >= 0)
     if not bool(bad_BHT.any()):
         return
-    places = [(b, p) for b in range(len(bad_BHT)) for p in _list_positions(bad_BHT[b], positions[b])]
+    rows = enumerate(zip(positions.expand_as(bad_BHT), bad_BHT, strict=True))
+    places = [(b, p) for b, (row, bad) in rows for p in sorted(row[bad].unique().tolist())]
     few = ", ".join(f"row {b} position {p}" for b, p in places[:SHOWN])
     more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
     heads = ", ".join(map(str, sorted(set(bad_BHT.nonzero()[:, 1].tolist()))))
@@ -71,7 +71,3 @@ def _refuse_bad(call: Call, what: str, bad_BHT: Tensor, positions: Tensor, advic
         "Look at this layer's weights and at the layers before it; a float16 model that overflows may run in bfloat16 "
         "(model.to(torch.bfloat16)). Leave strict out to go on: a NaN then counts as the lowest score."
     )
-
-
-def _list_positions(bad_HT: Tensor, positions: Tensor) -> list[int]:
-    return sorted(torch.masked_select(positions.expand_as(bad_HT), bad_HT).unique().tolist())

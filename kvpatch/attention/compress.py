@@ -122,10 +122,11 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
     for the device only if heads share a budget by their scores, or if it cannot know how many tokens they hold (`_count_held`).
     """
     now, mine = call.now, PromptEnd(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
-    together = call.layer in call.settings.together
+    sharing = [layer for layer in call.settings.together if layer < len(call.cache.layers)]
+    together = call.layer in sharing
     if now.reread_BN is not None or together:
         now.waiting.append(mine)
-    if now.reread_BN is not None or (together and call.layer != _find_last(call.cache)):
+    if now.reread_BN is not None or (together and call.layer != sharing[-1]):
         return
     if together:
         finish(call.cache, now)
@@ -139,11 +140,6 @@ def finish(cache: TextState, now: Forward) -> None:
     for group in (*([one] for one in now.waiting if one not in together), *([together] if together else [])):
         finish_group(group)
     now.waiting.clear()
-
-
-def _find_last(cache: TextState) -> int:
-    """Return the last layer of those that share one budget."""
-    return max((layer for layer in cache.settings.together if layer < len(cache.layers)), default=-1)
 
 
 def finish_group(group: list[PromptEnd]) -> None:

@@ -36,7 +36,9 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     part = _Part.of(call, repeat, held)
     near = _join_keys(call, part.shown, k_BHQD, v_BHQD)
     found = prefill.attend_to(call, q_BHGQD, near, call.rows_BQ)
-    factors = _row_factors(repeat.hidden) if by_outputs else None
+    hidden, factors = repeat.hidden, None
+    if by_outputs:  # a row counts relative to the input of its attention module
+        factors = torch.linalg.vector_norm(hidden, dim=-1, dtype=accumulator(hidden.dtype)).reciprocal()
     most_BHGM = torch_backend.find_greatest(q_BHGQD, near, call.rows_BQ, call.geometry, found.lse, factors)
     _raise_scores(call, part, most_BHGM * call.head_norms(part.shown.v_BHTD) if by_outputs else most_BHGM)
     if not part.rest:
@@ -57,11 +59,6 @@ def _join_keys(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
         v_BHTD=torch.cat([keys.v_BHTD, v_BHQD], 2),
         positions_BHT=torch.cat([keys.positions_BHT, call.positions_BQ[:, None].expand(*k_BHQD.shape[:3])], 2),
     )
-
-
-def _row_factors(hidden_BQE: Tensor) -> Tensor:
-    """Return one over the norm of the attention module's input at each row [B,Q]."""
-    return torch.linalg.vector_norm(hidden_BQE, dim=-1, dtype=accumulator(hidden_BQE.dtype)).reciprocal()
 
 
 def _raise_scores(call: Call, part: _Part, most_BHGM: Tensor) -> None:

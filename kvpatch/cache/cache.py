@@ -241,10 +241,7 @@ class EvictingCache(TextState):
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def _may_shrink(self, before_B: Tensor | None) -> bool:
-        """Tell if the row that needed most slots may have been dropped, so that fewer slots are enough for the others.
-
-        before_B: lengths of the rows before; rows of equal length are the beams of one text, which need equally many.
-        """
+        """Tell if fewer slots may be enough after rows were dropped. before_B: their lengths; beams of one text are alike."""
         if before_B is None or self.seen_B is None or not any(layer.holes for layer in self.layers):
             return False
         uneven = any(layer.every > 1 or isinstance(layer.mode, Moving) for layer in self.layers)  # rows of equal length, too

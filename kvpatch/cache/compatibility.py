@@ -7,7 +7,6 @@ from typing import Any
 
 from ..arch.upstream import CACHE
 from ..errors import KVPatchError
-from .layer import SlotLayer
 from .state import TextState
 
 
@@ -77,13 +76,9 @@ def _check_reader(index: int, first: TextState, cache: TextState) -> None:
 
 def _describe_cache(cache: TextState) -> dict[str, Any]:
     """Return by name what joined caches must have in common: their number of layers, and each layer's sizes."""
-    of_layers = {
-        f"layer {index}'s {name}": value for index, layer in enumerate(cache.layers) for name, value in _describe_layer(layer)
-    }
-    return {"number of layers": len(cache.layers), **of_layers}
-
-
-def _describe_layer(layer: SlotLayer) -> list[tuple[str, object]]:
-    sizes = layer.kv.sizes
-    device = str(layer.positions.device)
-    return [("KV heads", layer.positions.shape[1]), ("head sizes", sizes), ("dtype", layer.dtype), ("device", device)]
+    described: dict[str, Any] = {"number of layers": len(cache.layers)}
+    for index, layer in enumerate(cache.layers):
+        sizes = {"KV heads": layer.positions.shape[1], "head sizes": layer.kv.sizes}
+        facts = {**sizes, "dtype": layer.dtype, "device": str(layer.positions.device)}
+        described |= {f"layer {index}'s {name}": value for name, value in facts.items()}
+    return described

@@ -66,7 +66,9 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
     new.rows.joined = True
     new.seen_B = torch.cat([seen_B.to(seen[0].device) for seen_B in seen])
     new.turns.count = max(cache.turns.count for cache in caches)
-    new.shared, new.lifetimes = _join_shared(caches), Lifetimes.join_parts([cache.lifetimes for cache in caches])
+    sums = [cache.shared for cache in caches if cache.shared is not None]  # by position
+    new.shared = join_padded(sums, 0) if sums else None
+    new.lifetimes = Lifetimes.join_parts([cache.lifetimes for cache in caches])
     _set_steps(new, caches)
     new.states.join([cache.states for cache in caches])
     columns, limits = int(new.lengths_B.max()), _JoinedLimits()
@@ -118,12 +120,6 @@ def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
     span_B = torch.cat(spans)
     if bool((span_B != new.span()).any()):
         new.counters.span_B = span_B.to(new.lengths_B.device)
-
-
-def _join_shared(caches: Sequence[TextState]) -> Tensor | None:
-    """Join the sums that layers share, indexed by position, as wide as the longest text's."""
-    sums = [cache.shared for cache in caches if cache.shared is not None]
-    return join_padded(sums, 0) if sums else None
 
 
 class _JoinedLimits:

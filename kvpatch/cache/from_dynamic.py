@@ -12,7 +12,6 @@ from ..errors import KVPatchError
 from ..policies.context import NewTokens
 from ..policies.served import refuse
 from .forward_context import find_places
-from .layer import SlotLayer
 from .state import TextState, writable
 
 
@@ -59,20 +58,15 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
             entry = settings.policies[index].entry(new)
         mine.append(keys, values, positions, entry)
         mine.seen, mine.holes = seen, not bool(real.all())
-        if mine.holes:
-            _mark_padding(mine, real[:, -T:])
+        if mine.holes:  # as a pass of the patch describes its padding (attention/prefill.py)
+            kept = real[:, -T:]
+            mine.floor = int((~kept * torch.arange(1, T + 1, device=kept.device)).amax())
+            mine.contiguous = not bool((kept[:, :-1] & ~kept[:, 1:]).any())
         if index == 0:
             cache.seen_B, gaps_B = rows[:, -1] + 1, ((rows >= 0) & ~real).sum(-1)
             cache.rows.padded = mine.holes
             if cache.settings.by_columns and bool(gaps_B.any()):
                 cache.rows.gaps_B, cache.rows.by_columns = gaps_B, True
-
-
-def _mark_padding(layer: SlotLayer, real_BT: Tensor) -> None:
-    """Set the fields of a layer that say where padding lies, as a patched pass sets them (attention/prefill.py)."""
-    column = torch.arange(1, real_BT.shape[1] + 1, device=real_BT.device)
-    layer.floor = int((~real_BT * column).amax())
-    layer.contiguous = not bool((real_BT[:, :-1] & ~real_BT[:, 1:]).any())
 
 
 def _check_past(cache: TextState, past: Cache, ids_known: bool) -> None:

@@ -152,7 +152,8 @@ class _LayerState:
         must(self.held_BH >= least, f"a head holds fewer than {least} tokens")
         must(layer.floor <= layer.used, f"{layer.floor} columns cannot be cropped, but only {layer.used} are in use")
         if layer.contiguous:
-            rank = self.occupied.long().cumsum(-1) + _find_oldest(layer.positions) - 1
+            oldest = p.masked_fill(~self.occupied, torch.iinfo(p.dtype).max).amin(-1, keepdim=True)
+            rank = self.occupied.long().cumsum(-1) + oldest - 1
             must((layer.positions == rank) | ~self.occupied, "positions are not consecutive")
             must(not layer.mode.slotted, "a layer in text order may not write into freed slots")
         for name, note in layer.notes.items():
@@ -265,11 +266,6 @@ def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
         counts = list(map(max, counts, layer.mode.packed_BH.flatten().tolist()))
     slots, (held, allowed) = sum(layer.kv.capacities()), layer.kv.bound(counts, columns, ahead)
     must(slots <= allowed, f"{slots} slots are allocated where {held} are taken: a sixteenth, or 8 a head, may stand empty")
-
-
-def _find_oldest(positions: Tensor) -> Tensor:
-    """Return the oldest position of each head."""
-    return positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max).amin(-1, keepdim=True)
 
 
 def must(condition: object, message: str) -> None:

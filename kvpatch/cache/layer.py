@@ -46,11 +46,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     """
 
     def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL, every: int = 1, latent: bool = False) -> None:
-        """Make an empty layer.
-
-        statistics: names of the sums that the policy keeps in `state`. bits: of each number held. every: tokens that a head
-        evicts at once. latent: a value is a part of its key.
-        """
+        """Make an empty layer. statistics: names of the policy's sums in `state`. every: tokens that a head evicts at once."""
         self.statistics, self.bits, self.every, self.latent = statistics, bits, every, latent
         self.storage: Callable[[Tensor, Tensor], Slots] | None = None  # of an engine, in place of buffers of the layer's own
         self.record_past = False
@@ -458,10 +454,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.update_pace(counts, goals)
 
     def update_pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Update the mode's steps until each head evicts, if several tokens are evicted at once (`every` > 1).
-
-        counts, goals: see `measure_room`.
-        """
+        """Update the steps until each head evicts, if it evicts several tokens at once. counts, goals: see `measure_room`."""
         if isinstance(self.mode, Evicting) and self.every > 1:
             self.mode.every = self.every
             self.mode.waits = list_waits(counts or self.counts(), goals or self.list_goals() or ())
