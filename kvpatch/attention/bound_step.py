@@ -93,7 +93,7 @@ class FusedByTorch(Fused):
         self._view_buffers()
 
     def _view_buffers(self) -> None:
-        """Take views of the buffers."""
+        """Take views of the layer's buffers, when the step is bound and when they have grown."""
         N, kv = self.heads[0], self.slots.kv
         self.kv, self.C, self.find_kv = kv, kv.width, weakref.ref(kv)
         self.keys_NCW, self.values_NCW = (entries.view(N, self.C, entries.shape[-1]) for entries in (kv.keys, kv.values))

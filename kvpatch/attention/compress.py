@@ -441,7 +441,7 @@ def _say_cuts(call: Call) -> None:
 
 
 def _warn_of_scores(call: Call, value_BHT: Tensor) -> None:
-    """Warn of scores that are NaN, at a prompt's end alone."""
+    """Warn once of scores that are NaN. Called with the scores of each layer where a prompt ends; nothing waits for the GPU."""
     notices = call.settings.notices
     if "nan" in notices.said:
         return

@@ -104,8 +104,8 @@ class Call(LayerRead):
         entry |= {**self.score_entry(k_BHQD, v_BHQD, positions_BQ), **self.selection_entry(v_BHQD)}
         for name, given_BQ in (("protect", self.now.protect_BQ), ("span", self.now.span_BQ)):
             if given_BQ is not None:
-                own = given_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
-                entry[name] = own.expand(k_BHQD.shape[:3]).contiguous()
+                marks = given_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
+                entry[name] = marks.expand(k_BHQD.shape[:3]).contiguous()
         return entry
 
     def score_entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ class Call(LayerRead):
         return NewTokens(k_BHQD, v_BHQD, positions_BQ, self.group, self.layer_B, self.settings.seed, first)
 
     def selection_entry(self, v_BHQD: Tensor) -> dict[str, Tensor]:
-        """Compute the projected value norms of new tokens, if decode steps will choose among these by them.
+        """Compute the norms of new tokens' values after the output projection, if decode steps will choose among these by them.
 
         A policy that evicts at the prompt's end alone computes them there, for fewer tokens. But if layers share a budget, they
         evict after the last layer, when accelerate may have offloaded this one's weights: then they are computed here too.
@@ -294,7 +294,7 @@ class Call(LayerRead):
         return self.now.once(name, self.device, make)
 
     def note_deaths(self, newest_B11: Tensor) -> None:
-        """Note what was evicted, if lifetimes are recorded."""
+        """Record the deaths of evicted tokens after an eviction, if the patch records lifetimes."""
         lifetimes, slots = self.cache.lifetimes, self.slots
         if lifetimes is not None:
             lifetimes.note(self.layer, slots.positions[:, :, : slots.used], newest_B11 + 1)

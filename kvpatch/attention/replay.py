@@ -114,7 +114,7 @@ def _by_torch(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, 
 
 
 def _gradients_by_torch(q: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, grad: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of queries, keys and values by torch, which computes the attention once more."""
+    """Return the gradients of q, keys and values by torch, which computes the attention anew, for `_Kernels.backward`."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in (q, keys.k_BHTD, keys.v_BHTD)]
         out = _by_torch(leaves[0], replace(keys, k_BHTD=leaves[1], v_BHTD=leaves[2]), rows_BQ, geometry)

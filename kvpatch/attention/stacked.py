@@ -130,7 +130,7 @@ class LayerStack:
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))
 
     def close(self) -> None:
-        """Write the new token's norms in all layers and count its column, before the stack observes."""
+        """End the layers' parts of a step: write the new token's norms in all layers and count its column."""
         if self.norms_LNB is not None:
             norm_LBH = self.norms_LNB.unflatten(1, (self.H, -1)).mean(2).transpose(1, 2)
             self.slots.write_entry({"norm": norm_LBH.reshape(-1, self.H, 1)})

@@ -18,8 +18,9 @@ EMPTY = "The cache is empty, so that it has no rows yet: run a prompt through it
 
 
 def check_layer(name: str, layer: object, count: int) -> None:
-    """Raise KVPatchError unless `layer` is an index of one of `count` layers."""
-    if isinstance(layer, bool) or not isinstance(layer, int) or not -count <= layer < count:
+    """Raise KVPatchError unless `layer` is an index of one of `count` layers, a whole number of any library."""
+    one = layer if type(layer) is int else read_whole(layer)
+    if type(one) is not int or not -count <= one < count:
         raise KVPatchError(f"{name}={layer!r}: the cache has the layers 0 to {count - 1}, give one of these.")
 
 
@@ -103,8 +104,8 @@ def read_whole(value: Any) -> Any:
 
 def count_removed(tokens: object, seen: int) -> int:
     """Return how many last tokens crop(tokens) takes back: -tokens, or for a positive number those after the first `tokens`."""
-    one = tokens.item() if isinstance(tokens, Tensor) and tokens.numel() == 1 else tokens
-    if isinstance(one, bool) or not isinstance(one, int):
+    one = read_whole(tokens.flatten()[0] if isinstance(tokens, Tensor) and tokens.numel() == 1 else tokens)
+    if type(one) is not int:
         raise KVPatchError(
             f"tokens_to_remove={tokens!r} must be a whole number: -3 takes back 3 tokens. To empty the cache use reset()."
         )

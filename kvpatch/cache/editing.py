@@ -183,7 +183,7 @@ def drop_last(cache: TextState, count: int) -> None:
 
 
 def can_crop(cache: TextState, count: int) -> bool:
-    """Tell if the last `count` tokens of a cache can be taken back exactly."""
+    """Tell if the last `count` tokens can be taken back exactly: they were recorded, or had no effect on other tokens."""
     settings = cache.settings
     inside = cache.counters.steps < count < cache.seen  # a prompt, whose other tokens stay
     each = zip(settings.evicts, settings.policies, strict=True)

@@ -38,7 +38,7 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
         # transformers has the latent as keys and the rotary part as values: here a key is both, and the latent its value
         taken.append((torch.cat([keys, values], -1), keys) if latent else (keys, values))
     with cache.changing("absorb()"):
-        cache.lifetimes = None  # it has not read the text's beginning, whose deaths none has noted
+        cache.lifetimes = None  # the ids and deaths of these tokens were not recorded
         _fill_layers(cache, taken, seen, mask_BT)
 
 

@@ -133,7 +133,7 @@ class HostLayer(CacheLayerMixin):
         self.begin((H, K, value_states.shape[3]), key_states.dtype, key_states.device)
 
     def begin(self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        """Make the store for entries of these sizes, which are computed on `device`."""
+        """Make the store before the first `append`. sizes: see the class. device: where the entries are computed."""
         H, K, V = self.sizes = sizes
         self.dtype, self.device = dtype, device
         if self.folder is not None or device.type == "cpu":

@@ -190,7 +190,7 @@ class _LayerState:
         must(not layer.holes and leads, "filling does not lead to the budget")
 
     def _check_evicting(self, mode: Evicting) -> None:
-        """Check that each head has one slot free for the next token, or is below budget."""
+        """Check a layer that evicts: each head has one slot free for the next token, or is below its budget."""
         layer, free_BH = self.layer, mode.free_BH
         keep_BH = layer.own_budget_BH1[..., 0] + layer.every - 1  # between steps
         must(self.held_BH <= keep_BH, "a head holds more than its budget")
@@ -204,7 +204,7 @@ class _LayerState:
             self._check_all_used()
             missing = int((keep_BH - self.held_BH).max())
             below = missing >= layer.every  # else all may have evicted, some more lately than others
-            must((missing if below else 0) <= mode.filling <= int(keep_BH.max()), "filling is wrong")
+            must((missing if below else 0) <= mode.filling <= int(keep_BH.max()), "filling is not the steps to go")
         else:
             full = mode.filling == 0 and not mode.growing
             must(full and (self.held_BH == layer.used - 1), "slots are empty that should not be")

@@ -622,7 +622,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     @property
     def settled(self) -> bool:
-        """True if the coming decode steps need no more slots than there are."""
+        """True if the coming decode steps need no more slots than there are, so that layers can be stacked."""
         mode = self.mode
         if not isinstance(mode, Filling):
             return mode.slotted

@@ -68,7 +68,7 @@ class Lifetimes(Batched):
         self.deaths[layer] = torch.where(gone, seen_B11.to(known.dtype), known)
 
     def crop(self, seen_B: Tensor) -> None:
-        """Forget the deaths after the first `seen_B` tokens of each row: a roll-back brings those tokens back."""
+        """Forget the deaths after the first `seen_B` tokens of each row, for a roll-back, which brings those tokens back."""
         for layer, deaths in enumerate(self.deaths):
             if deaths is not None:
                 late = deaths > seen_B.to(deaths.device)[:, None, None]

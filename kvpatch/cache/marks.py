@@ -81,7 +81,10 @@ def mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | No
 
 
 def _find_messages(cache: TextState, what: str, instead: str) -> Messages | None:
-    """Return the messages of the prompt; None where nothing is told of a later one's."""
+    """Return the messages of a chat's prompt, for `what`; None for a later prompt that came without messages.
+
+    Raises KVPatchError if the first prompt has none. instead: what the user can do without messages.
+    """
     if cache.messages is None and not cache.turns.count:
         raise KVPatchError(
             f"{what} of a chat, and these tokens came without messages: use patch.chat(tokenizer, system='...'), or {instead}."

@@ -20,7 +20,7 @@ class Messages:
     starts: Sequence[int]
 
     def mark_system(self, columns: int) -> Tensor:
-        """Mark the tokens of the system message, bool [columns]."""
+        """Mark the tokens of the system message among the text's first columns, bool [columns] on the CPU."""
         marks = torch.zeros(columns, dtype=torch.bool, device="cpu")
         for role, start, stop in zip(self.roles, self.starts, self.starts[1:], strict=False):
             marks[start:stop] = role == "system"

@@ -115,7 +115,7 @@ class RecurrentStates(Cache):
         return found
 
     def fill_states(self, tensors: dict[str, Tensor]) -> None:
-        """Fill these empty states, by name as `tensors` returns them."""
+        """Write states into this empty object, by name as `tensors` returns them; for joining and loading."""
         for name, state in tensors.items():
             number, kind, key = name.split(".")
             layer: Any = self.layers[int(number)]

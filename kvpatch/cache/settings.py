@@ -246,8 +246,8 @@ def _simplify_option(value: object) -> object:
     """Return an option's value as JSON can hold it: tensors and arrays as numbers, anything else as its repr."""
     if isinstance(value, Calibration):
         return value.digest
-    plain = as_python(value)
-    return repr(value) if plain is value else plain
+    converted = as_python(value)
+    return repr(value) if converted is value else converted
 
 
 def _flatten_names(described: dict[str, Any]) -> dict[str, Any]:

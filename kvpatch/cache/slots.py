@@ -277,7 +277,7 @@ class DenseSlots(Slots):
         return new
 
     def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
-        """Move the entries of each head at `index` (where `kept`; None: all) to the front of slots of this layout."""
+        """Return new slots of this layout that have each head's entries at `index` (where `kept`; None: all) in front."""
         if layout.filled is not None and kept_BHK is not None:
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
             return RaggedSlots(*self.each(lambda t: offsets.pack_entries(t, index_BHK, kept_BHK)), offsets, self.codecs)

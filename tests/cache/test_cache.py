@@ -3,6 +3,7 @@
 import inspect
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -96,6 +97,16 @@ def test_a_layer_is_one_of_the_cache_s(model, layer):
         with pytest.raises(kvpatch.KVPatchError, match=re.escape(f"={layer!r}: the cache has the layers 0 to 1")):
             ask(layer)
     assert torch.equal(cache.held(-1), cache.held(1))
+
+
+@pytest.mark.parametrize("convert", [np.int64, torch.tensor, lambda n: torch.tensor([n])], ids=["numpy", "0-d", "1-d"])
+def test_whole_numbers_of_other_libraries(model, convert):
+    cache = read(model, "full", 1.0)
+    held = cache.positions(1)
+    assert torch.equal(cache.positions(np.int64(1)), held) and torch.equal(cache.positions(torch.tensor(1)), held)
+    assert cache.get_seq_length(np.int64(1)) == N
+    cache.crop(convert(-2))
+    assert cache.get_seq_length() == N - 2
 
 
 def test_a_cache_that_was_filled_with_gradients_is_cloned():
