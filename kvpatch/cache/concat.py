@@ -24,6 +24,7 @@ from .layer import SlotLayer
 from .lifetimes import Lifetimes, join_padded
 from .model_stamp import ModelStamp
 from .modes import Moving
+from .pickling import Unpicklable
 from .slots import Slots, fit_columns
 from .state import TextState
 from .tensors import HEAD_TENSORS
@@ -88,7 +89,7 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
 
 def _make_blank(cache: Text) -> Text:
     """Make an empty cache of the same settings."""
-    new = copy.copy(cache)
+    new = Unpicklable.__copy__(cache)
     new.layers = [copy.copy(layer) for layer in cache.layers]
     new.reset()
     return new
@@ -178,7 +179,7 @@ def lay_out_anew(cache: TextState, layer: SlotLayer, part: SlotLayer) -> None:
     new, before = copy.copy(part), layer.kv.nbytes
     new.reset()
     _join_layer(new, [part], _JoinedLimits())
-    new.seen = part.seen
+    new.seen, new.limits = part.seen, part.limits  # layers that share their limits can be stacked
     vars(layer).update(vars(new))  # bound steps hold the layer
     cache.meter.now += layer.kv.nbytes - before
 

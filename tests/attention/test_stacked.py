@@ -196,3 +196,14 @@ def test_norms_of_generated_tokens_are_those_of_their_layer_s_values():
             rows = block.self_attn.o_proj.weight.T.unflatten(0, (2, -1, values.shape[-1]))
             norms = torch.einsum("bhtd,hgde->bhgte", values, rows).abs().sum(-1).mean(2)
             torch.testing.assert_close(layer.state_view()["norm"], norms)
+
+
+def test_layers_are_stacked_again_after_an_edit(model):
+    with kvpatch.patched(model, "h2o", 20) as patch:
+        cache = patch.new_cache()
+        force(model, prompt(1, 40), prompt(1, 3, seed=2), cache=cache)
+        assert cache.stacked
+        patch.replace(cache, (10, 14), prompt(1, 4, seed=7))
+        assert not cache.stacked
+        go_on(model, prompt(1, 2, seed=3), cache)
+        assert cache.stacked
