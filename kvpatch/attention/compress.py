@@ -394,14 +394,14 @@ def set_limits(call: Call) -> list[int]:
     """
     cache, slots, now = call.cache, call.slots, call.now
     B, device = len(now.n_B), slots.positions.device
-    own: list[list[int]] = [[] for _ in range(B)]
+    protected: list[list[int]] = [[] for _ in range(B)]  # positions that `protect=` marks
     if "protect" in slots.state:
         marked = slots.positions[:, 0, : slots.used].masked_fill(~slots.state["protect"][:, 0, : slots.used], -1)
-        own = [sorted(p for p in row if p >= 0) for row in marked.tolist()]
+        protected = [sorted(p for p in row if p >= 0) for row in marked.tolist()]
     fixed_B = now.n_B if call.policy.schedule == "decode" else now.fixed_B or [0] * B
     sizes = tuple(
-        call.policy.scope.limits(b, n, mine, call.score, fixed, rows)
-        for b, n, mine, fixed, rows in zip(_list_budgets(call), now.n_B, own, fixed_B, now.rows_B, strict=True)
+        call.policy.scope.limits(b, n, marks, call.score, fixed, rows)
+        for b, n, marks, fixed, rows in zip(_list_budgets(call), now.n_B, protected, fixed_B, now.rows_B, strict=True)
     )
     if call.rule.weighs:
         sizes = tuple((*size[:-1], call.rule.least(n)) for size, n in zip(sizes, now.budget_n_B, strict=True))

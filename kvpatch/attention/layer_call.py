@@ -463,8 +463,8 @@ class Call(LayerRead):
         """Return the factor of the old sums: `decay`, but 1 for batch rows that have no token in this block."""
         if min(self.now.rows_B, default=1) > 0:
             return decay
-        on = self.now.copy(self.now.rows_B, total.device)[:, None, None] > 0
-        return torch.where(on, decay, 1.0).to(total.dtype)
+        has_token = self.now.copy(self.now.rows_B, total.device)[:, None, None] > 0
+        return torch.where(has_token, decay, 1.0).to(total.dtype)
 
     def _add_shared(self, increment: Tensor, positions: Tensor, decay: float) -> None:
         """Add to the sum that all layers share, by original position, since another layer may hold a token evicted here."""

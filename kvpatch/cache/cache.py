@@ -106,10 +106,14 @@ class EvictingCache(TextState):
         new.record = copy.copy(self.record)
         return new
 
+    def __copy__(self) -> EvictingCache:
+        """Copy as `clone` does: of two caches with the same layers, each would go on at the other's positions."""
+        return self.clone()
+
     @writable
     def __deepcopy__(self, memo: dict[int, object]) -> EvictingCache:
         """Copy all state of the text; the copy shares the settings and whatever belongs to the model."""
-        new = memo[id(self)] = copy.copy(self)
+        new = memo[id(self)] = super().__copy__()
         of_model = (self.make_table, *(one for layer in self.layers for one in (layer.geometry, layer.output_rows)))
         memo.update({id(one): one for one in of_model if one is not None})
         vars(new).update(copy.deepcopy(self._copy_attributes(), memo))
@@ -150,7 +154,7 @@ class EvictingCache(TextState):
     def _copy_sharing(self) -> EvictingCache:
         """Return a copy that shares the tensors of layers, states and ids. `select_rows` replaces them before it writes."""
         uncopied = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
-        new, memo = copy.copy(self), {id(one): one for one in uncopied}
+        new, memo = super().__copy__(), {id(one): one for one in uncopied}
         copied = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))
         vars(new).update(copy.deepcopy(copied, memo))
         new.layers, new.shared, new.states = [layer.sharing() for layer in self.layers], self.shared, self.states.sharing()

@@ -315,7 +315,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return *self.kv.outline_view(self.used), self.positions[:, :, : self.used]
 
     def state_view(self) -> dict[str, Tensor]:
-        """Return the state of the used slots."""
+        """Return the state tensors of the used slots by name, views of the whole ones."""
         if self.used == self.positions.shape[2]:
             return self.state
         return {name: tensor[:, :, : self.used] for name, tensor in self.state.items()}

@@ -231,7 +231,7 @@ class LosslessCache(Unpicklable, Cache):
     def go_back(self, ids: Sequence[int]) -> None:
         """Crop the cache to what it has in common with a text, less the text's last token, which a pass must read."""
         pairs = zip(self.ids, ids[:-1], strict=False)
-        common = next((i for i, (own, its) in enumerate(pairs) if own != its), min(len(self.ids), len(ids) - 1))
+        common = next((i for i, (read, given) in enumerate(pairs) if read != given), min(len(self.ids), len(ids) - 1))
         if common < max(self.edited, 1):
             self.reset()
         elif common < len(self.ids):

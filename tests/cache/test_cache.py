@@ -1,5 +1,6 @@
 """Copies of a cache, rows that move, lengths, and starting anew."""
 
+import copy
 import inspect
 import re
 
@@ -97,6 +98,19 @@ def test_a_layer_is_one_of_the_cache_s(model, layer):
         with pytest.raises(kvpatch.KVPatchError, match=re.escape(f"={layer!r}: the cache has the layers 0 to 1")):
             ask(layer)
     assert torch.equal(cache.held(-1), cache.held(1))
+
+
+def test_a_shallow_copy_is_a_clone(model):
+    """Two caches that shared layers would go on at each other's positions."""
+    fed, other = prompt(2, 4, seed=4), prompt(2, 4, seed=5)
+    with kvpatch.patched(model, "h2o", 20) as patch:
+        cache = patch.new_cache()
+        model(prompt(2, 40), past_key_values=cache)
+        want, _ = go_on(model, fed, cache.clone())
+        copied = copy.copy(cache)
+        go_on(model, other, copied)
+        assert (copied.get_seq_length(), cache.get_seq_length()) == (44, 40)
+        assert torch.equal(go_on(model, fed, cache)[0], want)
 
 
 @pytest.mark.parametrize("convert", [np.int64, torch.tensor, lambda n: torch.tensor([n])], ids=["numpy", "0-d", "1-d"])
