@@ -59,6 +59,8 @@ class Adapter:
     def run(self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any]) -> Any:
         """Run the module's forward with `core` in place of its attention, and return what that forward returns.
 
+        Called once for each layer and pass through a cache.
+
         Args:
             attn: the attention module.
             own: its own forward.
@@ -80,7 +82,7 @@ class Adapter:
         raise NotImplementedError
 
     def unplaced(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the module's forward, changed so that it applies no positions to queries and keys."""
+        """Return changed arguments of the module's forward, by which it applies no positions to queries and keys."""
         return call
 
     def obstacle(self, decoder: Any, renumbered: bool) -> str | None:
@@ -188,7 +190,7 @@ def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:
 
 
 def query_heads(config: Any) -> int | None:
-    """Return a decoder's query heads, if its configuration tells; in BART's, num_attention_heads is the encoder's."""
+    """Return the number of a decoder's query heads, or None; in BART's configuration num_attention_heads is the encoder's."""
     names = ("decoder_attention_heads", "num_attention_heads")
     return next((found for found in (getattr(config, name, None) for name in names) if isinstance(found, int)), None)
 

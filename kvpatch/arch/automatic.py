@@ -41,8 +41,10 @@ class AutomaticAdapter(InterfaceAdapter):
 def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]:
     """Return the attention modules of a model without an adapter, each with an automatic row that passed the checks.
 
+    A row is an adapter derived from the modules' attributes. Called when such a model is patched; checks a class once.
+
     Raises:
-        KVPatchError: the attention goes another way, or the row did not pass.
+        KVPatchError: the attention does not go through transformers' interface, or the row did not pass.
     """
     attentions = _causal_attentions(model)
     if not attentions:
@@ -54,7 +56,7 @@ def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]
             "adapter (kvpatch.Adapter) that names them."
         )
     trial = _TRIAL.get()
-    if trial is not None and qualified_name(attentions[0]) in trial.classes:
+    if trial is not None and qualified_name(attentions[0]) in trial.classes:  # the model is a twin under its check
         return [(module, trial) for module in attentions]
     decoder: Any = holder_of(model, attentions) or model
     derive_row(attentions, decoder).check(decoder)
@@ -63,13 +65,16 @@ def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]
 
 
 def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> InterfaceAdapter:
-    """Return the row that passed, or raise the error that says why none did; judge it if this is the first time."""
+    """Return the row that passes the checks for a decoder's class, or raise the error that says why none does.
+
+    The first call for a class and configuration runs the checks; the result is remembered in `_VERDICTS`.
+    """
     key = type(decoder), describe_twin(decoder)
     if key not in _VERDICTS:
         try:
             twin = make_twin(decoder, attentions)
         except Exception as error:  # a class of any shape
-            twin = _find_judged(model, decoder, attentions[0], error)
+            twin = _take_model_for_twin(model, decoder, attentions[0], error)
         verdict = _VERDICTS[key] = _judge_rows(model, decoder, twin, attentions)
         if isinstance(verdict, InterfaceAdapter):
             _LOG.warning(
@@ -82,8 +87,11 @@ def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -
     return verdict
 
 
-def _find_judged(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:
-    """Return the model to be checked itself, if it is small and has its numbers."""
+def _take_model_for_twin(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:
+    """Return the decoder to be checked itself, if the model is small and has its numbers; else raise KVPatchError.
+
+    error: raised when its tiny twin was built.
+    """
     if is_checkable(model):
         return decoder
     small = sum(parameter.numel() for parameter in model.parameters()) <= PARAMETERS
@@ -132,6 +140,7 @@ def _judge_rows(
 
 @contextmanager
 def _on_trial(row: InterfaceAdapter) -> Iterator[None]:
+    """Let `automatic_rows` return this row inside the with-block, in which a twin is patched and checked."""
     token = _TRIAL.set(row)
     try:
         yield
@@ -147,9 +156,10 @@ def derive_row(
     slides: bool = False,
     scaled: bool = False,
 ) -> InterfaceAdapter:
-    """Derive a row from the attention modules of a decoder, by the names that other families use.
+    """Derive a row (an adapter) from the attention modules of a decoder, by the names of attributes that other families use.
 
-    scaled: whether the module scales its queries itself, and asks for no more.
+    positions_from_mask, slides: as in InterfaceAdapter, which attributes do not tell. scaled: whether the module scales its
+    queries before attention, so that logits get no further factor.
     """
     attn, config = attentions[0], attentions[0].config
     limit = position_limit(config)

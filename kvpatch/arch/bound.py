@@ -20,6 +20,7 @@ from .upstream import Conv1D
 
 @contextmanager
 def _set_evaluating(attn: nn.Module) -> Iterator[None]:
+    """Switch a module and all inside it to evaluation for a with-block, and those that were training back after it."""
     training = [module for module in attn.modules() if module.training]
     for module in training:
         module.training = False
@@ -64,7 +65,7 @@ class BoundAdapter:
         self._rows: tuple[Any, Tensor] | None = None  # of a plain projection: its weight, and `output_rows`
 
     def geometry(self, device: torch.device) -> Geometry:
-        """Return the layer's scale, ALiBi slopes, sliding window, softcap and sinks."""
+        """Return the layer's scale, ALiBi slopes, sliding window, softcap and sinks, as tensors on `device`."""
         slopes = self.adapter.slopes(self.attn)
         if slopes is not None:
             slopes = slopes.to(device).unflatten(0, (self.H, -1))
@@ -96,6 +97,8 @@ class BoundAdapter:
 
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
         """Return the rows of the output projection per query head [N,G,D,E], and whether they were measured.
+
+        Policies multiply values with them. A view of a plain weight is kept for the next call.
 
         The weight of a plain projection is read; any other (LoRA, quantized, offloaded) is measured by applying it to unit
         vectors, without its bias. The processes of a row-parallel projection, which sums over them, take turns.

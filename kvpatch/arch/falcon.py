@@ -26,12 +26,13 @@ class FalconAdapter(LlamaAdapter):
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project hidden states to heads; with rotary positions rotate queries and keys, with ALiBi do not."""
         if attn.config.alibi:
             return self.project_unrotated(attn, hidden_BQE)
         return super().project(attn, hidden_BQE, position_embeddings)
 
     def project_unrotated(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # for each KV head its queries, then its key, then its value
+        """Project hidden states to queries, keys and values [B,heads,Q,D]; the fused projection has them by KV head."""
         qkv = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_kv_heads, -1, attn.head_dim))
         q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -46,7 +47,7 @@ class FalconAdapter(LlamaAdapter):
         return alibi_slopes(attn) * attn.inv_norm_factor if attn.config.alibi else None
 
     def coarse(self, attn: Any) -> float | None:
-        """Return the factor of ALiBi: the model rounds slopes, positions and products, so far tokens share biases."""
+        """Return the factor of ALiBi, whose slopes, positions and products the model rounds to bfloat16; None without ALiBi."""
         return attn.inv_norm_factor if attn.config.alibi else None
 
     def aside(self, decoder: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ FAMILIES = (
     _make_row("seed_oss",    "SeedOss",     "Seed-OSS: rotary positions, GQA", rotary=True),
     _make_row("ernie4_5",    "Ernie4_5",    "ERNIE 4.5: interleaved rotary positions"),
     _make_row("exaone4",     "Exaone4",     "EXAONE 4: three of four layers slide"),
-    _make_row("hunyuan_v1_dense", "HunYuanDenseV1", "Hunyuan: norms behind the rotary positions"),
+    _make_row("hunyuan_v1_dense", "HunYuanDenseV1", "Hunyuan: norms after the rotary positions"),
     _make_row("apertus",     "Apertus",     "Apertus: query and key norms", rotary=True),
     _make_row("bitnet",      "BitNet",      "BitNet: a norm before the output projection", rotary=True, projection=None),
     _make_row("deepseek_v2", "DeepseekV2",  "DeepSeek V2: latent attention, mixture of experts"),

@@ -32,6 +32,7 @@ class GPTJAdapter(Adapter):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project hidden states to queries, keys and values [B,heads,Q,D], and rotate queries and keys."""
         q, k, v = self.project_unrotated(attn, hidden_BQE)
         if position_embeddings is None:  # before transformers 5.24 each module has the table
             table, places = attn.embed_positions.to(hidden_BQE.device), position_ids.to(hidden_BQE.device)
@@ -45,12 +46,14 @@ class GPTJAdapter(Adapter):
         return q, k, v
 
     def unplaced(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Return changed arguments of the module's forward, by which nothing is rotated: sines of 0, cosines of 1."""
         if call.get("position_embeddings") is None:
-            return {**call, "position_ids": torch.zeros_like(call["position_ids"])}  # by which nothing is rotated
+            return {**call, "position_ids": torch.zeros_like(call["position_ids"])}  # position 0 has these
         sin, cos = call["position_embeddings"]
         return {**call, "position_embeddings": (torch.zeros_like(sin), torch.ones_like(cos))}
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
+        """Return the model's own table of sines and cosines on `device`; raise KVPatchError for positions beyond it."""
         if count > decoder.config.max_position_embeddings:
             raise KVPatchError(
                 f"A head would hold {count} tokens, but this model has {decoder.config.max_position_embeddings} positions: "

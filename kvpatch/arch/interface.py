@@ -81,6 +81,7 @@ class InterfaceAdapter(Adapter):
         learned: bool = False,
         positions_from_mask: bool = False,
     ) -> None:
+        """Describe a family; the arguments are explained at the class."""
         self.name, self.summary = name, summary
         self.classes = (class_name(attention) if isinstance(attention, type) else attention,)
         self.projection, self.learned, self.positions_from_mask = projection, learned, positions_from_mask
@@ -89,6 +90,10 @@ class InterfaceAdapter(Adapter):
             self.why_not = IN_HIDDEN_STATES
 
     def run(self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any]) -> Any:
+        """Run the module's own forward, in which transformers' attention function is replaced by `core`, once per pass.
+
+        In place of the cache the module gets a stand-in that stores nothing: `core` writes the keys and values.
+        """
         call, attended = {name: Handover(value) if isinstance(value, Cache) else value for name, value in call.items()}, False
         absorbs = self.latent(attn)
         if absorbs != ("expand_kv" in vars(attn)):
@@ -100,6 +105,7 @@ class InterfaceAdapter(Adapter):
             call[cache_argument(type(attn).forward)] = Entries()
 
         def attend(q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
+            """Attend by `core`; `attention` below calls this, with the arguments that the module asks for."""
             nonlocal attended
             self.compare(attn, asked)
             _refuse_shapes(attn, k, v, (*self.kv_shape(attn), self.value_size(attn)), attended)
@@ -112,6 +118,7 @@ class InterfaceAdapter(Adapter):
         return out
 
     def attributes(self, attn: Any) -> dict[str, Any]:
+        """Return attributes for a patched module: a copy of its config that asks for our attention function."""
         AttentionInterface.register(NAME, attention)  # not at import: transformers would take and list the name for any model
         config = copy.copy(attn.config)
         config._kvpatch_own = attn.config  # which set_attn_implementation() changes
@@ -122,6 +129,7 @@ class InterfaceAdapter(Adapter):
         return _find_value(attn, self._scale) if isinstance(self._scale, str) else self._scale
 
     def sliding(self, attn: nn.Module) -> int | None:
+        """Return the window of the module's layer as its configuration says: a Chunk if it is cut in chunks, None for none."""
         config: Any = attn.config
         types = getattr(config, "layer_types", None)
         slides = self._slides
@@ -142,6 +150,7 @@ class InterfaceAdapter(Adapter):
         return _find_value(attn, self._dropout) or 0.0
 
     def kv_shape(self, attn: Any) -> tuple[int, int]:
+        """Return KV heads (0 if layers differ in them) and the head size of keys, from the module's and its config's names."""
         if self.latent(attn):
             return 1, latents.read_sizes(attn)[0]
         config = attn.config
@@ -168,6 +177,7 @@ class InterfaceAdapter(Adapter):
         return position_limit(config) if self.learned else None
 
     def check(self, model: nn.Module) -> None:
+        """Raise KVPatchError when a model is patched if it is no causal decoder, or has layers of unknown types."""
         config: Any = model.config
         for name in ("use_bidirectional_attention", "add_cross_attention"):
             if (found := getattr(config, name, False)) and found != "vision":  # the shell refuses images alone (hooks/shell.py)
@@ -189,7 +199,10 @@ class InterfaceAdapter(Adapter):
             )
 
     def compare(self, attn: Any, asked: dict[str, Any]) -> None:
-        """Raise KVPatchError if the module's arguments to attention differ from what this adapter describes."""
+        """Raise KVPatchError in a pass if the module asks attention for something else than this adapter says.
+
+        asked: the module's keyword arguments to its attention function.
+        """
         window = self.sliding(attn)
         # some families pass the window in the mask alone, as all do with chunks; a known dropout is refused before
         asked = {"sliding_window": window, "dropout": 0.0, **asked}
@@ -209,6 +222,7 @@ class InterfaceAdapter(Adapter):
 
 
 def _refuse_arguments(attn: nn.Module) -> KVPatchError:
+    """Return the error for a module whose forward drops the argument by which our attention function gets the core."""
     return KVPatchError(
         f"The forward of {type(attn).__name__} does not hand its further arguments (**kwargs) on to its attention function, "
         "which kvpatch reaches by one of them: hand them on, or write an adapter (kvpatch.Adapter)."
@@ -220,7 +234,10 @@ class RotaryInterfaceAdapter(Rotary, InterfaceAdapter):
 
 
 def _refuse_shapes(attn: nn.Module, k: Tensor, v: Tensor, said: tuple[int, int, int], attended: bool) -> None:
-    """Raise KVPatchError for attention whose cache is not one set of keys and values per layer, of the sizes that it says."""
+    """Raise KVPatchError in a pass if attention is called a second time, or keys and values are of other sizes than `said`.
+
+    said: KV heads, key size and value size by the adapter. attended: attention was called before in this forward.
+    """
     name = type(attn).__name__
     if attended:
         raise KVPatchError(
@@ -241,6 +258,7 @@ def routes_through_interface(module: nn.Module) -> bool:
 
 
 def _find_value(attn: Any, name: str | None) -> Any:
+    """Return a module's attribute by its dotted name, such as "config.x"; None without a name or the attribute."""
     try:
         return attrgetter(name)(attn) if name is not None else None
     except AttributeError:
@@ -250,7 +268,10 @@ def _find_value(attn: Any, name: str | None) -> Any:
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention function registered with transformers: calls the core if one is given, else the model's own function."""
+    """Attend by the core that a patched module hands on, else by the model's own function; returns (output, no weights).
+
+    Registered with transformers, which calls it for modules whose config names it.
+    """
     core = asked.pop("kvpatch", None)
     if core is None:
         own = AttentionInterface().get_interface(attention_of(module.config), source_module(module).eager_attention_forward)

@@ -43,7 +43,7 @@ def is_cross_attention(name: str, module: nn.Module) -> bool:
 
 
 def encoder_refused(model: nn.Module, attn: nn.Module) -> KVPatchError:
-    """Return the error for an encoder, whose attention a causal cache would change."""
+    """Return the error for a model whose attention module says that it is an encoder's."""
     return _both_ways(model, f"is_causal=False of {type(attn).__name__}")
 
 
@@ -53,6 +53,7 @@ def decoder_wanted(model: nn.Module) -> KVPatchError:
 
 
 def _both_ways(model: nn.Module, why: str) -> KVPatchError:
+    """Return the error for a model that attends to earlier and later tokens. why: how that shows."""
     return KVPatchError(
         f"{type(model).__name__} attends in both directions ({why}): an encoder reads its text at once and keeps no cache that "
         "could be put on a budget. Give a causal decoder, or set is_decoder=True if it was trained as one."

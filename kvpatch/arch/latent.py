@@ -47,7 +47,10 @@ def _find_weights(attn: Any) -> tuple[Tensor, Tensor]:
 
 
 def expand_kv(attn: Any, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """Stand in for the module's method: entries as handover.py's `Entries` joined them pass, and a latent alone is expanded."""
+    """Stand in for the method by which a module expands latents, while it is patched: entries pass as they are.
+
+    Returns keys and values for the core: the entry (latent and rotary key), and the latent. A latent alone is expanded.
+    """
     rank = attn.kv_lora_rank
     if latent.shape[-1] == rank:
         return type(attn).expand_kv(attn, latent, rotary)
@@ -55,10 +58,10 @@ def expand_kv(attn: Any, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor
 
 
 def attend(attn: Any, core: Core, q_BNQD: Tensor, entry_B1QD: Tensor, latent_B1QR: Tensor) -> Tensor:
-    """Return the heads' outputs [B,Q,N,E], from the module's own queries."""
+    """Attend to latents by `core`, from the module's own queries; return the heads' expanded outputs [B,Q,N,E]."""
     (up_NDR, value_NER), split = _find_weights(attn), [attn.qk_nope_head_dim, attn.qk_rope_head_dim]
-    plain, rotary = q_BNQD.split(split, -1)
-    q = torch.cat([plain @ up_NDR, rotary], -1)
+    unrotated, rotary = q_BNQD.split(split, -1)
+    q = torch.cat([unrotated @ up_NDR, rotary], -1)
     mixed_BQNR = core(q, entry_B1QD, latent_B1QR).unflatten(-1, (attn.num_heads, -1))
     return (mixed_BQNR.transpose(1, 2) @ value_NER.transpose(1, 2)).transpose(1, 2)
 

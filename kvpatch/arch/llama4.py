@@ -1,4 +1,4 @@
-"""Llama 4: layers that attend in chunks beside layers without positions, whose queries grow with the text."""
+"""Llama 4: some layers attend in chunks, the others have no positions and scale their queries with the text's length."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ class Llama4Adapter(InterfaceAdapter):
     """Llama 4's text decoder."""
 
     def __init__(self) -> None:
+        """Describe Llama 4; one instance is in the table of families."""
         super().__init__(
             "llama4",
             "transformers.models.llama4.modeling_llama4.Llama4TextAttention",

@@ -22,7 +22,7 @@ HOMES = ("transformers", "torch", "peft", "accelerate", "kvpatch")
 
 
 def refuse_other_kinds(model: nn.Module) -> None:
-    """Raise KVPatchError for a model that is no causal decoder with keys and values in every layer: no adapter can serve it."""
+    """Raise KVPatchError for a model without an adapter that none could serve: it is no causal decoder with a KV cache."""
     name, text = type(model).__name__, _text_part(model)
     attentions = innermost_attentions(text)
     if "diffusion" in type(model).__module__:
@@ -77,7 +77,7 @@ def _is_lone_decoder(model: nn.Module, cross_attention: nn.Module) -> bool:
 
 
 def home_of(code: Any) -> str:
-    """Return the package in which the code of a class or function stands; functools.wraps may have given it another's name."""
+    """Return the name of the package that a class or function comes from; a wrapped one's is that of the wrapper."""
     if isinstance(code, functools.partial):
         return home_of(code.func)
     own = getattr(getattr(code, "__func__", code), "__globals__", {}).get("__name__")

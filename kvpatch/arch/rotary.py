@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from .adapter import source_module
 
 BY_LENGTH = {"longrope": "original_max_position_embeddings", "dynamic": ""}
-"""Scalings of rotary positions that change with the length of the text, and the parameter that says behind which length; where
+"""Scalings of rotary positions that change with the length of the text, and the parameter that says after which length; where
 none does, it is the model's number of positions."""
 
 
 def switch_length(model: nn.Module) -> int | None:
-    """Return the length of text behind which a model rotates its tokens otherwise than before; None if it never does."""
+    """Return the length of text after which a model rotates all its tokens otherwise; None if it never does."""
     return min((limit for module in model.modules() for limit in _list_switches(module)), default=None)
 
 
@@ -42,13 +42,13 @@ class Rotary:
         return {**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
 
     def obstacle(self, decoder: Any, renumbered: bool) -> str | None:
-        """Return the reason that rotations cannot be undone: their scaling, by which keys of one text are rotated unlike."""
+        """Return the reason that rotations cannot be undone, or None: a scaling that changes as the text grows."""
         kind = getattr(decoder.rotary_emb, "rope_type", None)
         follows = not renumbered and kind in BY_LENGTH
         return f"rope_type={kind!r} rotates tokens otherwise once a text is longer" if follows else None
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
-        """Build the cosines and sines of positions below `count`."""
+        """Return the cosines and sines of positions below `count`, built by a copy of the decoder's module for a new text."""
         rotary = copy.deepcopy(decoder.rotary_emb)
         if hasattr(rotary, "original_inv_freq"):  # dynamic scaling remembers the longest text: start anew
             rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq, rotary.original_max_seq_len

@@ -34,7 +34,7 @@ _HEADS = ("decoder_attention_heads", "encoder_attention_heads")
 
 
 def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
-    """Make a tiny random model of the class of `decoder` on the CPU; the random state is left as it was.
+    """Make a tiny random model of the class of `decoder` on the CPU, to be checked in its place; torch's random state stays.
 
     It computes in float64 where its attention does, so that rounding hides nothing, and has a layer like each of `attentions`.
 
@@ -73,7 +73,7 @@ def kind_of(attn: nn.Module) -> tuple[Any, ...]:
 
 
 def _draw_weights(parameter: nn.Parameter) -> None:
-    """Draw weights so large that attention is far from uniform, where a mistake would hardly show."""
+    """Fill a twin's parameter with random numbers so large that attention is uneven: in even attention mistakes hardly show."""
     if parameter.ndim >= 2 and not parameter.requires_grad:  # a table of sines
         return
     if parameter.ndim >= 2:
@@ -130,7 +130,10 @@ def _is_layer(key: object) -> bool:
 
 
 def _count_kinds(own: dict[str, Any], layers: int) -> int:
-    """Return the number of first layers among which each kind of layer occurs, at least two."""
+    """Return how many first layers a twin needs so that each kind of layer occurs, at least two.
+
+    own: the configuration's values. layers: of the model.
+    """
     count = min(_LAYERS, layers)
     for value in own.values():
         if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):
@@ -141,7 +144,10 @@ def _count_kinds(own: dict[str, Any], layers: int) -> int:
 
 
 def _with_readers(own: dict[str, Any], layers: int) -> list[int]:
-    """Return one layer of each kind with keys, and of each that uses another layer's (the last ones); [] if all have keys."""
+    """Return the numbers of layers that a twin takes if the model's last layers use the keys of others; [] if all have keys.
+
+    They are one of each kind with keys, the last of each kind that stores its keys, and one of each kind without keys.
+    """
     if _READERS not in own:
         return []
     first = layers - own[_READERS]
@@ -162,7 +168,7 @@ def _list_derived(config: Any) -> set[str]:
 
 
 def _of_hybrid(kinds: Sequence[str]) -> int:
-    """Return the number of a hybrid's first layers among which each kind occurs, and attention twice if it does; else 0."""
+    """Return how many first layers a hybrid's twin needs: each kind of layer, and two with attention. 0: no hybrid."""
     if not set(kinds) & (OTHERS | STATES):
         return 0
     attention = [number for number, kind in enumerate(kinds) if kind not in STATES | {"moe", "mlp"}]
@@ -170,14 +176,14 @@ def _of_hybrid(kinds: Sequence[str]) -> int:
 
 
 def _few_heads(heads: int, kv_heads: int, most: int) -> tuple[int, int]:
-    """Return few KV heads, and query heads that share them as the given ones do, at most so many each."""
+    """Return a twin's numbers of KV heads and of query heads: at most `most` KV heads and query heads for each of them."""
     group = max(heads // kv_heads, 1)
     few = min(kv_heads, most if group == 1 else 2)
     return few, few * min(group, most)
 
 
 def _choose_size(key: str, value: Any) -> Any:
-    """Return a configuration's value, or the limit that `_LIMITS` has for its key if that is less; only integers shrink."""
+    """Return a twin's value of a configuration's field: an integer is cut to the limit that `_LIMITS` has for its name."""
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     return min(value, next((limit for parts, limit in _LIMITS if any(part in key for part in parts)), value))

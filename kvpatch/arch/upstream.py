@@ -68,7 +68,7 @@ HYBRIDS = hasattr(Cache, "get_conv_state")
 
 
 def attention_of(config: Any) -> str:
-    """Return the name of the attention function that a configuration asks for; of an attention's under a patch, the model's."""
+    """Return the name of the attention function that a configuration asks for; of a patched module's copy, the original's."""
     return getattr(config, "_kvpatch_own", config)._attn_implementation
 
 

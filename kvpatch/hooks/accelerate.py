@@ -30,7 +30,7 @@ def own_method(module: nn.Module, name: str, previous: Callable[..., Any] | None
 
 @dataclass
 class ForwardUndo:
-    """The undo of a replaced forward. Hooks may come and go in between: it looks for `ours` where it is by then.
+    """The undo of a replaced forward. Hooks may come and go in between, so it looks for `ours` in both attributes.
 
     name: attribute that was replaced. before: its value in the instance's attributes, or None.
     """
@@ -41,16 +41,16 @@ class ForwardUndo:
     undone: bool = False
 
     def __call__(self, module: nn.Module) -> None:
-        """Put the module's own forward back."""
-        own = vars(module)
-        places = (place for place in _PLACES if getattr(own.get(place), "__func__", None) is self.ours)
-        place = next(places, self.name)
+        """Put the module's forward from before the patch back. Called when the patch is removed; a second call does nothing."""
         if self.undone:
             return
-        if self.before is None and place == "forward":
-            own.pop(place, None)
+        attributes = vars(module)  # accelerate may have moved our forward from one attribute to the other
+        holding = (name for name in _PLACES if getattr(attributes.get(name), "__func__", None) is self.ours)
+        name = next(holding, self.name)
+        if self.before is None and name == "forward":
+            attributes.pop(name, None)  # the class's forward shows again
         else:
-            own[place] = MethodType(type(module).forward, module) if self.before is None else self.before
+            attributes[name] = MethodType(type(module).forward, module) if self.before is None else self.before
         self.undone = True
 
 
@@ -59,18 +59,18 @@ def replace_forward(
 ) -> None:
     """Replace a module's forward by make(own), where own(module) returns the forward it has without the patch.
 
-    `register` gets the undo before the change.
+    Called for each attention module when a patch is installed. `register` gets the undo before the change.
     """
-    own = vars(module)
-    name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-    before = own.get(name)
+    attributes = vars(module)
+    name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hook calls `_old_forward`
+    before = attributes.get(name)
     ours = make(own_method(module, "forward", before))
     register(ForwardUndo(name, before, ours))
-    own[name] = MethodType(ours, module)
+    attributes[name] = MethodType(ours, module)
 
 
 def replicate(module: nn.Module) -> nn.Module:
-    """Make the replica of a module for nn.DataParallel: a replaced forward is the replica's, and takes its weights."""
+    """Make the replica of a patched module that nn.DataParallel asks for in each pass: our forward is bound to the replica."""
     replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[operator]
     if isinstance(ours := vars(module).get("forward"), MethodType):
         vars(replica)["forward"] = MethodType(ours.__func__, replica)
@@ -85,7 +85,7 @@ class HookUndo:
     after: bool = False
 
     def __call__(self, module: nn.Module) -> None:
-        """Remove the hook."""
+        """Remove the hook from the module it was put on. Called when the patch is removed."""
         hooks = module._forward_hooks if self.after else module._forward_pre_hooks
         with_kwargs = module._forward_hooks_with_kwargs if self.after else module._forward_pre_hooks_with_kwargs
         for key in [key for key, one in hooks.items() if one is self.hook]:
@@ -94,7 +94,7 @@ class HookUndo:
 
 
 def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[HookUndo], None], after: bool = False) -> None:
-    """Install a forward pre-hook, or a hook after the forward, with keyword arguments; `register` gets the undo first."""
+    """Install a forward pre-hook, or with `after` a hook that runs after the forward. `register` gets the undo first."""
     register(HookUndo(hook, after))
     if after:
         module.register_forward_hook(hook, with_kwargs=True)
@@ -118,7 +118,7 @@ def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.devi
 
 
 def list_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters by name.
+    """Yield all parameters by name, for the hash that a file of a cache or calibration has of its model.
 
     Offloaded ones are fetched from their hooks; sharded or quantized ones are yielded as their tensors on this process.
     """

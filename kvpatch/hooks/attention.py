@@ -22,10 +22,11 @@ from .accelerate import OwnMethod
 
 
 def attention_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool, own: OwnMethod) -> Callable[..., Any]:
-    """Make the forward of an attention module: through the cache if there is one, else its own forward.
+    """Make the forward that replaces an attention module's while it is patched; it runs once for each pass and layer.
 
-    layer: index of its layer in the cache, which layers without keys are not counted in. reads: the module is one of those,
-    and uses the keys of that layer.
+    It attends through the cache among its arguments, which changes that cache; without one it calls the module's own forward.
+
+    layer: index of the layer in the cache. reads: the module has no keys, and uses those of that layer.
     """
     names, taken_as = parameters(cls), cache_argument(cls.forward)  # type: ignore[arg-type]
 
@@ -46,10 +47,10 @@ def attention_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads:
 
         hidden = call.pop(names[0])
 
-        def through(cache: EvictingCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend_through(cache: EvictingCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             now, compiling = cache.now, torch.compiler.is_compiling()
             if not (compiling or reads or now is None) and (steps := cache.steps) is not None and steps.now is now:
-                step = steps.running[layer]
+                step = steps.running[layer]  # a bound step: all that stays the same from step to step was looked up before
                 if step is not None and step.takes_call(self, q):
                     return step(cache, q, k, v)
             if now is not None and now.repeat is not None:
@@ -58,7 +59,10 @@ def attention_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads:
             out = run(cache, layer, q, k, v, BoundAdapter(adapter, self, k.shape[1]), reads)
             return out if out.dtype == v.dtype else out.to(v.dtype)
 
-        core = functools.partial(cache.attend, through) if isinstance(cache, PackedPass) else functools.partial(through, cache)
+        if isinstance(cache, PackedPass):  # tokens of several requests: it calls attend_through for each one's cache
+            core = functools.partial(cache.attend, attend_through)
+        else:
+            core = functools.partial(attend_through, cache)
         call = adapter.unplaced(call) if cache.settings.renumbered else call
         return adapter.run(self, own(self), core, hidden, call)
 
@@ -91,6 +95,7 @@ class Courier(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation on this mask, as torch asks for each one; a mask made from it gets the same `cache`."""
         out = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(out, Courier) and isinstance(args[0], Courier):
             if not hasattr(args[0], "cache"):  # the model's own attention has made it of scores

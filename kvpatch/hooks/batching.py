@@ -37,7 +37,10 @@ _TOKENIZER: ContextVar[Any] = ContextVar("tokenizer", default=None)  # given to 
 
 
 def batches() -> Callable[..., Any]:
-    """Make generate_batch(), which takes a tokenizer for stop strings, as generate() does."""
+    """Make the generate_batch() of a patched model: it also takes a tokenizer, for stop strings, as generate() does.
+
+    init_continuous_batching(), which it calls, finds the tokenizer in `_TOKENIZER`.
+    """
 
     def generate_batch(self: Any, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
         given = _TOKENIZER.set(tokenizer)
@@ -50,13 +53,12 @@ def batches() -> Callable[..., Any]:
 
 
 def continuous_batching(state: PatchState, decoder: str, own: OwnMethod) -> Callable[..., Any]:
-    """Make init_continuous_batching(), whose manager gives each request a budget; generate_batch() calls it.
+    """Make the init_continuous_batching() of a patched model, whose manager gives each request a budget.
 
-    Where nothing is evicted the engine is transformers' own, unless conversations are to be kept or messages are told.
+    The user calls it, or generate_batch() does. Where nothing is evicted the manager is transformers' own, unless
+    `conversations` are to be kept, or `messages` is True: requests then bring `messages=`, which says where theirs begin.
 
-    With `messages` its requests are added with their Messages, as `messages=`.
-
-    decoder: its name in the model.
+    decoder: its name in the model. own: finds the unpatched method.
     """
 
     def init_continuous_batching(
@@ -92,21 +94,24 @@ def continuous_batching(state: PatchState, decoder: str, own: OwnMethod) -> Call
 
 
 def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
-    """Return the most positions of a request, None if unlimited, and the sentence for requests that need more."""
-    own = None if state.settings.renumbered else position_limit(model.config.get_text_config())
-    own, switch = state.max_positions or own, switch_length(model)
-    return (own, HAS) if switch is None or (own is not None and own <= switch) else (switch, ALIKE)
+    """Return the most positions of a request, None if unlimited, and the sentence for requests that need more.
+
+    The limit is the model's number of positions, or a length from which it rotates all tokens otherwise (LongRoPE) if less.
+    """
+    limit = None if state.settings.renumbered else position_limit(model.config.get_text_config())
+    limit, switch = state.max_positions or limit, switch_length(model)
+    return (limit, HAS) if switch is None or (limit is not None and limit <= switch) else (switch, ALIKE)
 
 
 def _find_prefix(decoder: nn.Module, prefixes: Prefixes, ids: Sequence[int]) -> Prefix | None:
-    """Return the longest prefix that a text begins with; None if a model has read it that computes otherwise than this one."""
+    """Return the longest prefix that a request's text begins with; None without one, or if another model has read it."""
     found = prefixes.longest(ids)
-    own = found is None or found.read_by is None or found.read_by.decoder() is decoder or _is_read_alike(decoder, found)
-    return found if own else None
+    same = found is None or found.read_by is None or found.read_by.decoder() is decoder or _is_read_alike(decoder, found)
+    return found if same else None
 
 
 def _is_read_alike(decoder: nn.Module, cache: EvictingCache | Prefix) -> bool:
-    """Tell if the model that has read a cache is the one of now."""
+    """Tell if the model that has read a cache computes as this one does now: the same weights and adapters."""
     return cache.read_by is not None and cache.read_by.differs(stamp_model(decoder)) is None
 
 

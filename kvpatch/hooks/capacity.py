@@ -31,10 +31,10 @@ def round_capacity(slots: int) -> int:
 
 
 def round_capacities(cache: EvictingCache) -> None:
-    """Enlarge each dense layer whose capacity follows the prompt's length to its class of capacities, which share a graph.
+    """Enlarge a cache's layers to one of few numbers of slots (places for tokens), so that more prompts share a graph.
 
-    Keys, values, positions and scores are copied once to tensors of [B,H,C,...] with the class's C; nothing waits for the
-    device. A cache that was rounded before is left as it is.
+    Called before a step is captured or looked up. Changes the dense layers whose number of slots depends on the prompt's
+    length: keys, values, positions and scores are copied once to larger tensors. A cache rounded before stays as it is.
     """
     follows = [layer for index, layer in enumerate(cache.layers) if _follows_prompt(cache, index)]
     if all(_is_rounded(layer) for layer in follows):
@@ -51,7 +51,7 @@ def round_capacities(cache: EvictingCache) -> None:
 
 
 def _follows_prompt(cache: EvictingCache, index: int) -> bool:
-    """Tell if a layer's slots are as many as the prompt's length says, and can be added to.
+    """Tell if the number of a layer's slots depends on the prompt's length, and slots can be added.
 
     Ragged layers are left out: how many entries each head has there follows from the text, not from its length alone.
     """
@@ -72,7 +72,7 @@ def _is_rounded(layer: SlotLayer) -> bool:
 
 
 def _widen(layer: SlotLayer, C: int) -> None:
-    """Copy a layer into C slots for each head, of which those beyond its own are empty."""
+    """Enlarge a layer in place to C slots for each head; the new ones are empty."""
     before = layer.positions.shape[2]
     layer.resize_slots([C])
     layer.used, layer.holes = C, True

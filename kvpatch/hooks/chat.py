@@ -42,6 +42,7 @@ class Chat:
         self, model: Any, tokenizer: Any, new_cache: Callable[[], EvictingCache | LosslessCache], replace: Callable[..., None],
         system: str | None, **options: Any,
     ) -> None:  # fmt: skip
+        """Begin an empty conversation; nothing is read yet. Called by `begin_chat`. options: of generate(), and `template`."""
         _check_options(options, model.generation_config)
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._template = Template(tokenizer, dict(options.pop("template", None) or {}))
@@ -61,7 +62,7 @@ class Chat:
         return f"<Chat of {len(self.messages)} messages: {self.ids.shape[1]} tokens>"
 
     def _begin_again(self) -> None:
-        """Read the conversation anew, in a new cache; a lossless one keeps what stays the same."""
+        """Drop what was read, so that the next turn reads all messages into a new cache; a lossless one goes back by itself."""
         if not isinstance(self.cache, LosslessCache):
             self.cache = self._new_cache()
         self.ids = torch.empty(1, 0, dtype=torch.long, device=self._model.device)
@@ -118,15 +119,13 @@ class Chat:
         return list(zip(starts, [*starts[1:], self.ids.shape[1]], strict=True)) if starts else []
 
     def forget(self, index: int) -> None:
-        """Take a message out of the cache, wherever it is held; what was read behind it has seen it, and stays.
+        """Take a message out of the cache, wherever it is held; what was read after it has seen it, and stays.
 
         Args:
             index: of the message in `messages`.
 
         Raises:
             KVPatchError: there is no such message, it was not read or is forgotten, or the cache cannot be edited.
-
-        Source: design of this library.
 
         Example:
             chat.forget(1)
@@ -147,8 +146,6 @@ class Chat:
         Raises:
             KVPatchError: there is no such message, the text has no room, or the cache cannot be edited (see `Patch.replace`).
                 The conversation is then as before.
-
-        Source: design of this library.
 
         Example:
             chat.replace(3, "(the page on limits: 100 requests a minute)")
@@ -177,16 +174,19 @@ class Chat:
         self._read.forgotten.pop(index, None)
         self.messages[index] = {"role": self.messages[index]["role"], "content": text}
 
-    def _check_index(self, what: str, index: object) -> int:
+    def _check_index(self, method: str, index: object) -> int:
         """Return the number of messages that were read. Raises KVPatchError unless `index` is of one of them."""
         read = len(self.spans)
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < read:
             known = f"give 0 to {read - 1}, an index of chat.messages" if read else "send() one first"
-            raise KVPatchError(f"{what}({index!r}): {read} messages have been read; {known}.")
+            raise KVPatchError(f"{method}({index!r}): {read} messages have been read; {known}.")
         return read
 
     def _forget_span(self, index: int) -> None:
-        """Take from the cache what it has read of a message; the last token of an answer is read with the next turn."""
+        """Take from the cache what it has read of a message, and note in `_read.forgotten` up to where.
+
+        The last token of an answer is read with the next turn, whose end calls this again for what was left.
+        """
         start, stop = self.spans[index]
         start, stop = max(start, self._read.forgotten.get(index, 0)), min(stop, self.cache.get_seq_length())
         if start < stop:
@@ -196,9 +196,9 @@ class Chat:
     # ---- a turn ----
 
     def _ask(self, text: str, role: str) -> Tensor:
-        """Add a message, and return the ids [1,N] of the whole text up to the answer."""
+        """Begin a turn: add a message, and return the ids [1,N] of the whole text, of which generate() reads the new ones."""
         if not isinstance(text, str):
-            raise KVPatchError(f"send() takes the text of a message, not a {type(text).__name__}: write chat.send('...').")
+            raise KVPatchError(f"A message is a text, not a {type(text).__name__}: write chat.send('...').")
         self.messages.append({"role": role, "content": text})
         try:
             rendered = self._template.render_turn(self.messages, self._read.left_out)
@@ -214,9 +214,9 @@ class Chat:
         return torch.cat([self.ids, torch.tensor([unread], device=self.ids.device)], 1)
 
     def _drop_stripped(self, text: str) -> bool:
-        """Forget what the template takes from the newest answer, such as its thinking; tell whether tokens allow that."""
+        """Forget what the template takes from the newest answer, such as its thinking; False if more differs or it cannot."""
         if isinstance(self.cache, LosslessCache):
-            return False  # what stands behind has seen these tokens
+            return False  # what follows has seen these tokens
         before = self.ids.shape[1] - len(self._read.answer)
         found = find_dropped(self._read.text, text, [self._tokenizer.decode([one]) for one in self._read.answer])
         if found is None:
@@ -230,7 +230,7 @@ class Chat:
         return True
 
     def _generate(self, asked: Tensor, *criteria: StoppingCriteria, **options: Any) -> Tensor:
-        """Return the ids [1,N] of the text with the answer."""
+        """Call generate() once for a turn: it reads what is new into the cache. Return the ids [1,N] with the answer."""
         if isinstance(self.cache, LosslessCache):
             self.cache.go_back(asked[0].tolist())
         else:
@@ -241,7 +241,7 @@ class Chat:
         return self._model.generate(input_ids=asked, attention_mask=torch.ones_like(asked), **given)
 
     def _end_turn(self, ids: Tensor, asked: Tensor) -> str:
-        """Add the answer to the messages, and return it."""
+        """End a turn: add the answer to the messages, note it in `_read`, and return it. ids: of the text with the answer."""
         self._read.answer = ids[0, asked.shape[1] :].tolist()
         self.ids = ids
         self._read.text += self._tokenizer.decode(self._read.answer)
@@ -261,7 +261,7 @@ def begin_chat(
     target: Target, settings: CacheSettings, new_cache: Callable[[], EvictingCache | LosslessCache],
     replace: Callable[..., None], tokenizer: Any, system: str | None, keep_system: bool, options: dict[str, Any],
 ) -> Chat:  # fmt: skip
-    """Make a Chat: see Patch.chat."""
+    """Check a patch and the options of a chat, and make the Chat. Called by Patch.chat; raises KVPatchError."""
     model = target.find_caller()
     if model is None:
         raise KVPatchError("This model has no generate(): patch a model with a language head, such as AutoModelForCausalLM.")

@@ -23,7 +23,10 @@ from .target import Target
 
 
 def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: Any) -> EvictingCache:
-    """Return a cache under the budget with what the policy keeps of `past`; see Patch.compress."""
+    """Return a new cache under the budget with what the policy keeps of `past`. Called by Patch.compress.
+
+    past: a DynamicCache, or an EvictingCache that has evicted nothing. ids, mask: its tokens and padding mask, or None.
+    """
     refuse("compress", state.combine())
     by_columns = isinstance(past, EvictingCache) and past.rows.by_columns
     if isinstance(past, EvictingCache):
@@ -51,19 +54,24 @@ _EMPTY = "past has read nothing yet: call the model with it first."
 
 
 def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device]) -> None:
-    """Compress all layers, as the end of a prompt inside the block does."""
+    """Evict from each layer of `cache` in place, as the end of a prompt does when the patched model reads it."""
     shapes, now = target.shapes(), cache.running
     for layer, (module, adapter) in enumerate(target.attentions):
         shape = shapes[layer]
         call = Call(cache, now, layer, BoundAdapter(adapter, module, shape.heads), shape.group or 1, devices[layer])
         call.slots.sliding = call.geometry.sliding
         nominal_B = compress.set_limits(call) if call.evicts and not now.keeps_all else []
-        like = call.slots.kv.keys.new_empty(len(now.n_B), shape.heads, call.group, 1, shape.key, dtype=call.slots.dtype)
-        compress.end_prompt(call, call.slots.used, nominal_B, like)
+        size = (len(now.n_B), shape.heads, call.group, 1, shape.key)
+        queries = call.slots.kv.keys.new_empty(size, dtype=call.slots.dtype)  # only their shape, dtype and device are read
+        compress.end_prompt(call, call.slots.used, nominal_B, queries)
 
 
 def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
-    """Return the keys and values of a cache that has evicted nothing, and its padding mask."""
+    """Return the keys and values of a cache that has evicted nothing, and its padding mask.
+
+    Raises:
+        KVPatchError: it may have evicted something, or is empty.
+    """
     settings = past.settings
     if settings.acts or settings.renumbered or any(bound is not None for bound in settings.bounds):
         raise KVPatchError(

@@ -33,11 +33,11 @@ NO_CAPTURE = (
 
 
 def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Changed:
-    """Give the decoder an EvictingCache where it would make a DynamicCache, and keep the padding mask on the cache."""
+    """Begin a pass before each forward of the decoder (a pre-hook): give it an EvictingCache in place of a DynamicCache."""
     call = {**dict(zip(state.decoder_parameters, args, strict=False)), **kwargs}
     past = cache_of(call)
     if isinstance(past, Prefix):
-        past = ownership.begun(past, state)
+        past = ownership.start_from_prefix(past, state)
         set_cache(call, past, state.cache_name)
     if isinstance(past, EvictingCache) and past is state.capturing.cache:
         if not _begin_step(decoder, call, past, state):
@@ -48,7 +48,7 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         if isinstance(past, EvictingCache) and _begin_step(decoder, call, past, state):
             return (), call
         if state.settings.transparent and foreign and is_aside(decoder, state.aside, ours=False):
-            return None  # a cache of the model's own: its code, in one graph
+            return None  # a cache of transformers under policy "full": the model's own code, in one graph
     return _begin_untraced(decoder, call, state)
 
 
@@ -76,7 +76,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
         lossless_cache.lend()
     put_aside(decoder, state.aside, ours=changed is not None)
     if changed is None:
-        state.log.own_code(call, decoder.training)
+        state.log.count_own_code(call, decoder.training)
     else:
         mask, cache = call["attention_mask"], cache_of(call)
         courier = mask["full_attention"] if isinstance(mask, dict) else mask  # it has the cache that no argument names
@@ -85,7 +85,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
 
 
 def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
-    """Check a pass's arguments against its cache, and begin it; None if the model's own code runs it."""
+    """Check an ordinary pass, then begin it: change `call` and the cache. Return None to leave it to the model's own code."""
     reader = state.merged.take_reader()
     if runs_own_code(decoder, call, state):
         return None
@@ -110,7 +110,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
             "output_attentions=True: under a budget no full attention matrix is computed, so there is none to return. "
             "Leave it out, or look at cache.positions(layer) for what is attended to."
         )
-    tokens = inputs.tokens(call, decoder)
+    tokens = inputs.find_tokens(call, decoder)
     if tokens is None:
         return None
     again, cache.request.again = cache.request.again, 0
@@ -128,18 +128,18 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     spread, cache.request.spread = cache.request.spread, False
     if spread and B > 1:
         cache.batch_repeat_interleave(B)
-    mask = inputs.padding_mask(call.get("attention_mask"), B)
+    mask = inputs.check_padding_mask(call.get("attention_mask"), B)
     mask = inputs.read_empty_rows(mask) if scratch else mask
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
     if mask is not None and cache.get_seq_length() and (Q > 1 or _is_by_hand(cache, mask)):
         texts.check_seen_mask(mask, cache, Q)
     inputs.refuse_gaps(mask, cache, Q)
-    inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
+    inputs.check_position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
     if scratch or not state.settings.transparent:  # with a cache the unpatched model reads them as one text
-        inputs.one_text_a_row(call)
+        inputs.refuse_packed_rows(call)
     renumbered = cache.settings.renumbered
     if cache.rows.joined and not renumbered:
-        inputs.place(call, cache, Q, mask, state.decoder_parameters, state.places_itself)
+        inputs.give_position_ids(call, cache, Q, mask, state.decoder_parameters, state.places_itself)
     if not renumbered:
         _check_positions(cache, Q, call.get("position_ids"), state.max_positions)
     if cache.settings.rereads and state.max_positions is not None and Q > 1:
@@ -191,7 +191,7 @@ def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> 
 
 
 def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, state: PatchState) -> Changed:
-    """Begin a packed pass of continuous batching, whose layers get the caches of its requests."""
+    """Begin a packed pass of continuous batching (one row of several requests' tokens): `call` gets the requests' caches."""
     tokens: Any = call.get("input_ids")
     if tokens is None:  # of a model that reads images, whose decoder gets embeddings
         tokens = state.merged.take(*call["inputs_embeds"].shape[:2])
@@ -214,14 +214,14 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
 def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> bool:
     """Tell if a pass is left to the model's own code: training and forwards without a cache, unless block= is set."""
     past = cache_of(call)
-    foreign = past is not None or _own_attention(decoder, call)
-    if state.settings.transparent and not isinstance(past, EvictingCache) and foreign:
-        return True
+    unserved = past is not None or _own_attention(decoder, call)
+    if state.settings.transparent and not isinstance(past, EvictingCache) and unserved:
+        return True  # under policy "full" the model may run as it is
     return _is_scratch(decoder, call) and (state.settings.block is None or past is not None)
 
 
 def _is_scratch(decoder: nn.Module, call: dict[str, Any]) -> bool:
-    """Tell if the cache of a pass ends with it."""
+    """Tell if what a pass would put into a cache is dropped at its end: none is asked for, or the model is training."""
     past, use_cache = cache_of(call), call.get("use_cache")
     if use_cache is None:
         use_cache = getattr(getattr(decoder, "config", None), "use_cache", True) if past is None else True
@@ -241,7 +241,7 @@ def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
 
 
 def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:
-    """Begin a decode step that torch.compile can trace; False if it cannot."""
+    """Begin a decode step that is traced by torch.compile or captured: change `call` and `cache`; False if it cannot be."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")
     own = mask is not None and mask.ndim != 2
@@ -254,7 +254,7 @@ def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, 
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
     if cache.rows.joined and not cache.settings.renumbered:
-        inputs.place(call, cache, 1, mask, state.decoder_parameters, state.places_itself)
+        inputs.give_position_ids(call, cache, 1, mask, state.decoder_parameters, state.places_itself)
     compiled.begin_step(cache, None if cache.settings.renumbered else state.max_positions, mask, call.get("input_ids"))
     if cache.settings.renumbered and state.max_positions is not None:
         _give_no_place(call, tokens)
@@ -265,7 +265,7 @@ def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, 
 
 
 def own_cache(past: object) -> EvictingCache:
-    """Return `past` if it is an EvictingCache; ownership.py checks which patch made it."""
+    """Return the caller's cache `past`; raise KVPatchError unless it is an EvictingCache (ownership.py checks whose)."""
     if isinstance(past, EvictingCache):
         return past
     kind = type(past).__name__

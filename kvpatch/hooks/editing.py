@@ -16,23 +16,31 @@ from .state import PatchState, put_aside
 
 
 def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[int, int], ids: Any, reread: int = 0) -> None:
-    """Read other tokens in place of a span: see Patch.replace. All checks come before the first change."""
+    """Replace a span of a cache's text by other tokens `ids`; all checks come before the first change of the cache.
+
+    Called by Patch.replace and by engines that keep conversations. reread: tokens after the span that are read again.
+    """
     refuse("replace", state.combine())
     ownership.check_own(cache, state)
     tokens_BQ, places_Q, opened = replacing.check_replaced(cache, span, ids, reread, state.places_itself)
     call: dict[str, Any] = {"input_ids": tokens_BQ, "use_cache": True, state.cache_name: cache}
-    inputs.tokens(call, reader)
+    inputs.find_tokens(call, reader)
     ownership.check_reader(cache, reader, state)
     start, stop, reread = (int(one) for one in (*span, reread))
     if stop + reread > start:
         cache.forget([(start, stop + reread)])
     if opened:
         replacing.open_positions(cache, stop, opened)
-    _read(reader, state, cache, call, Edit(start, int(places_Q[-1]) + 1, opened), places_Q)
+    _read_edit(reader, state, cache, call, Edit(start, int(places_Q[-1]) + 1, opened), places_Q)
 
 
-def _read(reader: nn.Module, state: PatchState, cache: EvictingCache, call: dict[str, Any], edit: Edit, places_Q: Any) -> None:
-    """Read an edit's tokens with the decoder, and put the cache in text order."""
+def _read_edit(
+    reader: nn.Module, state: PatchState, cache: EvictingCache, call: dict[str, Any], edit: Edit, places_Q: Any
+) -> None:
+    """Run the decoder over an edit's tokens, which go to positions `places_Q`, and put the cache's slots in text order.
+
+    call: the decoder's arguments, which are updated.
+    """
     tokens_BQ, before = call["input_ids"], cache.now
     with torch.no_grad():
         with torch.inference_mode(False):

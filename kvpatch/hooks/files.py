@@ -15,35 +15,38 @@ from ..storage.lossless import load_lossless, save_lossless
 from ..storage.save_load import load, save
 from . import lossless, ownership
 from .identity import stamp_model
-from .inputs import file_path
+from .inputs import check_path
 from .offsets import clear_offsets
 from .state import PatchState
 from .target import Target
 
 
 def save_cache(target: Target, state: PatchState, cache: Any, path: str | PathLike[str]) -> None:
-    """Write a cache to a file: see Patch.save_cache."""
+    """Check that a cache is the patch's own and its model unchanged, and write it to a file. Called by Patch.save_cache."""
     if state.lossless:
         whole = lossless.own_lossless(cache, state)
         ownership.refuse_changed(whole.drafts, stamp_model(target.decoder))
-        return save_lossless(whole, file_path(path), target.identity())
+        return save_lossless(whole, check_path(path), target.identity())
     ownership.check_own(cache, state)
     ownership.refuse_changed(cache, stamp_model(target.decoder))
     if cache.ids.offset:
         raise KVPatchError(
-            "This cache has read images, behind which the model counts positions otherwise, and a file does not say how: keep "
+            "This cache has read images, after which the model counts positions otherwise, and a file does not say how: keep "
             "the cache, or read the text and its images anew."
         )
-    return save(cache, file_path(path), target.identity())
+    return save(cache, check_path(path), target.identity())
 
 
 def load_cache(target: Target, state: PatchState, path: str | PathLike[str]) -> EvictingCache | LosslessCache:
-    """Fill an empty cache from a file, and return it: see Patch.load_cache."""
+    """Fill a new cache of the patch from a file, and return it. Called by Patch.load_cache.
+
+    What the file does not hold is taken from the model: the stamp of who read it, devices, and each layer's geometry.
+    """
     if state.lossless:
-        whole = load_lossless(lossless.new_cache(state), file_path(path), target.identity(), target.shapes(), target.devices())
+        whole = load_lossless(lossless.new_cache(state), check_path(path), target.identity(), target.shapes(), target.devices())
         whole.drafts.read_by = stamp_model(target.decoder)
         return whole
-    cache = load(state.new_cache(), file_path(path), target.identity(), target.shapes(), target.devices())
+    cache = load(state.new_cache(), check_path(path), target.identity(), target.shapes(), target.devices())
     cache.lifetimes = None  # the file has none
     cache.read_by = stamp_model(target.decoder)
     cache.states.place(target.state_devices())

@@ -59,7 +59,10 @@ def wrap_generate(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
 def _run_with_cache(
     self: Any, run: Callable[..., Any], steps: GenerateSteps, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run generate() with an EvictingCache, unless its options ask for none or another."""
+    """Run the model's generate() once with an EvictingCache, unless its options ask for no cache or another kind.
+
+    Called by the wrapper of generate(). The cache knows the prompt's length and the new tokens until `_finish`.
+    """
     state = steps.state
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
     config = config if isinstance(config, GenerationConfig) else None
@@ -75,7 +78,7 @@ def _run_with_cache(
     if state.lossless:
         given = texts.Given.of(args, kwargs, 0)
         return lossless.generate(run, args, kwargs, state, given.ids, taken_as, find_option("stop_strings", kwargs, *configs))
-    past = ownership.begun(past, state) if isinstance(past, Prefix) else past
+    past = ownership.start_from_prefix(past, state) if isinstance(past, Prefix) else past
     cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
     cache.check_finished()
     given = texts.Given.of(args, kwargs, cache.get_seq_length())
@@ -87,10 +90,10 @@ def _run_with_cache(
         texts.check_mask(given)
         if past is cache and not virtual:
             ownership.check(cache, state)
-            state.log.not_compared(texts.check_text(given, cache))
+            state.log.warn_not_compared(texts.check_text(given, cache))
     try:
         if drafts:
-            _draft(cache, given.columns)
+            _prepare_drafts(cache, given.columns)
         elif given.columns is not None:
             _announce_prompt(cache, given, virtual)
             cache.request.new_tokens = _count_new(kwargs, configs, (cache.request.prompt_len or 0) - virtual)
@@ -122,7 +125,7 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         past = cache_of(model_kwargs)
-        past = ownership.begun(past, state) if isinstance(past, Prefix) else past
+        past = ownership.start_from_prefix(past, state) if isinstance(past, Prefix) else past
         if isinstance(past, LosslessCache):
             return own(self)(generation_config, model_kwargs, *args, **kwargs)
         ours = isinstance(past, EvictingCache)
@@ -135,19 +138,19 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
                 made_here = past is None
                 past = _cache_for(self, state, past, model_kwargs.get("attention_mask"))
                 state.log.start(past, made_here)
-                _begin_uncalled(past, generation_config, model_kwargs, state)
+                _begin_unwrapped(past, generation_config, model_kwargs, state)
             set_cache(model_kwargs, past, CACHE)
         return own(self)(generation_config, model_kwargs, *args, **kwargs)
 
     return _prepare_cache_for_generation
 
 
-def _begin_uncalled(cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState) -> None:
-    """Set a cache's prompt and limit where generate() was not called through the patch; it ends when `config` is freed."""
+def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState) -> None:
+    """Set a cache's `request` where generate() was called on the class, around our wrapper; unset when `config` is freed."""
     mask = model_kwargs.get("attention_mask")
     columns = mask_columns(config) if mask is None else mask.shape[1]
     if getattr(config, "is_assistant", False):
-        _draft(cache, columns)
+        _prepare_drafts(cache, columns)
     elif columns is not None:
         cache.request.prompt_len = columns
         cache.request.new_tokens = None if config.max_length is None else max(int(config.max_length) - columns, 1)
@@ -155,7 +158,7 @@ def _begin_uncalled(cache: EvictingCache, config: GenerationConfig, model_kwargs
 
 
 def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
-    """Tell a cache the columns of the prompt, with what was read before and PEFT's virtual tokens."""
+    """Set on a cache's `request` the prompt's length: what it has read before and `virtual` tokens of PEFT are counted in."""
     columns, seen = given.whole or 0, given.seen
     if not virtual:
         cache.request.prompt_len = columns
@@ -182,8 +185,8 @@ def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None)
     return own_cache(past)
 
 
-def _draft(cache: EvictingCache, columns: int | None) -> None:
-    """Prepare an assistant's cache: its drafted tokens may be taken back, and the prompt's last token with them."""
+def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:
+    """Prepare an assistant's cache before it drafts: its tokens may be taken back, and the prompt's last token with them."""
     cache.activate_past_recording()
     cache.request.drafts = True
     if columns is not None and cache.get_seq_length() >= columns:
@@ -252,6 +255,7 @@ def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
 
 
 def _refuse_checkpointing(model: Any) -> None:
+    """Raise KVPatchError before generate() if gradient checkpointing would take the cache away from the layers."""
     if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise KVPatchError(
             "generate() of a model in training mode with gradient checkpointing, which takes caches away from its layers: call "
@@ -260,7 +264,7 @@ def _refuse_checkpointing(model: Any) -> None:
 
 
 def _virtual_tokens(model: Any) -> int:
-    """Count the tokens that PEFT's prompt tuning puts before the prompt; during generate() it prepares the model's inputs."""
+    """Count the tokens that PEFT's prompt tuning puts before the prompt in this generate(); 0 without it."""
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     config: Any = getattr(wrapper, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False):
@@ -270,14 +274,11 @@ def _virtual_tokens(model: Any) -> int:
 
 
 def _count_new(kwargs: dict[str, Any], configs: tuple[Any, ...], prompt: int) -> int | None:
-    """Return the number of new tokens as generate() will resolve it."""
+    """Return the number of new tokens as generate() will resolve it; None if no option says so."""
     new, longest = (find_option(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
     if new is None and longest is not None:
         return max(int(longest) - prompt, 1)
     return None if new is None else int(new)
-
-
-# ---- masks ----
 
 
 def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any]:

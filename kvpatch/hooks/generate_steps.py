@@ -39,6 +39,7 @@ class GenerateSteps:
     """Graphs of the steps of generate(), for one run at a time: of two in two threads the second calls the model."""
 
     def __init__(self, state: PatchState) -> None:
+        """Begin without a graph; made when a patch wraps generate()."""
         self.state, self._lock = state, threading.Lock()
         self._graph: StepGraph | None = None
         self._described: object = None  # the model of that graph
@@ -47,7 +48,10 @@ class GenerateSteps:
 
     @contextmanager
     def running(self, model: nn.Module, cache: EvictingCache) -> Iterator[None]:
-        """Run the steps over `cache` by graphs inside the with-block, where the model and the cache allow it."""
+        """Run the steps over `cache` by graphs inside the with-block around a generate(), where model and cache allow it.
+
+        Inside, the model has `_call` as an attribute that generate() calls for its steps; another thread's run gets none.
+        """
         graph = None
         if not self._lock.acquire(blocking=False):
             yield
@@ -81,15 +85,15 @@ class GenerateSteps:
         return self._graph
 
     def _call(self, model: nn.Module, graph: StepGraph, cache: EvictingCache, /, *args: Any, **inputs: Any) -> Any:
-        """Run a step by its graph, or call the model."""
+        """Run a step by its graph, or call the model: generate() calls this for each step while `running`."""
         foreign = bool(args) or cache_of(inputs) is not cache
         reads = cache.seen < (cache.request.prompt_len or 0)  # a prompt in pieces, the last of which may be one token
         taken = None if foreign or reads else _take_inputs(inputs)
-        output = None if taken is None else self._step(graph, taken, cache)
+        output = None if taken is None else self._step_by_graph(graph, taken, cache)
         return type(model).__call__(model, *args, **inputs) if output is None else output
 
-    def _step(self, graph: StepGraph, inputs: dict[str, Tensor], cache: EvictingCache) -> ModelOutput | None:
-        """Run a step by a graph; None where it cannot be captured, or none fits."""
+    def _step_by_graph(self, graph: StepGraph, inputs: dict[str, Tensor], cache: EvictingCache) -> ModelOutput | None:
+        """Run a step by a graph, which is captured if need be, and return the model's output; None: call the model."""
         replays = graph.replays
         try:
             logits = graph.step(inputs, cache)
@@ -99,7 +103,7 @@ class GenerateSteps:
         if logits is None:
             return None
         self.state.log.time_step(cache)
-        if graph.replays > replays:
+        if graph.replays > replays:  # the model's code did not run
             return self._make_output(logits=logits.clone(), cache=cache)
         assert output is not None, "the model ran"
         if output.keys() - {"logits", *CACHE_NAMES}:
@@ -109,9 +113,10 @@ class GenerateSteps:
         return output
 
     def _run_model(self, model: weakref.ref[nn.Module], **call: Any) -> ModelOutput:
-        own = model()
-        assert own is not None, "it generates"
-        self._output = own(**call, return_dict=True)
+        """Call the model for a step that a graph traces or captures, and keep the whole output: a graph has logits alone."""
+        alive = model()
+        assert alive is not None, "it generates"
+        self._output = alive(**call, return_dict=True)
         return self._output
 
 

@@ -50,6 +50,7 @@ class _Captured:
     """
 
     def __init__(self, recorder: Recorder, cache: EvictingCache, inputs: Inputs) -> None:
+        """Note a cache's tensors, and copy a step's inputs to memory of their own, before the step is captured."""
         self.recorder, self.tensors = recorder, [holder[name] for holder, name in _places(cache)]
         self.owner, self.inputs = weakref.ref(cache), {name: tensor.clone() for name, tensor in inputs.items()}
         self.logits: Tensor  # from the capture on
@@ -63,7 +64,7 @@ class _Captured:
         return sum(storages.values())
 
     def goes_on(self, inputs: Inputs, cache: EvictingCache) -> bool:
-        """Tell if the next step can follow without a look at the cache, since nobody has looked since the last replay."""
+        """Tell if the next step can be replayed without a check of the cache: nobody has read or changed it since the last."""
         alike = self.owner() is cache and cache.seen_B is self.seen_B and _shapes(inputs) == _shapes(self.inputs)
         return self.left > 0 and cache.counters.stale and alike and not is_autocasting(inputs["input_ids"].device.type)
 
@@ -113,6 +114,7 @@ class StepGraph:
         make: Callable[[torch.device], Recorder] = CudaRecorder,
         limit: int = sys.maxsize,
     ) -> None:
+        """Begin without a graph; called by `graph()` below and by generate_steps.py. make: returns a device's recorder."""
         self.model, self.state, self.make, self.limit = model, state, make, limit
         self.cache_name = cache_argument(type(model).forward if isinstance(model, nn.Module) else model)
         self.captures = self.replays = 0
@@ -126,16 +128,16 @@ class StepGraph:
         return sum(captured.nbytes for captured in self._known.values() if captured is not None)
 
     def __call__(self, ids_B1: Tensor, cache: EvictingCache) -> Tensor:
-        """Feed one token of each row to the cache."""
+        """Feed one token of each row to the cache, by a graph or by the model, and return the logits [B,1,V]."""
         inputs = {"input_ids": ids_B1}
         logits = self.step(inputs, cache)
         if logits is None:
             with torch.inference_mode(False), torch.no_grad():
-                logits = self._call(inputs, cache)
+                logits = self._call_model(inputs, cache)
         return logits
 
     def step(self, inputs: Inputs, cache: EvictingCache) -> Tensor | None:
-        """Run a step, and return its logits [B,1,V]; None if it is left to the model.
+        """Run a step by a graph, and return its logits [B,1,V]; None if the caller must call the model.
 
         inputs: input_ids [B,1], and position_ids where they are not the cache's next ones.
         """
@@ -144,7 +146,7 @@ class StepGraph:
             if captured is None or not captured.goes_on(inputs, cache):
                 ownership.check(cache, self.state)
                 cache.catch_up()
-                left = 0 if self._failed else self._steps(cache, inputs["input_ids"])
+                left = 0 if self._failed else self._count_steps(cache, inputs["input_ids"])
                 if not left:
                     return None
                 captured = self._find_captured(inputs, cache)
@@ -171,7 +173,7 @@ class StepGraph:
         self.drop()
 
     def _find_captured(self, inputs: Inputs, cache: EvictingCache) -> _Captured | None:
-        """Return the graph that runs this step, its memory being the cache's; None for the first step of each kind."""
+        """Return the graph for this step, with the cache's tensors in its memory; None for the first step of each kind."""
         round_capacities(cache)
         kind = (_shapes(inputs), _facts(cache))
         if kind not in self._known:  # the first step compiles and loads what a capture may not
@@ -199,28 +201,28 @@ class StepGraph:
             self._drop_oldest()
 
     def _capture(self, inputs: Inputs, cache: EvictingCache) -> _Captured:
-        """Capture a step as a graph. Stacked layers are taken apart before, since the graph keeps addresses."""
+        """Capture a step as a graph, without running it. Stacked layers are taken apart before: the graph keeps addresses."""
         cache.drop_stack(due=cache.stacked)
         captured = _Captured(self.make(inputs["input_ids"].device), cache, inputs)
 
         def run() -> None:
-            captured.logits = self._call(captured.inputs, cache, capturing=True)
+            captured.logits = self._call_model(captured.inputs, cache, capturing=True)
 
         captured.recorder.capture(run)
         self.captures += 1
         return captured
 
     def _trace(self, inputs: Inputs, cache: EvictingCache) -> Tensor:
-        """Run a step as it would be captured."""
+        """Run the first step of a kind as it will be captured. After an error the cache refuses to go on."""
         try:
-            return self._call(inputs, cache, capturing=True)
+            return self._call_model(inputs, cache, capturing=True)
         except NotCaptured:
             raise
         except BaseException:  # how far it has come is unknown
             cache.operations.setdefault("change", ["step for a graph"])
             raise
 
-    def _call(self, inputs: Inputs, cache: EvictingCache, capturing: bool = False) -> Tensor:
+    def _call_model(self, inputs: Inputs, cache: EvictingCache, capturing: bool = False) -> Tensor:
         """Call the model, and return its logits; capturing: with everything that changes from step to step in tensors."""
         call: dict[str, Any] = {**inputs, self.cache_name: cache, "use_cache": True}
         if capturing and "position_ids" in self.state.decoder_parameters:
@@ -231,22 +233,22 @@ class StepGraph:
         finally:
             self.state.capturing.cache = None
 
-    def _steps(self, cache: EvictingCache, ids_B1: Tensor) -> int:
-        """Return the number of coming steps that leave all their changes in tensors: until buffers move or positions end."""
+    def _count_steps(self, cache: EvictingCache, ids_B1: Tensor) -> int:
+        """Return how many of the next steps a graph can replay: until buffers move or positions end; 0 for none."""
         # under autocast a capture would keep the casts that it finds
-        own = cache.settings.renumbered or cache.rows.joined or is_autocasting(ids_B1.device.type)
-        if own or ids_B1.ndim != 2 or not compiled.can_trace(cache, *ids_B1.shape):
+        varies = cache.settings.renumbered or cache.rows.joined or is_autocasting(ids_B1.device.type)
+        if varies or ids_B1.ndim != 2 or not compiled.can_trace(cache, *ids_B1.shape):
             return 0
         left = [layer.mode.room for layer in cache.layers]
         if self.state.max_positions is not None:
             left.append(self.state.max_positions - cache.seen)
-        if cache.keeps_ids:  # on a tape that is read before it is full
+        if cache.keeps_ids:  # on a tape (a tensor of the steps' token ids) that is read before it is full
             left.append(cache.counters.tensors.tape_BN.shape[1])
         return max(min(left), 0)
 
 
 def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGraph:
-    """Make the StepGraph of a model on a CUDA device.
+    """Make the StepGraph of a model on a CUDA device. Called by Patch.graph.
 
     Raises:
         KVPatchError: there is none, the model is on several, it is a hybrid, or it takes no position_ids.
@@ -280,7 +282,7 @@ def _places(cache: EvictingCache) -> list[Place]:
 
 
 def _facts(cache: EvictingCache) -> object:
-    """Return what a captured step takes for constant: shapes and strides, and all plain values but counts."""
+    """Return all of a cache that a captured step takes for constant: shapes and strides of tensors, and values but counts."""
     found: list[object] = [type(layer.mode) for layer in cache.layers]
     for holder in compiled.list_holders(cache):
         for name in sorted(holder):

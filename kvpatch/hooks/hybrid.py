@@ -21,10 +21,12 @@ from ..errors import KVPatchError
 
 
 def stack_of(decoder: Any) -> Stack | None:
-    """Return the numbers of a hybrid's layers, read from the cache that transformers makes for it; None for other decoders.
+    """Return which layers of a hybrid attend and which keep a state, by number; None for other decoders.
+
+    Read from the empty cache that transformers makes for its configuration, before a patch is installed.
 
     Raises:
-        KVPatchError: its cache is of a class of its own.
+        KVPatchError: its cache is of a class of its own, or this transformers is too old for its states.
     """
     config = getattr(decoder, "config", None)
     types = getattr(config, "layer_types", None)
@@ -44,9 +46,9 @@ def stack_of(decoder: Any) -> Stack | None:
 
 
 def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | None:
-    """Return the stack of a decoder, in which attention modules may use the keys of others; None if all have their own.
+    """Return the stack with `readers`: layers that have no keys and use another's. Unchanged if every layer has keys.
 
-    numbers: of the modules' layers.
+    stack: of a hybrid, or None. numbers: of the attention modules' layers.
     """
     sources = {module: source_of(module, list(numbers)) for module in numbers}
     readers = {numbers[module]: numbers[source] for module, source in sources.items() if source is not None}

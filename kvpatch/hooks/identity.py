@@ -25,7 +25,7 @@ FEW = 16  # numbers of each weight that are looked at
 
 
 def stamp_model(decoder: nn.Module) -> ModelStamp:
-    """Make the stamp of a decoder as it is now."""
+    """Make the stamp of a decoder as it is now, by which a cache knows the model that has read it. Made before each prompt."""
     weights, tuned = _walk_modules(decoder)
     versions, few = list[int](), dict[Any, list[Tensor]]()
     layout = hash(tuple([(weight.dtype, weight.shape) for weight in weights]))
@@ -46,7 +46,10 @@ _PLAIN = (nn.Parameter, Tensor)
 
 
 def _walk_modules(decoder: nn.Module) -> tuple[list[Tensor], list[nn.Module]]:
-    """Return the parameters, and the modules that adapters change. No parameters if passes gather them and put them away."""
+    """Return a decoder's parameters, and the modules that PEFT's adapters change.
+
+    No parameters if FSDP or DeepSpeed hold them elsewhere between passes.
+    """
     weights, tuned, waiting, away = list[Tensor](), list[nn.Module](), [decoder], False
     while waiting:  # nn.Module.modules() takes several times as long
         module = waiting.pop()
@@ -79,7 +82,10 @@ def _read_first(part: Tensor) -> Tensor:
 
 
 def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
-    """Return the names of PEFT's adapters that act, of each row if rows have their own; and a hash of those by module."""
+    """Return the names of PEFT's adapters that act, and a hash of which act in each module and how strongly.
+
+    tuned: modules that have adapters. If generate() was given adapter_names, the names are one for each row.
+    """
     rows = next((names for module in tuned if (names := adapter_names(module)) is not None), None)
     if rows is not None:
         return tuple(BASE if name == "__base__" else name for name in rows), 0

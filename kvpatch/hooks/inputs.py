@@ -60,8 +60,14 @@ def _as_k(name: str, value: object) -> str:
     return f": write k={value!r} for {name}={value!r}" if value > 0 else ""
 
 
-def tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
-    """Return input_ids [B,Q] or inputs_embeds [B,Q,E] of a pass; None if the model itself raises the right error."""
+def find_tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
+    """Check and return the input_ids [B,Q] or inputs_embeds [B,Q,E] of a pass, before it begins.
+
+    Returns None if there are both or neither: the model itself raises the right error.
+
+    Raises:
+        KVPatchError: wrong type, shape or dtype, no row, or ids that the model does not know.
+    """
     ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
     if (ids is None) == (embeds is None):
         return None
@@ -116,8 +122,11 @@ def reads_both_ways(call: dict[str, Any], decoder: Any) -> bool:
     return not (call.get("is_causal", True) and getattr(getattr(decoder, "config", None), "is_causal", True))
 
 
-def padding_mask(mask: object, B: int) -> Tensor | None:
-    """Return the caller's attention_mask [B,T] of ones and zeros, or None; a prompt's on a GPU is read with its lengths."""
+def check_padding_mask(mask: object, B: int) -> Tensor | None:
+    """Return the caller's attention_mask [B,T], or None; raise KVPatchError if it is no padding mask.
+
+    Its numbers are checked here on the CPU alone; on a GPU the host reads a prompt's later, with its lengths.
+    """
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -186,8 +195,8 @@ def drop_read(call: dict[str, Any], again: int, Q: int) -> Tensor:
     return tokens
 
 
-def position_ids(given: object, B: int, Q: int, learned: bool) -> None:
-    """Check position_ids. learned: positions index a table, in which negative ones do not exist."""
+def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
+    """Raise KVPatchError for position_ids of another shape or dtype. learned: they index a table, so none may be negative."""
     if given is None:
         return
     wanted = f"give int64 positions of shape {[B, Q]} or {[1, Q]}, such as attention_mask.cumsum(-1) - 1, or leave them out."
@@ -202,7 +211,7 @@ def position_ids(given: object, B: int, Q: int, learned: bool) -> None:
         raise KVPatchError(f"position_ids hold {int(given.min())}: give 0 or more, with clamp(min=0) where there is padding.")
 
 
-def one_text_a_row(call: dict[str, Any]) -> None:
+def refuse_packed_rows(call: dict[str, Any]) -> None:
     """Raise KVPatchError for several texts in one row, which transformers tells apart by position_ids that begin anew.
 
     It does so in a pass without a cache and without a mask; a budget is of one text. call: the decoder's arguments.
@@ -220,10 +229,10 @@ def one_text_a_row(call: dict[str, Any]) -> None:
 
 
 def refuse_switch(model: Any, prompt: int, new: int) -> None:
-    """Raise KVPatchError for drafts in a text on whose way the model drops its cache, to read the text anew.
+    """Raise KVPatchError before assisted decoding if the model would drop its cache on the way, to read the text anew.
 
     Phi 3 does where its rotations switch (longrope): such models prepare their inputs by a method of their own.
-    prompt, new: tokens of the text, and those to be generated.
+    prompt, new: numbers of tokens in the prompt, and to be generated.
     """
     own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     limit = switch_length(model) if own else None
@@ -236,8 +245,8 @@ def refuse_switch(model: Any, prompt: int, new: int) -> None:
         )
 
 
-def file_path(path: object) -> Path:
-    """Return a path that names a file."""
+def check_path(path: object) -> Path:
+    """Return the path to which a file is written or from which it is read; raise KVPatchError if it names no file."""
     if not isinstance(path, str | PathLike) or not str(path) or "\0" in str(path):
         raise KVPatchError(f"path={path!r} is no path: give one such as 'cache.safetensors'.")
     if Path(path).is_dir():
@@ -247,13 +256,13 @@ def file_path(path: object) -> Path:
     return Path(path)
 
 
-def place(
+def give_position_ids(
     call: dict[str, Any], cache: EvictingCache, Q: int, mask_BT: Tensor | None, known: tuple[str, ...], untold: str | None
 ) -> None:
-    """Give a decoder the position_ids of Q new tokens per row, because its own are equal for all rows.
+    """Give a decoder the position_ids of Q new tokens per row, because its own would be equal for all rows.
 
-    call: the decoder's arguments, which are updated. known: names of its parameters. untold: the reason that it can be told
-    no positions, or None.
+    Called before a pass over joined caches, whose rows have texts of different lengths. call: the decoder's arguments, which
+    are updated. known: names of its parameters. untold: the reason that it can be told no positions, or None.
 
     Raises:
         KVPatchError: the caller gave other position_ids, or the decoder needs some and cannot be told.
@@ -268,9 +277,9 @@ def place(
     if given is None:
         call["position_ids"] = wanted
     elif given.ndim == 3:  # of several dimensions, as a model that reads images has made them: from the longest row's columns
-        behind = wanted if cache.ids.offsets_B1 is None else wanted + cache.ids.offsets_B1.to(wanted.device)
+        shifted = wanted if cache.ids.offsets_B1 is None else wanted + cache.ids.offsets_B1.to(wanted.device)
         counted = [wanted] * (len(given) - 3)  # those of the text alone may stand in front
-        call["position_ids"] = torch.stack([*counted, *[behind] * 3])
+        call["position_ids"] = torch.stack([*counted, *[shifted] * 3])
     elif given.shape[-1] == Q and given.shape[0] in (1, len(wanted)):
         wrong = given.to(wanted.device) != wanted
         wrong = wrong if real is None or real.shape != wrong.shape else wrong & real

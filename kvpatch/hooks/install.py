@@ -66,7 +66,10 @@ class Installation:
             raise
 
     def _change_model(self, target: Target) -> None:
-        """Replace the forwards of the attention modules, and put hooks around the decoder, its shell and generate()."""
+        """Replace the attention modules' forwards, hook the decoder and the models around it, and wrap generate().
+
+        Called once by `install`. Each change is noted in its module's mark before it is made, so that `restore` undoes it.
+        """
         state = self.state
         for layer, reads, (module, adapter) in target.modules():
             mark = self._mark_module(module)
@@ -95,7 +98,7 @@ class Installation:
             self._install_generate(generator, self._mark_module(generator))
 
     def _install_generate(self, generator: nn.Module, mark: Mark) -> None:
-        """Wrap generate() and the methods that it calls, and drop what it has compiled before."""
+        """Wrap a model's generate() and the methods that it calls, and drop what it has compiled before."""
         state, changes = self.state, dict[str, object]()
         own = {name: own_method(generator, name, vars(generator).get(name)) for name in METHODS}
         changes["generate"] = MethodType(wrap_generate(own["generate"], state), generator)
@@ -155,7 +158,7 @@ class Installation:
 
 
 def _skip_undo(marked: list[tuple[nn.Module, Mark]]) -> None:
-    """Drop the undo that failed twice."""
+    """Drop the newest undo of the module at the end of `marked`, since it failed twice; the module, if it has no undo left."""
     if marked[-1][1].undo:
         marked[-1][1].undo.pop()
     else:

@@ -75,7 +75,7 @@ def check_lossless(lossless: object, folder: object) -> Offload | None:
 
 
 def own_lossless(past: object, state: PatchState) -> LosslessCache:
-    """Return a cache to go on from, a new one for None.
+    """Return the caller's cache `past`, or a new one for None.
 
     Raises:
         KVPatchError: it is another kind of cache, or of another patch.
@@ -94,9 +94,9 @@ def own_lossless(past: object, state: PatchState) -> LosslessCache:
 
 
 def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, state: PatchState) -> EvictingCache:
-    """Begin a pass over a lossless cache, which fills the budgeted cache that is returned.
+    """Begin a pass over a lossless cache, which reads all entries and fills the budgeted cache (`drafts`), which is returned.
 
-    reader: the decoder. call: its arguments, which are updated.
+    Called by the decoder's pre-hook. reader: the decoder. call: its arguments, which are updated.
     """
     tokens = call.get("input_ids")
     if tokens is None or tokens.shape[0] != 1:
@@ -124,7 +124,7 @@ def check_room(reader: nn.Module, tokens_1N: Tensor, cache: LosslessCache, state
 
 
 def end_pass(output: Any, cache: LosslessCache) -> Any:
-    """End a pass over a lossless cache, and put this into the output where the budgeted cache (`drafts`) stands."""
+    """End a pass over a lossless cache after the decoder, and put it into the output in place of its budgeted cache."""
     cache.end()
     if isinstance(output, tuple):
         return tuple(cache if one is cache.drafts else one for one in output)
@@ -138,7 +138,7 @@ def end_pass(output: Any, cache: LosslessCache) -> Any:
 
 
 def _check_rotations(model: Any, prompt: int, longest: int) -> None:
-    """Raise KVPatchError if a text of `longest` tokens would be rotated anew on the way, which verified entries are not."""
+    """Raise KVPatchError if a text of `longest` tokens must be rotated anew on the way: entries on the host are not."""
     limit = switch_length(model)
     if limit is None or longest - 1 <= limit:  # the last token is not read
         return
@@ -151,7 +151,7 @@ def _check_rotations(model: Any, prompt: int, longest: int) -> None:
 
 
 def _check_processors(processors: Iterable[Any]) -> None:
-    """Raise KVPatchError for a processor that goes on from its last call, since drafts that are rejected call it too."""
+    """Raise KVPatchError for a processor of logits with a state, since tokens of rejected drafts would change it too."""
     for one in processors:
         if isinstance(one, STATEFUL):
             raise KVPatchError(
@@ -167,6 +167,7 @@ class Drafter(CandidateGenerator):
     """
 
     def __init__(self, model: Any, cache: LosslessCache, processors: Any, config: GenerationConfig, state: PatchState) -> None:
+        """Begin a generate(), of which `config` is the configuration, with drafts of FIRST tokens. processors: of logits."""
         self.model, self.cache, self.processors, self.state = model, cache, processors, state
         self.samples = bool(config.do_sample)
         self.longest: int = config.max_length
@@ -176,7 +177,10 @@ class Drafter(CandidateGenerator):
 
     @torch.no_grad()
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> Any:
-        """Draft tokens behind input_ids [1,N]; return [1,N+g], and the logits [1,g,V] that they were drawn from."""
+        """Draft tokens that follow input_ids [1,N]; return [1,N+g], and if sampled the logits [1,g,V] they were drawn from.
+
+        Called by transformers before each verifying pass. The budgeted cache reads the drafted tokens.
+        """
         before, self.drafted, drafts = input_ids.shape[1], 0, self.cache.drafts
         wanted = min(self.length, self.longest - before - 1)
         if not self.cache.drafting or wanted <= 0 or drafts.seen != before - 1:  # a pass reads the text first
@@ -195,7 +199,7 @@ class Drafter(CandidateGenerator):
         return text, torch.stack(logits, 1) if self.samples and logits else None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Adapt the length of drafts."""
+        """Count the accepted tokens, and adapt the length of the next drafts. Called by transformers after a verifying pass."""
         accepted, verified = int(num_matches), self.cache.verified
         if not self.drafted:
             return
@@ -208,7 +212,7 @@ class Drafter(CandidateGenerator):
 
 
 def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Wrap the method that makes the candidates of assisted decoding."""
+    """Wrap the method by which a model makes the drafting object of assisted decoding: a Drafter for a lossless cache."""
 
     def _get_candidate_generator(self: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         cache = cache_of(kwargs["model_kwargs"])
@@ -219,7 +223,7 @@ def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
     return _get_candidate_generator
 
 
-class CriteriaBehindPrompt(StoppingCriteriaList):
+class CriteriaAfterPrompt(StoppingCriteriaList):
     """Stopping criteria that never stop at the prompt, of which older transformers ask them where nothing is drafted."""
 
     def __init__(self, criteria: StoppingCriteriaList, prompt: int) -> None:
@@ -241,7 +245,7 @@ def generate(
     taken_as: str,
     strings: str | list[str] | None,
 ) -> Any:
-    """Run generate() with a lossless cache, and the loop that drafts and verifies.
+    """Run generate() once with a lossless cache, by transformers' loop that drafts and verifies.
 
     run: the function that is wrapped; args, kwargs: its arguments. given: the ids among them. taken_as: its name of the cache.
     strings: that end the text, of its arguments or of a configuration.
@@ -265,6 +269,7 @@ def generate(
         kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
 
     def decode(model: Any, input_ids: Tensor, generation_config: GenerationConfig, **others: Any) -> Any:
+        """Stand for the loop that generate() would choose, with arguments that it has prepared."""
         if generation_config.get_generation_mode(None) not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise KVPatchError("lossless=True generates greedily or by sampling: leave beams and other searches out.")
         if len(input_ids) != 1:
@@ -277,7 +282,7 @@ def generate(
             for ids_1Q in input_ids[:, read:-1].split(piece or input_ids.shape[1], 1):
                 model(ids_1Q, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         cache.again = len(cache.ids)
-        others["stopping_criteria"] = CriteriaBehindPrompt(others["stopping_criteria"], input_ids.shape[1])
+        others["stopping_criteria"] = CriteriaAfterPrompt(others["stopping_criteria"], input_ids.shape[1])
         vars(generation_config)[CRITERIA] = others["stopping_criteria"]  # of this call's own configuration
         others.pop("streamer", None)
         return model._assisted_decoding(input_ids, generation_config=generation_config, streamer=streamer, **others)

@@ -1,4 +1,4 @@
-"""Offsets of positions behind images: Qwen's models that read images keep one for each row of a batch, as `rope_deltas`.
+"""Offsets of positions after images: Qwen's models that read images keep one for each row of a batch, as `rope_deltas`.
 
 It is of the text that the model has read last. A cache notes its own, and the model gets it back where the cache goes on.
 """
@@ -44,12 +44,15 @@ def forget_offsets(model: Any) -> None:
 
 
 def give_back_offsets(model: nn.Module, cache: EvictingCache, B: int | None) -> None:
-    """Set the offsets of a cache's text on the model or on the modules that keep them. B: rows of the next pass."""
-    own = cache.ids.offsets_B1
-    if own is None or not cache.get_seq_length():
+    """Set the offsets of a cache's text on the modules that keep them (`rope_deltas`), before the cache goes on.
+
+    B: rows of the next pass, if known.
+    """
+    noted = cache.ids.offsets_B1
+    if noted is None or not cache.get_seq_length():
         return
-    each = len(own) // B if B and len(own) % B == 0 else 1  # a text's row is given once for all its beams
+    each = len(noted) // B if B and len(noted) % B == 0 else 1  # a text's row is given once for all its beams
     # a step, whose model keeps them itself, has no time to look through its modules
     holders: list[Any] = [model] if has_offsets(model) else [*filter(has_offsets, model.modules())]
     for holder in holders:
-        holder.rope_deltas = own[::each]
+        holder.rope_deltas = noted[::each]

@@ -18,7 +18,7 @@ from .state import PatchState
 
 
 def check(cache: EvictingCache, state: PatchState) -> None:
-    """Raise KVPatchError if `cache` belongs to another patch."""
+    """Raise KVPatchError if `cache` was made under a patch of other settings, or its layers have other shapes."""
     if cache.settings is state.settings:
         return
     for name, there, here in cache.settings.list_differences(state.settings.first_layers(cache.settings.numbers[-1] + 1)):
@@ -32,7 +32,11 @@ def check(cache: EvictingCache, state: PatchState) -> None:
 
 
 def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) -> None:
-    """Note the model that reads a cache's text; raise KVPatchError if another has read it so far, or this one has changed."""
+    """Note on a cache which model reads its text (`read_by`), before each prompt.
+
+    Raises:
+        KVPatchError: another model has read it so far, this one has changed since, or is not the one a calibration is of.
+    """
     attn = next((module for module in decoder.modules() if qualified_name(module) in state.adapter.classes), None)
     if attn is not None:  # FSDP gives a module that it wraps another class
         refuse_replaced(attn, state.adapter)
@@ -64,7 +68,7 @@ def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
 
 
 def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:
-    """Raise KVPatchError if a cache was read by another model than `now`, or before it changed."""
+    """Raise KVPatchError if the stamp of who has read a cache differs from `now`, the stamp of the model that would go on."""
     changed = None if cache.read_by is None else cache.read_by.differs(now)
     if changed is None:
         return
@@ -76,11 +80,11 @@ def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:
     )
 
 
-def begun(prefix: Prefix, state: PatchState) -> EvictingCache:
-    """Return a cache for texts that begin with `prefix`; its first pass checks the model, and makes a row of each text.
+def start_from_prefix(prefix: Prefix, state: PatchState) -> EvictingCache:
+    """Return a new cache for texts that begin with `prefix`, of one row; the first pass repeats it for each text.
 
     Raises:
-        KVPatchError: it was read under other settings.
+        KVPatchError: the prefix was read under other settings.
     """
     cache = prefix.copy()
     cache.request.spread = True
@@ -111,7 +115,7 @@ def check_shape(found: tuple[int, int], state: PatchState) -> None:
 
 
 def check_layers(past: Cache, state: PatchState) -> None:
-    """Raise KVPatchError if another model has filled a transformers cache."""
+    """Raise KVPatchError if the shapes of a transformers cache's entries show that another model has filled it."""
     if isinstance(past, EvictingCache) or not isinstance(past, Cache):
         return  # the conversion raises the error
     first = past.layers[0] if past.layers else None

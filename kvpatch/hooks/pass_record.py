@@ -51,6 +51,7 @@ class TextRecord:
     """
 
     def __init__(self, log: Any, cache: EvictingCache, made_here: bool = False) -> None:
+        """Begin the record of a cache at its first pass under a patch."""
         self.log, self.cache, self.made_here = log, weakref.ref(cache), made_here
         self.acted = False
         self.number = 0
@@ -61,15 +62,18 @@ class TextRecord:
         self.room = min((layer.mode.filling for layer in layers if layer.mode.evicts), default=MAX_POSITION)
         self.timing: Timing | None = None
 
-    def step(self, cache: EvictingCache, Q: int) -> bool:
-        """Tell if the budget acts in a pass of Q generated tokens."""
+    def acts_in_step(self, cache: EvictingCache, Q: int) -> bool:
+        """Tell if the budget acts in a pass of Q generated tokens. Changes nothing."""
         return self.evicted or cache.seen + Q - 1 - self.base > self.room
 
-    def prompt(self, cache: EvictingCache, now: Forward, Q: int) -> bool:
-        """Tell if the budget acts in a pass of Q columns that reads some of a prompt."""
+    def note_prompt(self, cache: EvictingCache, now: Forward, Q: int) -> bool:
+        """Tell if the budget acts in a pass of Q columns that reads some of a prompt, which may end in it.
+
+        Changes `evicted`, and at the prompt's end `base` and `room`, which tell of the steps that follow.
+        """
         settings, seen = cache.settings, cache.seen
         acted = self.evicted = self.evicted or seen - self.base > self.room
-        if not now.n_B:
+        if not now.n_B:  # the prompt does not end in this pass
             return acted
         keep_B = [MAX_POSITION] * len(now.n_B) if now.keeps_all else _count_kept(settings, now)
         for block in now.blocks[:-1]:

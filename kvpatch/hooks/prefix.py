@@ -19,7 +19,7 @@ from .target import Target
 
 
 def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) -> Prefix:
-    """Return the prefix of these tokens, read if the patch does not have it, or if the model has changed since.
+    """Return the prefix of these tokens; read it if the patch does not have it, or the model has changed. For Patch.prefix.
 
     Raises:
         KVPatchError: these are no tokens of one text, or the patch is not in force.
@@ -44,6 +44,7 @@ def renew_prefix(target: Target, owner: weakref.ref[PatchState], prefix: Prefix)
 
 
 def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> Prefix:
+    """Read tokens into a new cache by one pass of the patched decoder, and make the Prefix of that cache."""
     cache, ids_1N = state.new_cache(), torch.tensor([tokens], device=target.devices()[0])
     with torch.no_grad():
         target.decoder(input_ids=ids_1N, use_cache=True, **{state.cache_name: cache})

@@ -22,7 +22,10 @@ from .state import Changed, PatchState, by_kind, pass_mask, put_aside
 
 
 def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, record: Record) -> Changed:
-    """Begin a pass that follows the record: `call` gets a mask that carries it, and positions where it has none."""
+    """Begin a pass in which queries see what they saw when `record` was made; the decoder's pre-hook calls it in a replay.
+
+    Changes `call`, the decoder's arguments: a mask that carries the ReplayPass to the layers, and positions if it has none.
+    """
     if cache_of(call) is not None:
         raise KVPatchError(
             f"A replay reads whole texts without a cache: leave out {CACHE}, and call generate() outside the block, or "
@@ -30,19 +33,19 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
         )
     refuse("replay", state.settings.combine(untold=state.places_itself))
     inputs.refuse_pass(call, decoder)
-    tokens = inputs.tokens(call, decoder)
+    tokens = inputs.find_tokens(call, decoder)
     if tokens is None or not tokens.shape[1]:
         return None  # the model raises the error
     if call.get("input_ids") is None:
         raise KVPatchError("A replay knows a text by its token ids: give input_ids, not inputs_embeds.")
     B, Q = tokens.shape
-    mask = inputs.padding_mask(call.get("attention_mask"), B)
+    mask = inputs.check_padding_mask(call.get("attention_mask"), B)
     if mask is not None and mask.shape[1] != Q:
         raise KVPatchError(f"attention_mask has {mask.shape[1]} columns, but input_ids have {Q}: a replay takes whole texts.")
-    inputs.position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
-    inputs.one_text_a_row(call)
+    inputs.check_position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
+    inputs.refuse_packed_rows(call)
     real_BQ = torch.ones(B, Q, dtype=torch.bool, device="cpu") if mask is None else mask.cpu().bool().expand(B, -1)
-    text_B = match(record, tokens.cpu(), real_BQ)
+    text_B = match_rows(record, tokens.cpu(), real_BQ)
     positions_BQ = (real_BQ.long().cumsum(-1) - 1).masked_fill(~real_BQ, -1)
     gaps = real_BQ.flip(-1).long().cumsum(-1).flip(-1).bool() & (real_BQ.long().cumsum(-1) > 0) & ~real_BQ
     mine = positions_BQ.to(tokens.device)
@@ -57,8 +60,8 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
     return (), call
 
 
-def match(record: Record, ids_BQ: Tensor, real_BQ: Tensor) -> Tensor:
-    """Return the recorded text of each row [B]: the row is its beginning, but for the last token, which nothing follows.
+def match_rows(record: Record, ids_BQ: Tensor, real_BQ: Tensor) -> Tensor:
+    """Return for each row the number [B] of the recorded text that begins like it; a row's last token may be another.
 
     Raises:
         KVPatchError: a row is no recorded text.
@@ -70,7 +73,7 @@ def match(record: Record, ids_BQ: Tensor, real_BQ: Tensor) -> Tensor:
 
 
 def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
-    """Return the number of the recorded text that a row's ids are. Raises KVPatchError if it is none."""
+    """Return the number of the recorded text that begins with a row's ids, the last apart. Raises KVPatchError if none does."""
     n = len(ids_Q)
     width = min(n, known_NT.shape[1])
     same_NT = known_NT[:, :width] == ids_Q[:width]
@@ -92,7 +95,7 @@ def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
 
 @contextmanager
 def follow(state: PatchState, model: dict[str, Any], record: Record | Sequence[Record], in_force: bool) -> Iterator[None]:
-    """Let passes without a cache follow a record inside a with-block: see Patch.replay.
+    """Make passes without a cache follow a record inside a with-block, by `state.replayed`. Called by Patch.replay.
 
     model: its class and shapes. in_force: the patch was not removed.
     """
@@ -112,7 +115,10 @@ def follow(state: PatchState, model: dict[str, Any], record: Record | Sequence[R
 
 
 def find_record(state: PatchState, model: dict[str, Any], cache: EvictingCache | None) -> Record:
-    """Return what each query attended to in a cache, or in the one used last: see Patch.record. model: its class and shapes."""
+    """Return the record of what each query attended to in a cache, by default the one used last. Called by Patch.record.
+
+    model: its class and shapes, which a replay compares.
+    """
     if not state.settings.record:
         raise KVPatchError("Nothing was recorded: write patched(model, ..., record=True).")
     if cache is not None:

@@ -41,9 +41,10 @@ class RunLog:
     "full", over all tokens of a lossless cache.
     """
 
-    def __init__(self, settings: CacheSettings, exact: bool = False) -> None:
+    def __init__(self, settings: CacheSettings, lossless: bool = False) -> None:
+        """Begin an empty log for a patch."""
         self.settings = settings
-        self.exact = exact  # lossless: no word is said of a pass in which nothing is evicted
+        self.lossless = lossless  # no warning of a pass in which nothing is evicted
         self.passes = {kind: Passes() for kind in ("training", "no_cache", "prompt", "decode", "full")}
         self.dropped = 0  # prompts whose cache was freed without being used again
         self.last: Snapshot | None = None
@@ -56,8 +57,11 @@ class RunLog:
 
     # ---- called by the hooks ----
 
-    def own_code(self, call: dict[str, Any], training: bool) -> None:
-        """Count a pass of the model's own code, in which nothing is evicted. call: the decoder's arguments."""
+    def count_own_code(self, call: dict[str, Any], training: bool) -> None:
+        """Count a pass that the model's own code runs, so that nothing is evicted; warn once if the policy would evict.
+
+        call: the decoder's arguments.
+        """
         tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.ndim < 2 or not tokens.shape[1]:
             return  # the model raises the error
@@ -67,17 +71,20 @@ class RunLog:
             self._warn_once(kind, tokens.shape[1])
 
     def begin(self, cache: EvictingCache, training: bool, made_here: bool) -> None:
-        """Count a pass through `cache`, which passes.begin() has read."""
+        """Count a pass through `cache` that has just begun, by its kind, and note if the budget acts in it.
+
+        The decoder's pre-hook calls this once for each pass. training: of the decoder. made_here: the caller gave no cache.
+        """
         record, now = self.record(cache, made_here), cache.running
         Q, missed = now.positions_BQ.shape[1], cache.seen - record.columns
         if missed > 0:
-            self._count_pass("decode", missed, record.step(cache, 0))  # steps inside a graph of torch.compile
+            self._count_pass("decode", missed, record.acts_in_step(cache, 0))  # steps inside a graph of torch.compile
         if not now.prompt:
-            kind, acted = "decode", record.step(cache, Q)
+            kind, acted = "decode", record.acts_in_step(cache, Q)
             self.time_step(cache)
         else:
-            kind, acted = "prompt", record.prompt(cache, now, Q)
-            if now.lender is not None and cache.seen:
+            kind, acted = "prompt", record.note_prompt(cache, now, Q)
+            if now.lender is not None and cache.seen:  # verifies a draft over all entries
                 kind, acted = "full", False
         if cache.scratch:
             kind = "training" if training else "no_cache"
@@ -87,7 +94,7 @@ class RunLog:
             self._warn_once(kind, max(now.n_B))
 
     def record(self, cache: EvictingCache, made_here: bool = False) -> TextRecord:
-        """Return the record of a cache; a new one if it has none of this log."""
+        """Return the record of a cache's passes; one that has none of this log gets a new one, as `cache.record`."""
         record = cache.record
         if not isinstance(record, TextRecord) or record.log is not self:
             record = cache.record = TextRecord(self, cache, made_here)
@@ -125,8 +132,8 @@ class RunLog:
             self.last = Snapshot.of(cache)
         self._note_unused(cache, record)
 
-    def not_compared(self, why: str | None) -> None:
-        """Say once that generate() goes on without comparing the text it is given with what its cache has read."""
+    def warn_not_compared(self, why: str | None) -> None:
+        """Warn once that generate() goes on without comparing its text with what the cache has read; None: it was compared."""
         with self._lock:
             if why is None or "texts" in self._warned:
                 return
@@ -172,7 +179,7 @@ class RunLog:
         cache.catch_up()
         missed = cache.seen - record.columns
         if missed > 0 and not cache.scratch:
-            acted = record.step(cache, 0)
+            acted = record.acts_in_step(cache, 0)
             record.columns, record.acted = cache.seen, record.acted or acted
             self._count_pass("decode", missed, acted)
 
@@ -186,14 +193,17 @@ class RunLog:
                 self._note_last(record)
 
     def _note_last(self, record: TextRecord) -> None:
-        """Note that a cache is the last one that was used: it is reported on."""
+        """Note that a cache, by its record, is the last one that was used: the report is about it."""
         with self._lock:
             self.number += 1
             record.number = self.newest = self.number
             self._cache = record.cache
 
     def _note_unused(self, cache: EvictingCache, record: PassRecord | None) -> None:
-        """Note a prompt that nothing goes on from: its cache was made for it, and is not used again."""
+        """Count a prompt whose cache was made for it and is not used again, and warn once if the budget did not act in it.
+
+        Called when a cache is freed or the patch removed; does nothing for a cache that went on or was looked at.
+        """
         if not isinstance(record, TextRecord) or not record.made_here or cache.scratch or cache.changes > 1 or cache.was_read:
             return
         record.made_here = False  # once per cache
@@ -205,7 +215,7 @@ class RunLog:
     def _warn_once(self, kind: str, Q: int) -> None:
         """Warn once that the budget cannot act in passes of a kind, and name the argument that would change it."""
         with self._lock:
-            if self.exact or kind in self._warned:
+            if self.lossless or kind in self._warned:
                 return
             self._warned.add(kind)
         pass_, remedy = _TEXTS[kind]

@@ -26,7 +26,10 @@ from .state import Changed, PatchState, by_kind, pass_mask
 
 
 def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, state: PatchState) -> Any:
-    """End a pass that outlasts its last layer; a prompt may be repeated before. A forward hook of the decoder."""
+    """End a pass that its last attention layer has not ended, after each forward of the decoder (a forward hook).
+
+    These are passes of hybrids, prompts to be read a second time, and passes of lossless caches, which the output then names.
+    """
     cache = cache_of(kwargs)
     if torch.compiler.is_compiling() or not isinstance(cache, EvictingCache):
         return None
@@ -39,7 +42,7 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> None:
-    """End a pass that its last layer on the budget has not ended."""
+    """End a pass in all layers; if the policy reads the prompt a second time, run the decoder over it before."""
     now = cache.running
     if now.reread_BN is not None:
         read_again(decoder, cache, state, now.reread_BN)
@@ -51,7 +54,10 @@ def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> No
 
 
 def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_BN: Tensor) -> None:
-    """Run the decoder over what repeats the prompt `ids_BN`, chunk by chunk, and end the prompt in all layers."""
+    """Run the decoder over texts that repeat the prompt `ids_BN` (as KVzip asks), chunk by chunk, then evict in all layers.
+
+    Changes the cache; a hybrid's states are put back after each chunk.
+    """
     now, need = cache.running, cache.settings.policy.needs.find(Rereading)
     assert need is not None
     rows = [[token for token in row if token >= 0] for row in ids_BN.tolist()]
@@ -76,22 +82,25 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
 
 
 def check_second_reading(settings: CacheSettings, seen: int, Q: int, limit: int) -> None:
-    """Raise KVPatchError if what repeats a prompt of Q tokens, the newest of those seen, has no positions left."""
+    """Raise KVPatchError before a prompt of Q tokens if the text that will repeat it needs more positions than there are.
+
+    seen: tokens up to the prompt's end. limit: the model's number of positions.
+    """
     need = settings.policy.needs.find(Rereading)
     assert need is not None
     more = need.longest(Q)
     if seen + more > limit:
         raise KVPatchError(
-            f"Policy {settings.policy.name!r} reads {more} tokens a second time behind {seen}, but this model has "
+            f"Policy {settings.policy.name!r} reads {more} tokens a second time after {seen}, but this model has "
             f"{limit} positions: give chunk= fewer tokens, or shorten the prompt."
         )
 
 
 def note_places(now: Forward, position_ids: Tensor | None, columns: int) -> None:
-    """Note how far the model's positions of each row's last token are from those that are counted from 0.
+    """Set `now.ahead_B1`: how far the model's position of each row's last token is from the one counted without padding.
 
-    Padding in front of a row that gets no position_ids moves its tokens, as the caller's position_ids may: what repeats a
-    prompt must follow it. columns: read before this pass.
+    Padding in front of a row without position_ids moves its tokens, as the caller's position_ids may; the text that repeats
+    a prompt must be moved alike. Called before a prompt that is read a second time. columns: read before this pass.
     """
     counted_BQ = now.positions_BQ
     if position_ids is None:
@@ -103,7 +112,10 @@ def note_places(now: Forward, position_ids: Tensor | None, columns: int) -> None
 
 
 def enter_prepared(call: dict[str, Any], cache: EvictingCache, device: torch.device, state: PatchState) -> Changed:
-    """Enter a pass that was begun before the decoder was called: a part of a second reading, or an edit."""
+    """Put a cache and its mask into `call`, for a pass that was begun before the decoder was called.
+
+    The decoder's pre-hook calls this for a part of a second reading, and for an edit.
+    """
     mask = by_kind(cache.settings.stack, pass_mask(device).as_subclass(PassMask), None, 1)
     set_cache(call, cache, state.cache_name)
     call.update(use_cache=True, attention_mask=mask)

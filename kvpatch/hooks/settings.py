@@ -73,7 +73,7 @@ def bits_of(bits: object) -> int:
 
 
 def check_options(seed: object, block: object, **switches: object) -> None:
-    """Raise KVPatchError for values that no model and no policy could take."""
+    """Raise KVPatchError for values of patched()'s arguments that no model and no policy could take."""
     if block is not None:
         check_count("block", block, "tokens")
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -84,7 +84,7 @@ def check_options(seed: object, block: object, **switches: object) -> None:
 
 
 def policy_of(policy: str | Policy | None, schedule: str | None, options: dict[str, Any], arguments: Sequence[str]) -> Policy:
-    """Return the policy with its options set. arguments: names of patched()'s own arguments, for corrections.
+    """Return the policy with its options set, from patched()'s arguments. arguments: their names, for corrections.
 
     Raises:
         KVPatchError: no policy, an unknown one, an option that it does not have, or a bad value.
@@ -110,7 +110,7 @@ def settings_of(  # noqa: PLR0913 - those of patched()
     strict: bool,
     record: bool,
 ) -> CacheSettings:
-    """Return the settings of a patch of `target`; the arguments are those of `patched`.
+    """Check the arguments of `patched` against the model and each other, and return the settings of the patch.
 
     Raises:
         KVPatchError: the model cannot work with this policy, budget, positions or backend, or these not with one another.
@@ -151,7 +151,10 @@ def settings_of(  # noqa: PLR0913 - those of patched()
 def _parse_budgets(
     k: object, target: Target, bits: int, bounds: tuple[int | None, ...], policy: Policy
 ) -> tuple[Budget, dict[torch.dtype, Budget]]:
-    """Return the budget for keys of the model's dtype; and, if it is in bytes, one for each dtype that keys may have."""
+    """Return the budget for keys of the model's dtype; and, if k is in bytes, one for each dtype that keys may have.
+
+    bounds: window of each layer, or None. Under autocast keys have another dtype than the model.
+    """
 
     def parse(dtype: torch.dtype) -> Budget:
         sizes = {"bytes_per_token": target.bytes_per_token(bits, dtype), "fixed": target.bytes_of_centres(bits, dtype)}

@@ -15,7 +15,7 @@ from ..policies.parallel import WHOLE, Parallel
 
 
 def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -> Parallel:
-    """Return the sharding of `model`; WHOLE if every process computes all heads.
+    """Return how `model` is shared among processes, before it is patched; WHOLE if every process computes all heads.
 
     Raises:
         KVPatchError: heads cannot be divided evenly, or the sharding is of another kind.

@@ -51,7 +51,10 @@ def list_hooks(shell: nn.Module | None, decoder: nn.Module, state: PatchState) -
 def before_outer(
     outer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], state: PatchState
 ) -> Changed:
-    """Note the token ids that a model is given, of which its decoder gets embeddings alone, and begin a prefix."""
+    """Note in `state.merged` the token ids a multimodal model is given, whose decoder gets embeddings: its forward pre-hook.
+
+    A Prefix among the arguments is replaced by a cache that starts from it. The model's offsets are set to the cache's.
+    """
     if torch.compiler.is_compiling():
         return None
     call = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -59,7 +62,7 @@ def before_outer(
     state.merged.reader = weakref.ref(outer)
     past, changed = cache_of(call), None
     if isinstance(past, Prefix) and cache_of(kwargs) is past:  # the model may ask a cache for its length first
-        past = ownership.begun(past, state)
+        past = ownership.start_from_prefix(past, state)
         changed = args, {name: past if name in CACHE_NAMES else value for name, value in kwargs.items()}
     if ids is not None and call.get("position_ids") is None and (past is None or _is_empty(past)):
         offsets.forget_offsets(outer)
@@ -75,6 +78,7 @@ def _is_empty(past: Any) -> bool:
 def _before_shell(
     shell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inner: str, names: tuple[str, ...], state: PatchState
 ) -> Changed:
+    """Begin a pass at a model that makes its decoder's masks: its forward pre-hook. inner: the decoder's name in it."""
     call, decoder = {**dict(zip(names, args, strict=False)), **kwargs}, shell.get_submodule(inner)
     if not runs_own_code(decoder, call, state):
         _refuse_open_masks(shell, call)
@@ -82,7 +86,7 @@ def _before_shell(
 
 
 def _before_inner(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Changed:
-    """Leave a pass to the shell that made its masks; a decoder that is called without it begins one itself."""
+    """Begin a pass at the decoder (its forward pre-hook), unless the model around it made its masks and began one already."""
     mask = kwargs.get("attention_mask")
     made = isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4)
     return None if made else before_decoder(decoder, args, kwargs, state)

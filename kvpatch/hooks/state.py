@@ -39,6 +39,7 @@ MISSING = _Missing.MISSING  # the same object in a deep copy
 
 
 def _refuse_pickle(self: object, protocol: object) -> Any:
+    """Raise KVPatchError in place of pickling: pickle and torch.save call this `__reduce_ex__` of a patched model's state."""
     raise KVPatchError(
         "A patched model cannot be pickled, nor saved whole by torch.save: leave the block or call Patch.remove() first, or "
         "save model.state_dict(). (copy.deepcopy works: the copy evicts by the same settings.)"
@@ -56,6 +57,7 @@ class Mark:
         self.undo: list[Callable[[nn.Module], None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        """Copy the mark with a module that is deep-copied, so that the copy can be unpatched as well."""
         new = memo[id(self)] = Mark(self.policy)
         new.undo = copy.deepcopy(self.undo, memo)
         return new
@@ -83,12 +85,12 @@ class Merged(threading.local):
     reader: weakref.ref[nn.Module] | None = None
 
     def take(self, B: int, Q: int) -> Tensor | None:
-        """Return the ids of a pass of this shape, once."""
+        """Return the ids if they are of a pass of this shape, and clear them; the decoder's pre-hook calls this."""
         ids, self.ids = self.ids, None
         return ids if ids is not None and ids.shape == (B, Q) else None
 
     def take_reader(self) -> nn.Module | None:
-        """Return the model around the decoder, once."""
+        """Return the model around the decoder in which this pass has begun, or None, and clear it."""
         reader, self.reader = self.reader, None
         return None if reader is None else reader()
 
@@ -133,8 +135,9 @@ class PatchState:
         places_itself: str | None,
         options: RunOptions,
     ) -> None:
+        """Hold the facts of one patch; called once, before it is installed."""
         self.settings, self.adapter, self.max_positions, self.shapes = settings, adapter, max_positions, shapes
-        self.decoder_parameters, self.log = decoder_parameters, RunLog(settings, exact=options.offload is not None)
+        self.decoder_parameters, self.log = decoder_parameters, RunLog(settings, options.offload is not None)
         self.cache_name = next((name for name in CACHE_NAMES if name in decoder_parameters), CACHE)
         self.aside: dict[str, tuple[Any, Any]] = {}
         self.capturing = Capturing()
@@ -171,9 +174,10 @@ def pass_mask(device: torch.device) -> Tensor:
 
 
 def by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: int) -> Tensor | dict[str, Tensor | None]:
-    """Return the mask of a pass of Q columns as its decoder takes it: a hybrid's is one for each kind of layer.
+    """Return the mask of a pass of Q columns as its decoder takes it: one tensor, or for a hybrid one by kind of layer.
 
     Layers with a state must not read padding: they get the padding mask of the new columns, or None where there is none.
+    stack: of a hybrid, or None. mask: for the layers that attend. real_BT: the caller's padding mask.
     """
     if stack is None or not stack.states:
         return mask
@@ -190,11 +194,14 @@ def put_attribute(module: nn.Module, name: str, value: object) -> None:
 
 
 def put_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool) -> None:
-    """Set the decoder's attributes that an adapter replaces during a pass under the patch."""
+    """Set the decoder's attributes that an adapter replaces: to the patch's values (`ours`) or back to the model's.
+
+    Called where a pass begins. aside: by attribute, the model's value and ours.
+    """
     for name, values in aside.items():
         put_attribute(decoder, name, values[ours])
 
 
 def is_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool) -> bool:
-    """Tell if these attributes of the decoder are in place already, the model's own or ours."""
+    """Tell if the attributes that `put_aside` sets have the patch's values (`ours`), or the model's; nothing is changed."""
     return all(vars(decoder).get(name, MISSING) is values[ours] for name, values in aside.items())

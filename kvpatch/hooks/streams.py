@@ -27,7 +27,7 @@ class Outcome:
     error: BaseException | None = None
 
     def keep(self, call: Callable[[], Any], end: Callable[[], None]) -> None:
-        """Run `call` and keep its value; an error is kept too, and `end` ends the stream that would else wait for more."""
+        """Run `call` in a thread and keep its value; keep an error too, and then call `end`: the stream would wait for more."""
         try:
             self.value = call()
         except BaseException as error:

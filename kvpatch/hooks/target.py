@@ -68,14 +68,17 @@ class Target:
         outer: nn.Module | None,
         stack: Stack | None,
         given: nn.Module,
-    ):
+    ) -> None:
+        """Hold what `find` has found."""
         self.attentions, self.readers = attentions, readers
         self.decoder, self.generators, self.parallel = decoder, generators, parallel
         self.shell, self.outer, self.stack, self.given = shell, outer, stack, given
 
     @classmethod
     def find(cls, model: nn.Module, *, auto: bool = True) -> Target:
-        """Find the attention modules, the decoder and its generate() methods, and check that they can be patched.
+        """Find the attention modules, the decoder and the models with generate(), and check that they can be patched.
+
+        Called before a model is patched; changes nothing.
 
         Args:
             model: the model.
@@ -128,7 +131,7 @@ class Target:
         return cls(own, readers, decoder, generators, parallel_of(model, found), shell, outer, stack, model)
 
     def modules(self) -> Iterator[tuple[int, bool, tuple[nn.Module, Adapter]]]:
-        """Yield the index of the layer whose keys a module uses, if another module writes them, the module and its adapter."""
+        """Yield for each attention module the index of the layer whose keys it uses, if it only reads them, and the module."""
         yield from ((layer, False, pair) for layer, pair in enumerate(self.attentions))
         yield from ((layer, True, pair) for layer, pair in self.readers)
 
@@ -155,7 +158,7 @@ class Target:
         return () if self.outer is None else _read_token_ids(self.outer, SOUND_TOKENS)
 
     def check_projection(self, policy: Policy) -> None:
-        """Raise KVPatchError if an adapter has no plain output projection, by which a policy weighs values."""
+        """Raise KVPatchError if an adapter has no plain output projection, which the policy multiplies values with."""
         for module, adapter in self.attentions:
             automatic = isinstance(adapter, AutomaticAdapter)
             obstacle = None if adapter.projects else "more than a projection"
@@ -163,7 +166,10 @@ class Target:
             refuse("output projection", FeatureSet(policy, adapter=adapter.name, row=row, obstacle=obstacle))
 
     def check_rotations(self, policy: Policy, renumbered: bool = False) -> None:
-        """Raise KVPatchError if an adapter cannot renumber positions, or undo rotations for a policy that asks for it."""
+        """Raise KVPatchError if an adapter cannot do with positions what is asked: renumber them, or undo their rotation.
+
+        Called when a model is patched. renumbered: positions="renumbered"; else the policy may ask to undo rotations.
+        """
         if not renumbered and policy.needs.lookahead is None:
             return
         for _, adapter in self.attentions:
@@ -176,7 +182,10 @@ class Target:
         return next((adapter.name for module, adapter in self.attentions if adapter.slopes(module) is not None), "")
 
     def check_calibration(self, policy: Policy) -> None:
-        """Raise KVPatchError unless the calibration that a policy needs is of this model."""
+        """Raise KVPatchError unless the calibration that a policy needs is there, is of this model and has all layers.
+
+        Called when a model is patched. A calibration is a file of numbers measured or learned on the model (kvpatch calibrate).
+        """
         calibrated = policy.needs.find(Calibrated)
         if calibrated is None:
             return
@@ -213,12 +222,15 @@ class Target:
                     )
 
     def check_identity(self, model: Mapping[str, Any], what: str, command: str) -> None:
-        """Raise KVPatchError unless `model`, the identity that `what` has from a command, is this model's."""
-        own = self.identity()
-        for name in dict.fromkeys((*model, *own)):
-            if model.get(name) != own.get(name):
+        """Raise KVPatchError unless `model`, an identity noted in a file, is this model's.
+
+        what: the argument that has the file, such as "calibration=". command: makes such a file.
+        """
+        here = self.identity()
+        for name in dict.fromkeys((*model, *here)):
+            if model.get(name) != here.get(name):
                 raise KVPatchError(
-                    f"{what} is of another model: {name} is {model.get(name)!r:.60} there and {own.get(name)!r} here. Run "
+                    f"{what} is of another model: {name} is {model.get(name)!r:.60} there and {here.get(name)!r} here. Run "
                     f"`{command}` on this model, in this dtype."
                 )
 
@@ -240,13 +252,13 @@ class Target:
         for module, adapter in self.attentions:
             H, D = adapter.kv_shape(module)
             group = None if queries is None else queries // H
-            own = H // self.parallel.size
+            here = H // self.parallel.size  # heads on this process
             value, latent = adapter.value_size(module), adapter.latent(module)
-            shapes.append(LayerShape(own, D, value, group, adapter.sliding(module), latent))
+            shapes.append(LayerShape(here, D, value, group, adapter.sliding(module), latent))
         return shapes
 
     def list_cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
-        """Yield the description of each layer's tasks for a backend."""
+        """Yield a Case for each layer, by which backends say if they can serve it when a model is patched."""
         fresh = policy.needs.fresh
         dtype = dtype_of(self.decoder)
         for module, adapter in self.attentions:
@@ -333,6 +345,7 @@ def _read_token_ids(model: Any, names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _refuse_prefix_tuning(model: nn.Module) -> None:
+    """Raise KVPatchError for a model with a PEFT adapter that makes keys and values of its own."""
     for config in getattr(model, "peft_config", {}).values() if hasattr(model, "peft_config") else ():
         kind = str(getattr(config, "peft_type", ""))
         if "PREFIX" in kind or "CARTRIDGE" in kind:

@@ -33,7 +33,7 @@ class Given:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], seen: int) -> Given:
-        """Find them among generate()'s arguments."""
+        """Find the tokens and the padding mask among generate()'s arguments. seen: columns that its cache has read."""
         mask = kwargs.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         embeds = kwargs.get("inputs_embeds")
@@ -58,7 +58,7 @@ class Given:
 
 
 def check_mask(given: Given) -> None:
-    """Raise KVPatchError unless the mask covers the given tokens, or these and the tokens that the cache has seen."""
+    """Raise KVPatchError before generate() unless its mask has a column for each given token, or for those seen before, too."""
     mask, new, seen = given.mask, given.columns, given.seen
     if mask is not None and new is not None and mask.shape[1] not in (new, seen + new):
         whole = f"{new}, or " if new > seen else ""  # fewer are no whole text
@@ -70,7 +70,9 @@ def check_mask(given: Given) -> None:
 
 
 def check_text(given: Given, cache: EvictingCache) -> str | None:
-    """Compare what generate() is given with every token that the cache has read; return why some cannot be compared.
+    """Compare the text that generate() is given with what its cache has read, before it runs.
+
+    Returns the reason that some tokens cannot be compared, or None.
 
     Raises:
         KVPatchError: the text is another one, or brings nothing new.
@@ -100,7 +102,7 @@ def check_text(given: Given, cache: EvictingCache) -> str | None:
 
 
 def _check_ids(ids_BT: Tensor, known_BT: Tensor) -> None:
-    """Raise KVPatchError if the text so far is not the one that the cache has read."""
+    """Raise KVPatchError if token ids differ from those that the cache has read in the same columns."""
     given_BT = _rows_like(ids_BT, known_BT)
     if given_BT is None:
         return  # another batch, which the pass refuses
@@ -114,7 +116,7 @@ def _check_ids(ids_BT: Tensor, known_BT: Tensor) -> None:
 
 
 def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
-    """Repeat a given row for each of its beams in the cache; None if the numbers of rows do not fit."""
+    """Return given rows repeated for each of their beams, to be compared with a cache's rows; None if these are no multiple."""
     each = len(known_BT) // len(given_BT)
     if len(known_BT) == 1:
         return given_BT  # of a prefix, which all rows begin with
@@ -122,7 +124,10 @@ def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
 
 
 def check_seen_mask(mask_BT: Tensor, cache: EvictingCache, Q: int) -> None:
-    """Raise KVPatchError if the mask of a pass of Q columns contradicts the padding of those that the cache has read."""
+    """Raise KVPatchError before a pass of Q columns if its mask contradicts the padding that the cache has read.
+
+    Nothing is compared if the cache does not know all of its ids, or was joined from several.
+    """
     known_BT, seen = cache.ids.ids_BT, cache.get_seq_length()
     if known_BT is None or known_BT.shape[1] != seen or mask_BT.shape[1] != seen + Q or cache.rows.joined:
         return
@@ -130,9 +135,9 @@ def check_seen_mask(mask_BT: Tensor, cache: EvictingCache, Q: int) -> None:
 
 
 def _check_padding(mask_BT: Tensor, known_BT: Tensor, edited: int = 0) -> None:
-    """Raise KVPatchError if the mask takes a token for padding that the cache has read, or padding for a token.
+    """Raise KVPatchError if a mask has 0 where the cache has read a token, or 1 where it has read padding.
 
-    edited: columns of which tokens may be gone.
+    known_BT: ids that the cache has read, PADDING or UNKNOWN. edited: first columns, of which tokens may have been forgotten.
     """
     real_BT = _rows_like(mask_BT.to(known_BT.device).bool(), known_BT)
     if real_BT is None:
@@ -149,6 +154,6 @@ def _check_padding(mask_BT: Tensor, known_BT: Tensor, edited: int = 0) -> None:
     take_out = f"cache.forget([({at}, {at + 1})], row={own}) takes that token out. " * (here == "padding")
     raise KVPatchError(
         f"attention_mask has {here} at column {column} of row {row}, where the cache has read {there}: give the mask of the "
-        "text that it has read, with ones for what was generated, behind an early end too (without a mask generate() takes pad "
+        "text that it has read, with ones for what was generated, after an early end too (without a mask generate() takes pad "
         f"tokens for padding). {take_out}{ANEW}"
     )

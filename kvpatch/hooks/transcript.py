@@ -40,9 +40,10 @@ class Rendered:
 
 
 class Template:
-    """A tokenizer's chat template, with what it takes beside the messages (such as tools, or enable_thinking)."""
+    """A tokenizer's chat template, with what it takes besides the messages (such as tools, or enable_thinking)."""
 
     def __init__(self, tokenizer: Any, arguments: dict[str, Any]) -> None:
+        """Take a tokenizer that has a chat template. arguments: of apply_chat_template(), besides the messages."""
         if getattr(tokenizer, "chat_template", None) is None:
             raise KVPatchError(
                 "This tokenizer has no chat template: give that of an instruct model, or set tokenizer.chat_template before "
@@ -56,7 +57,10 @@ class Template:
         return self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=answer, **self._arguments)
 
     def render(self, messages: list[Message], left_out: frozenset[int] = frozenset()) -> Rendered:
-        """Render messages and the header of an answer; one of `left_out` is not written, and begins where the next one does."""
+        """Return the text of messages with the header of an answer, and where in it each message begins. Changes nothing.
+
+        left_out: indices of messages that are not written; such a one begins where the next one does.
+        """
         keep = [index not in left_out for index in range(len(messages))]
         kept = [one for one, stays in zip(messages, keep, strict=True) if stays]
         text, begins = self._write(kept, True), [0]
@@ -65,7 +69,7 @@ class Template:
         return Rendered(text, [begins[count] for count in accumulate(keep, initial=0)])
 
     def render_turn(self, messages: list[Message], left_out: frozenset[int]) -> Rendered:
-        """Run `render`; raise KVPatchError if the template writes nothing of the newest message, whose role it may not know."""
+        """Render as `render` does, for a new turn; raise KVPatchError if the template does not write the newest message."""
         rendered, newest = self.render(messages, left_out), messages[-1]
         other = {**newest, "content": newest["content"] + "\0"}
         if self.render([*messages[:-1], other], left_out).text == rendered.text:
@@ -76,7 +80,7 @@ class Template:
         return rendered
 
     def _find_end(self, text: str, messages: list[Message]) -> int:
-        """Return where the first messages of a text end.
+        """Return the index in a rendered text at which its first messages, `messages`, end.
 
         Where the template writes them otherwise if nothing follows, one and two more messages tell the end; where it refuses
         two, the next one's header is taken for theirs.
@@ -92,9 +96,9 @@ class Template:
         return count_common(text, once)
 
     def rewrite(self, messages: list[Message], index: int, content: str, read: Transcript) -> tuple[str, list[int]] | None:
-        """Replace one message's content: return the text that was read with it, and the new message's ids with its header.
+        """Return what replaces a message: the whole text that was read with the new `content`, and the message's new ids.
 
-        None: the template writes other messages differently then.
+        The ids have the message's header. None: the template then writes other messages differently. Nothing is changed.
         """
         changed = [*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]]
         old, new = (self.render(all_of_them, read.left_out) for all_of_them in (messages, changed))
@@ -113,11 +117,12 @@ class Template:
             return ""
 
     def tokenize(self, rendered: Rendered, read: Transcript) -> tuple[list[int], list[int]]:
-        """Return the token ids behind the text that was read, and the index in them at which each unread message begins."""
+        """Return the token ids of what follows the text that was read, and where in them each unread message begins."""
         known = len(read.text)
         begins = [max(one - known, 0) for one in rendered.begins[len(read.starts) :]]
         unread = rendered.text[known:]
         if not getattr(self._tokenizer, "is_fast", False):
+            # a slow tokenizer tells no offsets: cut the text where messages begin, and count the ids of each piece
             parts = [unread[start:stop] for start, stop in zip([0, *begins], [*begins, None], strict=True)]
             ids = [self._tokenizer(part, add_special_tokens=False).input_ids if part else [] for part in parts]
             return [*chain(*ids)], list(accumulate(map(len, ids[:-1])))
@@ -133,9 +138,10 @@ def count_common(one: str, other: str) -> int:
 
 
 def find_dropped(read: str, text: str, pieces: list[str]) -> tuple[tuple[int, int], str] | None:
-    """Find the tokens to forget so that the text that was read begins `text`: their span, and the text that is left.
+    """Find the tokens of the newest answer that a template left out: without them the text `read` begins the new `text`.
 
-    pieces: of the newest answer, token by token; only these are looked at. None: there is no such span.
+    pieces: text of each token of that answer. Returns the span of tokens to forget, as indices in `pieces`, and the text that
+    is left; None if there is no such span.
     """
     before = len(read) - sum(map(len, pieces))
     if read[before:] != "".join(pieces):

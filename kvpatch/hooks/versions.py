@@ -17,10 +17,10 @@ ENGINE = "5.19"  # the first release whose continuous batching can be put on a b
 
 @functools.lru_cache
 def check_versions(transformers: str, torch: str) -> None:
-    """Raise for versions that are too old, and for an untested major version of transformers.
+    """Check the installed versions before a model is patched.
 
     Raises:
-        KVPatchError: names the command that installs a supported version.
+        KVPatchError: one is too old, or transformers is of a later major version; names the command that installs another.
     """
     oldest, newest = TRANSFORMERS
     if not int(newest) > _parse_release(transformers)[0] or _parse_release(transformers) < _parse_release(oldest):
@@ -37,8 +37,8 @@ def find_untested(transformers: str, torch: str) -> tuple[str, str]:
 
     Two empty strings where there is none.
     """
-    newer = {"transformers": transformers, "torch": torch}
-    newer = {name: version for name, version in newer.items() if _parse_release(version)[:2] > _parse_release(TESTED[name])}
+    installed = {"transformers": transformers, "torch": torch}
+    newer = {name: version for name, version in installed.items() if _parse_release(version)[:2] > _parse_release(TESTED[name])}
     said = [f"{name} {version} is newer than {TESTED[name]}, the newest tested" for name, version in newer.items()]
     below = [f"'{name}<{_find_next_release(TESTED[name])}'" for name in newer]
     return (f"This is untested: {' and '.join(said)}", f"pip install {' '.join(below)}") if newer else ("", "")

@@ -17,7 +17,9 @@ STEPS = 2
 
 
 def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: int) -> None:
-    """Read prompts of `batch_size` rows of `tokens` tokens and decode after them; the log of passes stays as it is.
+    """Read made-up prompts of `batch_size` rows of `tokens` tokens and decode after them, so that kernels are compiled.
+
+    Called by Patch.warm_up. Caches are dropped afterwards, and the patch's log of passes stays as it is.
 
     Raises:
         KVPatchError: the budget would keep the whole prompt, so that nothing is scored or evicted, or these are no numbers.
@@ -36,7 +38,11 @@ def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: i
 
 
 def _choose_length(state: PatchState, tokens: int | None) -> int:
-    """Return the length of the prompt, above the budgets of all layers."""
+    """Return the length of the made-up prompt: `tokens`, or one above the budgets of all layers, so that each evicts.
+
+    Raises:
+        KVPatchError: `tokens` is within a layer's budget.
+    """
     rules = state.settings.budget.rules
     length = TOKENS if tokens is None else tokens
     kept = max((rule.least(length) for rule in rules if rule.evicts), default=0)
@@ -49,7 +55,7 @@ def _choose_length(state: PatchState, tokens: int | None) -> int:
 
 
 def _read_prompt(target: Target, state: PatchState, length: int, batch_size: int, padding: int) -> None:
-    """Read a prompt whose first row begins with `padding` empty columns, and decode STEPS tokens."""
+    """Read a made-up prompt into a new cache, its first row padded by `padding` columns, and decode STEPS tokens."""
     device, cache = target.devices()[0], state.new_cache()
     mask = torch.ones(batch_size, length + STEPS, dtype=torch.long, device=device)
     mask[0, :padding] = 0

@@ -45,7 +45,7 @@ MUTANTS = {
         "hooks/lossless.py", "torch.stack(logits, 1) if self.samples", "torch.zeros(1, self.drafted, 97) if self.samples",
         "tests/hooks/test_lossless.py::test_sampled_tokens_have_the_unpatched_model_s_distribution"),
     "a chat over all tokens forgets what a template drops": (
-        "hooks/chat.py", "            return False  # what stands behind has seen these tokens", "            pass",
+        "hooks/chat.py", "            return False  # what follows has seen these tokens", "            pass",
         "tests/hooks/test_lossless_chat.py::test_what_a_template_takes_back_is_read_from_there_on"),
     "a file's places are not those of its tokens": (
         "storage/lossless.py", 'if edited > T or not torch.equal(newest, torch.arange(edited, T, device="cpu")):',
@@ -80,7 +80,7 @@ MUTANTS = {
         "policies/needs/last_uses.py", "last.copy_(torch.where(used, newest_B11, last))", "last.copy_(last)",
         f"{STEPS}-raas-0]"),
     "a calibration of another model is taken": (
-        "hooks/target.py", "if model.get(name) != own.get(name):", "if False:",
+        "hooks/target.py", "if model.get(name) != here.get(name):", "if False:",
         "tests/policies/test_calibration.py::test_another_model_and_other_shapes"),
     "options of settings are left out": (
         "storage/settings.py", '"k": self.k, **self.options, **given}', '"k": self.k, **given}',
@@ -97,7 +97,7 @@ MUTANTS = {
         "backends/triton/backward.py", "row_place[None, :] < death_place", "row_place[None, :] <= death_place",
         f"{KERNELS}_gradients[some die]"),
     "several texts packed into a row": (
-        "hooks/decoder.py", "        inputs.one_text_a_row(call)\n", "        pass\n",
+        "hooks/decoder.py", "        inputs.refuse_packed_rows(call)\n", "        pass\n",
         "tests/robustness/test_packing.py::test_texts_that_are_packed_into_a_row_are_refused"),
     "request ended, its row kept": (
         "serving/pool.py", "        self.rows.drop(request_id)", "        pass",
