@@ -50,13 +50,13 @@ def check_name(name: object) -> str:
 
 
 def check(name: str, case: Case) -> None:
-    """Raise KVPatchError if the backend `name` can do no task for a model; `case` is the model's plain case."""
+    """Raise KVPatchError when a model is patched with backend=`name` if that can do no task for its layers, as `case` says."""
     if name == "auto":
         return
-    own = [task for task in TASKS if name in PREFERRED[task]]
-    reasons = {task: backend(name).reason(task, case) for task in own}
+    tasks = [task for task in TASKS if name in PREFERRED[task]]
+    reasons = {task: backend(name).reason(task, case) for task in tasks}
     if all(reason is not None for reason in reasons.values()):
-        raise KVPatchError(f"backend={name!r} cannot run here: {reasons[own[0]]}. Use backend='auto', which takes what can.")
+        raise KVPatchError(f"backend={name!r} cannot run here: {reasons[tasks[0]]}. Use backend='auto', which takes what can.")
 
 
 class Choice:
@@ -70,13 +70,14 @@ class Choice:
     """
 
     def __init__(self, wanted: str = "auto") -> None:
+        """Begin without a choice; made with a cache. wanted: `backend` of patched()."""
         self.wanted = wanted
         self.known: dict[tuple[Task, Case], tuple[str, str]] = {}
         self.ran: dict[str, tuple[str, str]] = {}
         self.coming: dict[str, tuple[str, str]] = {}
 
     def of(self, task: Task, case: Case) -> str:
-        """Choose the backend for a task that is about to run, record it, and return its name."""
+        """Return the name of the backend for a task that is about to run, and record it in `ran` for the report."""
         if torch.compiler.is_compiling():
             return self.known[task, case][0] if (task, case) in self.known else "torch"  # torch takes every case
         self.ran[task] = self._find_choice(task, case)
@@ -95,9 +96,10 @@ class Choice:
     def attempt(
         self, task: Task, case: Case, run: Callable[[], T], written: tuple[Tensor, ...] = (), name: str | None = None
     ) -> T | None:
-        """Run the kernel chosen for a task; if its first launch fails, record who serves instead and return None.
+        """Run the kernel chosen for a task and return its result; None if its first launch fails: the caller then uses torch.
 
-        written: tensors that it changes in place, which are then as before. name: its backend, if it serves `instead`.
+        After a failure `ran` names the backend that serves from now on. run: calls the kernel. written: tensors that it
+        changes in place, which are then as before. name: its backend, if that was chosen by `instead`.
         """
         name = name or self.known[task, case][0]
         if torch.compiler.is_compiling():
@@ -118,22 +120,25 @@ class Choice:
         return self.known[task, case]
 
     def _choose_backend(self, task: Task, case: Case, known: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
-        """Return the first backend that takes a case, and the reasons against those before it. known: reasons by name."""
+        """Return the first backend that takes a case, and the reasons against those before it; warn if the wanted one cannot.
+
+        known: backends that have refused, with their reasons.
+        """
         if self.wanted == "torch":
             return "torch", "asked for"
-        passed = []
+        skipped = []
         for name in PREFERRED[task]:
             if name in known:
-                passed.append(f"{name}: {known[name]}")
+                skipped.append(f"{name}: {known[name]}")
                 continue
             if name == "triton" and self.wanted != name and case.device == "cpu":
-                passed.append("triton: kernels run on a GPU")  # the interpreter runs only on request
+                skipped.append("triton: kernels run on a GPU")  # the interpreter runs only on request
                 continue
             reason = refusals.known.get((f"{name} {task}", case)) or backend(name).reason(task, case)
             if reason is None:
-                return name, "; ".join(passed)
-            passed.append(f"{name}: {reason}")
-            if name == self.wanted and passed[-1] not in _said:
-                _said.add(passed[-1])
+                return name, "; ".join(skipped)
+            skipped.append(f"{name}: {reason}")
+            if name == self.wanted and skipped[-1] not in _said:
+                _said.add(skipped[-1])
                 _LOG.warning("[kvpatch] backend=%r leaves %s to another: %s.", name, task, reason)
         raise AssertionError("torch takes every case")

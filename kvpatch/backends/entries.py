@@ -4,7 +4,7 @@ A rounded entry is a row of bytes: the scale of each group of channels, then the
 gathered, moved, copied and saved as any other row, and what it takes is its width. Keys are rounded by their difference from
 a centre that all keys of a head share: a channel that is large in every key would else take the whole range of its group.
 
-Where a value is a part of its key (latent attention), the key's entry holds both: nothing is stored beside it.
+Where a value is a part of its key (latent attention), the key's entry holds both: nothing else is stored.
 """
 
 from __future__ import annotations
@@ -90,27 +90,27 @@ class Rounded:
         return count_rounded_bytes(self.bits, self.D, self.groups, self.dtype.itemsize)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return the entries of numbers [...,D]."""
-        wide = x.detach().to(accumulator(self.dtype))
-        wide = (wide if self.centre is None else wide - self.centre).unflatten(-1, (self.groups, -1))
-        low, high = wide.aminmax(dim=-1, keepdim=True)
+        """Return the entries of numbers [...,D]: scales, zeros and codes as the class describes them. Changes nothing."""
+        x = x.detach().to(accumulator(self.dtype))
+        x = (x if self.centre is None else x - self.centre).unflatten(-1, (self.groups, -1))
+        low, high = x.aminmax(dim=-1, keepdim=True)
         top = 2**self.bits - 1
         scale, zero = ((high - low) / top).to(self.dtype), low.to(self.dtype)
-        step = scale.to(wide.dtype)
-        codes = ((wide - zero.to(wide.dtype)) / step.masked_fill(step == 0, 1.0)).round_().clamp_(0, top)
+        step = scale.to(x.dtype)
+        codes = ((x - zero.to(x.dtype)) / step.masked_fill(step == 0, 1.0)).round_().clamp_(0, top)
         numbers = torch.cat([scale, zero], -2).squeeze(-1)
         return torch.cat([numbers.view(torch.uint8), self._pack_codes(codes.flatten(-2).to(torch.uint8))], -1)
 
     def decode(self, entries: Tensor) -> Tensor:
-        """Return the numbers [...,D] of entries."""
+        """Return the numbers [...,D] of entries, rounded to the model's dtype. Changes nothing."""
         scale, zero, codes = self._read(entries)
-        wide_x = codes.mul_(scale[..., None]).add_(zero[..., None]).flatten(-2)
-        return (wide_x if self.centre is None else wide_x + self.centre).to(self.dtype)
+        x = codes.mul_(scale[..., None]).add_(zero[..., None]).flatten(-2)
+        return (x if self.centre is None else x + self.centre).to(self.dtype)
 
     def dot(self, q_NGD: Tensor, entries_NTW: Tensor) -> Tensor:
-        """Return the products [...,G,T] of queries with keys: of a group's codes, times its scale, and of its zero.
+        """Return the products [...,G,T] of queries with keys, from codes: no key is unpacked to a number, nor rounded.
 
-        Each number costs a conversion alone, and is not rounded to `dtype`.
+        A group of channels adds (query . codes) * scale + (sum of the query) * zero; the centre is added once.
         """
         scale_NTg, zero_NTg, codes_NTgd = self._read(entries_NTW)
         q_NGgd, scale_NgT = q_NGD.unflatten(-1, (self.groups, -1)), scale_NTg.mT.contiguous()
@@ -122,7 +122,7 @@ class Rounded:
         return x
 
     def mix(self, p_NGT: Tensor, entries_NTW: Tensor) -> Tensor:
-        """Return the sums [...,G,D] of values weighted by `p`, computed as products are."""
+        """Return the sums [...,G,D] of values weighted by `p`, from codes as in `dot`."""
         scale_NTg, zero_NTg, codes_NTgd = self._read(entries_NTW)
         sums = [torch.matmul(p_NGT * scale_NTg[..., None, :, g], codes_NTgd[..., g, :]) for g in range(self.groups)]
         out = (torch.stack(sums, -2) + torch.matmul(p_NGT, zero_NTg)[..., None]).flatten(-2)
@@ -130,10 +130,10 @@ class Rounded:
 
     def _read(self, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return scales and zeros [...,g] and codes [...,g,d] of g groups of d channels, in a dtype to compute with."""
-        wide = accumulator(self.dtype)
-        numbers = entries[..., : self.header_bytes].clone(memory_format=torch.contiguous_format).view(self.dtype).to(wide)
+        dtype = accumulator(self.dtype)
+        numbers = entries[..., : self.header_bytes].clone(memory_format=torch.contiguous_format).view(self.dtype).to(dtype)
         scale, zero = numbers.unflatten(-1, (2, self.groups)).unbind(-2)
-        return scale, zero, self._unpack_codes(entries[..., self.header_bytes :]).to(wide).unflatten(-1, (self.groups, -1))
+        return scale, zero, self._unpack_codes(entries[..., self.header_bytes :]).to(dtype).unflatten(-1, (self.groups, -1))
 
     def cached(self, x: Tensor) -> Tensor:
         """Return numbers as attention will find them in the cache."""
@@ -155,6 +155,7 @@ class Rounded:
         return codes[..., :half] | (torch.nn.functional.pad(codes[..., half:], (0, self.D % 2)) << 4)
 
     def _unpack_codes(self, packed: Tensor) -> Tensor:
+        """Return the codes [...,D], uint8, of bytes that `_pack_codes` has made."""
         if self.bits == 8:
             return packed
         packed = packed.contiguous()  # bytes between headers are slow to shift
@@ -193,8 +194,8 @@ class Latent:
         return self.whole.mix(p_NGT, entries_NTW)[..., : self.D]
 
     def cached(self, x: Tensor) -> Tensor:
-        """Return numbers as attention will find them in the cache; no group of a key's channels reaches beyond its value."""
-        if isinstance(whole := self.whole, Exact):
+        """Return values as attention will find them in the cache: rounded like the first D channels of their keys."""
+        if isinstance(whole := self.whole, Exact):  # below: no group of channels that share a scale reaches beyond D
             return x
         centre = None if whole.centre is None else whole.centre[..., : self.D]
         return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)
@@ -240,19 +241,19 @@ def centre_of(codecs: Codecs) -> Tensor | None:
 
 
 def map_centre(codecs: Codecs, change: Callable[[Tensor], Tensor]) -> Codecs:
-    """Return the codecs after `change` of the centre."""
+    """Return the codecs with change(centre) as the centre, such as of reordered rows; unchanged without a centre."""
     centre = centre_of(codecs)
     return codecs if centre is None else centre_codecs(codecs, change(centre))
 
 
 def find_midrange(k_BHTD: Tensor, real_BHT: Tensor) -> Tensor:
-    """Return the number midway between the least and the greatest of each channel [B,H,1,D], over the keys that are `real`.
+    """Return the centre [B,H,1,D] of a prompt's keys: midway between each channel's least and greatest over the real keys.
 
-    It is the same in any order of the keys, whatever padding lies beside them. Where it is no number, 0 takes its place.
+    It is the same in any order of the keys and with any padding. Where it is no number, 0 takes its place.
     """
-    empty, wide = ~real_BHT[..., None], accumulator(k_BHTD.dtype)
-    low = k_BHTD.masked_fill(empty, torch.inf).amin(2, keepdim=True).to(wide)
-    middle = (low + k_BHTD.masked_fill(empty, -torch.inf).amax(2, keepdim=True).to(wide)) / 2
+    empty, dtype = ~real_BHT[..., None], accumulator(k_BHTD.dtype)
+    low = k_BHTD.masked_fill(empty, torch.inf).amin(2, keepdim=True).to(dtype)
+    middle = (low + k_BHTD.masked_fill(empty, -torch.inf).amax(2, keepdim=True).to(dtype)) / 2
     return middle.nan_to_num_(0.0, 0.0, 0.0).to(k_BHTD.dtype)
 
 
@@ -291,7 +292,7 @@ def mix(p_NGT: Tensor, entries_NTW: Tensor, codec: Codec, dtype: torch.dtype) ->
 
 
 def _cut_blocks(entries_NTW: Tensor, codec: Codec) -> Iterator[tuple[int, int]]:
-    """Yield columns [lo, hi) to unpack at a time, of all heads."""
+    """Yield ranges [lo, hi) of columns, to unpack that many entries of all heads at a time."""
     *N, T, _ = entries_NTW.shape
     most = CPU_BLOCK if entries_NTW.device.type == "cpu" else DEVICE_BLOCK
     size = max(most // max(math.prod(N) * codec.size(entries_NTW), 1), 1)

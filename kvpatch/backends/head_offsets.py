@@ -1,7 +1,7 @@
 """Head offsets: flat storage of keys and values in which every head has a segment of its own length.
 
 Keys and values are entries [F,D], where F is the sum of the heads' capacities: the tokens that each holds and its free slots.
-Positions and scores stay dense, [B,H,C] with C the longest segment and -1 behind a head's end, so that one set of score,
+Positions and scores stay dense, [B,H,C] with C the longest segment and -1 past a head's end, so that one set of score,
 scope and selection functions serves all layers. They take 8 to 24 bytes per token; a key and a value take 256 to 1024.
 
 Pages would avoid the copy when a layer that does not evict outgrows its free slots, but they cost an index per page in every
@@ -67,6 +67,7 @@ class HeadOffsets:
     """
 
     def __init__(self, capacities: list[int], filled: list[int], device: torch.device) -> None:
+        """Lay the heads' segments end to end, the shortest first. Made when heads get or change their capacities."""
         self.capacities, self.filled = capacities, filled
         self.width, self.rows = max(capacities), sum(capacities)
         order = sorted(range(len(capacities)), key=capacities.__getitem__)
@@ -81,18 +82,21 @@ class HeadOffsets:
         self._blocks: Blocks | None = None
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """Return head and column of every entry, int64 [F] each."""
+        """Return head and column (place within the head) of every entry, int64 [F] each."""
         slot = self.slot_F.long()
         return slot // self.width, slot % self.width
 
     def blocks(self) -> Blocks:
-        """Return the blocks of the entries."""
+        """Return the entries cut into blocks for products; they are cut at the first call, and kept."""
         if self._blocks is None:
             self._blocks = self._cut_blocks()
         return self._blocks
 
     def _cut_blocks(self) -> Blocks:
-        """Cut the entries into blocks that lie in one head each, and the entries at the edges between heads."""
+        """Cut the entries into blocks of BLOCK, and list apart those of blocks in which two heads meet (the edges).
+
+        Pure: returns a new Blocks, whose attributes are explained there.
+        """
         F, N, device = self.rows, len(self.capacities), self.begin_N.device
         whole, head_F = F - F % BLOCK, self.slot_F.long() // self.width
         head_P = head_F[:whole:BLOCK]
@@ -115,7 +119,7 @@ class HeadOffsets:
         return Blocks(whole, head_P, inner, head_P[inner], edge_NE, self.slot_F[edge_NE], real_NE, at_S)
 
     def multiply_keys(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
-        """Return the products of each head's queries with its keys [N,G,width]; behind a head's end anything."""
+        """Return the products of each head's queries with its keys [N,G,width]; anything past a head's end."""
         blocks, (N, G, _) = self.blocks(), q_NGD.shape
         inner, edges = self._split_entries(k_FD, codec, q_NGD.dtype)
         of_P, of_N = self._split_codecs(codec)
@@ -124,7 +128,7 @@ class HeadOffsets:
         return every.index_select(1, blocks.at_S).view(G, N, self.width).transpose(0, 1)
 
     def mix_values(self, p_NGT: Tensor, v_FD: Tensor, codec: Codec = EXACT[1]) -> Tensor:
-        """Return the values of each head [N,G,D], summed with the weights p."""
+        """Return the sums [N,G,D] of each head's values weighted by `p`, in a decode step."""
         blocks, p_GS = self.blocks(), p_NGT.transpose(0, 1).flatten(1)
         inner, edges = self._split_entries(v_FD, codec, p_NGT.dtype)
         of_P, of_N = self._split_codecs(codec)
@@ -134,7 +138,7 @@ class HeadOffsets:
         return mix(w_NGE, edges, of_N, w_NGE.dtype).index_add(0, blocks.inner_head, part)
 
     def _split_codecs(self, codec: Codec) -> tuple[Codec, Codec]:
-        """Return the codecs of entries in blocks, and of entries at the heads' edges."""
+        """Return the codecs for entries in blocks and for entries at the heads' edges, which have centres in that order."""
         return codec.of(self.blocks().head_P), codec.of(slice(None))
 
     def _split_entries(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -172,14 +176,17 @@ class HeadOffsets:
         return rows.masked_fill_(~real[:, None], 0)
 
     def unpack_entries(self, entries_FD: Tensor, B: int, H: int, width: int) -> Tensor:
-        """Scatter flat entries into dense slots [B,H,width,D], zero behind each head's end."""
+        """Return flat entries as dense slots [B,H,width,D], zero past each head's end; width: self.width or more."""
         head, column = self.places()
         padded = entries_FD.new_zeros(B * H * width, entries_FD.shape[-1])
         padded[head * width + column] = entries_FD
         return padded.view(B, H, width, -1)
 
     def select_heads(self, heads_N: Tensor) -> tuple[HeadOffsets, Tensor]:
-        """Return the offsets of the heads `heads_N`, in that order and with repetitions, and the entries to take for them."""
+        """Return new offsets for the heads `heads_N`, which may repeat, and the indices of the entries to copy for them.
+
+        Called when rows of a batch are reordered, repeated or dropped.
+        """
         mine = heads_N.tolist()
         new = HeadOffsets([self.capacities[n] for n in mine], [self.filled[n] for n in mine], heads_N.device)
         head, column = new.places()
@@ -190,7 +197,7 @@ class HeadOffsets:
         return HeadOffsets(capacities, filled, self.begin_N.device)
 
     def move(self, entries_FD: Tensor, new: HeadOffsets) -> Tensor:
-        """Move entries to the segments of `new`, which has the same heads; entries that do not fit must be free slots."""
+        """Return entries copied to the segments of `new`, which has the same heads; what does not fit must be free slots."""
         head, column = self.places()
         stays = column < new.capacity_N[head]
         moved = entries_FD.new_zeros(new.rows, entries_FD.shape[-1])

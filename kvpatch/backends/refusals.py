@@ -31,7 +31,7 @@ def remember(kernel: str, case: Case | None, error: Exception, then: str) -> Non
 def attempt(
     kernel: str, case: Case, run: Callable[[], T], advice: Callable[[Exception], str | None], written: tuple[Tensor, ...] = ()
 ) -> T | None:
-    """Run a kernel, or return None if its first launch for this case fails.
+    """Run a kernel and return its result, or None if its first launch for this case fails; that is remembered and logged.
 
     Args:
         kernel: name.

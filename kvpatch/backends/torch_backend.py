@@ -103,12 +103,15 @@ def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> 
 
 
 def _all_see_the_past(keys: Keys, geometry: Geometry) -> bool:
-    """Tell whether there are earlier keys, of which every row sees all alike."""
+    """Tell whether there are keys before the prompt's own, and every row sees all of them with the same bias."""
     return keys.past > 0 and keys.deaths_BHT is None and geometry.sliding is None and geometry.slopes_HG is None
 
 
 def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Return output [B,N,Q,D] and log-sum-exp [B,N,Q] by the CPU's flash kernel, of earlier keys and of the prompt's own."""
+    """Return a prompt's output [B,N,Q,D] and log-sum-exp [B,N,Q] by the CPU's flash kernel.
+
+    Earlier keys, which every row sees, and the prompt's own are attended to apart, and the two results joined.
+    """
     past, T = keys.past, keys.k_BHTD.shape[2]
     if not past:
         return _call_flash(q_BNQD, keys, geometry, causal=True)
@@ -126,14 +129,14 @@ def attends_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> bool:
 
 
 def attend_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Return output [B,H,G,Q,D] and log-sum-exp [B,H,G,Q] of rows that see all of these keys."""
+    """Return output [B,H,G,Q,D] and log-sum-exp [B,H,G,Q] of rows that see all of these keys, where `attends_before`."""
     out, lse = _call_flash(rearrange(q_BHGQD, "b h g q d -> b (h g) q d"), keys, geometry, causal=False)
     H = q_BHGQD.shape[1]
     return rearrange(out, "b (h g) q d -> b h g q d", h=H), rearrange(lse, "b (h g) q -> b h g q", h=H)
 
 
 def join_parts(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Join outputs [...,D] and log-sum-exps [...] of the same rows over different keys."""
+    """Return the output [...,D] and log-sum-exp [...] over all keys, of those of the same rows over two sets of keys."""
     (out, lse), (more, its_lse) = one, other
     total = torch.logaddexp(lse, its_lse)
     base = total.masked_fill(total == -torch.inf, 0.0)  # a row that sees no key
@@ -142,7 +145,10 @@ def join_parts(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tupl
 
 
 def _call_flash(q_BNQD: Tensor, keys: Keys, geometry: Geometry, causal: bool) -> tuple[Tensor, Tensor]:
-    """Call the CPU's flash kernel: output [B,N,Q,D] and log-sum-exp [B,N,Q], -inf for rows that see none of all keys."""
+    """Call the CPU's flash kernel: return output [B,N,Q,D] and log-sum-exp [B,N,Q], -inf where all of `keys` are empty.
+
+    causal: row i sees the keys up to column i; else all rows see all keys.
+    """
     bias = _key_bias(keys, geometry, q_BNQD.dtype, causal)
     if bias is not None and bias.shape[1] != 1:
         bias = bias.repeat_interleave(q_BNQD.shape[1] // bias.shape[1], 1)
@@ -162,9 +168,9 @@ def _of_one_size(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) -> Tensor | None:
-    """Return the bias of each key's logit for all queries, or None if there is none.
+    """Return the bias of each key's logit for all queries (ALiBi, and -inf for empty slots), or None if there is none.
 
-    It is [B|1,H*G|1,1,T], or [B,H,1,T] if heads do not share the positions.
+    It is [B|1,H*G|1,1,T], or [B,H,1,T] if heads have different positions: not `shared`.
     """
     if not keys.holes and geometry.slopes_HG is None:
         return None
@@ -177,7 +183,7 @@ def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) 
 
 
 def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """Call scaled_dot_product_attention on blocks of rows, with explicit masks of bounded size."""
+    """Attend from a prompt by scaled_dot_product_attention, in blocks of rows whose explicit masks have a bounded size."""
     B, H, G, Q, _ = q_BHGQD.shape
     k_BHTD, v_BHTD, dtype = keys.k_BHTD, keys.v_BHTD, q_BHGQD.dtype
     if geometry.slopes_HG is not None:  # ALiBi's bias exceeds half precision
@@ -185,15 +191,15 @@ def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geome
     alike = keys.past == 0 and keys.deaths_BHT is None
     heads = H * G if geometry.slopes_HG is not None else (1 if alike else H)
 
-    def rows(q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, start: int, stop: int) -> Tensor:
+    def attend_rows(q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, start: int, stop: int) -> Tensor:
         lo, hi = _find_columns(keys, geometry, start, stop)
         visible = _find_visible(keys, rows_BQ, geometry, start, stop, lo, hi)
         q = rearrange(q_BHGQD[:, :, :, start:stop], "b h g r d -> b (h g) r d")
         if geometry.slopes_HG is None:
             mask = visible if visible.shape[1] == 1 else visible.repeat_interleave(G, 1)
         else:
-            slopes, own = geometry.slopes_HG[None, :, :, None, None].to(q.dtype), keys.positions_BHT[:, :, None, None, lo:hi]
-            bias = _find_alibi(slopes, own, rows_BQ[:, None, None, start:stop, None], geometry)
+            slopes, places = geometry.slopes_HG[None, :, :, None, None].to(q.dtype), keys.positions_BHT[:, :, None, None, lo:hi]
+            bias = _find_alibi(slopes, places, rows_BQ[:, None, None, start:stop, None], geometry)
             mask = rearrange(bias.masked_fill(~visible[:, :, None], -torch.inf), "b h g r m -> b (h g) r m")
         k, v = _per_head(q, k_BHTD[:, :, lo:hi], v_BHTD[:, :, lo:hi], mask)
         grouped = k.shape[1] != q.shape[1]
@@ -201,14 +207,19 @@ def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geome
         return rearrange(out, "b (h g) r d -> b h g r d", g=G)
 
     blocks = mask_blocks(q_BHGQD.device.type, B * heads, Q, keys, geometry)
-    return _in_blocks(rows, blocks, keys, q_BHGQD, k_BHTD, v_BHTD).to(dtype)
+    return _attend_in_blocks(attend_rows, blocks, keys, q_BHGQD, k_BHTD, v_BHTD).to(dtype)
 
 
-def _in_blocks(rows: Callable[..., Tensor], blocks: Iterator[tuple[int, int]], keys: Keys, *inputs: Tensor) -> Tensor:
-    """Run `rows` on the inputs and each block of rows; where masks differ by head, they are made again for the gradient."""
+def _attend_in_blocks(
+    attend_rows: Callable[..., Tensor], blocks: Iterator[tuple[int, int]], keys: Keys, *inputs: Tensor
+) -> Tensor:
+    """Return the outputs of attend_rows(*inputs, start, stop) for all blocks of rows, joined.
+
+    In a replay masks differ by head; with gradients they are not kept but made again in the backward pass.
+    """
     if keys.deaths_BHT is not None and torch.is_grad_enabled():
-        rows = functools.partial(checkpoint, rows, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([rows(*inputs, start, stop) for start, stop in blocks], 3)
+        attend_rows = functools.partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([attend_rows(*inputs, start, stop) for start, stop in blocks], 3)
 
 
 def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry) -> Iterator[tuple[int, int]]:
@@ -240,13 +251,13 @@ def _per_head(q_BNQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Tensor | Non
 
 
 def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """Compute attention with capped logits or sinks, in blocks of rows."""
+    """Attend from a prompt with capped logits or attention sinks, which no fused kernel of torch has, in blocks of rows."""
     assert geometry.slopes_HG is None, "no architecture has both"
     B, H, G, Q, _ = q_BHGQD.shape
     dtype = accumulator(q_BHGQD.dtype)
     k, v = (t.to(dtype)[:, :, None] for t in (keys.k_BHTD, keys.v_BHTD))
 
-    def rows(q_BHGQD: Tensor, k: Tensor, v: Tensor, start: int, stop: int) -> Tensor:
+    def attend_rows(q_BHGQD: Tensor, k: Tensor, v: Tensor, start: int, stop: int) -> Tensor:
         lo, hi = _find_columns(keys, geometry, start, stop)
         x = q_BHGQD[:, :, :, start:stop].to(dtype) * geometry.scale @ k[:, :, :, lo:hi].transpose(-1, -2)
         visible = _find_visible(keys, rows_BQ, geometry, start, stop, lo, hi)[:, :, None]
@@ -254,16 +265,16 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
         return p @ v[:, :, :, lo:hi]
 
     blocks = mask_blocks(q_BHGQD.device.type, LOGITS * B * H * G, Q, keys, geometry)
-    return _in_blocks(rows, blocks, keys, q_BHGQD, k, v).to(q_BHGQD.dtype)
+    return _attend_in_blocks(attend_rows, blocks, keys, q_BHGQD, k, v).to(q_BHGQD.dtype)
 
 
 def _find_alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geometry) -> Tensor:
     """Return the ALiBi bias of keys at `positions` relative to a key at `origin`: the softmax depends on differences alone."""
     if geometry.coarse is None:
         return slopes * (positions - origin)
-    rounded = (slopes / geometry.coarse).bfloat16()
-    own, theirs = ((rounded * place.bfloat16()).to(slopes.dtype) for place in (positions, origin))
-    return (own - theirs) * geometry.coarse
+    rounded = (slopes / geometry.coarse).bfloat16()  # as Falcon's own code computes it
+    of_keys, of_origin = ((rounded * place.bfloat16()).to(slopes.dtype) for place in (positions, origin))
+    return (of_keys - of_origin) * geometry.coarse
 
 
 def _cap_logits(x: Tensor, geometry: Geometry) -> Tensor:
@@ -328,7 +339,9 @@ def observe(
     out: Tensor | None = None,
     ends: Sequence[int] | None = None,
 ) -> None:
-    """Compute the probabilities of all rows block by block, and call an observer with each: prefill sums its statistics so.
+    """Compute the probabilities of all rows block by block, and call an observer with each block.
+
+    Called for each layer while a prompt is read, for sums that a policy scores by. Fills `out` in place, and nothing else.
 
     Args:
         q_BHGQD: queries.
@@ -398,7 +411,7 @@ def observe(
 
 
 def _clear_smallest(p_NGRM: Tensor) -> None:
-    """Set probabilities below FLOOR to 0 in heads whose last row has some: a CPU takes many times as long for subnormals.
+    """Set probabilities below FLOOR to 0 in place, in heads whose last row has some: a CPU is slow with subnormal numbers.
 
     Heads are told apart, since which of them share a block depends on the number of threads.
     """
@@ -410,9 +423,10 @@ def _clear_smallest(p_NGRM: Tensor) -> None:
 def _multiply_rows(
     a_NLK: Tensor, b_NKM: Tensor, parts: int, out_NLM: Tensor, scale: float = 1.0, minus: bool = False
 ) -> Tensor:
-    """Write scale * a @ b to `out_NLM`, less its old contents if `minus`. parts: of N = 1, blocks of rows that form a batch.
+    """Write scale * a @ b to `out_NLM`, less its old contents if `minus`, and return it.
 
-    The CPU's library gives each matrix of a batch to a thread of its own, and shares out a single one less well.
+    parts: a single matrix (N = 1) is cut into so many blocks of rows, a batch: the CPU's library gives each matrix of a batch
+    to a thread of its own, and shares out a single one less well.
     """
     out = out_NLM
     if parts > 1:
@@ -423,7 +437,7 @@ def _multiply_rows(
 
 
 def _row_blocks(ends: Sequence[int], entries: int, G: int) -> Iterator[tuple[int, int]]:
-    """Split rows into blocks of about `entries` probabilities each, so blocks are taller where rows see fewer keys.
+    """Yield the rows [start, stop) of blocks of about `entries` probabilities: taller where rows see fewer keys.
 
     A block reads all keys and values that it sees, so it has 128 queries of the group or more; it also computes logits of keys
     that its first rows do not see, so its rows are an eighth of its keys or fewer, but for the first blocks. Blocks do not
@@ -441,6 +455,7 @@ class _Mask:
     """Masks of blocks of logits: adds ALiBi, and sets invisible keys to -inf."""
 
     def __init__(self, keys: Keys, rows_BQ: Tensor, geometry: Geometry, ends: Sequence[int] | None = None) -> None:
+        """Take what the masks of all blocks share; made once by each `observe`, which explains the arguments."""
         self.keys, self.geometry, self.ends = keys, geometry, ends
         self.future: Tensor | None = None  # of the tallest block so far
         B, H, _ = keys.positions_BHT.shape
@@ -451,7 +466,7 @@ class _Mask:
             self.slopes_NG = geometry.slopes_HG.repeat(B, 1)
 
     def apply(self, x_NGRM: Tensor, n0: int, n1: int, start: int, stop: int, lo: int, hi: int) -> None:
-        """Mask the logits of a block in place."""
+        """Add ALiBi and masks to a block of logits in place: heads [n0, n1), rows [start, stop), key columns [lo, hi)."""
         R = stop - start
         positions = self.positions_NT[n0:n1, None, None, lo:hi]
         if self.geometry.slopes_HG is not None:
@@ -480,7 +495,7 @@ class _Mask:
         return (x_NGRM[:, 0] > -torch.inf).sum(-1)
 
     def zero_padding(self, p_NGRM: Tensor, n0: int, n1: int, start: int, stop: int) -> None:
-        """Set the probabilities of rows that do not count to zero; they are NaN in a row that sees no key."""
+        """Set the probabilities of padding rows to zero in place; they are NaN in a row that sees no key."""
         if self.padded or self.ends is not None:
             p_NGRM.masked_fill_(self.rows_NQ[n0:n1, None, start:stop, None] < 0, 0.0)
 
@@ -531,7 +546,7 @@ def find_greatest(
 
 
 def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, factor_BQ: Tensor | None) -> Tensor:
-    """Compute `greatest` from the probabilities of all keys."""
+    """Return what `find_greatest` does, from all keys' probabilities: with a window, ALiBi or a cap, or no log-sum-exp."""
     (B, H, G, Q, _), past = q_BHGQD.shape, keys.past
     most_NGT = torch.zeros(B * H, G, past, dtype=accumulator(q_BHGQD.dtype), device=q_BHGQD.device)
     factor_NQ = None
@@ -550,7 +565,7 @@ def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geo
 
 
 def _size_blocks(N: int, keys: int, on_cpu: bool) -> tuple[int, int]:
-    """Return how many of N heads, and how many of their rows, make a block of logits."""
+    """Return how many of N heads, and how many of their rows, make a block of logits with so many keys."""
     if on_cpu:
         return 1, max(32, min(256, CPU_BLOCK // keys))
     heads = max(1, min(N, DEVICE_BLOCK // (64 * keys)))
@@ -589,9 +604,11 @@ def window_folds(
     fold: Callable[[Observed], Tensor],
     join: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return what `fold` makes of an observation window's rows per key, [B,H,T].
+    """Return a number for each key [B,H,T] that `fold` computes of the probabilities of an observation window's rows.
 
-    candidate_BHT: bool, keys before the window. fold: see Score.fold; `join` joins its results of several blocks of rows. The
+    Called at a prompt's end for scores with a fold of their own. Keys are handed to it in text order.
+
+    candidate_BHT: bool, keys before the window. fold: see Score.fold. join: joins its results of two blocks of rows.
     `window_sums` explains the other arguments.
     """
     B, H, _, W, _ = q_BHGWD.shape
@@ -617,7 +634,7 @@ def window_folds(
 
 
 def window_logits(q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_BW: Tensor, geometry: Geometry) -> Tensor:
-    """Return unmasked logits [B,H,G,W,T] of queries at positions `rows_BW`, in the dtype of scores, for what needs ask."""
+    """Return unmasked logits [B,H,G,W,T] of queries at positions `rows_BW`, in the dtype of scores. Changes nothing."""
     dtype = accumulator(q_BHGWD.dtype)
     q = q_BHGWD.to(dtype) * geometry.scale
     x = (q.flatten(2, 3) @ k_BHTD.to(dtype).mT).unflatten(2, q.shape[2:4])  # keys are not copied for each query head
@@ -638,7 +655,7 @@ def step(
     probabilities: bool,
     buffer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend from one query per batch row.
+    """Attend from one query per batch row and head: a decode step of a layer. Only `buffer` is changed.
 
     Args:
         q_BHGD: queries.
@@ -652,10 +669,11 @@ def step(
         The output [B,H,G,D], and the probabilities [B,H,G,T] or None.
     """
     offsets, bias = keys.head_offsets, _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
-    exact = geometry.slopes_HG is None or q_BHGD.dtype == accumulator(q_BHGD.dtype)  # ALiBi's bias exceeds half precision
+    half = q_BHGD.dtype != accumulator(q_BHGD.dtype)
     out = None
-    plain = offsets is None and geometry.plain and exact and keys.exact
-    if plain and (q_BHGD.dtype != accumulator(q_BHGD.dtype) or not probabilities):
+    # torch's kernel takes dense unrounded keys and no special logits; ALiBi's bias is too coarse in half precision
+    fused = offsets is None and geometry.plain and keys.exact and not (half and geometry.slopes_HG is not None)
+    if fused and (half or not probabilities):
         out = F.scaled_dot_product_attention(q_BHGD, keys.k_BHTD, keys.v_BHTD, attn_mask=bias, scale=geometry.scale)
         if not probabilities:
             return out, None
@@ -685,7 +703,7 @@ def _clamp_logits(x: Tensor) -> Tensor:
 
 
 def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
-    """Return the bias of the logits, [B,H,1|G,T], or None if there is neither mask nor ALiBi."""
+    """Return the bias of a decode step's logits [B,H,1|G,T]: ALiBi, and -inf for keys that are masked; None without either."""
     if not keys.holes and geometry.slopes_HG is None and geometry.sliding is None:
         return None
     positions = keys.positions_BHT

@@ -14,7 +14,7 @@ WIDE_SUMS = ("cuda", "meta")  # devices on which torch.bmm takes out_dtype
 
 
 def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Tensor | None = None) -> Tensor:
-    """Return ||v W_O|| per query head, averaged over the group, [B,H,T].
+    """Return ||v W_O|| per query head, averaged over the group, [B,H,T], for selections that weigh values. Changes nothing.
 
     Heads are multiplied together as far as they fit into a block: all heads for a new token, parts of one for a long prompt.
     On CUDA products of 16-bit numbers are summed in float32 without a float32 copy of the weight.
@@ -49,7 +49,7 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
 
 
 def head_norms(v_HTD: Tensor, rows_HGDE: Tensor, norm: int, out_NT: Tensor) -> None:
-    """Write ||v W_O|| of a few tokens for each query head, [H*G,T]; the weights are read where they lie."""
+    """Write ||v W_O|| of a few tokens for each query head to `out_NT` [H*G,T], such as in a decode step; copy no weights."""
     (_, T, _), (_, G, _, E) = v_HTD.shape, rows_HGDE.shape
     v_NTD = v_HTD if G == 1 else v_HTD.repeat_interleave(G, 0)
     rows_NDE, size = rows_HGDE.flatten(0, 1), max(_choose_block(v_HTD.device) // (E * max(T, 1)), 1)
@@ -66,7 +66,7 @@ def _choose_block(device: torch.device) -> int:
 
 
 def _multiply_values(v_NTD: Tensor, rows_NDE: Tensor) -> Tensor:
-    """Multiply, with the sums and the result in the dtype of scores."""
+    """Return v W_O, with the sums and the result in the dtype of scores (float32 for a 16-bit model)."""
     dtype, device = accumulator(v_NTD.dtype), v_NTD.device
     if v_NTD.dtype == rows_NDE.dtype != dtype and device.type in WIDE_SUMS:
         return torch.bmm(v_NTD, rows_NDE.to(device), out_dtype=dtype)
@@ -74,7 +74,7 @@ def _multiply_values(v_NTD: Tensor, rows_NDE: Tensor) -> Tensor:
 
 
 def _norm_many(v_TD: Tensor, weight: Tensor, G: int, norm: int) -> Tensor:
-    """Return norms [T] of many tokens of one head with one product for its group."""
+    """Return the norms [T] of many tokens of one KV head, averaged over its group; weight: [D,G*E], side by side."""
     y_TE = _multiply_values(v_TD[None], weight[None])[0]
     if norm == 1:  # the mean over the group is one sum over all its elements, faster than vector_norm
         return y_TE.abs_().sum(-1) / G

@@ -106,7 +106,7 @@ def test_what_stands_beside_the_cache_is_refused():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mvp", decoder_layers=1, use_prompt=True))
     model.model.decoder.use_prompt = True
-    with pytest.raises(kvpatch.KVPatchError, match="use_prompt=True: its prompts are keys and values beside the cache"):
+    with pytest.raises(kvpatch.KVPatchError, match="use_prompt=True: its prompts are keys and values outside the cache"):
         kvpatch.patch(model, "h2o")
 
 

@@ -191,7 +191,7 @@ def test_a_model_without_positions_for_a_second_reading_says_so_before_it_reads(
     model, ids = make("gpt2"), prompt(1, 300)
     with kvpatch.patched(model, "kvzip", 0.5) as patch:
         cache = patch.new_cache()
-        with pytest.raises(kvpatch.KVPatchError, match="reads 300 tokens a second time behind 300, but this model has 512"):
+        with pytest.raises(kvpatch.KVPatchError, match="reads 300 tokens a second time after 300, but this model has 512"):
             model(ids, past_key_values=cache)
         assert cache.get_seq_length() == 0
         assert not cache.unfinished

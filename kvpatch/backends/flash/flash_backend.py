@@ -60,7 +60,7 @@ def reason(task: Task, case: Case) -> str | None:
 
 
 def _find_lack(kernel: Kernel, case: Case) -> str | None:
-    """Return the reason why a kernel cannot take a prompt, or None if it can."""
+    """Return the reason why a kernel cannot take a prompt of this case, or None if it can."""
     for asked, given, word in (
         (case.alibi, kernel.alibi, "ALiBi"),
         (case.window, kernel.window, "sliding window"),
@@ -93,7 +93,7 @@ def _ragged_reason(case: Case) -> str | None:
     if _ragged_kernel() is not None:
         return None
     refused = [f"{name} refused ({why})" for (name, prompt), why in refusals.known.items() if prompt is None]
-    return "; ".join(refused) or "no flash kernel here takes used lengths beside start offsets"
+    return "; ".join(refused) or "no flash kernel here takes used lengths and start offsets"
 
 
 def find_misfit(keys: Keys, geometry: Geometry) -> str | None:
@@ -149,7 +149,10 @@ def attend(
 def _attend_padded(
     tensors: tuple[Tensor, ...], rows_BQ: Tensor, mask: Mask, case: Case, real_B: list[int] | None
 ) -> tuple[Tensor, Tensor, str]:
-    """Remove the padding, call a kernel, and put its results back into place."""
+    """Attend from a padded prompt: remove the padding, call a kernel, and put its results back into place.
+
+    Returns output [B,Q,N,D], 0 for padding, log-sum-exp [B,N,Q], +inf for padding, and the kernel's name.
+    """
     B, Q, N, _ = tensors[0].shape
     real_BQ = rows_BQ >= 0
     real_B = real_BQ.sum(1).tolist() if real_B is None else real_B
@@ -176,7 +179,10 @@ def _find_real(real_BQ: Tensor, real_B: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _call_kernel(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case) -> tuple[Tensor, Tensor, str]:
-    """Call the first kernel that takes the case and does not refuse; a refusal is remembered and logged."""
+    """Call the first kernel that takes the case and does not refuse; a refusal is remembered for the process and logged.
+
+    tensors: queries, keys and values in a kernel's layout. packing: None unless they are sequences laid end to end.
+    """
     q, k, v = tensors
     shape = (q.shape[1], q.shape[0]) if packing is not None else (q.shape[0], q.shape[2], q.shape[1])
     for kernel in kernels():

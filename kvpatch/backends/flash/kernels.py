@@ -96,7 +96,7 @@ class Generation:
     """A generation of FlashAttention, found by the arguments of its two functions.
 
     Attributes:
-        arguments: those that tell it from other generations, beside COMMON.
+        arguments: those that tell it from other generations, besides COMMON.
         asks: argument that asks for the log-sum-exp; None if it is always returned.
         endless: side of a window without a limit.
         limits: fields of its Kernel.
@@ -115,6 +115,8 @@ class Generation:
                 yield self._make_kernel(name, module)
 
     def _make_kernel(self, name: str, module: Any) -> Kernel:
+        """Return the Kernel that calls a module's functions with the arguments of this generation."""
+
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
             left = mask.left
             if mask.slopes is not None:
@@ -226,9 +228,8 @@ def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
         inputs = (t.transpose(1, 2) for t in (q, k, v))
-        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(*inputs, None, True, 0.0, True, False, scale=mask.scale)[
-            :2
-        ]
+        call = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, lse, *_ = call(*inputs, None, True, 0.0, True, False, scale=mask.scale)
         return out.transpose(1, 2), lse.squeeze(-1)
 
     def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -280,8 +281,6 @@ def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
         ragged=ragged if "seqused_k" in takes else None,
     )
 
-
-# ---- the list ----
 
 SOURCES: tuple[Callable[[dict[str, Any]], Iterator[Kernel]], ...] = (
     THREE.found, THREE_OF_VLLM.found, _three_operator, FOUR.found, _find_cudnn, TWO.found, _find_torch,

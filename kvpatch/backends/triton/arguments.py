@@ -48,7 +48,7 @@ def padded_size(D: int) -> int:
 def tile_constants(
     G: int, D: int, tile: tuple[int, int, int, int], *, sliding: int | None, softcap: float | None, by_position: bool
 ) -> dict[str, Any]:
-    """Return the constants and options of a launch that both kernels have. tile: keys, rows, warps and stages."""
+    """Return the constants and options that the launches of a prompt's kernels share. tile: keys, rows, warps and stages."""
     keys, rows, warps, stages = tile
     sizes = {"G": G, "D": D, "PADDED": padded_size(D), "BLOCK_N": keys, "BLOCK_M": rows}
     kind = {"SLIDING": sliding is not None, "BY_POSITION": by_position, "CAPPED": softcap is not None}
@@ -66,7 +66,7 @@ def flatten_float(tensor: Tensor | None) -> Tensor | None:
 
 
 def noise_tiles(noise_BHTG: Tensor | None, tau: float, logarithm: bool) -> Tensor | None:
-    """Return exp(noise), or what noise adds to logits in base 2 at temperature tau, [B,H,G,T'], as tiles of keys read it.
+    """Return noise [B,H,G,T'] as tiles of keys read it: exp(noise), or its logarithm in base 2 over the temperature tau.
 
     T' is a multiple of NOISE_BLOCK: so that a tile's loads are wide and need no mask.
     """
@@ -79,9 +79,9 @@ def noise_tiles(noise_BHTG: Tensor | None, tau: float, logarithm: bool) -> Tenso
 
 
 def logit_units(scale: float, softcap: float | None) -> tuple[float, float]:
-    """Return `unit` and `inner`: logits in base 2 are unit * x.
+    """Return the factors `unit` and `inner` by which kernels make logits in base 2, unit * x, of products q k.
 
-    x is the product q k, or with a cap tanh(scale q k / softcap) = 1 - 2 / (1 + exp2(inner q k)).
+    x is q k, or with a cap tanh(scale q k / softcap) = 1 - 2 / (1 + exp2(inner q k)).
     """
     return (scale * LOG2E, 0.0) if softcap is None else (softcap * LOG2E, 2.0 * scale * LOG2E / softcap)
 

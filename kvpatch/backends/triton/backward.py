@@ -40,7 +40,7 @@ def gradients(
     sliding: int | None = None,
     holes: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values; 0 for padding.
+    """Return the gradients of queries, keys and values of a replay, by two kernels; 0 for padding.
 
     out_BHGQD, lse_BHGQ: what `forward.attend` returned for these arguments. grad_BHGQD: gradient of the output. The columns are
     the rows' own tokens. holes: whether rows may be padding.

@@ -65,7 +65,9 @@ def column_statistics(
     keys_BHQ: Tensor | None = None,
     spans_B4: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return sums over the rows for each key, [B,H,T] float32 by name; zero for a key that no row sees.
+    """Return sums of probabilities over a prompt's rows for each key, [B,H,T] float32 by name, by one kernel.
+
+    A key that no row sees has zero.
 
     lse_BHGQ: log-sum-exp of the same logits (with attention sinks, if there are any); its values for padding and for rows
     that see nothing are ignored. noise_BHTG: exp(noise). spans_B4: `spans` of the rows, if they are known.
@@ -131,7 +133,7 @@ def _row_terms(lse_BHGQ: Tensor, rows_BQ: Tensor, fill: int) -> Tensor:
 
 
 def _even_shares(keys_BHQ: Tensor, fill: int) -> Tensor:
-    """Return 1 / keys; +inf for a row of one key, whose probability rounds to either side of one."""
+    """Return each row's even share 1 / keys, which "count" compares with; +inf for a row of one key: its share may round."""
     shares = keys_BHQ.to(torch.float32).reciprocal()
     return F.pad(shares.masked_fill(keys_BHQ <= 1, math.inf), (0, fill), value=math.inf).contiguous()
 
@@ -140,11 +142,12 @@ def _even_shares(keys_BHQ: Tensor, fill: int) -> Tensor:
 
 
 def _row_splits(programs: int, row_blocks: int, group: int) -> int:
-    """Return among how many programs to split the rows of one block of keys."""
+    """Return among how many of the GPU's programs to split the rows of one block of keys, so that a launch has enough."""
     return max(1, min(triton.cdiv(PROGRAMS, programs), row_blocks, row_blocks * group // LEAST_TILES))
 
 
 def _column_tile(dtype: torch.dtype, padded: int, Q: int) -> tuple[int, int, int, int]:
+    """Return keys, rows, warps and stages of a tile. padded: head size of a tile. Q: query rows."""
     rows = max(16, triton.next_power_of_2(Q))
     if dtype == torch.float32:  # no tensor cores: taller tiles, or fewer warps, spill registers
         return 64, min(rows, 32), 8, 2

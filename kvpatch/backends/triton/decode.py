@@ -47,6 +47,7 @@ class Rule:
     evicts: bool = True
 
     def __post_init__(self) -> None:
+        """Raise KVPatchError for names that the kernels do not know, as a rule is made."""
         if unknown := set(self.statistics) - set(STATISTICS):
             raise KVPatchError(f"statistics={self.statistics!r} has {sorted(unknown)}: use some of {STATISTICS}.")
         if wrong := set(self.decayed) - (set(self.statistics) - {"observed"}):
@@ -140,7 +141,7 @@ def step(
         sinks_HG: attention sinks: a logit of each query head's softmax, but not of its noisy one, that belongs to no key.
         begin_N: first entry of each head, of ragged slots; with `page`, of each of its pages [B*H,M], M pages for C slots.
         capacity_N: entries of each head, of ragged slots; None: C.
-        page: slots of a page; None: each head's slots lie one behind the other.
+        page: slots of a page; None: each head's slots lie one after the other.
         keep_BH: int64, tokens that each head may hold, fewer than it has slots; None if no slot is empty after the write.
         first_B: int64; positions below it are never evicted.
         recent_B: int64; so many newest positions are never evicted.

@@ -68,7 +68,7 @@ def attend(
     spans_B4: Tensor | None = None,
     deaths_BHT: Tensor | None = None,
 ) -> ForwardOutput:
-    """Attend from all rows of a prompt, or compute their log-sum-exps alone.
+    """Attend from all rows of a prompt by one kernel, or compute their log-sum-exps alone.
 
     Padding and rows that see nothing have output 0 and log-sum-exp +inf.
 
@@ -79,7 +79,7 @@ def attend(
     v_BHTD = v_BHTD if lse_BHGQ is None else None
     check(q_BHGQD, k_BHTD, v_BHTD, noise_BHTG)
     (B, H, G, Q, D), T = q_BHGQD.shape, k_BHTD.shape[2]
-    # as a model takes it: the heads of a token beside each other
+    # as a model takes it: the heads of a token next to each other
     out = None if v_BHTD is None else q_BHGQD.new_empty(B, Q, H, G, D).permute(0, 2, 3, 1, 4)
     like: dict[str, Any] = {"size": (B, H, G, Q), "dtype": torch.float32, "device": q_BHGQD.device}
     lse = torch.empty(**like) if lse_BHGQ is None else lse_BHGQ

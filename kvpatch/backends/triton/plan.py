@@ -61,7 +61,7 @@ def plan(
     bits: int = FULL,
     pages: bool = False,
 ) -> LaunchPlan:
-    """Return the sizes for `heads` KV heads of C slots.
+    """Return the sizes of a decode step's launches over `heads` KV heads of C slots each, on a GPU of so many multiprocessors.
 
     splits: segments and chunks of a head; None: the best number. bits: of keys and values. pages: a head has several.
     """

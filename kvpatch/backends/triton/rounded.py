@@ -39,7 +39,7 @@ class Columns(NamedTuple):
 
 
 def columns(codec: Codec, D: int) -> Columns:
-    """Return the columns of keys or values of D numbers; exact entries have one piece without groups."""
+    """Return how a kernel lays out a tile of keys or values of D numbers; unrounded entries have one piece without groups."""
     if not isinstance(codec, Rounded):
         return Columns(D, 0, D, _round_width(D), _round_width(D))
     return _make_columns(codec.bits, D // codec.groups, codec.header_bytes, D)
@@ -47,6 +47,7 @@ def columns(codec: Codec, D: int) -> Columns:
 
 @lru_cache(maxsize=64)
 def _make_columns(bits: int, group: int, head: int, D: int) -> Columns:
+    """Return the layout of rounded entries. group: channels that share a scale. head: bytes before the codes."""
     piece = (D + 1) // 2 if bits == 4 else D
     step = math.gcd(group, piece)
     steps = _round_width(piece // step, 1)

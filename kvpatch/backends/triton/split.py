@@ -36,7 +36,7 @@ def cap_products(x, inner):
 
 @triton.jit
 def entries(BEGIN, begin, c, there, n, C, PAGE):
-    """Find the entries of head n's slots c: one behind the other from `begin` on, or in its pages, where those are `there`."""
+    """Find the entries of head n's slots c: one after the other from `begin` on, or in its pages, where those are `there`."""
     entry = begin + c
     if PAGE is not None:
         entry = tl.load(BEGIN + n * tl.cdiv(C, PAGE) + c // PAGE, mask=there, other=0) + c % PAGE
@@ -66,7 +66,7 @@ def split_kernel(
     what the keys are rounded around. A head's slots lie in one piece, or, PAGE of them in each, in those that begin at BEGIN.
     Logits: unit * cap_products(q k, inner), in base 2, so that exp2 serves as exp (arguments.logit_units). The sink of a query
     head is one more logit in the new token's segment.
-    GUMBEL: a second softmax, of (logit + log2 NOISE) / tau and without sinks, is kept beside the first, for Keyformer's score.
+    GUMBEL: a second softmax, of (logit + log2 NOISE) / tau and without sinks, is kept next to the first, for Keyformer's score.
     """
     n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = n // H, n % H

@@ -38,7 +38,7 @@ ADVICE = (  # pattern of an error, and what to do about it
 
 
 def reason(task: Task, case: Case) -> str | None:
-    """Return the reason that the kernels do not support a task, or None."""
+    """Return the reason that the Triton kernels cannot do a task for such a layer, or None if they can."""
     served = () if task == "replay" else ("softcap", "sinks")
     unknown = [SPECIAL[name] for name in case.special if name not in served]
     if unknown:
@@ -108,7 +108,7 @@ def advice(error: Exception) -> str | None:
 
 
 def spans(rows_BQ: Tensor) -> Tensor:
-    """Return what the kernels need to know of the rows of a prompt, the same for all layers."""
+    """Return where each batch row's real query rows begin and end, int64 [B,4]: computed once for all layers of a prompt."""
     from .arguments import spans
 
     return spans(rows_BQ)
@@ -236,20 +236,23 @@ def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
 
 
 def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule:
-    """Return the Rule of a step over `slots`: statistics to update, and a value if the kernel can choose the victim."""
+    """Return the Rule of a decode step over `slots`: statistics to update, and a value by which the kernel chooses the victim.
+
+    wanted: the policy needs statistics. evicting: a token is to be evicted; if the kernel cannot choose it, torch does after.
+    """
     from .decode import Rule, known_rule
 
-    make, score = Rule if torch.compiler.is_compiling() else known_rule, policy.score  # a graph has constants of its own
+    make = Rule if torch.compiler.is_compiling() else known_rule  # a graph of torch.compile has constants of its own
     if not (wanted or evicting):
         return make(evicts=False)
     names = policy.needs.states if wanted else ()
     decay, decayed = policy.needs.decay
-    value = score.kernel_source if evicting and torch_evicts(policy, slots) is None else None
+    value = policy.score.kernel_source if evicting and torch_evicts(policy, slots) is None else None
     return make(names, decay, tuple(name for name in decayed if name in names), value, evicts=value is not None)
 
 
 def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
-    """Return the reason that torch must choose the victim of a step that the kernels otherwise run, or None."""
+    """Return the reason that torch must choose the evicted token of a step that the kernels otherwise run, or None."""
     if policy.every > 1:
         return "several tokens are evicted at once"
     if type(policy).eviction_keys is not Policy.eviction_keys or policy.selection is not None:
@@ -331,7 +334,10 @@ def plain_step(
     bits: int,
     centre: Tensor | None,
 ) -> Tensor:
-    """Run `decode.step` with arguments that an operator's schema can hold; names are joined by commas."""
+    """Run `decode.step` as the operator kvpatch::decode_step, which torch.compile calls without tracing it.
+
+    An operator takes tensors, numbers and texts alone: names are joined by commas. It changes the tensors in `mutates_args`.
+    """
     from .decode import known_rule, step
 
     known, added, damped = (tuple(filter(None, text.split(","))) for text in (names, statistics, decayed))
