@@ -7,8 +7,7 @@ from .families import FAMILIES, LONGCAT
 from .gpt2 import GPT2Adapter
 from .gpt_neox_japanese import GPTNeoXJapaneseAdapter
 from .gptj import CodeGenAdapter, GPTJAdapter
-from .interface import InterfaceAdapter, routes_through_interface
-from .kinds import attends_both_ways, encoder_refused
+from .interface import InterfaceAdapter
 from .llama import LlamaAdapter
 from .mistral import MistralAdapter
 from .mpt import MptAdapter
@@ -23,10 +22,7 @@ __all__ = [
     "Adapter",
     "InterfaceAdapter",
     "adapter_of",
-    "attends_both_ways",
-    "encoder_refused",
     "list_architectures",
     "register_arch",
-    "routes_through_interface",
     "unregister_arch",
 ]

@@ -22,7 +22,7 @@ from ..policies.windows import Chunk
 from . import latent as latents
 from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, class_name, qualified_name, source_module
 from .handover import Entries, Handover
-from .kinds import attends_both_ways, encoder_refused, is_cross_attention, knows_number, position_limit
+from .kinds import attends_both_ways, is_cross_attention, knows_number, make_encoder_error, position_limit
 from .rotary import Rotary
 from .upstream import attention_of, cache_argument, name_attention
 
@@ -186,7 +186,7 @@ class InterfaceAdapter(Adapter):
             if qualified_name(module) not in self.classes or is_cross_attention(name, module):
                 continue
             if attends_both_ways(module):
-                raise encoder_refused(model, module)
+                raise make_encoder_error(model, f"is_causal=False of {type(module).__name__}")
             takes = inspect.signature(type(module).forward).parameters.values()
             if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
                 raise _refuse_arguments(module)
@@ -268,10 +268,7 @@ def _find_value(attn: Any, name: str | None) -> Any:
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend by the core that a patched module hands on, else by the model's own function; returns (output, no weights).
-
-    Registered with transformers, which calls it for modules whose config names it.
-    """
+    """Attend by the core that a patched module hands on, else by the model's own function. transformers calls it by NAME."""
     core = asked.pop("kvpatch", None)
     if core is None:
         own = AttentionInterface().get_interface(attention_of(module.config), source_module(module).eager_attention_forward)

@@ -10,6 +10,7 @@ from ..errors import KVPatchError
 
 CROSS = frozenset(("encoder_attn", "crossattention", "cross_attn"))
 """Names of modules that attend to what an encoder read."""
+NO_DECODER = "is_decoder=False of its configuration"
 
 
 def source_of(attn: nn.Module, attentions: list[nn.Module]) -> nn.Module | None:
@@ -42,21 +43,11 @@ def is_cross_attention(name: str, module: nn.Module) -> bool:
     return last in CROSS or "crossattention" in type(module).__name__.lower()
 
 
-def encoder_refused(model: nn.Module, attn: nn.Module) -> KVPatchError:
-    """Return the error for a model whose attention module says that it is an encoder's."""
-    return _both_ways(model, f"is_causal=False of {type(attn).__name__}")
-
-
-def decoder_wanted(model: nn.Module) -> KVPatchError:
-    """Return the error for a model whose attention code makes it an encoder unless its configuration says otherwise."""
-    return _both_ways(model, "is_decoder=False of its configuration")
-
-
-def _both_ways(model: nn.Module, why: str) -> KVPatchError:
-    """Return the error for a model that attends to earlier and later tokens. why: how that shows."""
+def make_encoder_error(model: nn.Module, sign: str) -> KVPatchError:
+    """Return the error for a model that attends to later tokens too. sign: what shows that, such as "is_causal=False of X"."""
     return KVPatchError(
-        f"{type(model).__name__} attends in both directions ({why}): an encoder reads its text at once and keeps no cache that "
-        "could be put on a budget. Give a causal decoder, or set is_decoder=True if it was trained as one."
+        f"{type(model).__name__} attends in both directions ({sign}): an encoder reads its text at once and keeps no cache "
+        "that could be put on a budget. Give a causal decoder, or set is_decoder=True if it was trained as one."
     )
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..errors import KVPatchError
 from .adapter import Adapter, list_architectures, source_module
 from .interface import routes_through_interface
-from .kinds import attends_both_ways, decoder_wanted, encoder_refused, is_cross_attention
+from .kinds import NO_DECODER, attends_both_ways, is_cross_attention, make_encoder_error
 from .upstream import attention_of, keeps_state
 
 _LOG = logging.getLogger(__name__)
@@ -34,9 +34,9 @@ def refuse_other_kinds(model: nn.Module) -> None:
     if stateful and not any(map(routes_through_interface, attentions)):
         raise KVPatchError(f"{name} keeps a recurrent state, not keys and values: there is nothing to evict.")
     if attentions and all(map(attends_both_ways, attentions)):
-        raise encoder_refused(model, attentions[0])
+        raise make_encoder_error(model, f"is_causal=False of {type(attentions[0]).__name__}")
     if attentions and any(vars(module).get("is_decoder") is False for module in text.modules()):
-        raise decoder_wanted(model)
+        raise make_encoder_error(model, NO_DECODER)
     crossed = next((at for at, module in text.named_modules() if is_cross_attention(at, module)), None)
     if crossed is not None and not _is_lone_decoder(model, text.get_submodule(crossed)):
         raise KVPatchError(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import KVPatchError
 from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, heads_first, qualified_name, source_module
-from .kinds import decoder_wanted, position_limit
+from .kinds import NO_DECODER, make_encoder_error, position_limit
 
 
 class SeparateAdapter(Adapter):
@@ -92,7 +92,7 @@ class BertAdapter(SeparateAdapter):
 
     def check(self, model: nn.Module) -> None:
         if any(not module.is_decoder for module in model.modules() if qualified_name(module) in self.classes):
-            raise decoder_wanted(model)
+            raise make_encoder_error(model, NO_DECODER)
         super().check(model)
 
 

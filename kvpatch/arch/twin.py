@@ -130,10 +130,7 @@ def _is_layer(key: object) -> bool:
 
 
 def _count_kinds(own: dict[str, Any], layers: int) -> int:
-    """Return how many first layers a twin needs so that each kind of layer occurs, at least two.
-
-    own: the configuration's values. layers: of the model.
-    """
+    """Return how many of a model's first layers show each kind of layer, at least two. own: its configuration's values."""
     count = min(_LAYERS, layers)
     for value in own.values():
         if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):

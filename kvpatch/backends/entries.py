@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..policies.context import accumulator
 from .entry_sizes import FULL as FULL
-from .entry_sizes import count_centre_bytes, count_entry_bytes, count_groups, count_rounded_bytes
+from .entry_sizes import count_groups, count_rounded_bytes
 
 CPU_BLOCK = 1 << 18  # numbers unpacked at a time on the CPU: 1 MiB of float32, about a core's L2 cache
 DEVICE_BLOCK = 1 << 22  # on other devices: 16 MiB
@@ -260,16 +260,6 @@ def find_midrange(k_BHTD: Tensor, real_BHT: Tensor) -> Tensor:
 def in_full(codecs: Codecs) -> Codecs:
     """Return the codecs of the same keys and values in the model's own precision."""
     return (Exact(), Latent(Exact(), codecs[1].D)) if isinstance(codecs[1], Latent) else EXACT
-
-
-def centre_bytes(bits: int, key: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the centre of a head's keys of so many numbers."""
-    return count_centre_bytes(bits, key, dtype.itemsize)
-
-
-def entry_bytes(bits: int, key: int, value: int, dtype: torch.dtype, latent: bool = False) -> int:
-    """Return the bytes of a key and a value of so many numbers. latent: as in `codecs`."""
-    return count_entry_bytes(bits, key, value, dtype.itemsize, latent)
 
 
 def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:

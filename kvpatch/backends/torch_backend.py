@@ -108,10 +108,7 @@ def _all_see_the_past(keys: Keys, geometry: Geometry) -> bool:
 
 
 def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Return a prompt's output [B,N,Q,D] and log-sum-exp [B,N,Q] by the CPU's flash kernel.
-
-    Earlier keys, which every row sees, and the prompt's own are attended to apart, and the two results joined.
-    """
+    """Return a prompt's output and log-sum-exp by the CPU's flash kernel: over earlier keys and its own, then joined."""
     past, T = keys.past, keys.k_BHTD.shape[2]
     if not past:
         return _call_flash(q_BNQD, keys, geometry, causal=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..backends.entries import entry_bytes
+from ..backends.entry_sizes import count_entry_bytes
 from .layer import SlotLayer
 from .lifetimes import Lifetimes
 from .settings import CacheSettings
@@ -35,7 +35,7 @@ class LayerPart:
         B, H = layer.positions.shape[:2]
         kept = min(layer.seen, bound or layer.seen)
         full = B * H * kept * layer.kv.full_size * layer.dtype.itemsize
-        token = B * H * entry_bytes(layer.bits, *layer.kv.sizes, layer.dtype, layer.latent)
+        token = B * H * count_entry_bytes(layer.bits, *layer.kv.sizes, layer.dtype.itemsize, layer.latent)
         noted = layer.mass_BH, layer.unfitted_BH
         return cls(layer.positions[:, :, : layer.used], *noted, layer.kv.nbytes, full, token)
 

@@ -285,7 +285,7 @@ def own_cache(past: object) -> EvictingCache:
 
 
 def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, limit: int | None) -> None:
-    """Raise KVPatchError past the last learned or tabled position, instead of an IndexError deep inside the model."""
+    """Raise KVPatchError before a pass beyond the model's last position (limit), in place of its IndexError deep inside."""
     if limit is None or cache.get_seq_length() + Q <= limit:
         return
     last = cache.get_seq_length() + Q if position_ids is None else int(position_ids.max()) + 1

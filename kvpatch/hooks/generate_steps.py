@@ -108,8 +108,8 @@ class GenerateSteps:
         assert output is not None, "the model ran"
         if output.keys() - {"logits", *CACHE_NAMES}:
             graph.give_up()  # generate() may read what else is in it
-        name = next(name for name in CACHE_NAMES if name in output)
-        self._make_output = functools.partial(_make_output, type(output), name)
+        kind, name = type(output), next(name for name in CACHE_NAMES if name in output)
+        self._make_output = lambda logits, cache: kind(logits=logits, **{name: cache})
         return output
 
     def _run_model(self, model: weakref.ref[nn.Module], **call: Any) -> ModelOutput:
@@ -118,10 +118,6 @@ class GenerateSteps:
         assert alive is not None, "it generates"
         self._output = alive(**call, return_dict=True)
         return self._output
-
-
-def _make_output(kind: type[ModelOutput], name: str, logits: Tensor, cache: EvictingCache) -> ModelOutput:
-    return kind(logits=logits, **{name: cache})
 
 
 def _take_inputs(inputs: Mapping[str, Any]) -> dict[str, Tensor] | None:

@@ -61,13 +61,11 @@ def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | 
 
 def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[nn.Module, int]:
     """Return the number of each attention module's layer: its own, or the number of the layer in whose list it stands."""
-    names = {module: name for name, module in decoder.named_modules()}
-    own = ((attn, attn.layer_idx if knows_number(attn) else _in_name(names[attn])) for attn in attentions)
-    return {attn: int(number) for attn, number in own}  # type: ignore[arg-type]
-
-
-def _in_name(name: str) -> int:
-    return int(next(part for part in name.split(".") if part.isdigit()))
+    names, numbers = {module: name for name, module in decoder.named_modules()}, dict[nn.Module, int]()
+    for attn in attentions:
+        place = next(filter(str.isdigit, names[attn].split(".")), "0")
+        numbers[attn] = int(attn.layer_idx if knows_number(attn) else place)  # type: ignore[arg-type]
+    return numbers
 
 
 def find_state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn.Module]) -> dict[int, nn.Module]:

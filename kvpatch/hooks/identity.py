@@ -46,10 +46,7 @@ _PLAIN = (nn.Parameter, Tensor)
 
 
 def _walk_modules(decoder: nn.Module) -> tuple[list[Tensor], list[nn.Module]]:
-    """Return a decoder's parameters, and the modules that PEFT's adapters change.
-
-    No parameters if FSDP or DeepSpeed hold them elsewhere between passes.
-    """
+    """Return a decoder's parameters (none if FSDP or DeepSpeed hold them elsewhere), and the modules with PEFT's adapters."""
     weights, tuned, waiting, away = list[Tensor](), list[nn.Module](), [decoder], False
     while waiting:  # nn.Module.modules() takes several times as long
         module = waiting.pop()

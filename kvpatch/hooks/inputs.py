@@ -61,12 +61,9 @@ def _as_k(name: str, value: object) -> str:
 
 
 def find_tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
-    """Check and return the input_ids [B,Q] or inputs_embeds [B,Q,E] of a pass, before it begins.
+    """Return the input_ids [B,Q] or inputs_embeds [B,Q,E] of a pass; raise KVPatchError if the model could not read them.
 
-    Returns None if there are both or neither: the model itself raises the right error.
-
-    Raises:
-        KVPatchError: wrong type, shape or dtype, no row, or ids that the model does not know.
+    None if there are both or neither: the model itself raises the right error.
     """
     ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
     if (ids is None) == (embeds is None):

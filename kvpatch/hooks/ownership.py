@@ -32,11 +32,7 @@ def check(cache: EvictingCache, state: PatchState) -> None:
 
 
 def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) -> None:
-    """Note on a cache which model reads its text (`read_by`), before each prompt.
-
-    Raises:
-        KVPatchError: another model has read it so far, this one has changed since, or is not the one a calibration is of.
-    """
+    """Note on a cache, before a prompt, which model reads it; raise KVPatchError if that is another one, or has changed."""
     attn = next((module for module in decoder.modules() if qualified_name(module) in state.adapter.classes), None)
     if attn is not None:  # FSDP gives a module that it wraps another class
         refuse_replaced(attn, state.adapter)

@@ -45,7 +45,8 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
     inputs.check_position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
     inputs.refuse_packed_rows(call)
     real_BQ = torch.ones(B, Q, dtype=torch.bool, device="cpu") if mask is None else mask.cpu().bool().expand(B, -1)
-    text_B = match_rows(record, tokens.cpu(), real_BQ)
+    known_NT, rows = record.ids.cpu(), zip(tokens.cpu(), real_BQ, strict=True)
+    text_B = torch.tensor([_match_row(b, ids[real], known_NT) for b, (ids, real) in enumerate(rows)], device="cpu")
     positions_BQ = (real_BQ.long().cumsum(-1) - 1).masked_fill(~real_BQ, -1)
     gaps = real_BQ.flip(-1).long().cumsum(-1).flip(-1).bool() & (real_BQ.long().cumsum(-1) > 0) & ~real_BQ
     mine = positions_BQ.to(tokens.device)
@@ -58,18 +59,6 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
     set_cache(call, None, state.cache_name)
     call.update(use_cache=False, attention_mask=carried)
     return (), call
-
-
-def match_rows(record: Record, ids_BQ: Tensor, real_BQ: Tensor) -> Tensor:
-    """Return for each row the number [B] of the recorded text that begins like it; a row's last token may be another.
-
-    Raises:
-        KVPatchError: a row is no recorded text.
-    """
-    known_NT = record.ids.cpu()
-    return torch.tensor(
-        [_match_row(b, ids[real], known_NT) for b, (ids, real) in enumerate(zip(ids_BQ, real_BQ, strict=True))], device="cpu"
-    )
 
 
 def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:

@@ -58,10 +58,7 @@ class RunLog:
     # ---- called by the hooks ----
 
     def count_own_code(self, call: dict[str, Any], training: bool) -> None:
-        """Count a pass that the model's own code runs, so that nothing is evicted; warn once if the policy would evict.
-
-        call: the decoder's arguments.
-        """
+        """Count a pass that the model's own code runs, and warn once if the policy would have evicted. call: its arguments."""
         tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.ndim < 2 or not tokens.shape[1]:
             return  # the model raises the error

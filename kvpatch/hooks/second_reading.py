@@ -112,10 +112,7 @@ def note_places(now: Forward, position_ids: Tensor | None, columns: int) -> None
 
 
 def enter_prepared(call: dict[str, Any], cache: EvictingCache, device: torch.device, state: PatchState) -> Changed:
-    """Put a cache and its mask into `call`, for a pass that was begun before the decoder was called.
-
-    The decoder's pre-hook calls this for a part of a second reading, and for an edit.
-    """
+    """Put a cache and its mask into `call`, for a pass begun before the decoder was called: a second reading, or an edit."""
     mask = by_kind(cache.settings.stack, pass_mask(device).as_subclass(PassMask), None, 1)
     set_cache(call, cache, state.cache_name)
     call.update(use_cache=True, attention_mask=mask)

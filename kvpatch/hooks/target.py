@@ -18,7 +18,7 @@ from ..arch.automatic import AutomaticAdapter, automatic_rows
 from ..arch.kinds import is_cross_attention
 from ..arch.refusals import make_unknown_error, refuse_other_kinds, refuse_replaced, row_of
 from ..arch.upstream import CACHE, CACHE_NAMES
-from ..backends.entries import centre_bytes, entry_bytes
+from ..backends.entry_sizes import count_centre_bytes, count_entry_bytes
 from ..backends.protocol import SPECIAL, Case
 from ..errors import KVPatchError
 from ..policies import Policy
@@ -317,13 +317,14 @@ class Target:
         total = 0
         for module, adapter in self.attentions:
             heads, key = adapter.kv_shape(module)
-            total += heads * entry_bytes(bits, key, adapter.value_size(module), dtype, adapter.latent(module))
+            value, latent = adapter.value_size(module), adapter.latent(module)
+            total += heads * count_entry_bytes(bits, key, value, dtype.itemsize, latent)
         return math.ceil(total / len(self.attentions))
 
     def bytes_of_centres(self, bits: int, dtype: torch.dtype) -> int:
         """Return the bytes of the centres that a layer's keys are rounded around, over all processes: the mean of layers."""
         shapes = [adapter.kv_shape(module) for module, adapter in self.attentions]
-        return math.ceil(sum(heads * centre_bytes(bits, key, dtype) for heads, key in shapes) / len(shapes))
+        return math.ceil(sum(heads * count_centre_bytes(bits, key, dtype.itemsize) for heads, key in shapes) / len(shapes))
 
 
 def _check_decoder(decoder: nn.Module) -> None:

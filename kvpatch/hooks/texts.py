@@ -124,10 +124,7 @@ def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
 
 
 def check_seen_mask(mask_BT: Tensor, cache: EvictingCache, Q: int) -> None:
-    """Raise KVPatchError before a pass of Q columns if its mask contradicts the padding that the cache has read.
-
-    Nothing is compared if the cache does not know all of its ids, or was joined from several.
-    """
+    """Raise KVPatchError before a pass of Q columns if its mask contradicts the padding that the cache knows it has read."""
     known_BT, seen = cache.ids.ids_BT, cache.get_seq_length()
     if known_BT is None or known_BT.shape[1] != seen or mask_BT.shape[1] != seen + Q or cache.rows.joined:
         return

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kvpatch.backends import entries
-from kvpatch.backends.entries import EXACT, Rounded, codecs, dot, entry_bytes, mix
+from kvpatch.backends.entries import EXACT, Rounded, codecs, dot, mix
+from kvpatch.backends.entry_sizes import count_entry_bytes
 from tests.oracle import reference
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -67,15 +68,15 @@ def test_equal_numbers_stay_and_numbers_that_are_none_stay_so(bits):
 def test_an_entry_has_the_bytes_that_are_counted(D, bits, dtype):
     made = [codec.encode(numbers(3, D, dtype=dtype)) for codec in codecs(bits, D, D, dtype)]
     assert all(one.dtype == torch.uint8 for one in made)
-    assert sum(one.shape[-1] for one in made) == entry_bytes(bits, D, D, dtype)
+    assert sum(one.shape[-1] for one in made) == count_entry_bytes(bits, D, D, dtype.itemsize)
     groups = next(count for count in range(1, D + 1) if D % count == 0 and D // count <= 32)
-    assert entry_bytes(bits, D, D, dtype) == 2 * math.ceil(D * bits / 8) + 2 * (groups + 1) * dtype.itemsize
-    assert entry_bytes(16, D, D, dtype) == 2 * D * dtype.itemsize
+    assert count_entry_bytes(bits, D, D, dtype.itemsize) == 2 * math.ceil(D * bits / 8) + 2 * (groups + 1) * dtype.itemsize
+    assert count_entry_bytes(16, D, D, dtype.itemsize) == 2 * D * dtype.itemsize
 
 
 def test_a_head_of_128_in_half_precision():
     """The sizes that docs/options name: 512 bytes, 276, 148."""
-    assert [entry_bytes(bits, 128, 128, torch.bfloat16) for bits in (16, 8, 4)] == [512, 276, 148]
+    assert [count_entry_bytes(bits, 128, 128, 2) for bits in (16, 8, 4)] == [512, 276, 148]
 
 
 @pytest.mark.parametrize("bits", [8, 4])

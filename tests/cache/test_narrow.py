@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.backends import dispatch, entries
+from kvpatch.backends.entry_sizes import count_centre_bytes, count_entry_bytes
 from kvpatch.backends.protocol import Case
 from kvpatch.cache.narrow import make_prompt_slots, open_slots
 from tests.helpers.comparing import EVICTING, SMALL, certain
@@ -134,7 +135,7 @@ def test_bytes_are_those_of_the_slots(policy, bits):
         report = patch.report()
         slots = sum(sum(layer.kv.capacities()) for layer in cache.layers)
         centres = 2 * 2 * 2 * D * 4  # of rows, layers and heads
-        assert cache.nbytes == slots * entries.entry_bytes(bits, D, D, torch.float32) + centres == report.nbytes
+        assert cache.nbytes == slots * count_entry_bytes(bits, D, D, 4) + centres == report.nbytes
         assert report.full_nbytes == 2 * 2 * 43 * 2 * 2 * D * 4 and report.bits == report.to_dict()["bits"] == bits
         assert f"{bits} bits" in str(report)
 
@@ -145,9 +146,9 @@ def test_a_budget_in_bytes_holds_more_tokens():
     for bits in (16, 8, 4):
         with kvpatch.patched(model, "streaming_llm", "8KiB", bits=bits):
             _, cache = force(model, prompt(1, 90), prompt(1, 3))
-        held[bits], centres = int(cache.held(0)[0, 0]), 2 * 2 * entries.centre_bytes(bits, D, torch.float32)
-        assert held[bits] == (8192 - centres) // (2 * 2 * entries.entry_bytes(bits, D, D, torch.float32))
-        taken = sum(int(cache.held(layer).sum()) for layer in range(2)) * entries.entry_bytes(bits, D, D, torch.float32)
+        held[bits], centres = int(cache.held(0)[0, 0]), 2 * 2 * count_centre_bytes(bits, D, 4)
+        assert held[bits] == (8192 - centres) // (2 * 2 * count_entry_bytes(bits, D, D, 4))
+        taken = sum(int(cache.held(layer).sum()) for layer in range(2)) * count_entry_bytes(bits, D, D, 4)
         assert taken + sum(layer.kv.centre.numel() * 4 for layer in cache.layers if layer.kv.centre is not None) <= 8192
     assert held[4] > held[8] > 1.5 * held[16]
 
@@ -159,7 +160,7 @@ def test_buffers_have_one_slot_more_than_a_budget_in_bytes(bits):
     D = model.config.hidden_size // model.config.num_attention_heads
     with kvpatch.patched(model, "streaming_llm", "8KiB", bits=bits) as patch:
         _, cache = force(model, prompt(1, 90), prompt(1, 3))
-        entry, centres = entries.entry_bytes(bits, D, D, torch.float32), 2 * 2 * entries.centre_bytes(bits, D, torch.float32)
+        entry, centres = count_entry_bytes(bits, D, D, 4), 2 * 2 * count_centre_bytes(bits, D, 4)
         tokens = (8192 - centres) // (2 * 2 * entry)
         assert patch.report().nbytes == cache.nbytes == 2 * 2 * (tokens + 1) * entry + centres
         assert int(cache.held(0)[0, 0]) == tokens

@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import kvpatch
 from kvpatch.arch.twin import shrink_config
-from kvpatch.backends.entries import centre_bytes, entry_bytes
+from kvpatch.backends.entry_sizes import count_centre_bytes, count_entry_bytes
 from kvpatch.cache.holding import count_held
 from kvpatch.planning.configuration import Configuration
 from tests.helpers import tiny, tiny_families
@@ -68,8 +68,8 @@ def test_a_plan_counts_as_the_settings_of_a_patch(saved, policy, k, bits, option
         H, (key, value) = layer.positions.shape[1], layer.kv.sizes
         said = count_held(patch.settings, index, T, NEW - 1, heads=H)
         assert plan.kept[index] == sum(said.heads) // H
-        entry = entry_bytes(bits, key, value, layer.dtype, layer.latent)
-        allocated += H * (said.slots * entry + centre_bytes(bits, key, layer.dtype))
+        entry = count_entry_bytes(bits, key, value, layer.dtype.itemsize, layer.latent)
+        allocated += H * (said.slots * entry + count_centre_bytes(bits, key, layer.dtype.itemsize))
     assert plan.allocated == allocated
 
 

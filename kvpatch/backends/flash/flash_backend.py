@@ -179,9 +179,9 @@ def _find_real(real_BQ: Tensor, real_B: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _call_kernel(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case) -> tuple[Tensor, Tensor, str]:
-    """Call the first kernel that takes the case and does not refuse; a refusal is remembered for the process and logged.
+    """Call the first kernel that takes the case and does not refuse; a refusal is remembered and logged.
 
-    tensors: queries, keys and values in a kernel's layout. packing: None unless they are sequences laid end to end.
+    packing: of sequences laid end to end, or None.
     """
     q, k, v = tensors
     shape = (q.shape[1], q.shape[0]) if packing is not None else (q.shape[0], q.shape[2], q.shape[1])

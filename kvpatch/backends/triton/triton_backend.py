@@ -21,6 +21,7 @@ from ..device import find_capability
 from ..entries import FULL, centre_codecs, centre_of, codecs
 from ..protocol import SPECIAL, Attended, Case, Geometry, Keys, Noise, StepSlots, Task
 from . import arguments
+from .arguments import spans
 
 if TYPE_CHECKING:
     from .decode import Rule
@@ -105,13 +106,6 @@ def advice(error: Exception) -> str | None:
 
 
 # ---- a prompt ----
-
-
-def spans(rows_BQ: Tensor) -> Tensor:
-    """Return where each batch row's real query rows begin and end, int64 [B,4]: computed once for all layers of a prompt."""
-    from .arguments import spans
-
-    return spans(rows_BQ)
 
 
 def attend(
