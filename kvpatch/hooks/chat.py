@@ -153,6 +153,8 @@ class Chat:
         read = self._check_index("replace", index)
         if not isinstance(text, str):
             raise KVPatchError(f"replace() takes the text of a message, not a {type(text).__name__}: write replace(1, '...').")
+        if index in self._read.left_out:
+            raise KVPatchError(f"replace({index}): the text was read anew without this forgotten message: send() the new one.")
         if index == read - 1:
             raise KVPatchError(f"replace({index}): the last token of the newest answer is not read: send() the next one first.")
         found, (start, stop) = self._template.rewrite(self.messages, index, text, self._read), self.spans[index]
@@ -169,10 +171,8 @@ class Chat:
         self.ids = torch.cat([self.ids[:, :stop], self.ids.new_zeros(1, more), self.ids[:, stop:]], 1)
         self.ids[0, start : start + len(ids)] = torch.tensor(ids, device="cpu")
         self._read.starts = [one + more if one >= stop else one for one in self._read.starts]
-        self._read.forgotten = {i: end + more if i > index else end for i, end in self._read.forgotten.items()}
-        self._read.text = written
-        self._read.forgotten.pop(index, None)
-        self.messages[index] = {"role": self.messages[index]["role"], "content": text}
+        self._read.forgotten = {i: end + more if i > index else end for i, end in self._read.forgotten.items() if i != index}
+        self._read.text, self.messages[index] = written, {"role": self.messages[index]["role"], "content": text}
 
     def _check_index(self, method: str, index: object) -> int:
         """Return the number of messages that were read. Raises KVPatchError unless `index` is of one of them."""

@@ -260,6 +260,10 @@ def test_a_forgotten_message_is_not_read_anew(model):
         assert "one" not in tokenizer.decode(chat.ids[0]) and len(chat.messages) == len(chat.spans) == 5
         assert chat.spans[1][0] == chat.spans[1][1] == chat.spans[2][0]
         assert decode(chat, *chat.spans[2]) == "<|im_start|>assistant\nyes<|im_end|>\n"
+        before = [dict(one) for one in chat.messages]
+        with pytest.raises(KVPatchError, match=r"replace\(1\): the text was read anew without this forgotten message"):
+            chat.replace(1, "three?")
+        assert chat.messages == before
 
 
 # ---- replace ----
