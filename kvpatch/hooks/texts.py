@@ -117,7 +117,7 @@ def _check_ids(ids_BT: Tensor, known_BT: Tensor) -> None:
 
 def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
     """Return given rows repeated for each of their beams, to be compared with a cache's rows; None if these are no multiple."""
-    each = len(known_BT) // len(given_BT)
+    each = len(known_BT) // max(len(given_BT), 1)
     if len(known_BT) == 1:
         return given_BT  # of a prefix, which all rows begin with
     return given_BT.repeat_interleave(each, 0) if each and each * len(given_BT) == len(known_BT) else None
@@ -144,11 +144,11 @@ def _check_padding(mask_BT: Tensor, known_BT: Tensor, edited: int = 0) -> None:
     if not bool(wrong_BT.any()):
         return
     row, column = wrong_BT.nonzero()[0].tolist()
-    own = min(row, len(known_BT) - 1)
-    known_T = known_BT[own]
+    cache_row = min(row, len(known_BT) - 1)
+    known_T = known_BT[cache_row]
     there, here = ("padding", "a token") if known_T[column] == PADDING else ("a token", "padding")
     at = int((known_T[:column] != PADDING).sum())
-    take_out = f"cache.forget([({at}, {at + 1})], row={own}) takes that token out. " * (here == "padding")
+    take_out = f"cache.forget([({at}, {at + 1})], row={cache_row}) takes that token out. " * (here == "padding")
     raise KVPatchError(
         f"attention_mask has {here} at column {column} of row {row}, where the cache has read {there}: give the mask of the "
         "text that it has read, with ones for what was generated, after an early end too (without a mask generate() takes pad "

@@ -70,6 +70,16 @@ def test_a_question_no_longer_than_what_was_read(n):
         assert cache.get_seq_length() == seen + 6
 
 
+@pytest.mark.parametrize("B", [1, 2])
+def test_a_text_without_rows_is_refused(B):
+    model, (context, one, _) = make("llama_gqa"), texts(B)
+    with kvpatch.patched(model, "h2o", 10) as patch:
+        cache = patch.new_cache()
+        model.generate(context, past_key_values=cache, **OPTIONS)
+        with pytest.raises(KVPatchError, match=r"input_ids has shape \[0, \d+\], which is no row: give at least one"):
+            model.generate(one[:0], past_key_values=cache, **OPTIONS)
+
+
 def test_what_goes_on_is_let_through():
     """New tokens alone under a mask over both, a padded batch, other pad tokens, rows that moved, and rolled back drafts."""
     model, context = make("llama_gqa"), prompt(2, 20)
