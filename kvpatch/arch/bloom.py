@@ -47,8 +47,8 @@ class BloomAdapter(Adapter):
         return call["residual"] + nn.functional.dropout(out_BQE, attn.hidden_dropout, attn.training), weights
 
     def output(self, attn: Any, y_BQE: Tensor) -> Tensor:
-        exact = attn.pretraining_tp > 1 and attn.slow_but_exact  # the model then leaves its bias out
-        return nn.functional.linear(y_BQE, attn.dense.weight) if exact else super().output(attn, y_BQE)
+        omits_bias = attn.pretraining_tp > 1 and attn.slow_but_exact  # the model then leaves its bias out
+        return nn.functional.linear(y_BQE, attn.dense.weight) if omits_bias else super().output(attn, y_BQE)
 
     def aside(self, decoder: Any) -> dict[str, Any]:
         return {"build_alibi_tensor": _no_alibi}

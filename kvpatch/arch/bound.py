@@ -74,8 +74,8 @@ class BoundAdapter:
             sinks = local(sinks).to(device).unflatten(0, (self.H, -1))
             sinks = sinks if torch.is_grad_enabled() else sinks.detach()
         adapter, attn = self.adapter, self.attn
-        own = (adapter.scale(attn), slopes, adapter.sliding(attn), adapter.softcap(attn), sinks, adapter.coarse(attn))
-        return Geometry(*own)
+        fields = (adapter.scale(attn), slopes, adapter.sliding(attn), adapter.softcap(attn), sinks, adapter.coarse(attn))
+        return Geometry(*fields)
 
     def rotate(self, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
         """Apply positions `places_BHT` to queries or keys."""

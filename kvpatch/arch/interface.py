@@ -156,8 +156,8 @@ class InterfaceAdapter(Adapter):
         config = attn.config
         group, heads = getattr(attn, "num_key_value_groups", None), getattr(attn, "kv_heads", None)
         names = ("decoder_attention_heads", "num_key_value_heads", "num_attention_heads")
-        own = next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
-        heads = heads or (config.num_attention_heads // group if group else 0) or own  # 0 where layers differ in their heads
+        named = next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
+        heads = heads or (config.num_attention_heads // group if group else 0) or named  # 0 where layers differ in their heads
         sizes = (getattr(attn, name, None) for name in ("qk_head_dim", "head_dim", "head_size"))
         head_dim = next((size for size in sizes if size), config.hidden_size // config.num_attention_heads)
         return heads, head_dim
@@ -271,6 +271,6 @@ def attention(
     """Attend by the core that a patched module hands on, else by the model's own function. transformers calls it by NAME."""
     core = asked.pop("kvpatch", None)
     if core is None:
-        own = AttentionInterface().get_interface(attention_of(module.config), source_module(module).eager_attention_forward)
-        return own(module, query, key, value, attention_mask, **asked)
+        run = AttentionInterface().get_interface(attention_of(module.config), source_module(module).eager_attention_forward)
+        return run(module, query, key, value, attention_mask, **asked)
     return core(query, key, value, asked), None

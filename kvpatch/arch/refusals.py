@@ -80,8 +80,8 @@ def home_of(code: Any) -> str:
     """Return the name of the package that a class or function comes from; a wrapped one's is that of the wrapper."""
     if isinstance(code, functools.partial):
         return home_of(code.func)
-    own = getattr(getattr(code, "__func__", code), "__globals__", {}).get("__name__")
-    return str(own or getattr(code, "__module__", "")).partition(".")[0]
+    defined_in = getattr(getattr(code, "__func__", code), "__globals__", {}).get("__name__")
+    return str(defined_in or getattr(code, "__module__", "")).partition(".")[0]
 
 
 def refuse_replaced(attn: nn.Module, adapter: Adapter) -> None:
@@ -91,7 +91,7 @@ def refuse_replaced(attn: nn.Module, adapter: Adapter) -> None:
     """
     if home_of(type(attn)) != "transformers" or home_of(type(adapter)) != "kvpatch":
         return
-    name, own, home = type(attn).__name__, vars(attn), vars(source_module(attn))
+    name, attributes, home = type(attn).__name__, vars(attn), vars(source_module(attn))
     if "ALL_ATTENTION_FUNCTIONS" in home and "/" not in (asked := attention_of(attn.config) or "eager"):  # a hub's kernel
         function = home["ALL_ATTENTION_FUNCTIONS"].get(asked, home.get("eager_attention_forward"))
         if function is not None and home_of(function) not in HOMES:
@@ -99,7 +99,7 @@ def refuse_replaced(attn: nn.Module, adapter: Adapter) -> None:
                 f"{name} attends by a function of your own ({asked!r}), which attention under a budget would leave out: call "
                 "model.set_attn_implementation('sdpa') before if it computes the same."
             )
-    for code in (type(attn).forward, own.get("forward"), own.get("_old_forward")):
+    for code in (type(attn).forward, attributes.get("forward"), attributes.get("_old_forward")):
         if type(adapter).run is Adapter.run and code is not None and home_of(code) not in HOMES:
             _warn_once(f"[kvpatch] The forward of {name} is code of {home_of(code)}, which passes under a budget leave out.")
 

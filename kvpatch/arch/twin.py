@@ -87,39 +87,39 @@ def shrink_config(config: Any) -> Any:
 
     Head sizes, scales, caps, sinks and rotary parameters stay; sliding windows become so short that they matter.
     """
-    own = {key: value for key, value in config.to_dict().items() if key not in ("quantization_config", "dtype")}
+    fields = {key: value for key, value in config.to_dict().items() if key not in ("quantization_config", "dtype")}
     of_hybrid = _of_hybrid(getattr(config, "layer_types", None) or ())
     if of_hybrid:  # widths of its other layers follow from others
-        own = {key: value for key, value in own.items() if key not in _list_derived(config)}
-    names = {**{name: name for name in own}, **getattr(config, "attribute_map", {})}
+        fields = {key: value for key, value in fields.items() if key not in _list_derived(config)}
+    names = {**{name: name for name in fields}, **getattr(config, "attribute_map", {})}
     layers, heads = config.num_hidden_layers, query_heads(config) or 1
     kv_heads = None if hasattr(config, _HEADS[0]) else getattr(config, "num_key_value_heads", None)
-    chosen = _with_readers(own, layers) or range(max(_count_kinds(own, layers), of_hybrid))
+    chosen = _with_readers(fields, layers) or range(max(_count_kinds(fields, layers), of_hybrid))
     few_layers = len(chosen)
     few_kv, few_heads = _few_heads(heads, kv_heads or heads, 2 if of_hybrid else 4)  # a hybrid's layers are many
-    for key, value in own.items():
+    for key, value in fields.items():
         if isinstance(value, list | tuple):
-            own[key] = [_choose_size(key, one) for one in ([value[at] for at in chosen] if len(value) == layers else value)]
+            fields[key] = [_choose_size(key, one) for one in ([value[at] for at in chosen] if len(value) == layers else value)]
         elif isinstance(value, dict) and value and all(map(_is_layer, value)):
-            own[key] = {chosen.index(int(layer)): one for layer, one in value.items() if int(layer) in chosen}
+            fields[key] = {chosen.index(int(layer)): one for layer, one in value.items() if int(layer) in chosen}
         elif isinstance(value, dict) and key.endswith("_config"):  # of its attention, or of its experts
-            own[key] = {name: few_kv if "kv_n_heads" in name else _choose_size(name, one) for name, one in value.items()}
+            fields[key] = {name: few_kv if "kv_n_heads" in name else _choose_size(name, one) for name, one in value.items()}
         else:
-            own[key] = _choose_size(key, value)
+            fields[key] = _choose_size(key, value)
     for few, *same in ((few_layers, "num_hidden_layers", "decoder_layers"), (few_heads, "num_attention_heads", *_HEADS)):
-        own |= dict.fromkeys({names.get(name, name) for name in same} & own.keys(), few)  # else a list's length
+        fields |= dict.fromkeys({names.get(name, name) for name in same} & fields.keys(), few)  # else a list's length
     if kv_heads is not None:
-        own[names.get("num_key_value_heads", "num_key_value_heads")] = few_kv
+        fields[names.get("num_key_value_heads", "num_key_value_heads")] = few_kv
     if (config.to_dict().get("sliding_window") or 0) >= getattr(config, "max_position_embeddings", sys.maxsize):
-        own["sliding_window"] = config.sliding_window  # it never acts
-    own |= {name: sum(at >= layers - count for at in chosen) for name, count in own.items() if name == _READERS}
-    free = isinstance(own.get("head_dim"), int)  # else heads times their size make the width
-    own[names["hidden_size"]] = _WIDTH if free else few_heads * (config.hidden_size // heads)
-    if "attention_hidden_size" in own:  # the embeddings beside the hidden states
-        own["attention_hidden_size"] = own[names["hidden_size"]] * (config.attention_hidden_size // config.hidden_size)
-    if "mamba_n_heads" in own and "mamba_expand" in own:
-        own["mamba_n_heads"] = own["mamba_expand"] * own[names["hidden_size"]] // own["mamba_d_head"]
-    new = type(config).from_dict(own)
+        fields["sliding_window"] = config.sliding_window  # it never acts
+    fields |= {name: sum(at >= layers - count for at in chosen) for name, count in fields.items() if name == _READERS}
+    free = isinstance(fields.get("head_dim"), int)  # else heads times their size make the width
+    fields[names["hidden_size"]] = _WIDTH if free else few_heads * (config.hidden_size // heads)
+    if "attention_hidden_size" in fields:  # of embeddings next to the hidden states
+        fields["attention_hidden_size"] = fields[names["hidden_size"]] * (config.attention_hidden_size // config.hidden_size)
+    if "mamba_n_heads" in fields and "mamba_expand" in fields:
+        fields["mamba_n_heads"] = fields["mamba_expand"] * fields[names["hidden_size"]] // fields["mamba_d_head"]
+    new = type(config).from_dict(fields)
     if hasattr(new, "_experts_implementation"):
         new._experts_implementation = "eager"
     return new
@@ -129,10 +129,10 @@ def _is_layer(key: object) -> bool:
     return isinstance(key, int) or (isinstance(key, str) and key.isdigit())
 
 
-def _count_kinds(own: dict[str, Any], layers: int) -> int:
+def _count_kinds(fields: dict[str, Any], layers: int) -> int:
     """Return how many of a model's first layers show each kind of layer, at least two. own: its configuration's values."""
     count = min(_LAYERS, layers)
-    for value in own.values():
+    for value in fields.values():
         if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):
             count = max([count, *(value.index(one) + 1 for one in value)])
         elif isinstance(value, dict) and value and all(map(_is_layer, value)):
@@ -140,17 +140,17 @@ def _count_kinds(own: dict[str, Any], layers: int) -> int:
     return count
 
 
-def _with_readers(own: dict[str, Any], layers: int) -> list[int]:
+def _with_readers(fields: dict[str, Any], layers: int) -> list[int]:
     """Return the numbers of layers that a twin takes if the model's last layers use the keys of others; [] if all have keys.
 
     They are one of each kind with keys, the last of each kind that stores its keys, and one of each kind without keys.
     """
-    if _READERS not in own:
+    if _READERS not in fields:
         return []
-    first = layers - own[_READERS]
+    first = layers - fields[_READERS]
     found = set[int]()
     for start, stop in ((0, first), (first, layers)):
-        for value in own.values():
+        for value in fields.values():
             if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):
                 found |= {value.index(one, start, stop) for one in value[start:stop]}
                 if not start:  # the last of each kind stores its keys for others, and may do so where there are none

@@ -138,8 +138,8 @@ class Geometry:
     @property
     def special(self) -> tuple[Special, ...]:
         """Return the layer's features that only some kernels compute: a cap of logits, sinks, coarse ALiBi, chunks."""
-        own = (self.softcap, self.sinks_HG, self.coarse, self.chunk)
-        return tuple(name for name, value in zip(SPECIAL, own, strict=True) if value is not None)
+        values = (self.softcap, self.sinks_HG, self.coarse, self.chunk)
+        return tuple(name for name, value in zip(SPECIAL, values, strict=True) if value is not None)
 
 
 @dataclass(frozen=True)

@@ -112,12 +112,12 @@ def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor,
     past, T = keys.past, keys.k_BHTD.shape[2]
     if not past:
         return _call_flash(q_BNQD, keys, geometry, causal=True)
-    own, before = keys.columns(past, T), keys.columns(0, past)
-    out, lse = _call_flash(q_BNQD, own, geometry, causal=True)
+    new, old = keys.columns(past, T), keys.columns(0, past)
+    out, lse = _call_flash(q_BNQD, new, geometry, causal=True)
     if keys.holes:  # the kernel gives 0 for a row that sees no key
-        unseen = ((own.positions_BHT >= 0).cumsum(-1) == 0).repeat_interleave(q_BNQD.shape[1] // own.k_BHTD.shape[1], 1)
+        unseen = ((new.positions_BHT >= 0).cumsum(-1) == 0).repeat_interleave(q_BNQD.shape[1] // new.k_BHTD.shape[1], 1)
         lse = lse.masked_fill(unseen, -torch.inf)
-    return join_parts((out, lse), _call_flash(q_BNQD, before, geometry, causal=False))
+    return join_parts((out, lse), _call_flash(q_BNQD, old, geometry, causal=False))
 
 
 def attends_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> bool:
@@ -531,11 +531,11 @@ def find_greatest(
     for n0 in range(0, B * H, heads):
         k = k_NTD[n0 : n0 + heads].to(dtype) * geometry.scale
         for g in range(G):
-            own = slice(n0 * G + g, (n0 + heads) * G, G)
+            of_group = slice(n0 * G + g, (n0 + heads) * G, G)
             for r0 in range(0, Q, rows):
                 at = slice(r0, r0 + rows)
-                x_NTR = torch.baddbmm(minus_N1Q[own, :, at], k, q_NQD[own, at].to(dtype).transpose(1, 2))
-                most_NT[own] = torch.maximum(most_NT[own], x_NTR.amax(-1))
+                x_NTR = torch.baddbmm(minus_N1Q[of_group, :, at], k, q_NQD[of_group, at].to(dtype).transpose(1, 2))
+                most_NT[of_group] = torch.maximum(most_NT[of_group], x_NTR.amax(-1))
     most_BHGT = most_NT.view(B, H, G, past)
     if keys.holes:
         most_BHGT.masked_fill_(keys.positions_BHT[:, :, None, :past] < 0, -torch.inf)
@@ -616,14 +616,14 @@ def window_folds(
     v_NTD = keys.v_BHTD.flatten(0, 1)
 
     def fold_rows(rows: ProbabilityRows) -> None:
-        own = slice(rows.n0, rows.n1)
+        heads = slice(rows.n0, rows.n1)
         p = F.pad(rows.p_NGRM, (rows.lo, T - rows.hi))
-        p = p.gather(-1, order_NT[own, None, None].expand_as(p))  # columns in text order
+        p = p.gather(-1, order_NT[heads, None, None].expand_as(p))  # columns in text order
 
         def values() -> Tensor:
-            return v_NTD[own].gather(1, order_NT[own, :, None].expand(-1, -1, v_NTD.shape[-1]))
+            return v_NTD[heads].gather(1, order_NT[heads, :, None].expand(-1, -1, v_NTD.shape[-1]))
 
-        found_NT[own] = join(found_NT[own], fold(Observed(p, candidate_NT[own], values)))
+        found_NT[heads] = join(found_NT[heads], fold(Observed(p, candidate_NT[heads], values)))
 
     ends = [T] * W if keys.holes else range(T - W + 1, T + 1)
     observe(q_BHGWD, keys, rows_BW, geometry, lse_BHGW, fold_rows, ends=ends)

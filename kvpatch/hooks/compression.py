@@ -81,11 +81,11 @@ def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
     with past.reading("compress()"):
         if not past.get_seq_length():
             raise KVPatchError(_EMPTY)
-        plain = DynamicCache()
+        taken = DynamicCache()
         for layer, slots in enumerate(past.layers):
             dense = slots.kv.make_dense(*slots.positions.shape[:2])
-            plain.update(*dense.as_transformers(slots.used), layer)
-        return plain, past.layers[0].positions[:, 0, : past.layers[0].used] >= 0
+            taken.update(*dense.as_transformers(slots.used), layer)
+        return taken, past.layers[0].positions[:, 0, : past.layers[0].used] >= 0
 
 
 def _check_past(model: nn.Module, state: PatchState, past: Any, ids: Any, mask: Any) -> None:

@@ -161,8 +161,8 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
         note_places(cache.running, call.get("position_ids"), columns)
     if cache.rows.padded and not renumbered and "position_ids" in state.decoder_parameters:
         cache.rows.by_columns |= call.get("position_ids") is None
-    own = pass_mask(tokens.device)
-    carrying = Courier.carrying(cache, own) if scratch else own.as_subclass(PassMask)
+    marker = pass_mask(tokens.device)
+    carrying = Courier.carrying(cache, marker) if scratch else marker.as_subclass(PassMask)
     call["attention_mask"] = by_kind(state.settings.stack, carrying, mask, Q)
     set_cache(call, None if scratch else cache, state.cache_name)
     call["use_cache"] = not scratch
@@ -236,16 +236,16 @@ def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:
 def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
     """Tell if a pass asks for attention matrices, or has an attention pattern of its own."""
     mask = call.get("attention_mask")
-    own = inputs.reads_both_ways(call, decoder) or bool(call.get("return_shared_kv_states"))
-    return own or _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)
+    unusual = inputs.reads_both_ways(call, decoder) or bool(call.get("return_shared_kv_states"))
+    return unusual or _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)
 
 
 def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:
     """Begin a decode step that is traced by torch.compile or captured: change `call` and `cache`; False if it cannot be."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")
-    own = mask is not None and mask.ndim != 2
-    if tokens is None or call.get("output_attentions") or own or call.get("encoder_hidden_states") is not None:
+    custom = mask is not None and mask.ndim != 2
+    if tokens is None or call.get("output_attentions") or custom or call.get("encoder_hidden_states") is not None:
         return False  # the untraced hook raises the error
     if decoder.training:
         return False  # gradient checkpointing may remove the cache, which only the untraced hook's mask can tell

@@ -145,22 +145,22 @@ def describe_model(model: nn.Module, device: torch.device, changing: Mapping[str
     )
     found: list[object] = [weakref.ref(model)]
     for module in [] if watched else model.modules():
-        own = vars(module)
-        tensors = [one for kind in ("_parameters", "_buffers") for one in own[kind].values() if one is not None]
+        attributes = vars(module)
+        tensors = [one for kind in ("_parameters", "_buffers") for one in attributes[kind].values() if one is not None]
         if module.training or not _only_computes(module) or any(one.device != device for one in tensors):
             return None
         if any(type(one) not in (nn.Parameter, Tensor) for one in tensors):  # sharded or quantized
             return None
         found.append((id(module), type(module), *((one.data_ptr(), one.dtype, one.shape) for one in tensors)))
-        found += [(name, _describe(own[name])) for name in sorted(own.keys() - _COMMON - changing.keys())]
+        found += [(name, _describe(attributes[name])) for name in sorted(attributes.keys() - _COMMON - changing.keys())]
     return None if watched else found
 
 
 def _only_computes(module: nn.Module) -> bool:
     """Tell if all of a module's code is of packages that are known, the functions that hook or replace its forward included."""
-    own = vars(module)
-    code = [type(module), type(module).forward, own.get("forward"), own.get("_old_forward")]
-    hooks = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
+    attributes = vars(module)
+    code = [type(module), type(module).forward, attributes.get("forward"), attributes.get("_old_forward")]
+    hooks = [*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()]
     return all(home_of(one) in HOMES for one in code if one is not None) and all(home_of(one) in HOOKS for one in hooks)
 
 

@@ -55,8 +55,8 @@ def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | 
     if not readers:
         return stack
     attention = sorted(numbers.values()) if stack is None else stack.attention
-    own = tuple(number for number in attention if number not in readers)
-    return replace(stack or Stack((), ()), attention=own, readers=tuple(sorted(readers.items())))
+    with_keys = tuple(number for number in attention if number not in readers)
+    return replace(stack or Stack((), ()), attention=with_keys, readers=tuple(sorted(readers.items())))
 
 
 def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[nn.Module, int]:
@@ -81,8 +81,8 @@ def find_state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn
 def _refuse_own_cache(decoder: nn.Module) -> None:
     """Raise KVPatchError if the decoder's Python module defines a cache, which an EvictingCache cannot stand for."""
     home = source_module(decoder)
-    own = [one.__name__ for one in vars(home).values() if isinstance(one, type) and one.__module__ == home.__name__]
-    caches = [name for name in own if issubclass(getattr(home, name), Cache)]
+    defined = [one.__name__ for one in vars(home).values() if isinstance(one, type) and one.__module__ == home.__name__]
+    caches = [name for name in defined if issubclass(getattr(home, name), Cache)]
     if caches:
         raise KVPatchError(
             f"{type(decoder).__name__} keeps the state of its linear layers in a cache of its own, {caches[0]}, and takes "

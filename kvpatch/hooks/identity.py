@@ -50,13 +50,13 @@ def _walk_modules(decoder: nn.Module) -> tuple[list[Tensor], list[nn.Module]]:
     weights, tuned, waiting, away = list[Tensor](), list[nn.Module](), [decoder], False
     while waiting:  # nn.Module.modules() takes several times as long
         module = waiting.pop()
-        own = vars(module)
+        attributes = vars(module)
         tunes, gathers = _find_traits(cast(Any, type(module)))
-        weights += [weight for weight in own["_parameters"].values() if weight is not None]
-        waiting += [child for child in own["_modules"].values() if child is not None]
-        if tunes or "_disable_adapters" in own:
+        weights += [weight for weight in attributes["_parameters"].values() if weight is not None]
+        waiting += [child for child in attributes["_modules"].values() if child is not None]
+        if tunes or "_disable_adapters" in attributes:
             tuned.append(module)
-        away = away or gathers or "_fsdp_wrapped_module" in own["_modules"]
+        away = away or gathers or "_fsdp_wrapped_module" in attributes["_modules"]
     if away or any("_fsdp_flattened" in vars(weight) or "ds_id" in vars(weight) for weight in weights):
         return [], tuned
     return weights, tuned
@@ -93,17 +93,17 @@ def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
 
 def _list_acting(module: nn.Module) -> tuple[tuple[str, object], ...]:
     """Return the adapters that change what a module computes, each with its scale."""
-    own = vars(module)
-    if own.get("_disable_adapters", False):
+    attributes = vars(module)
+    if attributes.get("_disable_adapters", False):
         return ()
-    merged = own.get("merged_adapters", ())
+    merged = attributes.get("merged_adapters", ())
     if merged:
         return tuple((f"{name} (merged)", None) for name in merged)
-    active = own.get("_active_adapter", ())
+    active = attributes.get("_active_adapter", ())
     names = (active,) if isinstance(active, str) else active
-    holders = [own["_modules"].get(name) for name in getattr(type(module), "adapter_layer_names", ())]
+    holders = [attributes["_modules"].get(name) for name in getattr(type(module), "adapter_layer_names", ())]
     known = {name for one in holders if one is not None for name in vars(one).get("_modules") or vars(one).get("_keys", ())}
-    scales = own.get("scaling", {})
+    scales = attributes.get("scaling", {})
     return tuple((name, scales.get(name)) for name in names if name in known)
 
 

@@ -231,8 +231,8 @@ def refuse_switch(model: Any, prompt: int, new: int) -> None:
     Phi 3 does where its rotations switch (longrope): such models prepare their inputs by a method of their own.
     prompt, new: numbers of tokens in the prompt, and to be generated.
     """
-    own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
-    limit = switch_length(model) if own else None
+    prepares_itself = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    limit = switch_length(model) if prepares_itself else None
     if limit is not None and limit < prompt + new:
         less = f"give max_new_tokens={limit - prompt} or less, or " if prompt < limit else ""
         raise KVPatchError(

@@ -100,15 +100,15 @@ class Installation:
     def _install_generate(self, generator: nn.Module, mark: Mark) -> None:
         """Wrap a model's generate() and the methods that it calls, and drop what it has compiled before."""
         state, changes = self.state, dict[str, object]()
-        own = {name: own_method(generator, name, vars(generator).get(name)) for name in METHODS}
-        changes["generate"] = MethodType(wrap_generate(own["generate"], state), generator)
+        originals = {name: own_method(generator, name, vars(generator).get(name)) for name in METHODS}
+        changes["generate"] = MethodType(wrap_generate(originals["generate"], state), generator)
         changes[MAKE_MASKS] = masks_for_generate(getattr(generator, MAKE_MASKS, None))
-        changes[PREPARE_CACHE] = MethodType(wrap_prepare_cache(own[PREPARE_CACHE], state), generator)
+        changes[PREPARE_CACHE] = MethodType(wrap_prepare_cache(originals[PREPARE_CACHE], state), generator)
         if state.lossless and hasattr(generator, CANDIDATES):
-            changes[CANDIDATES] = MethodType(wrap_candidates(own[CANDIDATES], state), generator)
+            changes[CANDIDATES] = MethodType(wrap_candidates(originals[CANDIDATES], state), generator)
         if hasattr(generator, START_BATCHING):
             inner = next(name for name, module in generator.named_modules() if module is self.target.decoder)
-            changes[START_BATCHING] = MethodType(continuous_batching(state, inner, own[START_BATCHING]), generator)
+            changes[START_BATCHING] = MethodType(continuous_batching(state, inner, originals[START_BATCHING]), generator)
             mark.undo.append(end_continuous_batching)
         if not state.settings.transparent and hasattr(generator, START_BATCHING):
             changes["generate_batch"] = MethodType(batches(), generator)
@@ -170,10 +170,10 @@ def unmark_module(module: nn.Module, mark: Mark) -> None:
 
     If interrupted, call it again: the change that was being undone is undone once more, which every undo allows.
     """
-    own = vars(module)
-    if own.get("_kvpatch") is not mark:
+    attributes = vars(module)
+    if attributes.get("_kvpatch") is not mark:
         return
     while mark.undo:
         mark.undo[-1](module)
         mark.undo.pop()
-    del own["_kvpatch"]
+    del attributes["_kvpatch"]

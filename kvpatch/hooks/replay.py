@@ -49,11 +49,11 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
     text_B = torch.tensor([_match_row(b, ids[real], known_NT) for b, (ids, real) in enumerate(rows)], device="cpu")
     positions_BQ = (real_BQ.long().cumsum(-1) - 1).masked_fill(~real_BQ, -1)
     gaps = real_BQ.flip(-1).long().cumsum(-1).flip(-1).bool() & (real_BQ.long().cumsum(-1) > 0) & ~real_BQ
-    mine = positions_BQ.to(tokens.device)
+    places_BQ = positions_BQ.to(tokens.device)
     if "position_ids" in state.decoder_parameters and call.get("position_ids") is None:
-        call["position_ids"] = mine.clamp(min=0)
+        call["position_ids"] = places_BQ.clamp(min=0)
     put_aside(decoder, state.aside, ours=True)
-    now = ReplayPass(state.settings, record, text_B, mine, not bool(real_BQ.all()), not bool(gaps.any()))
+    now = ReplayPass(state.settings, record, text_B, places_BQ, not bool(real_BQ.all()), not bool(gaps.any()))
     state.log.replayed = now.choice.ran
     carried = by_kind(state.settings.stack, Courier.carrying(now, pass_mask(tokens.device)), mask, Q)
     set_cache(call, None, state.cache_name)

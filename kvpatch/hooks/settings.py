@@ -160,9 +160,9 @@ def _parse_budgets(
         sizes = {"bytes_per_token": target.bytes_per_token(bits, dtype), "fixed": target.bytes_of_centres(bits, dtype)}
         return Budget.parse(k, n_layers=len(target.attentions), **sizes, bounds=bounds, extra=policy.every - 1)
 
-    own = dtype_of(target.decoder)
-    budget = parse(own)
-    budgets = {own: budget} if budget.sizes else {}
+    model_dtype = dtype_of(target.decoder)
+    budget = parse(model_dtype)
+    budgets = {model_dtype: budget} if budget.sizes else {}
     for dtype in FLOATS if budget.sizes else ():
         with contextlib.suppress(KVPatchError):  # no token fits: in_dtype() says so if it is needed
             budgets.setdefault(dtype, parse(dtype))

@@ -118,17 +118,17 @@ class Target:
         found.sort(key=lambda pair: numbers[pair[0]])
         stack = with_readers(stack_of(decoder), numbers)
         reads = dict(stack.readers) if stack else {}
-        own = [pair for pair in found if numbers[pair[0]] not in reads]
-        layers = {module: numbers[module] for module, _ in own}
+        with_keys = [pair for pair in found if numbers[pair[0]] not in reads]
+        layers = {module: numbers[module] for module, _ in with_keys}
         standing = (layers[module] for _, module in decoder.named_modules(remove_duplicate=False) if module in layers)
         check_layers(sorted(standing), stack.attention if stack else None)  # a module may stand in two places
-        indices = {numbers[module]: index for index, (module, _) in enumerate(own)}
+        indices = {numbers[module]: index for index, (module, _) in enumerate(with_keys)}
         readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
         around = holders[-2::-1]
         named = [holder for holder in around if _read_token_ids(holder, IMAGE_TOKENS + SOUND_TOKENS)]
         outer = next(iter([*named, *(holder for holder in around if holder.config is not decoder.config), *around]), None)
-        return cls(own, readers, decoder, generators, parallel_of(model, found), shell, outer, stack, model)
+        return cls(with_keys, readers, decoder, generators, parallel_of(model, found), shell, outer, stack, model)
 
     def modules(self) -> Iterator[tuple[int, bool, tuple[nn.Module, Adapter]]]:
         """Yield for each attention module the index of the layer whose keys it uses, if it only reads them, and the module."""

@@ -53,8 +53,8 @@ class Template:
 
     def _write(self, messages: list[Message], answer: bool) -> str:
         """Return the text of messages."""
-        plain = [{name: value for name, value in one.items() if name != "forgotten"} for one in messages]
-        return self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=answer, **self._arguments)
+        cleaned = [{name: value for name, value in one.items() if name != "forgotten"} for one in messages]
+        return self._tokenizer.apply_chat_template(cleaned, tokenize=False, add_generation_prompt=answer, **self._arguments)
 
     def render(self, messages: list[Message], left_out: frozenset[int] = frozenset()) -> Rendered:
         """Return the text of messages with the header of an answer, and where in it each message begins. Changes nothing.

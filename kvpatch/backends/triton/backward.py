@@ -65,8 +65,8 @@ def gradients(
 
     def constants(tile: tuple[int, int, int, int]) -> dict[str, Any]:
         keys, rows, warps, stages = tile
-        own = {"PADDED": padded_size(D), "BLOCK_N": keys, "BLOCK_M": rows, "SLIDING": sliding is not None, "HOLES": holes}
-        return {"G": G, "D": D, **own, "num_warps": warps, "num_stages": stages}
+        kind = {"PADDED": padded_size(D), "BLOCK_N": keys, "BLOCK_M": rows, "SLIDING": sliding is not None, "HOLES": holes}
+        return {"G": G, "D": D, **kind, "num_warps": warps, "num_stages": stages}
 
     tiles = _choose_tiles(q.dtype, padded_size(D), Q)
     with torch.cuda.device_of(q):

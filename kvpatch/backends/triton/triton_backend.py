@@ -216,14 +216,14 @@ def _describe_noise(noise: Noise | None) -> dict[str, Any]:
 def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
     """Count the keys that each row of a prompt attends to, [B,H,Q]."""
     B, H, _ = keys.positions_BHT.shape
-    own = rows_BQ - rows_BQ.masked_fill(rows_BQ < 0, torch.iinfo(torch.int64).max).amin(-1, keepdim=True) + 1
+    prompt_keys = rows_BQ - rows_BQ.masked_fill(rows_BQ < 0, torch.iinfo(torch.int64).max).amin(-1, keepdim=True) + 1
     past = keys.positions_BHT[:, :, : keys.past].sort(-1).values.contiguous()
     held = (past >= 0).sum(-1, keepdim=True)
     if geometry.sliding is None:
-        return own[:, None] + held
+        return prompt_keys[:, None] + held
     # of the earlier tokens, those within the row's window
     oldest = (rows_BQ - geometry.sliding + 1).clamp(min=0)[:, None].expand(B, H, -1).contiguous()
-    return own.clamp(max=geometry.sliding)[:, None] + (past.shape[-1] - torch.searchsorted(past, oldest))
+    return prompt_keys.clamp(max=geometry.sliding)[:, None] + (past.shape[-1] - torch.searchsorted(past, oldest))
 
 
 # ---- a decode step ----
