@@ -45,6 +45,7 @@ class CompareOptions:
         raw: whether prompts go past the model's chat template.
         question: put behind each prompt; None for none.
         later: a question that is fed when the prompt has been read and evicted; its answer alone counts. None for none.
+        calibration: its file, for the policies that need one; None for none.
     """
 
     policies: dict[str, Policy]
@@ -60,6 +61,7 @@ class CompareOptions:
     raw: bool = False
     question: str | None = None
     later: str | None = None
+    calibration: str | None = None
 
     def write_prompt(self, text: str) -> str:
         """Return a text with the question behind it."""
@@ -107,7 +109,7 @@ def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOption
         given = policy, k, asked.policies[policy], asked.schedule, asked.seed, bits
         path = asked.out / SETTINGS
         beside = ", but for the calibration" if asked.policies[policy].needs.find(Calibrated) else ""
-        out.print(f"\n    {view.python_line(*given)}\n")
+        out.print(f"\n    {view.python_line(*given, asked.calibration)}\n")
         view.make_settings(*given).save(path)
         out.print(f"The same settings{beside}, for kvpatch.Settings.load and --settings: {path}")
     if len(results) == 1:
@@ -162,6 +164,7 @@ def _list_facts(
         "question": asked.question,
         "later": asked.later,
         "schedule": asked.schedule,
+        "calibration": asked.calibration,
         "seed": asked.seed,
         "full_nbytes": empty.nbytes,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "kvpatch": __version__},
@@ -172,7 +175,8 @@ def json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, Any]:
     """Return one row as plain values, with all settings of the run."""
     figures = {} if row.figures is None else asdict(row.figures)
     said = {"policy": row.policy, "k": row.k, "bits": row.bits, "chance": row.policy == CHANCE, "error": row.error or None}
-    return {**said, **figures, "options": policy.options() | {"protect": None}, **facts}
+    options = {name: value for name, value in policy.options().items() if name != "calibration"}  # facts have its file
+    return {**said, **figures, "options": options, **facts}
 
 
 def trained_length(name: str, tokens: int) -> list[str]:

@@ -78,11 +78,16 @@ class Lines:
         return "  ".join(padded).rstrip()
 
 
-def python_line(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> str:
-    """Return the line of Python that patches a model with one setting of the comparison."""
+def python_line(
+    name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16, calibration: str | None = None
+) -> str:
+    """Return the line of Python that patches a model with one setting of the comparison. calibration: the name of its file."""
     options = _list_options(name, policy, schedule, seed, bits)
     size = k if k.replace(".", "", 1).isdigit() else f"kvpatch.{parse_k(k)}" if ":" in k else repr(k)
-    more = "".join(f", {option}={value!r}" for option, value in options.items())
+    texts = {option: repr(value) for option, value in options.items()}
+    if "calibration" in texts:
+        texts["calibration"] = f"kvpatch.load_calibration({calibration!r})"
+    more = "".join(f", {option}={text}" for option, text in texts.items())
     return f'with kvpatch.patched(model, policy="{name}", k={size}{more}):'
 
 

@@ -36,8 +36,8 @@ class GenerationChoices:
         """Return the arguments of `generate()`."""
         if self.temperature == 0 or (self.temperature is None and self.top_p is None):
             return {"max_new_tokens": self.new, "do_sample": False}
-        warm = {"temperature": 1.0 if self.temperature is None else self.temperature, "top_p": self.top_p or 1.0}
-        return {"max_new_tokens": self.new, "do_sample": True, **warm}
+        temperature, top_p = (1.0 if one is None else one for one in (self.temperature, self.top_p))
+        return {"max_new_tokens": self.new, "do_sample": True, "temperature": temperature, "top_p": top_p}
 
 
 def run(

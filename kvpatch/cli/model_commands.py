@@ -218,8 +218,9 @@ def compare(  # noqa: PLR0913 - as above
         from . import compare as comparing
 
         chosen, ks = comparing.choose_policies(policies, options, max_new_tokens), comparing.parse_budgets(texts)
+        file = str(options["calibration"]) if "calibration" in options else None
         asked = comparing.CompareOptions(
-            chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json, raw, question, later
+            chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json, raw, question, later, file
         )
         own = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
         prompts = {one.name: one.read_text() for one in texts_of}

@@ -450,6 +450,20 @@ def test_compare_bits_at_equal_bytes(prompt):
         assert said.exit_code == 2 and "--bits" in said.stderr
 
 
+def test_compare_with_a_calibration_and_protected_ids(prompt):
+    """The file of a calibration, and the ids, are in the rows and in the line to paste."""
+    made = run("calibrate", MODEL, prompt, "--out", "q.safetensors", "--dtype", "float32")
+    assert made.exit_code == 0, made.output
+    given = ("-k", "0.5", "-o", "calibration=q.safetensors", "-o", "protect=[5]", "--dtype", "float32", "--max-new-tokens", 2)
+    result = run("compare", MODEL, prompt, *given, "--policies", "q_filter", "--json", "--tolerance", 100, "--agreement", 0)
+    assert result.exit_code == 0, result.output
+    _, row = map(json.loads, result.stdout.splitlines())
+    assert (row["calibration"], row["options"]["protect"], "calibration" in row["options"]) == ("q.safetensors", [5], False)
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("    with kvpatch")]
+    model = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    exec(f"{line.strip()}\n    pass", {"kvpatch": kvpatch, "model": model})
+
+
 def test_compare_budgets_that_follow_the_text(prompt):
     """A row holds what the library's own Mass holds, the others say why not, and the line to paste has the rule."""
     arguments = ("--prompt-file", prompt, "--max-new-tokens", 6, "--policies", "h2o,window")

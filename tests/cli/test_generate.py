@@ -72,6 +72,7 @@ def test_sampling_arguments():
         "temperature": 1.0,
         "top_p": 0.9,
     }
+    assert GenerationChoices(4, None, 0.0).arguments()["top_p"] == 0.0, "of no mass the likeliest token alone is left"
 
 
 def test_generate_in_json_and_from_the_command_line(folder, prompt):  # noqa: F811
