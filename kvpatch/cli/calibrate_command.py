@@ -104,14 +104,19 @@ def _measure_text(
 
 
 def _cut_text(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
-    """Cut the text into pieces that fit into the model's positions; a teacher reads each piece a second time behind itself."""
+    """Cut token ids [1,n] into pieces that fit into the model's positions, twice with a teacher, which repeats each piece.
+
+    Raises:
+        KVPatchError: there are too few positions for that.
+    """
     from ..evaluation.teacher_forcing import positions_of
 
     limit = positions_of(model)
+    length = length if limit is None else min(length, limit)
     if teacher is not None and limit is not None:
         from ..policies.needs.second_reading import Rereading
 
         length = min(length, (limit - teacher.needs.find(Rereading).longest(0)) // 2)
         if length <= teacher.scope.sinks:
             raise KVPatchError(f"The model has {limit} positions, too few to read a text twice: use another policy.")
-    return [fit_prompt(model, piece, 1)[0] for piece in ids.split(length, 1)]
+    return [fit_prompt(model, piece, 0)[0] for piece in ids.split(length, 1)]

@@ -215,6 +215,8 @@ def test_pieces_fit_twice():
     pieces = _cut_text(model, prompt(1, n), n, teacher.with_options(chunk=n))
     assert all(2 * piece.shape[1] + 2 <= limit for piece in pieces) and pieces[0].shape[1] == (limit - 2) // 2
     assert sum(piece.shape[1] for piece in pieces) == n
+    once = _cut_text(model, prompt(1, n), n, None)
+    assert [piece.shape[1] for piece in once] == [limit] * 3, "every token is read"
     assert calibrate(model, pieces, teacher=teacher.with_options(chunk=n)).tokens == n
     model.config.n_positions = model.config.max_position_embeddings = 9
     with pytest.raises(KVPatchError, match="9 positions, too few to read a text twice"):
