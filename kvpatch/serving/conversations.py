@@ -100,10 +100,13 @@ class Conversations:
         return sum(one.nbytes for one in list(self._kept))
 
     def keep(self, new: Conversation) -> None:
-        """Keep what a request has read. What its text began as goes first from now on: a turn is rarely asked for again."""
+        """Keep what a request has read, if it is not too large alone. Called when the request ends.
+
+        Conversations that its text begins with are the first to go from now on: a turn is rarely asked for again.
+        """
         before = [one for one in self._kept if one.ids == new.ids[: len(one.ids)] and len(one.ids) < len(new.ids)]
         others = [one for one in self._kept if one.ids != new.ids[: len(one.ids)]]
-        kept = [*before, *others, new]
+        kept = [*before, *others, new] if new.nbytes <= self.most else self._kept
         while sum(one.nbytes for one in kept) > self.most:
             kept = kept[1:]
         self._kept = kept  # at once, for whoever counts them in another thread

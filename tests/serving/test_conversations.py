@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,6 +175,13 @@ def test_bytes_of_conversations():
         kept.conversations.most = each - 1
         kept.ask(texts[2])
         assert len(kept.conversations) == kept.conversations.nbytes == 0, "one alone is too much"
+
+
+def test_one_that_is_too_large_takes_no_other_s_place():
+    kept = Conversations(100)
+    for size in (60, 101):
+        kept.keep(SimpleNamespace(ids=[size], nbytes=size))
+    assert kept.nbytes == 60
 
 
 def test_a_conversation_that_others_begin_with_stays():
