@@ -179,7 +179,7 @@ class Answers(CBGenerateManager):
                 check_length(len(ids), new, self.positions, "this server takes {} (--max-model-len)")
             pool = self.engine.pool
             messages = find_messages(tokenizer, asked.body, ids) if pool.keeps_system else None
-            pool.check(len(ids), new, messages=messages)
+            pool.check(ids, new, messages=messages)
             chosen = self._make_config(asked.sampling)
         except KVPatchError as error:
             asked.ended = "refused"

@@ -52,13 +52,14 @@ def batches() -> Callable[..., Any]:
     return functools.wraps(GenerationMixin.generate_batch)(generate_batch)
 
 
-def continuous_batching(state: PatchState, decoder: str, own: OwnMethod) -> Callable[..., Any]:
+def continuous_batching(state: PatchState, decoder: str, own: OwnMethod, placeholders: dict[int, str]) -> Callable[..., Any]:
     """Make the init_continuous_batching() of a patched model, whose manager gives each request a budget.
 
     The user calls it, or generate_batch() does. Where nothing is evicted the manager is transformers' own, unless
     `conversations` are to be kept, or `messages` is True: requests then bring `messages=`, which says where theirs begin.
 
-    decoder: its name in the model. own: finds the unpatched method.
+    decoder: its name in the model. own: finds the unpatched method. placeholders: token ids of images and sounds, which a
+    request cannot have.
     """
 
     def init_continuous_batching(
@@ -82,7 +83,7 @@ def continuous_batching(state: PatchState, decoder: str, own: OwnMethod) -> Call
         positions, limit = _limit_positions(self, state)
         reader = self.get_submodule(decoder)
         find = functools.partial(_find_prefix, reader, state.prefixes)
-        terms = engine.EngineTerms(state.settings, positions, kv_bytes, _make_courier, find, limit)
+        terms = engine.EngineTerms(state.settings, positions, kv_bytes, _make_courier, find, limit, placeholders)
         given = _TOKENIZER.get() if tokenizer is None else tokenizer
         if conversations is not None:
             conversations.replace = functools.partial(replace_span, reader, state)

@@ -108,7 +108,8 @@ class Installation:
             changes[CANDIDATES] = MethodType(wrap_candidates(originals[CANDIDATES], state), generator)
         if hasattr(generator, START_BATCHING):
             inner = next(name for name, module in generator.named_modules() if module is self.target.decoder)
-            changes[START_BATCHING] = MethodType(continuous_batching(state, inner, originals[START_BATCHING]), generator)
+            start = continuous_batching(state, inner, originals[START_BATCHING], self.target.list_placeholders())
+            changes[START_BATCHING] = MethodType(start, generator)
             mark.undo.append(end_continuous_batching)
         if not state.settings.transparent and hasattr(generator, START_BATCHING):
             changes["generate_batch"] = MethodType(batches(), generator)

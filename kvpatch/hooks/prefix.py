@@ -54,15 +54,15 @@ def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> 
 
 def _refuse_images(target: Target, tokens: tuple[int, ...]) -> None:
     """Raise KVPatchError for a text with images or sounds, of which a prefix gets the tokens alone."""
-    kinds = (("an image", "pixel_values", target.image_tokens()), ("a sound", "input_features", target.sound_tokens()))
-    for kind, given, known in kinds:
-        found = next((token for token in tokens if token in known), None)
-        if found is not None:
-            raise KVPatchError(
-                f"This text holds token {found}, which stands for {kind}, but a prefix is read from tokens alone. Read it with "
-                f"{kind}: cache = patch.new_cache(), model(input_ids, {given}=..., {CACHE}=cache), and give each question a "
-                "cache.clone()."
-            )
+    kinds = target.list_placeholders()
+    found = next((token for token in tokens if token in kinds), None)
+    if found is not None:
+        given = "pixel_values" if kinds[found] == "an image" else "input_features"
+        raise KVPatchError(
+            f"This text holds token {found}, which stands for {kinds[found]}, but a prefix is read from tokens alone. Read it "
+            f"with {kinds[found]}: cache = patch.new_cache(), model(input_ids, {given}=..., {CACHE}=cache), and give each "
+            "question a cache.clone()."
+        )
 
 
 def _refuse_invoked(target: Target, tokens: tuple[int, ...]) -> None:

@@ -157,6 +157,10 @@ class Target:
         """Return the ids that stand for a sound in a prompt."""
         return () if self.outer is None else _read_token_ids(self.outer, SOUND_TOKENS)
 
+    def list_placeholders(self) -> dict[int, str]:
+        """Return what each id that is no text stands for in a prompt: "an image" (or a video) or "a sound"."""
+        return dict.fromkeys(self.image_tokens(), "an image") | dict.fromkeys(self.sound_tokens(), "a sound")
+
     def check_projection(self, policy: Policy) -> None:
         """Raise KVPatchError if an adapter has no plain output projection, which the policy multiplies values with."""
         for module, adapter in self.attentions:

@@ -35,7 +35,7 @@ class Admission:
             self._limit_length(state, self.max_positions)
         prefix = self.cache.find_prefix(state.initial_tokens)
         messages = state.logit_processor_kwargs.get("messages")
-        self.cache.check(len(state.initial_tokens), state.max_new_tokens, prefix, messages)
+        self.cache.check(state.initial_tokens, state.max_new_tokens, prefix, messages)
         if prefix is not None:  # as the engine's own prefix sharing does
             self.cache.begins[state.request_id] = prefix
             state.remaining_prefill_tokens = state.remaining_prefill_tokens[len(prefix) :]

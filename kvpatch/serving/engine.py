@@ -10,9 +10,9 @@ import copy
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class EngineTerms:
 
     max_positions: that the model has, or None. kv_bytes: of a token's keys and values in all layers. carry: makes the attention
     mask of a packed pass, which the patch finds in the decoder. find_prefix: returns what a text begins with. limit: what to
-    say of max_positions.
+    say of max_positions. placeholders: what ids that are no text stand for, such as "an image".
     """
 
     settings: CacheSettings
@@ -66,6 +66,7 @@ class EngineTerms:
     carry: Callable[[RequestPool], Tensor]
     find_prefix: Callable[[Sequence[int]], Prefix | None]
     limit: str = HAS
+    placeholders: Mapping[int, str] = field(default_factory=dict)
 
 
 class BatchingManager(ContinuousBatchingManager):
@@ -162,6 +163,7 @@ class BatchingManager(ContinuousBatchingManager):
         rows = config.max_requests_per_batch or chunk
         pool = RequestPool(settings, blocks, config.page_size, chunk + rows, self.model.device)
         pool.chunk, pool.find_prefix, pool.conversations = chunk, self.terms.find_prefix, self.conversations
+        pool.placeholders = self.terms.placeholders
         return pool
 
 

@@ -8,7 +8,7 @@ count: a request claims as many as it will ever hold when it is admitted.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ from ..policies.numbers import on_device
 from ..policies.served import why_not
 from .conversations import Beginning, Conversation, Conversations
 from .packed import PackedPass, Part
-from .request import Request, check_system, count_claimed, count_claimed_behind
+from .request import Request, check_system, count_claimed, count_continued, refuse_placeholders
 from .rows import RowPool
 
 
@@ -64,6 +64,7 @@ class RequestPool:
         self.requests: dict[str, Request] = {}
         self.find_prefix: Callable[[Sequence[int]], Prefix | None] = lambda ids: None
         self.begins: dict[str, Prefix | Beginning] = {}
+        self.placeholders: Mapping[int, str] = {}
         self.conversations: Conversations | None = None
         self.compute: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.after_token: Callable[[Any], None] | None = None
@@ -94,16 +95,18 @@ class RequestPool:
         whole = prompt - read > self.chunk and self._blockwise is None
         if isinstance(prefix, Beginning) and new is not None:
             rest = prompt - read
-            claimed = count_claimed_behind(self.settings, prefix.held, prefix.columns + rest, rest, new, whole)
+            claimed = count_continued(self.settings, prefix.held, prefix.columns + rest, rest, new, whole)
             return -(-claimed // self.page)
         return -(-count_claimed(self.settings, prompt, new, whole, read) // self.page)
 
     def check(
-        self, prompt: int, new: int | None, prefix: Prefix | Beginning | None = None, messages: Messages | None = None
+        self, ids: Sequence[int], new: int | None, prefix: Prefix | Beginning | None = None, messages: Messages | None = None
     ) -> None:
-        """Raise KVPatchError for a request that could never be served."""
+        """Raise KVPatchError for a request that could never be served. Called when it arrives; changes nothing."""
+        prompt = len(ids)
         if not prompt:
             raise KVPatchError("This request has no token: give each prompt at least one.")
+        refuse_placeholders(ids, self.placeholders)
         if self.keeps_system:
             step = prompt if self._blockwise is None else self.settings.block or self.chunk
             check_system(self.settings, messages, prompt, step)
@@ -129,7 +132,7 @@ class RequestPool:
 
         A piece of a prompt is read whole or not at all in this pass, so that where it is cut does not depend on others.
         """
-        waiting = len(state.tokens_to_process if not state.remaining_prefill_tokens else state.remaining_prefill_tokens)
+        waiting = len(state.remaining_prefill_tokens or state.tokens_to_process)
         if request_len < min(waiting, self.chunk):
             return False
         if state.request_id in self.requests or dry_run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..cache.cache import EvictingCache
@@ -51,7 +51,7 @@ def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: 
     return -(-sum(held) // len(held))
 
 
-def count_claimed_behind(settings: CacheSettings, held: Sequence[int], prompt: int, rest: int, new: int, whole: bool) -> int:
+def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, rest: int, new: int, whole: bool) -> int:
     """Count the most tokens as `count_claimed`, for a request that goes on from a conversation.
 
     held: by its layers. prompt: tokens that the request's cache reads in all; rest: how many of them are new.
@@ -67,6 +67,16 @@ def count_claimed_behind(settings: CacheSettings, held: Sequence[int], prompt: i
             count = before + rest + new
         most.append(max(count, before + rest if whole else 0))
     return -(-sum(most) // len(most))
+
+
+def refuse_placeholders(ids: Sequence[int], placeholders: Mapping[int, str]) -> None:
+    """Raise KVPatchError if a prompt has one of these ids, which stand for an image or a sound: no request comes with one."""
+    found = next((token for token in ids if token in placeholders), None)
+    if found is not None:
+        raise KVPatchError(
+            f"This request holds token {found}, which stands for {placeholders[found]}, but continuous batching reads token "
+            "ids alone: use generate(), or send text."
+        )
 
 
 def check_system(settings: CacheSettings, messages: Messages | None, prompt: int, step: int) -> None:

@@ -9,7 +9,7 @@ import kvpatch
 from kvpatch.hooks import versions
 from tests.helpers.marks import batches
 from tests.helpers.serving import alone, batched, collect, engine, greedy, prompts, running
-from tests.helpers.tiny import make
+from tests.helpers.tiny import VOCAB, make
 
 pytestmark = batches
 
@@ -90,6 +90,19 @@ def test_a_request_fails_alone(name, options, bad, words):
         assert words in found[names[1]].error
         for one in (names[0], names[2]):
             assert found[one].error is None and found[one].generated_tokens == alone(model, ids)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("video_token_id", "an image"), ("audio_token_index", "a sound")])
+def test_a_token_that_is_no_text(name, kind):
+    """transformers would read its embedding, which no image or sound has replaced."""
+    model, ids = make("llama_gqa"), prompts((40,))[0]
+    token = next(token for token in range(VOCAB) if token not in ids)
+    setattr(model.config, name, token)
+    with kvpatch.patched(model, "h2o", 24), running(model) as manager:
+        names = [manager.add_request([*ids, token]), manager.add_request(ids)]
+        found = collect(manager, names)
+        assert f"holds token {token}, which stands for {kind}" in found[names[0]].error
+        assert found[names[1]].generated_tokens == alone(model, ids)
 
 
 @pytest.mark.parametrize("length", [490, 512])
