@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ PATIENCE = 10  # seconds that a server which is told to stop gives to requests u
 
 @dataclass(frozen=True)
 class Address:
-    """A server's host and port, and the key that requests must bring; None for no key."""
+    """A server's host and port, 0 for a free one, and the key that requests must bring; None for no key."""
 
     host: str
     port: int
@@ -50,14 +52,14 @@ def run(
     background: bool = False,
     keeping: Keeping | None = None,
 ) -> Any:
-    """Load the model, patch it, and serve it until interrupted; returns the server.
+    """Load the model, patch it, and serve it until interrupted; returns the server. The port is taken before weights are read.
 
     settings: keyword arguments of `patch`. engine: options of ContinuousBatchingConfig. positions: the most tokens of a prompt
     and its answer; else those of the model. background: serve in a thread, and return at once. keeping: of
     conversations; None if none are kept.
 
     Raises:
-        KVPatchError: a package is missing, or the model or a setting cannot work.
+        KVPatchError: a package is missing, the port is taken, or the model or a setting cannot work.
     """
     check_engine(transformers.__version__)
     _check_extra()
@@ -66,34 +68,55 @@ def run(
     from ..serving.conversations import Conversations
     from .answering import Answers, start_engine
 
-    positions = _find_limit(source, positions, settings)
+    positions, tokenizer = _find_limit(source, positions, settings), source.tokenizer()
     if policy.scope.keeps_system:
-        _check_system(source.tokenizer(), edits=keeping is not None and keeping.edits)
-    model, tokenizer = source.model(), source.tokenizer()
-    patched = patch(model, policy, k, **settings)
-    try:
+        _check_system(tokenizer, edits=keeping is not None and keeping.edits)
+    with ExitStack() as undo:
+        sockets = _bind_sockets(address)
+        for one in sockets:
+            undo.callback(one.close)
+        model, port = source.model(), sockets[0].getsockname()[1]
+        patched = patch(model, policy, k, **settings)
+        undo.callback(patched.remove)
         manager = start_engine(model, engine, keeping and Conversations(*keeping))
         most = "any number of" if positions is None else f"at most {positions}"
         print_note(f"{patched}; a request has {most} tokens, its answer included")
-        where = f"http://{address.host}:{address.port}/v1"
+        where = f"http://{address.host}:{port}/v1"
         print_note(f"serving {source.name} at {where} (the client's model name is {source.name})")
-        with _serve_loaded(model, tokenizer, Answers(manager, model, positions), address.key):
+        with _serve_loaded(model, tokenizer, Answers(manager, model, positions), address.key, sockets):
             device = str(model.device)
             served = Serve(
                 source.name,
                 continuous_batching=True,
                 host=address.host,
-                port=address.port,
+                port=port,
                 non_blocking=background,
                 device=device,
                 log_level="error",
             )
-    except BaseException:
-        patched.remove()
-        raise
-    if not background:
-        patched.remove()
+        if background:
+            undo.pop_all()
     return served
+
+
+def _bind_sockets(address: Address) -> list[socket.socket]:
+    """Bind sockets to the host's addresses; for port 0 one, to a free port. The caller closes them; none listens yet.
+
+    Raises:
+        KVPatchError: the host is unknown, or the port is taken.
+    """
+
+    async def bind() -> list[socket.socket]:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(asyncio.Protocol, address.host, address.port, start_serving=False)
+        bound = [one.dup() for one in (server.sockets if address.port else server.sockets[:1])]
+        server.close()  # its own sockets; for port 0 each address got another port
+        return bound
+
+    try:
+        return asyncio.run(bind())
+    except OSError as error:
+        raise KVPatchError(f"--host {address.host} --port {address.port} cannot be served: {error.strerror}.") from error
 
 
 def _find_limit(source: Source, asked: int | None, settings: dict[str, Any]) -> int | None:
@@ -132,8 +155,11 @@ def _check_extra() -> None:
 
 
 @contextmanager
-def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None) -> Iterator[None]:
-    """Patch transformers' server inside the with-block: it serves and lists this model alone, and stops without long waits."""
+def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bound: list[socket.socket]) -> Iterator[None]:
+    """Patch transformers' server inside the with-block: it serves and lists this model alone, and stops without long waits.
+
+    bound: sockets that uvicorn then listens at.
+    """
     import uvicorn
     from transformers.cli.serving import model_manager, server
     from transformers.cli.serving.utils import BaseHandler, get_response_template
@@ -169,14 +195,20 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None) -> 
         served = Served(told.force_model, chats=tokenizer.chat_template is not None, tools=calls)
         return _mend_app(build(told, *more, **named), named["generation_state"], served, answers, key)
 
-    own, build, config = home.ModelManager, app.build_server, network.Config
-    home.ModelManager = Loaded
+    class Bound(uvicorn.Server):
+        """A server at the sockets that were bound before."""
+
+        async def serve(self, sockets: Any = None) -> None:
+            await super().serve(bound)
+
+    own, build, config, listening = home.ModelManager, app.build_server, network.Config, network.Server
+    home.ModelManager, network.Server = Loaded, Bound
     network.Config = partial(config, timeout_graceful_shutdown=PATIENCE, access_log=False)  # else it waits for every client
     app.build_server = build_mended
     try:
         yield
     finally:
-        home.ModelManager, app.build_server, network.Config = own, build, config
+        home.ModelManager, app.build_server, network.Config, network.Server = own, build, config, listening
 
 
 def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
+from kvpatch.cli import serving as commands
 from kvpatch.cli.commands import app
 from kvpatch.cli.loading import MODELS, Source
 from kvpatch.cli.request_stops import StopWatch, WatchedDecoder
+from kvpatch.errors import KVPatchError
+from kvpatch.policies import get_policy
 from tests.helpers.marks import batches
 from tests.helpers.served import serving, started, until_idle
 from tests.helpers.serving import until
@@ -100,7 +104,12 @@ def test_a_server_that_stops_does_not_wait_for_every_client(served):
 
     _, _, running, _, _ = served
     assert running.server.config.timeout_graceful_shutdown == serving.PATIENCE
-    homes = {uvicorn.config: uvicorn.Config, model_manager: model_manager.ModelManager, server: server.build_server}
+    homes = {
+        uvicorn.config: uvicorn.Config,
+        uvicorn.server: uvicorn.Server,
+        model_manager: model_manager.ModelManager,
+        server: server.build_server,
+    }
     assert all(one.__module__ == home.__name__ for home, one in homes.items())
 
 
@@ -234,6 +243,40 @@ def test_bad_requests(served):
     assert client.completions.create(model=name, prompt=TEXT, max_tokens=8, temperature=0.0).choices[0].text == alone(TEXT, 8)
 
 
+def test_in_the_foreground(monkeypatch):
+    """As the command runs it: the server answers until it is told to stop, and the patch goes with it."""
+    source, asked = Source(str(MODELS / "llama-python"), "float32", "cpu"), []
+
+    async def ask_once(server):
+        with socket.create_connection(server.servers[0].sockets[0].getsockname()) as client:
+            asked.append(client.getpeername()[1] == server.config.port)
+
+    monkeypatch.setattr("uvicorn.Server.main_loop", ask_once)
+    served = commands.run(source, get_policy("h2o"), 24, {}, commands.Address("localhost", 0), {"num_blocks": 400})
+    assert asked == [True] and served._generation_state._cb_manager.engine.over
+
+
+def test_the_port_is_bound_before_the_model_is_loaded(monkeypatch, capfd):
+    """For port 0 a free one, which the line for the operator names; a server that does not start gives it back."""
+    source = Source(str(MODELS / "llama-python"), "float32", "cpu")
+    with serving(source, 24) as (_, server, address):
+        assert f"serving {source.name} at {address}/v1" in capfd.readouterr().err and server.server.config.port > 0
+    bound = commands._bind_sockets(commands.Address("localhost", 0))
+    place = bound[0].getsockname()
+
+    def fail(_):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(place)
+        raise KVPatchError("no model")
+
+    monkeypatch.setattr(commands, "_bind_sockets", lambda _: bound)
+    monkeypatch.setattr(Source, "model", fail)
+    with pytest.raises(KVPatchError, match="no model"):
+        commands.run(source, get_policy("h2o"), 24, {}, commands.Address("localhost", 0), {})
+    with socket.socket() as other:
+        other.bind(place)
+
+
 def test_a_prompt_longer_than_the_model_takes(tmp_path):
     """It is answered with an error that says so, and the server goes on."""
     openai = pytest.importorskip("openai")
@@ -266,6 +309,10 @@ def test_what_is_refused_before_weights_are_loaded(monkeypatch):
     assert found.exit_code and "--api-key is empty" in found.output + found.stderr
     found = run(app, ["serve", "--model", "no/model", "-k", "7x"])
     assert found.exit_code and "-k 7x is no budget" in found.output + found.stderr
+    monkeypatch.setattr(Source, "model", lambda _: pytest.fail("weights are loaded"))
+    with socket.create_server(("localhost", 0)) as taken:
+        found = run(app, ["serve", "--model", str(MODELS / "llama-python"), "--port", str(taken.getsockname()[1])])
+    assert found.exit_code and "cannot be served: error while attempting to bind" in found.output + found.stderr
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
     found = run(app, ["serve", "--model", "no/model"])
     assert found.exit_code and "pip install fastapi uvicorn pydantic openai psutil" in found.output + found.stderr

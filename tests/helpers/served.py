@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import urllib.request
 from contextlib import contextmanager, suppress
 
@@ -23,13 +22,10 @@ def serving(source, k, policy="h2o", keeping=None, protect=None, **engine):
     pytest.importorskip("uvicorn")
     from kvpatch.cli import serving
 
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    place, engine = serving.Address("localhost", port), {"num_blocks": 400, **engine}
+    place, engine = serving.Address("localhost", 0), {"num_blocks": 400, **engine}
     chosen = kvpatch.get_policy(policy).with_options(None, protect=protect)
     server = serving.run(source, chosen, k, {}, place, engine, background=True, keeping=keeping)
-    address = f"http://localhost:{port}"
+    address = f"http://localhost:{server.server.config.port}"
 
     def answers():
         with suppress(OSError):
