@@ -82,9 +82,10 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served") / "model"
     shutil.copytree(MODELS / "llama-python", folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    held = socket.socket()  # while the server runs: nobody else gets its port
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
     run = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(folder), "--dtype", "float32"]
     run += ["--additional-config", json.dumps({"kvpatch": {"policy": "h2o", "k": K, "max_k": MOST}})]
     run += ["--logits-processors", "kvpatch.serving.vllm.admission:Budgets"]
@@ -105,6 +106,7 @@ def server(tmp_path_factory):
     finally:
         process.terminate()
         process.wait(60)
+        held.close()
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
@@ -147,24 +147,24 @@ def user(content: str) -> dict[str, str]:
 @contextmanager
 def serve(model: str, options: list[str]) -> Iterator[tuple[int, str]]:
     """Start a server; yields the id of its process, and its address."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "kvpatch", "serve", model, "--port", str(port), "--device", "cpu", *options]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"http://localhost:{port}/health", timeout=1)
-                break
-            except OSError:
+    with socket.socket() as held:  # while the server runs: nobody else gets its port
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("localhost", 0))
+        port = held.getsockname()[1]
+        command = [sys.executable, "-m", "kvpatch", "serve", model, "--port", str(port), "--device", "cpu", *options]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        try:
+            for _ in range(600):
+                with suppress(OSError):
+                    urllib.request.urlopen(f"http://localhost:{port}/health", timeout=1)
+                    break
                 if process.poll() is not None:
-                    raise SystemExit(f"the server does not start: {' '.join(command)}") from None
+                    raise SystemExit(f"the server does not start: {' '.join(command)}")
                 time.sleep(0.2)
-        yield process.pid, f"http://localhost:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
+            yield process.pid, f"http://localhost:{port}"
+        finally:
+            process.terminate()
+            process.wait(60)
 
 
 def count_running(address: str) -> float:
