@@ -11,7 +11,7 @@ from .request_fields import AcceptedRequest
 _DATA = b"data: {"
 
 
-class Amended:
+class AmendingSend:
     """An ASGI `send` that changes each JSON object of an answer.
 
     Args:
@@ -24,7 +24,7 @@ class Amended:
         self._send, self._change, self._end, self._whole, self._start, self._body = send, change, end, False, None, b""
 
     async def __call__(self, message: Any) -> None:
-        """Send a message; a whole JSON answer goes out once it is complete, for its length may change."""
+        """Send a message of the app, changed. The start of a JSON answer waits for its end, for the length may change."""
         if message["type"] == "http.response.start":
             self._whole = dict(message["headers"]).get(b"content-type", b"").startswith(b"application/json")
             self._start = message
@@ -41,6 +41,7 @@ class Amended:
         await self._send(message)
 
     async def _send_whole(self) -> None:
+        """Send a JSON answer that was collected, changed and with its new length. Called with its last piece."""
         body = self._amend_json(self._body)
         headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]  # type: ignore[index]
         await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})  # type: ignore[dict-item]
@@ -58,10 +59,10 @@ class Amended:
         return json.dumps(found, separators=(",", ":")).encode() if self._change(found) else text
 
 
-def complete(answer: dict[str, Any], asked: AcceptedRequest) -> bool:
-    """Say in a whole answer how many tokens of the prompt were not read again, and in a response that it was cut.
+def complete_answer(answer: dict[str, Any], asked: AcceptedRequest) -> bool:
+    """Add to an answer, in place, how many tokens of the prompt were not read again, and to a response that it was cut.
 
-    Returns whether it is whole, which has a usage.
+    Returns False for an object without a usage, such as a piece of a stream: it stays as it is.
     """
     response = answer.get("response") or answer
     usage = response.get("usage")

@@ -39,17 +39,17 @@ def start_engine(model: Any, options: dict[str, Any], conversations: Conversatio
     Args:
         model: the model.
         options: of ContinuousBatchingConfig.
-        conversations: that the engine keeps, up to their bytes.
-        patience: seconds after which an engine that has not begun is given up.
+        conversations: where the engine keeps the caches of requests that have ended; None to keep none.
+        patience: seconds to wait for the engine before an error.
 
     Raises:
         KVPatchError: it does not start.
     """
     config = ContinuousBatchingConfig(**options, use_cuda_graph=False, use_async_batching=False)
-    chosen = copy.deepcopy(model.generation_config)
-    chosen.do_sample, chosen.num_return_sequences = False, 1
+    greedy = copy.deepcopy(model.generation_config)  # for requests that sample sample_by_request() adds noise to the logits
+    greedy.do_sample, greedy.num_return_sequences = False, 1
     manager = model.init_continuous_batching(
-        generation_config=chosen, continuous_batching_config=config, conversations=conversations, messages=True
+        generation_config=greedy, continuous_batching_config=config, conversations=conversations, messages=True
     )
     sample_by_request(manager)
     manager.start()
@@ -78,6 +78,7 @@ class Answers(CBGenerateManager):
     engine: Any
 
     def __init__(self, engine: Any, model: Any, positions: int | None) -> None:
+        """Make the requests of a server that starts; `engine` runs already. Makes its conversations tell of reused tokens."""
         super().__init__()
         self._cb = self.engine = engine
         self.model, self.positions, self.figures = model, positions, ServerFigures(engine)
@@ -88,6 +89,7 @@ class Answers(CBGenerateManager):
             self.conversations.note_reuse = self._note_reuse
 
     def _note_reuse(self, request_id: str, tokens: int) -> None:
+        """Note how many tokens of a request a kept conversation had read. The engine calls this when the request starts."""
         asked = self.asked.get(request_id)
         if asked is not None:
             asked.cached = tokens
@@ -98,12 +100,12 @@ class Answers(CBGenerateManager):
     def generate_streaming(  # type: ignore[override]
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
-        """Begin a request, and return the queue that its text comes in."""
-        asked, told = self._accept_request(processor, inputs["input_ids"], gen_config, request_id)
+        """Begin a request; return the queue that its text comes in, and what fills it. transformers' handlers call this."""
+        asked, arguments = self._accept_request(processor, inputs["input_ids"], gen_config, request_id)
         pieces: asyncio.Queue[Any] = asyncio.Queue()
         streamer = _Streamer(self, request_id, processor, pieces, response_parser)
 
-        def take(output: Any) -> None:
+        def take_output(output: Any) -> None:
             streamer.put(output)
             asked.new = streamer.total_tokens
             if output.error is not None:
@@ -113,28 +115,31 @@ class Answers(CBGenerateManager):
                 self._end_request(request_id, self._name_end(streamer.watch, output, gen_config))
                 streamer.end()
 
-        self._add_to_engine(request_id, inputs["input_ids"], gen_config, told, take, streaming=True)
+        self._add_to_engine(request_id, inputs["input_ids"], gen_config, arguments, take_output, streaming=True)
         return pieces, streamer
 
     async def generate_non_streaming(  # type: ignore[override]
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """Run a request to its end, and return its text, the length of its prompt, and the tokens."""
+        """Run a request to its end, and return its text, the length of its prompt, and the tokens.
+
+        transformers' handlers call this. Of a request without stop strings the engine sends one output, at its end.
+        """
         ids = inputs["input_ids"]
-        asked, told = self._accept_request(processor, ids, gen_config, request_id)
-        ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        asked, arguments = self._accept_request(processor, ids, gen_config, request_id)
+        last: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         collected: asyncio.Queue[Any] = asyncio.Queue()
         streamer = _Streamer(self, request_id, processor, collected, None)
 
-        def take(output: Any) -> None:
+        def take_output(output: Any) -> None:
             if asked.stops:
                 streamer.put(output)
             asked.new = streamer.total_tokens if asked.stops else len(output.generated_tokens)
-            if not ended.done() and (streamer.watch.stopped or output.is_finished()):
-                ended.set_result(output)
+            if not last.done() and (streamer.watch.stopped or output.is_finished()):
+                last.set_result(output)
 
-        self._add_to_engine(request_id, ids, gen_config, told, take, streaming=bool(asked.stops))
-        output = await ended
+        self._add_to_engine(request_id, ids, gen_config, arguments, take_output, streaming=bool(asked.stops))
+        output = await last
         if output.error is not None:
             self._end_request(request_id, "error")
             if self.engine.background_thread_status.fatal_error is not None:
@@ -157,7 +162,7 @@ class Answers(CBGenerateManager):
             self._end_request(request_id, "gone")
 
     def close(self, request_id: str) -> AcceptedRequest | None:
-        """Forget a request whose answer has been sent, or whose client is gone; returns it."""
+        """Forget a request whose answer has been sent, or whose client is gone; returns it. Memory is given back at times."""
         self.cancel(request_id)
         asked = self.asked.pop(request_id, None)
         self._closed += asked is not None
@@ -168,7 +173,13 @@ class Answers(CBGenerateManager):
     def _accept_request(
         self, tokenizer: Any, ids: list[int], gen_config: Any, request_id: str
     ) -> tuple[AcceptedRequest, dict[str, Any]]:
-        """Check a request's length and options; return it, and arguments for the engine. Sets gen_config.max_new_tokens."""
+        """Check a request's length and options before the engine gets it; return it, and arguments of add_request().
+
+        Sets asked.prompt, the length, and gen_config.max_new_tokens.
+
+        Raises:
+            RefusedError: the engine cannot serve it.
+        """
         self._check_alive(request_id)
         asked = self.asked[request_id]
         asked.prompt = len(ids)
@@ -183,11 +194,11 @@ class Answers(CBGenerateManager):
             chosen = self._make_config(asked.sampling)
         except KVPatchError as error:
             asked.ended = "refused"
-            long = room is not None and new > room
-            raise RefusedError(str(error), code="context_length_exceeded" if long else None) from error
+            too_long = room is not None and new > room
+            raise RefusedError(str(error), code="context_length_exceeded" if too_long else None) from error
         gen_config.max_new_tokens = new
-        given = {name: asked.sampling.get(f"{name}_penalty", 0.0) for name in ("presence", "frequency")}
-        sampling = make_sampling(self.model, chosen, len(ids), seed=asked.sampling.get("seed"), **given)
+        penalties = {name: asked.sampling.get(f"{name}_penalty", 0.0) for name in ("presence", "frequency")}
+        sampling = make_sampling(self.model, chosen, len(ids), seed=asked.sampling.get("seed"), **penalties)
         return asked, {"sampling": sampling} | ({} if messages is None else {"messages": messages})
 
     def _make_config(self, given: dict[str, Any]) -> Any:
@@ -215,18 +226,23 @@ class Answers(CBGenerateManager):
         request_id: str,
         ids: list[int],
         gen_config: Any,
-        told: dict[str, Any],
-        take: Callable[[Any], None],
+        arguments: dict[str, Any],
+        take_output: Callable[[Any], None],
         streaming: bool,
     ) -> None:
-        self.engine.register_result_handler(request_id, take)
+        """Add a request to the engine, which calls `take_output` with each output of it, or, unless streaming, with the last.
+
+        Raises:
+            CBWorkerDeadError: the engine takes no more requests.
+        """
+        self.engine.register_result_handler(request_id, take_output)
         added = self.engine.add_request(
             ids,
             request_id=request_id,
             streaming=streaming,
             max_new_tokens=gen_config.max_new_tokens,
             eos_token_id=gen_config.eos_token_id,
-            **told,
+            **arguments,
         )
         if added is None:
             self._end_request(request_id, "error")
@@ -234,7 +250,10 @@ class Answers(CBGenerateManager):
 
     @staticmethod
     def _name_end(watch: StopWatch, output: Any, gen_config: Any) -> str:
-        """Return "length" or "stop"; after a stop clear gen_config's limit, from which transformers would conclude "length"."""
+        """Return why an answer ended, "length" or "stop"; after a stop set gen_config.max_new_tokens to None.
+
+        transformers would conclude "length" from an answer as long as that limit.
+        """
         ends = gen_config.eos_token_id
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
         if not watch.stopped and output.generated_tokens[-1] not in ends:
@@ -243,7 +262,7 @@ class Answers(CBGenerateManager):
         return "stop"
 
     def _end_request(self, request_id: str, reason: str) -> None:
-        """Note the end of a request, once, and take it from the engine if it still runs there."""
+        """Note why a request has ended, count it, and take it from the engine if it still runs there; does so once."""
         asked = self.asked.get(request_id)
         if asked is None or asked.ended:
             return
@@ -252,7 +271,7 @@ class Answers(CBGenerateManager):
         with self.engine.output_router._lock:
             self.engine.output_router.result_handlers.pop(request_id, None)
         with contextlib.suppress(queue.Empty):
-            while True:  # what came for requests that have no handler any more: nobody else reads it
+            while True:  # outputs of requests that have no handler any more: nobody else reads them
                 self.engine.output_router.output_queue.get_nowait()
         self.figures.note_end(asked)
 
@@ -261,15 +280,17 @@ class _Streamer(CBStreamer):
     """The text of a request, token by token, up to its first stop string."""
 
     def __init__(self, answers: Answers, request_id: str, processor: Any, pieces: Any, parser: Any) -> None:
+        """Make what decodes one request's tokens and puts text into the queue `pieces`. parser: of tool calls, or None."""
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
         super().__init__(answers.engine, request_id, tokenizer, asyncio.get_running_loop(), pieces, response_parser=parser)
         self.answers, self.watch = answers, StopWatch(answers.asked[request_id].stops)
         self._decode_stream: Any = WatchedDecoder(self._decode_stream, self.watch)
 
     def put(self, output: Any) -> None:
-        """Take the tokens that have come. Those behind a stop string do not count: how many there are depends on the load.
+        """Decode the tokens that have come, and put their text into the queue. The engine calls this after each pass.
 
-        An answer that cannot be read fails alone: raising here would lose the outputs of other requests of the same pass.
+        Tokens after a stop string do not count: how many there are depends on the load. An answer that cannot be read fails
+        alone: raising here would lose the outputs of other requests of the same pass.
         """
         try:
             super().put(output)

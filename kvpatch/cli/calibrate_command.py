@@ -86,11 +86,11 @@ def _measure_text(
     source.check()
     content, (length, tokens) = text.read_text(), sizes
     from ..evaluation.calibrate import calibrate as measure
-    from ..evaluation.calibrate import teacher_of
+    from ..evaluation.calibrate import make_teacher
     from ..storage.calibration import save_calibration
 
     loaded, tokenizer = source.model(), source.tokenizer()
-    teacher = None if learn_from is None else teacher_of(tokenizer, length, learn_from)
+    teacher = None if learn_from is None else make_teacher(tokenizer, length, learn_from)
     ids = tokenizer(content, return_tensors="pt").input_ids.long()[:, :tokens]
     pieces = _cut_text(loaded, ids, length, teacher)
     with make_progress_bar(make_console(stderr=True)) as bar:

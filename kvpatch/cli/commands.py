@@ -107,7 +107,7 @@ def demo(
         else:
             from . import story
 
-            source = Source(given.one_model(model, model_option), dtype, device)
+            source = Source(given.find_model(model, model_option), dtype, device)
             source.check()
             story.run(source, out, json)
 

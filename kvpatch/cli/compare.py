@@ -42,8 +42,8 @@ class CompareOptions:
         agreement: smallest share of agreeing predictions to advise.
         out: folder of the pictures and of SETTINGS.
         json: whether rows go to stdout as JSON, and everything else to stderr.
-        raw: whether prompts go past the model's chat template.
-        question: put behind each prompt; None for none.
+        raw: whether prompts are fed without the model's chat template.
+        question: added to each prompt; None for none.
         later: a question that is fed when the prompt has been read and evicted; its answer alone counts. None for none.
         calibration: its file, for the policies that need one; None for none.
     """
@@ -64,18 +64,18 @@ class CompareOptions:
     calibration: str | None = None
 
     def write_prompt(self, text: str) -> str:
-        """Return a text with the question behind it."""
+        """Return a prompt's text, followed by the question if there is one."""
         return text if self.question is None else f"{text.rstrip()}\n\n{self.question}"
 
 
-def run(asked: CompareOptions, source: Source, prompts: dict[str, str], own: str | None) -> None:
+def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continuation: str | None) -> None:
     """Measure each prompt, print rows as they come, save a picture per prompt, and at last the advised settings.
 
     Args:
         asked: what to measure.
         source: the model.
         prompts: texts by the names of their files.
-        own: a text to feed after the only prompt; None for the model's greedy continuation.
+        continuation: a text to feed after the only prompt; None for the model's greedy continuation.
 
     Raises:
         KVPatchError: as `read_text`, or a file cannot be written.
@@ -85,15 +85,17 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], own: str
     texts, results = dict[str, ComparedText](), []
     for file, prompt in prompts.items():  # all of them first, since measuring takes minutes
         try:
-            texts[file] = read_text(model, tokenizer, asked.write_prompt(prompt), own, asked.new, asked.raw, asked.later)
+            whole = asked.write_prompt(prompt)
+            texts[file] = read_text(model, tokenizer, whole, continuation, asked.new, asked.raw, asked.later)
         except KVPatchError as error:
             raise KVPatchError(f"{file}: {error}" if len(prompts) > 1 else str(error)) from error
     for number, (file, text) in enumerate(texts.items()):
-        for said in [*text.notes, *trained_length(source.name, text.ids_1T.shape[1])]:
+        for said in [*text.notes, *warn_of_length(source.name, text.ids_1T.shape[1])]:
             print_note(said)
         print_waiting(f"reading {text.n:,} tokens of {file} ...")
         comparison = Comparison(model, text.ids_1T, text.n, asked.schedule, asked.seed, text.asked)
-        results.append(_measure_prompt(asked, comparison, out, file, _list_facts(asked, model, source, file, own, comparison)))
+        facts = _list_facts(asked, model, source, file, continuation, comparison)
+        results.append(_measure_prompt(asked, comparison, out, file, facts))
         path = asked.out / ("compare.png" if len(prompts) == 1 else f"compare-{number + 1}.png")
         plotting.save(view.draw_picture(results[-1], asked.tolerance, f"{source.name}, {file}: {text.n:,} tokens"), path)
         out.print(f"KL against the cache's size: {path}\n")
@@ -101,17 +103,20 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], own: str
 
 
 def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOptions) -> None:
-    """Print the columns' meanings, the advice over all prompts and the line to paste, and write its Settings."""
+    """Print the columns' meanings, the advice over all prompts and the line of Python to paste; save the same as Settings.
+
+    Called once, after the last prompt.
+    """
     out.print(view.LEGEND, style="dim")
     out.print(f"\n{view.write_advice(results, asked.tolerance, asked.agreement)}")
     if (setting := view.find_best(results, asked.tolerance, asked.agreement)) is not None:
         policy, k, bits = setting
         given = policy, k, asked.policies[policy], asked.schedule, asked.seed, bits
         path = asked.out / SETTINGS
-        beside = ", but for the calibration" if asked.policies[policy].needs.find(Calibrated) else ""
-        out.print(f"\n    {view.python_line(*given, asked.calibration)}\n")
+        left_out = ", but for the calibration" if asked.policies[policy].needs.find(Calibrated) else ""
+        out.print(f"\n    {view.write_python(*given, asked.calibration)}\n")
         view.make_settings(*given).save(path)
-        out.print(f"The same settings{beside}, for kvpatch.Settings.load and --settings: {path}")
+        out.print(f"The same settings{left_out}, for kvpatch.Settings.load and --settings: {path}")
     if len(results) == 1:
         out.print("One text is one text: give several of yours before you choose.")
 
@@ -128,15 +133,15 @@ def _measure_prompt(
     size = f"{empty.nbytes / 2**20:,.1f} MiB"
     out.print(f"{file}: a prompt of {empty.n:,} tokens, then {empty.fed:,} of {fed}; the full cache holds {size}.\n")
     out.print(lines.head)
-    out.print(lines.full())
+    out.print(lines.format_full())
     with make_progress_bar(out) as bar:
         task = bar.add_task("", total=len(asked.policies) * len(asked.ks) * len(asked.bits))
 
         def on_row(row: Row) -> None:
             bar.advance(task)
-            out.print(lines.row(row))
+            out.print(lines.format_row(row))
             if asked.json:
-                print_json(json_row(row, asked.policies[row.policy], facts))
+                print_json(make_json_row(row, asked.policies[row.policy], facts))
 
         def on_start(policy: str, size: str) -> None:
             bar.update(task, description=f"{policy} k={size}")
@@ -148,9 +153,9 @@ def _measure_prompt(
 
 
 def _list_facts(
-    asked: CompareOptions, model: Any, source: Source, file: str, own: str | None, comparison: Comparison
+    asked: CompareOptions, model: Any, source: Source, file: str, continuation: str | None, comparison: Comparison
 ) -> dict[str, Any]:
-    """Return the settings that all JSON rows of one prompt share."""
+    """Return what all JSON rows of one prompt have in common: its model, sizes, settings and versions."""
     empty = comparison.result([])
     return {
         "model": source.name,
@@ -159,7 +164,7 @@ def _list_facts(
         "device": str(model.device),
         "prompt_tokens": empty.n,
         "fed_tokens": empty.fed,
-        "continuation": "greedy" if own is None else "file",
+        "continuation": "greedy" if continuation is None else "file",
         "raw": asked.raw,
         "question": asked.question,
         "later": asked.later,
@@ -171,16 +176,19 @@ def _list_facts(
     }
 
 
-def json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return one row as plain values, with all settings of the run."""
+def make_json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return one row of --json as values that JSON can hold: figures or the error, the policy's options, and `facts`."""
     figures = {} if row.figures is None else asdict(row.figures)
     said = {"policy": row.policy, "k": row.k, "bits": row.bits, "chance": row.policy == CHANCE, "error": row.error or None}
     options = {name: value for name, value in policy.options().items() if name != "calibration"}  # facts have its file
     return {**said, **figures, "options": options, **facts}
 
 
-def trained_length(name: str, tokens: int) -> list[str]:
-    """Return a sentence if the text is longer than the rows that a model with a card of ours was trained on."""
+def warn_of_length(name: str, tokens: int) -> list[str]:
+    """Return a warning if the text is longer than those that the model was trained on, which kvpatch's small ones tell.
+
+    name: the model's folder. Returns a list of one sentence, or [].
+    """
     try:
         card = json.loads((Path(name) / "card.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

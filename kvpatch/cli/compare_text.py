@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from .generating import prompt_ids
+from .generating import encode_message
 
 LEAST = 8
 """Fewest tokens of a prompt; a shorter one leaves nothing to choose from."""
@@ -18,7 +18,7 @@ class ComparedText(NamedTuple):
     """Text of a comparison.
 
     Attributes:
-        ids_1T: tokens of the prompt and, behind its n, those that are fed.
+        ids_1T: tokens of the prompt, and after its n tokens those that are fed.
         n: tokens of the prompt.
         notes: sentences about omitted tokens.
         asked: tokens of a question that are fed first.
@@ -31,7 +31,7 @@ class ComparedText(NamedTuple):
 
 
 def read_text(
-    model: Any, tokenizer: Any, prompt: str, own: str | None, new: int, raw: bool = False, later: str | None = None
+    model: Any, tokenizer: Any, prompt: str, continuation: str | None, new: int, raw: bool = False, later: str | None = None
 ) -> ComparedText:
     """Encode the text: the prompt, and what is fed after it.
 
@@ -39,27 +39,29 @@ def read_text(
         model: the unpatched model.
         tokenizer: of the model.
         prompt: text of the prompt.
-        own: text to feed; None for the unpatched model's greedy continuation.
-        new: tokens to feed behind the question, at most.
-        raw: whether the prompt goes past the model's chat template.
-        later: a question to feed before.
+        continuation: text to feed; None for the unpatched model's greedy continuation.
+        new: tokens to feed after the question, at most.
+        raw: whether the prompt is fed without the model's chat template.
+        later: a question to feed before the continuation.
 
     Raises:
         KVPatchError: too short a prompt, nothing to feed, no room for it, or a tokenizer of another model.
     """
-    fed = None if own is None else tokenizer(own, add_special_tokens=False, return_tensors="pt").input_ids.long()
+    fed = None
+    if continuation is not None:
+        fed = tokenizer(continuation, add_special_tokens=False, return_tensors="pt").input_ids.long()
     if fed is not None and (not fed.numel() or int(fed.max()) >= model.get_input_embeddings().num_embeddings):
         raise KVPatchError("--continuation-file: the tokenizer makes no tokens of it that this model knows.")
     notes = []
     if fed is not None and fed.shape[1] > new:
         notes.append(f"The continuation has {fed.shape[1]:,} tokens: the first {new:,} are fed (--max-new-tokens).")
     room = new if fed is None else min(new, fed.shape[1])
-    ids, note = prompt_ids(model, tokenizer, prompt if later is None else f"{prompt.rstrip()}\n\n{later}", raw, room)
+    ids, note = encode_message(model, tokenizer, prompt if later is None else f"{prompt.rstrip()}\n\n{later}", raw, room)
     n = ids.shape[1]
     if later is not None:
         if note:
             raise KVPatchError(f"--later: the text and its question do not fit. {note}")
-        n = _count_common(ids, prompt_ids(model, tokenizer, prompt.rstrip(), raw, room)[0])
+        n = _count_common(ids, encode_message(model, tokenizer, prompt.rstrip(), raw, room)[0])
     if n < LEAST:
         raise KVPatchError(f"The prompt has {n} tokens; with fewer than {LEAST} there is nothing to choose from.")
     fed = _continue_greedily(model, ids, new) if fed is None else fed[:, :new].to(ids.device)
@@ -67,7 +69,7 @@ def read_text(
 
 
 def _count_common(one_1N: Tensor, other_1N: Tensor) -> int:
-    """Count the tokens with which two texts begin alike: of a prompt, whatever is asked behind it."""
+    """Count the tokens with which two texts begin alike: the prompt's, if one of them has a question after it."""
     n = min(one_1N.shape[1], other_1N.shape[1])
     return int((one_1N[0, :n] == other_1N[0, :n]).long().cumprod(0).sum())
 

@@ -38,6 +38,7 @@ class Lines:
     """
 
     def __init__(self, policies: dict[str, Policy], sizes: Iterable[str], empty: DivergenceTable) -> None:
+        """Choose the columns' widths before the first row is printed."""
         tokens = len(f"{empty.n + empty.fed:,}")
         names = max(len(_mark_chance(name)) for name in ["full", *policies])
         self.widths = (names, max(map(len, sizes)) + 1, max(4, tokens), 7, 6, 4, 7, 4)
@@ -48,13 +49,15 @@ class Lines:
         """Names of the columns."""
         return self._align_cells(_HEADS)
 
-    def full(self) -> str:
-        """Format the unpatched model's row."""
+    def format_full(self) -> str:
+        """Format the row of the unpatched model, from which nothing differs."""
         total = self.result.n + self.result.fed
-        return self.row(Row("full", "", DivergenceFigures(0, 0.0, 0.0, 1.0, 0.0, self.result.nbytes, (total, total), total)))
+        return self.format_row(
+            Row("full", "", DivergenceFigures(0, 0.0, 0.0, 1.0, 0.0, self.result.nbytes, (total, total), total))
+        )
 
-    def row(self, row: Row) -> str:
-        """Format a row."""
+    def format_row(self, row: Row) -> str:
+        """Format a row of figures, or "refused"; an asterisk marks a budget below what the policy protects."""
         one = row.figures
         if one is None:
             return self._align_cells((_mark_chance(row.policy), row.size, "", "refused"))
@@ -71,6 +74,7 @@ class Lines:
         return self._align_cells(cells)
 
     def _align_cells(self, cells: tuple[str, ...]) -> str:
+        """Pad cells to the columns' widths, the first on its right and numbers on their left, and join them."""
         padded = [
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(cells, self.widths, strict=False))
@@ -78,7 +82,7 @@ class Lines:
         return "  ".join(padded).rstrip()
 
 
-def python_line(
+def write_python(
     name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16, calibration: str | None = None
 ) -> str:
     """Return the line of Python that patches a model with one setting of the comparison. calibration: the name of its file."""
@@ -92,7 +96,7 @@ def python_line(
 
 
 def make_settings(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> Settings:
-    """Return what `python_line` writes as Settings, without a calibration, which these cannot hold."""
+    """Return Settings of what `write_python` writes, but for a calibration, which Settings cannot hold."""
     options = _list_options(name, policy, schedule, seed, bits)
     options.pop("calibration", None)
     return Settings(name, parse_k(k), options)
@@ -214,6 +218,7 @@ def _is_within(one: DivergenceFigures, tolerance: float, agreement: float) -> bo
 
 
 def _describe_setting(setting: Setting, one: DivergenceFigures, several: bool) -> str:
+    """Write a setting with its figures as a part of a sentence. several: the figures are the worst of several texts."""
     most, least = (" at most", " at least") if several else ("", "")
     kl = f"a KL of{most} {one.kl:.4f} (worst token {one.worst:.2f})"
     policy, k, bits = setting

@@ -16,7 +16,7 @@ from ..report import Report
 from . import demo_view as view
 from .demo_view import DemoOutcome
 from .loading import MODELS, load_model, load_tokenizer
-from .needles import TextBatch, source_file, task_needles
+from .needles import TextBatch, cut_excerpts, read_needles
 from .output import make_console, make_folder, make_progress_bar, print_json
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ class Stage:
 
 
 def run(out: Path, json: bool = False) -> None:
-    """Print what the policies are for, the table and the strips, and save the picture.
+    """Print what the policies are for, the table and the strips (what each kept of one prompt), and save the picture.
 
     Args:
         out: folder of the picture.
@@ -73,7 +73,7 @@ def run(out: Path, json: bool = False) -> None:
         for policy, k in todo:
             bar.update(task, description=f"{policy} k={k}")
             outcomes.append(_try_policy(policy, k, stages))
-            reports[policy, k] = _after_prompt(policy, k, stages["needles"])
+            reports[policy, k] = _report_prompt(policy, k, stages["needles"])
             bar.advance(task)
     text, picture = stages["needles"].text, out / "kept.png"
     if json:
@@ -85,26 +85,29 @@ def run(out: Path, json: bool = False) -> None:
     console.print(f"{_CLOSING}\n\n{_KEYFORMER}")
 
 
-def _task_stages(model: Any) -> dict[str, Stage]:
+def _make_stages(model: Any) -> dict[str, Stage]:
+    """Pair llama-0 with its prompts of hidden facts, the question being a part of the prompt ("needles") or fed "later"."""
     return {
-        "needles": Stage(model, task_needles()),
-        "later": Stage(model, task_needles(in_prompt=False)),
+        "needles": Stage(model, read_needles()),
+        "later": Stage(model, read_needles(in_prompt=False)),
     }
 
 
 def _load_shipped(console: Console) -> dict[str, Stage]:
-    stages = _task_stages(load_model(str(MODELS / "llama-0"), "float32"))
+    """Load the two small models that come with kvpatch, and pair them with their texts; prints which. Called by `run`."""
+    stages = _make_stages(load_model(str(MODELS / "llama-0"), "float32"))
     console.print(f"needles: {stages['needles'].text.what}, by the small model llama-0")
     name = str(MODELS / "llama-python")
     python, tokenizer = load_model(name, "float32"), load_tokenizer(name)
-    stages["source"] = Stage(python, source_file(python, tokenizer))
+    stages["source"] = Stage(python, cut_excerpts(python, tokenizer))
     console.print(f"source:  {stages['source'].text.what}, by the small model llama-python, which has not seen it")
     return stages
 
 
 def _try_policy(policy: str, k: float, stages: dict[str, Stage]) -> DemoOutcome:
+    """Feed all texts under one policy and budget; return right answers, bytes, and of the source file loss and predictions."""
     fed = {name: _feed_text(stage, policy, k) for name, stage in stages.items()}
-    right = {name: stages[name].text.right(one.logits_BSV) for name, one in fed.items() if stages[name].text.asks}
+    right = {name: stages[name].text.find_right(one.logits_BSV) for name, one in fed.items() if stages[name].text.asks}
     outcome = DemoOutcome(policy, k, right["needles"], fed["needles"].nbytes, later=right.get("later"))
     if "source" not in stages:
         return outcome
@@ -123,7 +126,7 @@ def _feed_text(stage: Stage, policy: str, k: float) -> Fed:
         return feed(stage.model, text.ids_BT, text.n, text.mask_BT)
 
 
-def _after_prompt(policy: str, k: float, stage: Stage) -> Report:
+def _report_prompt(policy: str, k: float, stage: Stage) -> Report:
     """Report the tokens of the first prompt that are kept after compression."""
     text = stage.text
     ids_1T = text.ids_BT[:1, : text.n]

@@ -40,8 +40,8 @@ class DemoOutcome:
     loss: float | None = None
     tokens: Tensor | None = None
 
-    def cells(self, full: DemoOutcome) -> dict[str, str]:
-        """Format a row of the table, by column."""
+    def format_cells(self, full: DemoOutcome) -> dict[str, str]:
+        """Format a row of the table, by column. full: the unpatched model's outcome."""
         cells = {"k": f"{self.k:g}", "right": _format_right(self.right)}
         if self.later is not None:
             cells["later"] = _format_right(self.later)
@@ -85,16 +85,16 @@ def show_story(console: Console, policies: list[str]) -> None:
 
 
 def show(console: Console, outcomes: list[DemoOutcome], reports: Reports, text: TextBatch) -> None:
-    """Print the table and the strips."""
+    """Print the table, and the strips: for each policy, which parts of one prompt it kept."""
     full = outcomes[0]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("policy", style="cyan", no_wrap=True)
-    for head in full.cells(full):
+    for head in full.format_cells(full):
         table.add_column(head, justify="right")
     for one in outcomes:
-        table.add_row(one.policy, *one.cells(full).values())
+        table.add_row(one.policy, *one.format_cells(full).values())
     console.print(table)
-    shown = " ".join(line for head, line in _LEGEND.items() if head in full.cells(full))
+    shown = " ".join(line for head, line in _LEGEND.items() if head in full.format_cells(full))
     console.print(shown, style="dim")
     _print_strips(console, reports, text)
 
@@ -118,14 +118,14 @@ def _print_strips(console: Console, reports: Reports, text: TextBatch, width: in
     n = len(next(iter(kept.values())))
     edges = torch.linspace(0, n, min(width, n) + 1).round().long().tolist()
 
-    def letter(a: int, b: int) -> str:
+    def mark_part(a: int, b: int) -> str:
         for spans, mark in ((text.marks.question, "?"), (text.marks.asked, "A"), (text.marks.needles, "n")):
             if any(start < b and stop > a for start, stop in spans):
                 return mark
         return " "
 
     console.print(f"\nThe first prompt, as k={k} left it (n needle, A the one asked for, ? question):")
-    console.print(f"{'':<14}  {''.join(letter(a, b) for a, b in pairwise(edges))}")
+    console.print(f"{'':<14}  {''.join(mark_part(a, b) for a, b in pairwise(edges))}")
     for policy, share in kept.items():
         line = "".join(block(float(share[a:b].mean())) for a, b in pairwise(edges))
         console.print(f"{policy:<14} |{line}|")
@@ -134,11 +134,11 @@ def _print_strips(console: Console, reports: Reports, text: TextBatch, width: in
 def draw_picture(outcomes: list[DemoOutcome], reports: Reports, text: TextBatch) -> Any:
     """Draw a column of panels per budget, a panel per policy."""
 
-    def panel(one: DemoOutcome) -> plotting.Panel:
+    def make_panel(one: DemoOutcome) -> plotting.Panel:
         name = one.policy if one.policy == "full" else f"{one.policy}, k={one.k:g}"
         title = f"{name}: {_format_right(one.right)} answers right"
         return plotting.Panel(title, reports[one.policy, one.k].kept().float().mean(1))
 
     ks = dict.fromkeys(one.k for one in outcomes if one.policy != "full")
-    columns = [[panel(one) for one in outcomes if one.k == k or one.policy == "full"] for k in ks]
+    columns = [[make_panel(one) for one in outcomes if one.k == k or one.policy == "full"] for k in ks]
     return plotting.draw_panels(columns, text.marks, "Which tokens of one prompt each policy kept when it had been read")

@@ -22,7 +22,7 @@ class EndAtDisconnect:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Answer a request, or cancel the app if its client is gone. The ASGI server calls this for each request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

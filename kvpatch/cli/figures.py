@@ -39,11 +39,11 @@ class ServerFigures:
         self.counts: Counter[tuple[str, str]] = Counter()  # by the name of a row and its labels
 
     def note_answer(self, path: str, status: int) -> None:
-        """Count an answer that was sent."""
+        """Count an answer that was sent, by its path and status. `Gate` calls this."""
         self.counts["requests_total", f'{{path="{path}",status="{status}"}}'] += 1
 
     def note_end(self, asked: AcceptedRequest) -> None:
-        """Count a request of the engine that has ended."""
+        """Count a request of the engine that has ended: its tokens, and how many of them were evicted. Changes counts alone."""
         seen = asked.prompt + max(asked.new - 1, 0)  # nothing reads the last token
         evicted = seen - self._count_held(asked.prompt, seen) if asked.new else 0
         self.counts["requests_ended_total", f'{{reason="{asked.ended}"}}'] += 1
@@ -54,13 +54,13 @@ class ServerFigures:
         self.counts["compressed_requests_total", ""] += evicted > 0
 
     def describe_conversations(self) -> dict[str, int]:
-        """Describe what is kept: conversations, their bytes, and the tokens that requests have not read again."""
+        """Return how many conversations are kept, their bytes, and the tokens that requests have not read again."""
         kept = self.engine.conversations
-        held = (0, 0) if kept is None else (len(kept), kept.nbytes)
-        return {"kept": held[0], "bytes": held[1], "tokens_reused": self.counts["reused_tokens_total", ""]}
+        number, nbytes = (0, 0) if kept is None else (len(kept), kept.nbytes)
+        return {"kept": number, "bytes": nbytes, "tokens_reused": self.counts["reused_tokens_total", ""]}
 
     def render(self) -> str:
-        """Return all figures as Prometheus reads them."""
+        """Return all figures as Prometheus reads them, for GET /metrics."""
         values = dict(self.counts)
         for name, value in self._measure_engine().items():
             values[name, ""] = value

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .amending import Amended, complete
+from .amending import AmendingSend, complete_answer
 from .answering import Answers
 from .request_fields import PATHS, AcceptedRequest, RefusedError, Served, read_request
 
@@ -40,7 +40,7 @@ class Gate:
         self.app, self.served, self.answers, self.key, self.log = app, served, answers, key, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Answer a request: check it, let the app answer it, count it, and log a line. The ASGI server calls this for each."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -53,7 +53,7 @@ class Gate:
             await send(_mend_error(message))
 
         try:
-            await self._pass(scope, receive, note_status, name)
+            await self._check_and_answer(scope, receive, note_status, name)
         except RefusedError as error:
             await answer(note_status, error.status, json.dumps(error.describe()))
         except Exception:  # which the app around answers
@@ -66,8 +66,12 @@ class Gate:
             if path not in _OPEN:
                 self.log(_describe_request(scope, status, time.monotonic() - began, asked))
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send, name: str) -> None:
-        """Check a request, and have the app answer it."""
+    async def _check_and_answer(self, scope: Scope, receive: Receive, send: Send, name: str) -> None:
+        """Check a request and let the app answer it. Notes an accepted one in `answers.asked`, as `name`.
+
+        Raises:
+            RefusedError: it cannot be obeyed; the caller answers with this.
+        """
         method, path = scope["method"], scope["path"]
         allowed = "POST" if path in PATHS else "GET"
         if path not in (*PATHS, *_OPEN, "/v1/models"):
@@ -81,15 +85,15 @@ class Gate:
             raise RefusedError("Send the server's key: 'Authorization: Bearer KEY'.", status=401, code="invalid_api_key")
         if path not in PATHS:
             kept = self.answers.conversations is not None and path == "/health"
-            await self.app(scope, receive, Amended(send, self._add_conversations) if kept else send)
+            await self.app(scope, receive, AmendingSend(send, self._add_conversations) if kept else send)
             return
         asked = read_request(path, _parse_body(await _read_body(receive)), self.served)
         body = _encode_body(asked.body)
         self.answers.asked[name] = asked
         others = [(key, value) for key, value in scope["headers"] if key not in (ID, b"content-type", b"content-length")]
-        own = [(ID, name.encode()), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        send = Amended(send, partial(complete, asked=asked), _DONE if PATHS[path] in "ct" else b"")
-        await self.app({**scope, "headers": others + own}, _replay_body(body, receive), send)
+        new = [(ID, name.encode()), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        send = AmendingSend(send, partial(complete_answer, asked=asked), _DONE if PATHS[path] in "ct" else b"")
+        await self.app({**scope, "headers": others + new}, _replay_body(body, receive), send)
 
     def _add_conversations(self, health: dict[str, Any]) -> bool:
         health["conversations"] = self.answers.figures.describe_conversations()
@@ -123,6 +127,7 @@ async def _read_body(receive: Receive) -> bytes:
 
 
 def _parse_body(body: bytes) -> Any:
+    """Parse the JSON of a request's body. Raises RefusedError if it is none."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -130,6 +135,7 @@ def _parse_body(body: bytes) -> Any:
 
 
 def _encode_body(body: dict[str, Any]) -> bytes:
+    """Write the accepted fields as JSON, for transformers' handlers. Raises RefusedError if the text cannot be UTF-8."""
     try:
         return json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -147,7 +153,7 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _mend_error(message: Message) -> Message:
-    """Convert an error that ends a stream to OpenAI's form."""
+    """Convert an error that ends a stream to OpenAI's form; return other messages of the app as they are."""
     before, found, told = message.get("body", b"").rpartition(_BROKEN)
     if not found or not told.endswith(_END):
         return message
@@ -156,7 +162,7 @@ def _mend_error(message: Message) -> Message:
 
 
 def _describe_request(scope: Scope, status: int, seconds: float, asked: AcceptedRequest | None) -> str:
-    """Describe a request in one line."""
+    """Describe a request that was answered in one line of the log. asked: None for one that was refused or asks for no text."""
     path = scope["path"] if scope["path"].isprintable() else repr(scope["path"])
     facts = [f"{scope['method']} {path}", str(status or GONE), f"{seconds:.2f} s"]
     if asked is not None:

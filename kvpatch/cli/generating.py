@@ -43,13 +43,15 @@ class GenerationChoices:
 def run(
     source: Source, text: str, raw: bool, policy: Policy, k: Any, settings: dict[str, Any], how: GenerationChoices, json: bool
 ) -> None:
-    """Generate from `text` and print the new text and the report; `settings` are keyword arguments of `patched`.
+    """Generate from `text` and print the new text and the report of kept tokens, or both as JSON; seeds torch's generator.
+
+    raw: feed the text without a chat template. settings: keyword arguments of `patched`. how: length and sampling.
 
     Raises:
         KVPatchError: the model, the tokenizer, the prompt or a setting cannot work.
     """
     model, tokenizer = source.model(), source.tokenizer()
-    ids_1T, said = prompt_ids(model, tokenizer, text, raw, how.new)
+    ids_1T, said = encode_message(model, tokenizer, text, raw, how.new)
     if said:
         print_note(said)
     padding = model.generation_config.pad_token_id
@@ -73,11 +75,11 @@ def run(
     print(f"\n{MARK}\n{report}\n\nfrom the first token to the last, a line per layer:\n{report.strip()}")
 
 
-def prompt_ids(model: Any, tokenizer: Any, text: str, raw: bool, new: int) -> tuple[Tensor, str]:
-    """Encode a prompt as `encode` does, as a user's message where the tokenizer has a chat template and `raw` is False.
+def encode_message(model: Any, tokenizer: Any, text: str, raw: bool, new: int) -> tuple[Tensor, str]:
+    """Encode a prompt as `encode_prompt` does; as a user's message if the tokenizer has a chat template and `raw` is False.
 
     Raises:
-        KVPatchError: as `encode`.
+        KVPatchError: as `encode_prompt`.
     """
     if raw or not getattr(tokenizer, "chat_template", None):
         return encode_prompt(model, tokenizer, text, new)

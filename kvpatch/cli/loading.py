@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import KVPatchError, suggest
-from .model_class import class_of
+from .model_class import find_auto_class
 from .output import print_note, print_waiting
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def load_model(
         silence_loading()
         mapped = {"device_map": place} if device_map is not None else {}
         config = transformers.AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=trust_remote_code)
-        model: Any = class_of(name, config, trust_remote_code).from_pretrained(
+        model: Any = find_auto_class(name, config, trust_remote_code).from_pretrained(
             name,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             revision=revision or "main",

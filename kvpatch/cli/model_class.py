@@ -7,13 +7,13 @@ from typing import Any
 from ..errors import KVPatchError
 
 
-def class_of(name: str, config: Any, own_code: bool) -> Any:
+def find_auto_class(name: str, config: Any, remote_code: bool) -> Any:
     """Return the Auto class that loads this configuration: for causal language models, else for models that read images too.
 
     Args:
         name: of the model, for errors.
         config: the model's configuration.
-        own_code: whether Python code that comes with the model may run.
+        remote_code: whether Python code that comes with the model may run.
 
     Raises:
         KVPatchError: it is an encoder-decoder, or `patched` would refuse it.
@@ -21,11 +21,11 @@ def class_of(name: str, config: Any, own_code: bool) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto
 
-    own, kind = getattr(config, "auto_map", None) or {}, config.model_type
+    mapped, kind = getattr(config, "auto_map", None) or {}, config.model_type  # classes of code that comes with the model
     causal, image = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     for auto, known in ((AutoModelForCausalLM, causal), (AutoModelForImageTextToText, image)):
-        if kind in known or auto.__name__ in own:
-            if not (own_code and auto.__name__ in own):  # such code runs once, where the weights are loaded
+        if kind in known or auto.__name__ in mapped:
+            if not (remote_code and auto.__name__ in mapped):  # such code runs once, where the weights are loaded
                 _check_served(auto, config)
             return auto
     if getattr(config, "is_encoder_decoder", False):

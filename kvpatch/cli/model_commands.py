@@ -19,8 +19,8 @@ from .options import (
     TextFile,
     check_arguments,
     choose_policy,
-    model_and_files,
-    one_model,
+    find_model,
+    find_model_and_files,
     parse_bits,
     parse_options,
 )
@@ -92,9 +92,9 @@ def _find_prompt(
         files = [one for one in (file, prompt_file) if one is not None]
         if files:
             raise KVPatchError(f"The prompt is given twice: --prompt and {files[0]}.")
-        return one_model(model, model_option), prompt
+        return find_model(model, model_option), prompt
     arguments, by_option = ([] if one is None else [one] for one in (file, prompt_file))
-    name, found = model_and_files(model, arguments, model_option, by_option)
+    name, found = find_model_and_files(model, arguments, model_option, by_option)
     if len(found) > 1:
         raise KVPatchError(f"The prompt is given twice: {found[0].name} and {found[1].name}.")
     return name, found[0]
@@ -120,7 +120,7 @@ def check(  # noqa: PLR0913 - as above
     with short_errors():
         options = parse_options(option)
         check_budget(k)
-        source = Source(one_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
+        source = Source(find_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
         source.check()
         chosen, size, how = choose_policy(context, options, {"seed": seed})
         for name in how.keys() - {"seed"}:
@@ -206,7 +206,7 @@ def compare(  # noqa: PLR0913 - as above
         for flag, asks in (("--question", question), ("--later", later)):
             if asks is not None and not asks.strip():
                 raise KVPatchError(f"{flag} is empty: give one in quotation marks, or leave it out.")
-        name, texts_of = model_and_files(model, files, model_option, prompt_file)
+        name, texts_of = find_model_and_files(model, files, model_option, prompt_file)
         if continuation_file is not None and len(texts_of) > 1:
             raise KVPatchError(f"--continuation-file goes with one prompt, not with {len(texts_of)}.")
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)

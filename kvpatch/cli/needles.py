@@ -29,7 +29,7 @@ class TextBatch:
         n: columns of the prompt.
         mask_BT: 0 for left padding; None without padding.
         answer: span [start, stop) of the fed tokens that answer the question; empty if nothing is asked.
-        marks: spans to point at in row 0, in positions of that row.
+        marks: spans of row 0 that the picture points at, in positions of that row.
     """
 
     what: str
@@ -44,13 +44,13 @@ class TextBatch:
         """Tell if there is a question."""
         return self.answer[0] < self.answer[1]
 
-    def right(self, logits_BSV: Tensor) -> Tensor:
+    def find_right(self, logits_BSV: Tensor) -> Tensor:
         """Tell which rows greedy decoding would answer right, bool [B], from the logits under teacher forcing."""
         start, stop = self.answer
         return (logits_BSV[:, start:stop].argmax(-1) == self.ids_BT[:, self.n + start : self.n + stop]).all(-1)
 
 
-def task_needles(in_prompt: bool = True) -> TextBatch:
+def read_needles(in_prompt: bool = True) -> TextBatch:
     """Read the prompts that llama-0 was trained for: records of a key and three values among filler, and a key as question.
 
     Args:
@@ -72,8 +72,8 @@ def _read_rows() -> dict[str, Any]:
     return json.loads((MODELS / "llama-0" / "needles.json").read_text(encoding="utf-8"))
 
 
-def source_file(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fed: int = 72) -> TextBatch:
-    """Cut excerpts from a source file of Python's library, evenly spread, each behind <bos> if the tokenizer has one.
+def cut_excerpts(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fed: int = 72) -> TextBatch:
+    """Cut excerpts from a source file of Python's library, evenly spread, each after <bos> if the tokenizer has one.
 
     A model with few positions gets shorter prompts.
     """

@@ -127,7 +127,7 @@ def check_arguments(given: list[str] | None, k: str, positions: str, backend: st
     return options
 
 
-def named_policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
+def make_policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
     """Build the policy of a command's options. Raises KVPatchError, for most mistakes before torch is imported."""
     check_choice("schedule", schedule, SCHEDULES)
     check_policy(name, options)
@@ -150,7 +150,7 @@ def choose_policy(context: typer.Context, options: dict[str, Any], others: dict[
     """
     typed, file = context.params, context.params["settings"]
     if file is None:
-        return named_policy(typed["policy"], typed.get("schedule"), options), parse_k(typed["k"]), others
+        return make_policy(typed["policy"], typed.get("schedule"), options), parse_k(typed["k"]), others
     given = {name: typed[name] for name in ("policy", "k", "schedule", *others) if _is_typed(context, name)}
     if "policy" in given:
         raise KVPatchError(f"--policy {given['policy']} and --settings {file} both name a policy: give one of them.")
@@ -159,7 +159,7 @@ def choose_policy(context: typer.Context, options: dict[str, Any], others: dict[
     merged = Settings.load(file).add_arguments(given | options)
     name, k, schedule = merged.pop("policy"), merged.pop("k"), merged.pop("schedule", None)
     own = {option: merged.pop(option) for option in [*merged] if option not in OF_PATCH}
-    return named_policy(name, schedule, own), k, others | merged
+    return make_policy(name, schedule, own), k, others | merged
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
@@ -206,7 +206,7 @@ def _split_pairs(text: str) -> list[str]:
     return parts
 
 
-def one_model(argument: str | None, option: str | None) -> str:
+def find_model(argument: str | None, option: str | None) -> str:
     """Return the model, given as an argument or by --model. Raises KVPatchError if it is given twice or not at all."""
     if argument is not None and option is not None:
         raise KVPatchError(f"The model is given twice: {argument} and --model {option}.")
@@ -231,7 +231,7 @@ class TextFile:
         return read_prompt(self.name, self.given)
 
 
-def model_and_files(
+def find_model_and_files(
     argument: str | None,
     files: list[str] | None,
     option: str | None,
@@ -249,7 +249,7 @@ def model_and_files(
     if option is not None and argument is not None:
         arguments = [argument, *arguments]
         argument = None
-    model = one_model(argument, option)
+    model = find_model(argument, option)
     found = [*map(TextFile, arguments), *(TextFile(name, more_given) for name in more or ())]
     if not found:
         raise KVPatchError("Name a file with a prompt after the model; - reads standard input.")
@@ -270,10 +270,10 @@ def find_model_and_text(
         raise KVPatchError(f"-o sets an option of a policy, and there is none here: write the file with --out {misplaced[0]}.")
     second = argument if option is not None else None
     if file is None and second is None and text is None:
-        one_model(argument, option)
+        find_model(argument, option)
         raise KVPatchError("Give a text after the model, a file of a few thousand words or more; - reads standard input.")
     arguments, by_option = ([] if one is None else [one] for one in (file, text))
-    model, files = model_and_files(argument, arguments, option, by_option, "--text")
+    model, files = find_model_and_files(argument, arguments, option, by_option, "--text")
     if len(files) > 1:
         raise KVPatchError(f"The text is given twice: {files[0].name} and {files[1].name}.")
     return model, files[0]

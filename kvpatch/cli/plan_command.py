@@ -13,7 +13,7 @@ from ..policies.naming import check_policy
 from . import options as given
 from .catalogue import BITS, DEFAULT_POLICY, SCHEDULES, check_choice
 from .loading import check_budget, check_dtype
-from .options import one_model, parse_options
+from .options import find_model, parse_options
 from .output import print_json, print_rows, short_errors
 
 
@@ -44,7 +44,7 @@ def plan(  # noqa: PLR0913 - typer: an option is a parameter
         check_budget(k)
         check_choice("bits", bits, BITS)
         check_choice("schedule", schedule, SCHEDULES)
-        name, dtype = one_model(model, model_option), check_dtype(dtype)
+        name, dtype = find_model(model, model_option), check_dtype(dtype)
         if memory is not None and memory.strip().isdecimal():
             raise KVPatchError(f"--memory {memory} has no unit: type --memory {memory.strip()}GiB, or MiB, or GB.")
         more: dict[str, Any] = {

@@ -10,12 +10,12 @@ from ..hooks.transcript import Template, Transcript
 
 
 def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messages:
-    """Find the messages of a request; a completion has none.
+    """Return the roles of a request's messages and the places where they begin in its tokens; a completion has none.
 
     Args:
         tokenizer: of the model.
         body: of the request, as transformers' handlers read it.
-        ids: what they have made of it.
+        ids: the tokens that they have made of it.
 
     Raises:
         KVPatchError: the template's text, message by message, does not have these tokens.
@@ -27,15 +27,15 @@ def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messa
 
     if "prompt" in body:
         return Messages((), ())
-    tools, told = body.get("tools"), body.get("messages")
-    if told is None:
-        tools, told = ResponseHandler._normalize_tools(tools), ResponseHandler._normalize_input(body)
-    told = read_messages(told, Modality.LLM)
+    tools, messages = body.get("tools"), body.get("messages")
+    if messages is None:  # of /v1/responses
+        tools, messages = ResponseHandler._normalize_tools(tools), ResponseHandler._normalize_input(body)
+    messages = read_messages(messages, Modality.LLM)
     template = Template(tokenizer, {"tools": tools, **body.get("chat_template_kwargs", {})})
-    found, starts = template.tokenize(template.render(told), Transcript())
+    found, starts = template.tokenize(template.render(messages), Transcript())
     if found != ids:
         raise KVPatchError(
             "--protect system: this model's chat template does not tell where the messages of this text end. Leave the option "
             "out, or protect tokens by their ids (-o protect=[1,2])."
         )
-    return Messages([*(one["role"] for one in told), "assistant"], starts)
+    return Messages([*(one["role"] for one in messages), "assistant"], starts)

@@ -11,7 +11,7 @@ from ..policies.budgets import parse_bytes
 from . import options as given
 from .catalogue import SERVER_POLICY, check_choice
 from .loading import Source
-from .options import check_arguments, choose_policy, one_model
+from .options import check_arguments, choose_policy, find_model
 from .output import short_errors
 
 
@@ -82,7 +82,7 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
         if protect is not None:
             check_choice("protect", protect, ("system",))
             options["protect"] = protect
-        source = Source(one_model(model, model_option), dtype, device, None, revision, trust_remote_code)
+        source = Source(find_model(model, model_option), dtype, device, None, revision, trust_remote_code)
         source.check()
         how: dict[str, Any] = {"bits": bits, "positions": positions, "backend": backend, "seed": seed}
         chosen, size, how = choose_policy(context, options, how)

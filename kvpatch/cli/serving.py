@@ -146,6 +146,7 @@ def _check_system(tokenizer: Any, edits: bool) -> None:
 
 
 def _check_extra() -> None:
+    """Raise KVPatchError if packages are missing that transformers' server needs."""
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
@@ -186,14 +187,14 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
             """List the one model that is served, by the name that a request gives; transformers lists the Hub's cache."""
             return [{"id": self.force_model, "object": "model", "created": started, "owned_by": "kvpatch"}]
 
-    def build_mended(told: Any, *more: Any, **named: Any) -> Any:
-        """Build transformers' app, whose first argument is its model manager."""
+    def build_mended(manager: Any, *more: Any, **named: Any) -> Any:
+        """Build transformers' app as build_server() does, with messages read by kvpatch and the app wrapped."""
         for handler in (*more, *named.values()):
             if isinstance(handler, BaseHandler):
                 handler.get_processor_inputs_from_messages = read_messages  # type: ignore[method-assign]
         calls = get_response_template(tokenizer, model) is not None
-        served = Served(told.force_model, chats=tokenizer.chat_template is not None, tools=calls)
-        return _mend_app(build(told, *more, **named), named["generation_state"], served, answers, key)
+        served = Served(manager.force_model, chats=tokenizer.chat_template is not None, tools=calls)
+        return _mend_app(build(manager, *more, **named), named["generation_state"], served, answers, key)
 
     class Bound(uvicorn.Server):
         """A server at the sockets that were bound before."""
@@ -214,6 +215,8 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
 def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) -> Any:
     """Wrap the server's app: requests are checked, run by their fields, and end with their clients; errors have OpenAI's form.
 
+    Called once, when the server starts. Changes `app` and `state` in place, and returns `app`.
+
     Args:
         app: transformers' app.
         state: the app's GenerationState, which its handlers ask for an engine.
@@ -229,21 +232,21 @@ def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) 
     from .gate import Gate
     from .request_fields import RefusedError
 
-    def tell(error: Exception, status: int) -> Any:
+    def describe(error: Exception, status: int) -> Any:
         refused = error if isinstance(error, RefusedError) else RefusedError(str(error), status=status)
         return JSONResponse(refused.describe(), status_code=refused.status)
 
     async def answer_refusal(request: Any, error: Exception) -> Any:
-        return tell(error, 400)
+        return describe(error, 400)
 
     async def answer_dead(request: Any, error: Exception) -> Any:
-        return tell(error, 503)
+        return describe(error, 503)
 
     async def answer_raised(request: Any, error: Any) -> Any:
-        return tell(RefusedError(str(error.detail), status=error.status_code), 400)
+        return describe(RefusedError(str(error.detail), status=error.status_code), 400)
 
     async def answer_failure(request: Any, error: Exception) -> Any:
-        return tell(RuntimeError(f"The server failed: {type(error).__name__}. Its log has more."), 500)
+        return describe(RuntimeError(f"The server failed: {type(error).__name__}. Its log has more."), 500)
 
     handlers = {RefusedError: answer_refusal, TemplateError: answer_refusal, CBWorkerDeadError: answer_dead}
     for kind, handler in {**handlers, HTTPException: answer_raised, Exception: answer_failure}.items():

@@ -48,7 +48,7 @@ class StoryText:
         text: what is read before any question.
         ids_1T: its tokens.
         spans: of its tokens, (start, stop) in characters of `text`.
-        asked: the tokens [1,N] of the text with a question behind it, by question.
+        asked: the tokens [1,N] of the text and a question after it, by question.
     """
 
     text: str
@@ -63,7 +63,7 @@ class StoryText:
 
 
 def run(source: Source, out: Path, json: bool = False) -> None:
-    """Print the answers under the full cache, the null and three policies, and save a picture of the words that were kept.
+    """Print the answers under the full cache, random eviction and three policies, and save a picture of the words kept.
 
     Args:
         source: the model.
@@ -93,8 +93,8 @@ def run(source: Source, out: Path, json: bool = False) -> None:
     console.print(f"\nThe text, as each policy kept it: {out / 'kept.png'}")
 
 
-def draw(reading: StoryText, told: list[view.Told]) -> Any:
-    """Draw the text as each policy kept it."""
+def draw(reading: StoryText, told: list[view.PolicyAnswers]) -> Any:
+    """Draw the text once for each policy, words the darker the more heads kept them; `run` saves the figure."""
     pages = [(f"{one.policy}: {sum(one.right)} of {len(QUESTIONS)} answers right", one.share_T) for one in told]
     title = f"Words that are left of the text under a budget of {K:.0%}: the darker, the more heads kept them"
     return plotting.draw_text(reading.text, reading.spans, pages, list(QUESTIONS.values()), title)
@@ -142,7 +142,7 @@ def _encode_text(model: Any, tokenizer: Any, text: str) -> Tensor:
     return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
 
 
-def ask(model: Any, tokenizer: Any, reading: StoryText, policy: str) -> view.Told:
+def ask(model: Any, tokenizer: Any, reading: StoryText, policy: str) -> view.PolicyAnswers:
     """Read the text under a policy, and ask all questions of what is left; "full" evicts nothing."""
     start = time.perf_counter()
     with patched(model, policy, 1.0 if policy == "full" else K, **POLICIES[policy]) as patch, torch.no_grad():
@@ -153,7 +153,7 @@ def ask(model: Any, tokenizer: Any, reading: StoryText, policy: str) -> view.Tol
     share_T = kept_LHT.float().mean((0, 1))
     held = [float(share_T[reading.find_tokens(phrase)].mean()) for phrase in QUESTIONS.values()]
     right = [phrase.casefold() in said.casefold() for phrase, said in zip(QUESTIONS.values(), answers, strict=True)]
-    return view.Told(policy, cache.nbytes, time.perf_counter() - start, answers, held, right, share_T)
+    return view.PolicyAnswers(policy, cache.nbytes, time.perf_counter() - start, answers, held, right, share_T)
 
 
 def _answer_question(model: Any, tokenizer: Any, reading: StoryText, question: str, cache: EvictingCache) -> str:

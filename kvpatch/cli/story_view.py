@@ -21,7 +21,7 @@ _CLOSING = (
 
 
 @dataclass(frozen=True)
-class Told:
+class PolicyAnswers:
     """Answers from what one policy kept.
 
     Attributes:
@@ -30,7 +30,7 @@ class Told:
         seconds: for reading the text and answering all questions.
         answers: by question.
         held: the share of heads that kept the words which answer it, by question.
-        right: the answer has these words, by question.
+        right: whether the answer has these words, by question.
         share_T: the share of heads that kept each token of the text.
     """
 
@@ -42,7 +42,7 @@ class Told:
     right: list[bool]
     share_T: Tensor
 
-    def to_dict(self, full: Told) -> dict[str, Any]:
+    def to_dict(self, full: PolicyAnswers) -> dict[str, Any]:
         """Return the row as plain values that JSON can hold."""
         row: dict[str, Any] = {"policy": self.policy, "answers": self.answers, "right": self.right, "held": self.held}
         return row | {"nbytes": self.nbytes, "full_nbytes": full.nbytes, "seconds": self.seconds}
@@ -60,8 +60,8 @@ def show_story(console: Console, model: str, tokens: int, k: float, questions: l
     console.print()
 
 
-def show(console: Console, told: list[Told]) -> None:
-    """Print the answers of each policy."""
+def show(console: Console, told: list[PolicyAnswers]) -> None:
+    """Print a table of each policy's bytes, seconds and answers, and a line on what each policy keeps."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("policy", style="cyan", no_wrap=True)
     for head in ("KV MB", "seconds", "", "held"):

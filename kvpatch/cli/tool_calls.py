@@ -10,17 +10,17 @@ from transformers.cli.serving.utils import BaseHandler, Modality, _normalize_too
 def read_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
     """Return messages as transformers' handlers hand them to a template, with what they leave out.
 
-    That is an assistant's text beside its calls of tools, and its thinking. A developer's message is a system message: many
-    templates leave out roles that they do not know.
+    These leave out an assistant's text where it also calls tools, and its reasoning. A developer's message becomes a system
+    message: many templates leave out roles that they do not know.
     """
     found = BaseHandler.get_processor_inputs_from_messages(messages, modality)
-    for told, read in zip(messages, found, strict=True):
-        read["role"] = "system" if told["role"] == "developer" else told["role"]
-        if told.get("tool_calls"):
-            (alone,) = BaseHandler.get_processor_inputs_from_messages([{**told, "tool_calls": None}], modality)
-            read["content"] = alone["content"]
-        if told.get("reasoning_content"):
-            read["reasoning_content"] = told["reasoning_content"]
+    for sent, read in zip(messages, found, strict=True):
+        read["role"] = "system" if sent["role"] == "developer" else sent["role"]
+        if sent.get("tool_calls"):
+            (text,) = BaseHandler.get_processor_inputs_from_messages([{**sent, "tool_calls": None}], modality)
+            read["content"] = text["content"]
+        if sent.get("reasoning_content"):
+            read["reasoning_content"] = sent["reasoning_content"]
     return found
 
 

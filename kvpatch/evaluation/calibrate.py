@@ -39,7 +39,7 @@ def calibrate(
         model: not patched.
         pieces: token ids [1,n] of pieces of text, each read by itself.
         on_piece: called after each.
-        teacher: policy of a second reading, as `teacher_of` makes it, to learn for the policy `learned`; None for queries.
+        teacher: policy of a second reading, as `make_teacher` makes it, to learn for the policy `learned`; None for queries.
 
     Raises:
         KVPatchError: the model cannot be read so; or, with a teacher, no piece is longer than its sinks.
@@ -66,7 +66,7 @@ def calibrate(
     return make_calibration(target.identity(), layers, sum(piece.shape[1] for piece in pieces))
 
 
-def teacher_of(tokenizer: Any, chunk: int, name: str = "kvzip_plus") -> Policy:
+def make_teacher(tokenizer: Any, chunk: int, name: str = "kvzip_plus") -> Policy:
     """Return the policy that `learned` learns from.
 
     Args:

@@ -24,7 +24,7 @@ from ..policies.needs import WindowAttention
 from ..policies.served import why_not
 from ..storage.settings import HALF, OF_PATCH, Settings
 from .check_table import ROUNDINGS, CheckResult, CheckTable
-from .masked import Evictions, masked_predictions, rounding_error
+from .masked import Evictions, measure_rounding, predict_masked
 from .teacher_forcing import feed, positions_of, predictions, widen
 
 Outcome = str | tuple[Tensor, Tensor, str]
@@ -98,7 +98,7 @@ class Checks:
         vocabulary = model.get_input_embeddings().num_embeddings
         draw = torch.Generator().manual_seed(seed)
         self.ids_BT = torch.randint(0, vocabulary, (2, self.n + _NEW), generator=draw, device="cpu").to(model.device)
-        self.tolerance = ROUNDINGS * rounding_error(model, self.target.list_mixers(), self.ids_BT, self._take_positions())
+        self.tolerance = ROUNDINGS * measure_rounding(model, self.target.list_mixers(), self.ids_BT, self._take_positions())
 
     @property
     def _without_merging(self) -> Policy:
@@ -207,7 +207,7 @@ class Checks:
         return f"other tokens went in layer {wrong[0]}" if wrong else (got, self._predict_masked(watched.list_seen()), "")
 
     def _predict_masked(self, seen: list[Tensor]) -> Tensor:
-        return masked_predictions(self.model, self.target, self.ids_BT, self.n, seen, self._take_positions())
+        return predict_masked(self.model, self.target, self.ids_BT, self.n, seen, self._take_positions())
 
     def _take_positions(self) -> dict[str, Tensor]:
         """Return position_ids, if the model takes them."""
@@ -233,7 +233,7 @@ class Checks:
         watched = Evictions(self.n, self.ids_BT.shape[1], torch.tensor([0, pads], device="cpu"))
         with patched(self.model, self.policy, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, mask_BT, watched.note_held).logits_BSV
-        expected = masked_predictions(self.model, self.target, self.ids_BT, self.n, watched.list_seen(), {}, mask_BT)
+        expected = predict_masked(self.model, self.target, self.ids_BT, self.n, watched.list_seen(), {}, mask_BT)
         return got, expected, "the model's positions count padding; beside its mask, "
 
     def check_seeds(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 ROUNDINGS = 6
-"""Tolerance in units of masked.rounding_error: how far logits move if each layer's attention is off by its last digit."""
+"""Tolerance in units of masked.measure_rounding: how far logits move if each layer's attention is off by its last digit."""
 
 
 @dataclass(frozen=True)

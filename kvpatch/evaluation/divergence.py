@@ -163,7 +163,7 @@ class Comparison:
             nbytes=fed.nbytes,
             held=(int(held.min()), int(held.max())),
             mean_held=float(held.double().mean()),
-            cut=cut_sizes(fed.cache, self.n),
+            cut=list_cut_sizes(fed.cache, self.n),
         )
 
     def _log_probabilities(self, fed: Fed) -> Tensor:
@@ -181,7 +181,7 @@ def divergence(log_p_SV: Tensor, log_q_SV: Tensor) -> tuple[Tensor, Tensor]:
     return kl_S, log_p_SV.argmax(-1) == log_q_SV.argmax(-1)
 
 
-def cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
+def list_cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
     """Return protected sizes that exceeded the budget, option -> (requested, remaining), of the layer with least room."""
     policy = cache.settings.policy
     scope = policy.scope

@@ -60,7 +60,7 @@ class Evictions:
 
 
 @torch.no_grad()
-def masked_predictions(
+def predict_masked(
     model: Any,
     target: Target,
     ids_BT: Tensor,
@@ -151,7 +151,7 @@ class _Masked:
 
 
 @torch.no_grad()
-def rounding_error(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, places: dict[str, Tensor]) -> float:
+def measure_rounding(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, places: dict[str, Tensor]) -> float:
     """Return how far logits move if every number that `mixers` return is off by one unit in the last place.
 
     That is what another order of summation may change. The result is a share of the largest logit, which counts as at least 1;

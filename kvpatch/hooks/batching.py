@@ -89,7 +89,7 @@ def continuous_batching(state: PatchState, decoder: str, own: OwnMethod, placeho
             conversations.replace = functools.partial(replace_span, reader, state)
             conversations.read_alike = functools.partial(_is_read_alike, reader)
         config = continuous_batching_config
-        return engine.manager_of(self, terms, generation_config, config, workload_hints, given, conversations)
+        return engine.find_manager(self, terms, generation_config, config, workload_hints, given, conversations)
 
     return functools.wraps(GenerationMixin.init_continuous_batching)(init_continuous_batching)
 

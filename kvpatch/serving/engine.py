@@ -186,7 +186,7 @@ def _supports_logits_to_keep(model: Any) -> bool:
     return callable(supports) and bool(supports())
 
 
-def manager_of(
+def find_manager(
     model: Any,
     terms: EngineTerms,
     generation_config: Any = None,

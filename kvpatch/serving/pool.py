@@ -85,7 +85,7 @@ class RequestPool:
 
     # ---- admission ----
 
-    def blocks_of(self, prompt: int, new: int | None, prefix: Prefix | Beginning | None = None) -> int:
+    def count_blocks(self, prompt: int, new: int | None, prefix: Prefix | Beginning | None = None) -> int:
         """Return the blocks that a request claims.
 
         Raises:
@@ -110,7 +110,7 @@ class RequestPool:
         if self.keeps_system:
             step = prompt if self._blockwise is None else self.settings.block or self.chunk
             check_system(self.settings, messages, prompt, step)
-        needed = self.blocks_of(prompt, new, prefix)
+        needed = self.count_blocks(prompt, new, prefix)
         if needed > self.num_blocks:
             raise KVPatchError(
                 f"This request needs {needed} blocks of {self.page} tokens, but there are {self.num_blocks}: give a smaller k, "
@@ -138,7 +138,7 @@ class RequestPool:
         if state.request_id in self.requests or dry_run:
             return True
         prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.begins.get(state.request_id)
-        blocks = self.blocks_of(prompt, new, prefix)
+        blocks = self.count_blocks(prompt, new, prefix)
         self.full = self.full or self.claimed + blocks > self.num_blocks
         if self.full:
             return False
@@ -156,7 +156,7 @@ class RequestPool:
         prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.begins.get(state.request_id)
         if self.conversations is None or new is None or state.num_children:
             return None
-        if self.claimed + self.blocks_of(prompt, new, prefix) > self.num_blocks:  # it waits on
+        if self.claimed + self.count_blocks(prompt, new, prefix) > self.num_blocks:  # it waits on
             return None
         with self.compute():
             found = self.conversations.find(state.initial_tokens)
@@ -166,7 +166,7 @@ class RequestPool:
             return None  # a text of other messages, or a later system message: read anew, as a budget for it was checked
         if positions is not None and found.columns + prompt - len(found) + new - 1 > positions:
             return None
-        return found if self.claimed + self.blocks_of(prompt, new, found) <= self.num_blocks else None
+        return found if self.claimed + self.count_blocks(prompt, new, found) <= self.num_blocks else None
 
     def keep(self, state: Any) -> None:
         """Keep what a request that ends has read as a conversation, unless it has failed, or its prompt was not read."""

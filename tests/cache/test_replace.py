@@ -12,7 +12,7 @@ import torch
 import kvpatch
 from kvpatch.arch.upstream import cache_of
 from kvpatch.errors import KVPatchError
-from kvpatch.evaluation.masked import masked_predictions
+from kvpatch.evaluation.masked import predict_masked
 from kvpatch.hooks.target import Target
 from kvpatch.policies import DeviationScope, Policy, scores
 from tests.cache.test_forget import read
@@ -63,7 +63,7 @@ class Reading:
         seen = [torch.stack(rows, 2)[..., :T].repeat_interleave(group, 1) for rows in self.seen]
         ids, places = torch.stack(self.ids, 1), torch.tensor(self.places).expand(len(self.ids[0]), -1)
         mask = torch.ones_like(ids)  # without it positions that begin anew are taken for packed texts
-        return masked_predictions(model, Target.find(model), ids, T - last + 1, seen, {"position_ids": places}, mask)
+        return predict_masked(model, Target.find(model), ids, T - last + 1, seen, {"position_ids": places}, mask)
 
 
 def held(cache, below=None):

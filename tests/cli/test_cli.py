@@ -28,7 +28,7 @@ from kvpatch.cli.commands import app
 from kvpatch.cli.generating import MARK
 from kvpatch.cli.loading import MODELS, load_tokenizer, parse_k
 from kvpatch.cli.main import main
-from kvpatch.cli.needles import task_needles
+from kvpatch.cli.needles import read_needles
 from kvpatch.evaluation.check import Checks
 from kvpatch.evaluation.teacher_forcing import feed
 from kvpatch.hooks.versions import ENGINE
@@ -364,7 +364,7 @@ def test_without_matplotlib_nothing_is_measured(command, folder, prompt, tmp_pat
 def test_the_models_of_the_demo_lie_in_the_package():
     assert MODELS.is_relative_to(Path(kvpatch.__file__).parent)
     assert {path.parent.name for path in MODELS.glob("*/model.safetensors")} == {"llama-0", "llama-python"}
-    prompt, later = task_needles(), task_needles(in_prompt=False)
+    prompt, later = read_needles(), read_needles(in_prompt=False)
     assert (prompt.n, later.n, len(prompt.ids_BT)) == (234, 232, 24)
     assert torch.equal(prompt.ids_BT, later.ids_BT)
     start, stop = prompt.answer
@@ -426,7 +426,7 @@ def test_feeding_equals_one_forward():
 def test_the_table_leaves_out_what_was_not_measured():
     full = demo_view.DemoOutcome("full", 1.0, torch.tensor([True, True]), 1000)
     half = demo_view.DemoOutcome("h2o", 0.5, torch.tensor([True, False]), 500)
-    assert half.cells(full) == {"k": "0.5", "right": "1/2", "KV kB": "0", "of full": "50%"}
+    assert half.format_cells(full) == {"k": "0.5", "right": "1/2", "KV kB": "0", "of full": "50%"}
 
 
 def test_the_package_imports_no_tools():

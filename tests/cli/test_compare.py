@@ -343,7 +343,7 @@ def test_advice_over_several_texts():
 
 def test_the_line_to_paste():
     def line(name, k, *given, **options):
-        return compare_view.python_line(name, k, kvpatch.get_policy(name).with_options(**options), *given)
+        return compare_view.write_python(name, k, kvpatch.get_policy(name).with_options(**options), *given)
 
     assert line("h2o", "0.5", None, 0) == 'with kvpatch.patched(model, policy="h2o", k=0.5):'
     assert line("keyformer", "12", None, 0, generation_length=64) == 'with kvpatch.patched(model, policy="keyformer", k=12):'
@@ -393,7 +393,8 @@ def test_rows_fit_eighty_columns():
     names = "window,streaming_llm,h2o,roco,keyformer,tova,snapkv,critical_pyramidkv,critical_adakv"
     lines = compare_view.Lines(choose_policies(names, {}, 64), ["0.7", "1024"], DivergenceTable([], 2**30, 32000, 64, 9))
     ragged = DivergenceFigures(9000, 12.34567, 345.678, 1.0, -12.3456, 2**28, (12345, 32064), 20000.4, {"window": (3, 2)})
-    rows = [lines.head, lines.full(), lines.row(Row("critical_pyramidkv", "1024", ragged)), lines.row(BROKEN)]
+    rows = [lines.head, lines.format_full()]
+    rows += [lines.format_row(row) for row in (Row("critical_pyramidkv", "1024", ragged), BROKEN)]
     assert all(len(row) <= 80 for row in rows)
     assert len({len(row) for row in rows[:3]}) == 1
     assert rows[2].split() == [

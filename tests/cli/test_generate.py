@@ -11,9 +11,9 @@ from transformers import LlamaForCausalLM
 
 import kvpatch
 from kvpatch.cli import loading
-from kvpatch.cli.generating import MARK, GenerationChoices, prompt_ids
+from kvpatch.cli.generating import MARK, GenerationChoices, encode_message
 from kvpatch.cli.loading import check_dtype, load_model, load_tokenizer
-from kvpatch.cli.options import TextFile, find_model_and_text, model_and_files, one_model, parse_options
+from kvpatch.cli.options import TextFile, find_model, find_model_and_files, find_model_and_text, parse_options
 from kvpatch.errors import KVPatchError
 from tests.cli.test_cli import folder, prompt, run  # noqa: F401
 
@@ -38,9 +38,9 @@ def library(path, ids, **how):
 
 def test_the_chat_template_is_used_unless_raw(chatty, prompt):  # noqa: F811
     model, tokenizer = LlamaForCausalLM.from_pretrained(chatty), load_tokenizer(str(chatty))
-    ids, said = prompt_ids(model, tokenizer, "Hello", False, 8)
+    ids, said = encode_message(model, tokenizer, "Hello", False, 8)
     assert (tokenizer.decode(ids[0]), said) == ("<user>Hello<reply>", "")
-    assert tokenizer.decode(prompt_ids(model, tokenizer, "Hello", True, 8)[0][0]) == "Hello"
+    assert tokenizer.decode(encode_message(model, tokenizer, "Hello", True, 8)[0][0]) == "Hello"
     told = tokenizer(f"<user>{prompt.read_text()}<reply>", return_tensors="pt").input_ids
     plain = tokenizer(prompt.read_text(), return_tensors="pt").input_ids
     arguments = ("generate", chatty, prompt, "--max-new-tokens", 8)
@@ -171,15 +171,15 @@ def test_bars_of_downloads_stay_on():
 
 
 def test_arguments_and_options_name_the_model_and_the_files():
-    assert one_model("m", None) == one_model(None, "m") == "m"
+    assert find_model("m", None) == find_model(None, "m") == "m"
     a, b, of_option = TextFile("a"), TextFile("b"), TextFile("a", "--prompt-file")
-    assert model_and_files("m", ["a", "b"], None) == ("m", [a, b])
-    assert model_and_files("m", None, None, ["a"]) == ("m", [of_option])
-    assert model_and_files("a", ["b"], "m") == ("m", [a, b])  # after --model every argument is a file
-    assert model_and_files(None, None, "m", ["a"]) == ("m", [of_option])
+    assert find_model_and_files("m", ["a", "b"], None) == ("m", [a, b])
+    assert find_model_and_files("m", None, None, ["a"]) == ("m", [of_option])
+    assert find_model_and_files("a", ["b"], "m") == ("m", [a, b])  # after --model every argument is a file
+    assert find_model_and_files(None, None, "m", ["a"]) == ("m", [of_option])
     for arguments, words in (((None, None, None), "Name a model"), (("m", None, None), "Name a file")):
         with pytest.raises(KVPatchError, match=words):
-            model_and_files(*arguments)
+            find_model_and_files(*arguments)
 
 
 def test_a_text_is_an_argument_or_the_option_of_before():

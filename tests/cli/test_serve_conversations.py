@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import kvpatch
-from kvpatch.cli.amending import Amended, complete
+from kvpatch.cli.amending import AmendingSend, complete_answer
 from kvpatch.cli.commands import app
 from kvpatch.cli.loading import Source
 from kvpatch.cli.request_fields import AcceptedRequest
@@ -183,7 +183,7 @@ def test_usage_in_an_answer():
 
     def run(kind, *bodies):
         sent.clear()
-        amended = Amended(send, lambda found: complete(found, AcceptedRequest({}, cached=7)))
+        amended = AmendingSend(send, lambda found: complete_answer(found, AcceptedRequest({}, cached=7)))
         headers = [(b"content-type", kind), (b"content-length", b"1")]
         messages = [{"type": "http.response.start", "status": 200, "headers": headers}]
         last = len(bodies) - 1

@@ -8,7 +8,7 @@ import torch
 import kvpatch
 from kvpatch.cache.cache import EvictingCache
 from kvpatch.evaluation.check import Checks
-from kvpatch.evaluation.masked import rounding_error
+from kvpatch.evaluation.masked import measure_rounding
 from tests.helpers import tiny, tiny_families
 
 OWN = "what {} evicts is masked the same"
@@ -87,7 +87,7 @@ def test_a_model_in_training_mode_is_refused():
 def test_the_tolerance_comes_from_the_models_own_rounding(dtype):
     model = tiny.make("llama", dtype=dtype)
     checks = Checks(model, "window")
-    moved = rounding_error(model, checks.target.list_mixers(), checks.ids_BT, {})
+    moved = measure_rounding(model, checks.target.list_mixers(), checks.ids_BT, {})
     assert checks.tolerance == 6 * moved
     unit = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps
     assert 6 * unit <= checks.tolerance < 60 * unit

@@ -14,7 +14,7 @@ import torch
 
 import kvpatch
 from kvpatch.errors import KVPatchError
-from kvpatch.evaluation.masked import masked_predictions
+from kvpatch.evaluation.masked import predict_masked
 from kvpatch.hooks.target import Target
 from tests.helpers.comparing import entries, same
 from tests.helpers.tiny import prompt
@@ -63,7 +63,7 @@ class Text:
             for rows, group in zip(self.seen, groups, strict=True)
         ]
         ids, places = torch.tensor([self.ids]), {"position_ids": torch.tensor([self.places])} if placed else {}
-        return masked_predictions(model, target, ids, 1, seen, places, torch.ones_like(ids))[0]
+        return predict_masked(model, target, ids, 1, seen, places, torch.ones_like(ids))[0]
 
 
 class Editing:

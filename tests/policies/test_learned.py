@@ -9,7 +9,7 @@ from torch import nn
 import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.cli.calibrate_command import _cut_text
-from kvpatch.evaluation.calibrate import calibrate, teacher_of
+from kvpatch.evaluation.calibrate import calibrate, make_teacher
 from kvpatch.policies.measures import MEASURES, MORE, Sample
 from kvpatch.storage.calibration import save_calibration
 from tests.cli.test_cli import folder, run  # noqa: F401
@@ -231,6 +231,6 @@ class Words:
 
 
 def test_the_teacher_repeats_a_whole_piece():
-    policy = teacher_of(Words(), 64)
+    policy = make_teacher(Words(), 64)
     assert policy.score.chunk == 64 and len(policy.score.instruction) == 3 and policy.name == "kvzip_plus"
-    assert teacher_of(Words(), 64, "kvzip").name == "kvzip"
+    assert make_teacher(Words(), 64, "kvzip").name == "kvzip"

@@ -153,7 +153,7 @@ def test_blocks_of_a_request_that_goes_on(turns):
         (first,), _ = kept.ask(FIRST)
         ids = FIRST + first + prompts((40,))[0]
         kept.pool.page = 1
-        claimed = kept.pool.blocks_of(len(ids), NEW, kept.conversations.find(ids))
+        claimed = kept.pool.count_blocks(len(ids), NEW, kept.conversations.find(ids))
         kept.pool.page = 16
         kept.ask(ids)
         assert kept.conversations._kept[-1].held == [claimed - 1] * 2

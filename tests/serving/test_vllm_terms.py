@@ -5,15 +5,15 @@ import json
 import pytest
 
 import kvpatch
-from kvpatch.serving.vllm.terms import OWN, find_own, read_terms, terms_of
+from kvpatch.serving.vllm.terms import OWN, find_own, make_terms, read_terms
 from kvpatch.serving.vllm.versions import asks_for_budget
 
 
 def test_settings():
-    terms = terms_of({"policy": "H2O", "k": 1024, "recent": 0.3, "seed": 7, "positions": "original"})
+    terms = make_terms({"policy": "H2O", "k": 1024, "recent": 0.3, "seed": 7, "positions": "original"})
     assert (terms.policy.name, terms.k, terms.seed, terms.policy.options()["recent"]) == ("h2o", 1024, 7, 0.3)
-    assert terms_of({"policy": "snapkv", "k": 64, "window": 8}).policy.schedule == "prompt"
-    assert terms_of({"policy": "h2o", "k": 64, "schedule": "prompt"}).policy.schedule == "prompt"
+    assert make_terms({"policy": "snapkv", "k": 64, "window": 8}).policy.schedule == "prompt"
+    assert make_terms({"policy": "h2o", "k": 64, "schedule": "prompt"}).policy.schedule == "prompt"
 
 
 def test_a_file_of_settings(tmp_path, monkeypatch):
@@ -41,7 +41,7 @@ def test_a_file_of_settings(tmp_path, monkeypatch):
         ),
     ):
         with pytest.raises(kvpatch.KVPatchError) as refused:
-            terms_of(held | changed)
+            make_terms(held | changed)
         assert words in str(refused.value)
 
 
@@ -96,7 +96,7 @@ def test_where_they_are_given():
 )
 def test_refused(given, words):
     with pytest.raises(kvpatch.KVPatchError) as refused:
-        terms_of(given)
+        make_terms(given)
     assert words in str(refused.value)
 
 
@@ -120,7 +120,7 @@ def test_a_misspelt_key():
 
 def test_the_line_of_a_start():
     """It says the policy, k, the pages and the bytes of a request, how many fit, and where prompts are cut."""
-    said = terms_of({"policy": "h2o", "k": 512}).describe_start("33 pages of 16 slots in 30 layers", 23_639_040, 40, 2048)
+    said = make_terms({"policy": "h2o", "k": 512}).describe_start("33 pages of 16 slots in 30 layers", 23_639_040, 40, 2048)
     assert said == (
         "[kvpatch] policy h2o, k=512: a request takes 33 pages of 16 slots in 30 layers, 23.6 MB of keys and values; 40 such "
         "requests fit, and prompts are read in pieces of at most 2048 tokens."
@@ -130,7 +130,7 @@ def test_the_line_of_a_start():
         ({"policy": "snapkv", "k": 64}, "k=64: a request takes at most 9 pages, 1 MB"),
         ({"policy": "h2o", "k": 64, "max_k": 256}, "k=64 (of its own up to 256): a request takes at most 9 pages, 1 MB"),
     ):
-        said = terms_of(given).describe_start("9 pages", 1_000_000, 40, None)
+        said = make_terms(given).describe_start("9 pages", 1_000_000, 40, None)
         assert words in said and said.endswith("fit, and prompts are read whole.")
 
 
@@ -146,7 +146,7 @@ def test_the_line_of_a_start():
     ],
 )
 def test_what_a_request_may_ask_for(given, most):
-    terms = terms_of(given)
+    terms = make_terms(given)
     assert terms.most == most
     for asked, own in ((1, 1), (most, most), (most + 1, 0), (0, 0), (True, 0), ("8", 0), (2.0, 0)):
         assert find_own({OWN: asked}, most) == (own if most else 0)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from .configuration import settings_of
+from .configuration import find_settings
 from .figures import Figures
 from .terms import OWN, find_own
 
@@ -40,7 +40,7 @@ class Account:
     def _log_start(self, scheduler: Any) -> None:
         """Log one line of the budget, once vLLM has divided its memory into pages."""
         config, blocks = scheduler.vllm_config, scheduler.kv_cache_config.num_blocks - 1
-        terms = settings_of(config)
+        terms = find_settings(config)
         if terms is None:
             return
         sizes = [f"{spec.most_pages()} pages of {spec.block_size} slots in {layers} layers" for layers, spec in self.groups]

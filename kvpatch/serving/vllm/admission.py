@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LaterLogitsProcessor
 
-from .configuration import settings_now
+from .configuration import find_current_settings
 
 
 class Budgets(LogitsProcessor, LaterLogitsProcessor):
@@ -23,7 +23,7 @@ class Budgets(LogitsProcessor, LaterLogitsProcessor):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raise KVPatchError, which vLLM answers with status 400, if a request asks for a budget that it cannot have."""
-        if (terms := settings_now()) is not None:
+        if (terms := find_current_settings()) is not None:
             terms.check_request(sampling_params.extra_args)
 
     def __init__(self, *told: Any) -> None:

@@ -33,7 +33,7 @@ from ...errors import KVPatchError
 from ...policies.budgets import Budget, Size
 from ...policies.parallel import WHOLE, Parallel
 from .callers import iterate_callers
-from .configuration import check, settings_of
+from .configuration import check, find_settings
 from .pages import BudgetSpec, LayerBudget, check_manager
 from .requests import Requests
 from .scheduled import Pass
@@ -162,7 +162,7 @@ class Worker:
     """The layers of a model on this process, and its requests."""
 
     def __init__(self, config: VllmConfig) -> None:
-        terms = settings_of(config)
+        terms = find_settings(config)
         assert terms is not None
         check(config, terms)
         self.terms, self.config, self.layers = terms, config, list[BudgetedAttention]()
@@ -239,7 +239,7 @@ class Worker:
         return self.packed.attend(layer.core, q, k, v)
 
 
-def budgeted_spec(spec: AttentionSpec) -> AttentionSpec:
+def make_budgeted_spec(spec: AttentionSpec) -> AttentionSpec:
     """Return the spec of a layer under its budget; of layers of another kind, what vLLM has made.
 
     vLLM does not say which layer it asks for, and asks twice for some: the layer is a variable of one of its functions.

@@ -12,8 +12,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from .attention import BudgetedAttention, budgeted_spec
-from .configuration import settings_now
+from .attention import BudgetedAttention, make_budgeted_spec
+from .configuration import find_current_settings
 from .scheduled import PassBuilder
 
 
@@ -22,18 +22,18 @@ class Backend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        return spec if settings_now() is None else budgeted_spec(spec)
+        return spec if find_current_settings() is None else make_budgeted_spec(spec)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        if settings_now() is None:
+        if find_current_settings() is None:
             return CPUAttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)
         return [MultipleOf(1)]
 
     @staticmethod
     def get_impl_cls() -> Any:
-        return CPUAttentionBackendImpl if settings_now() is None else BudgetedAttention
+        return CPUAttentionBackendImpl if find_current_settings() is None else BudgetedAttention
 
     @staticmethod
     def get_builder_cls() -> Any:
-        return CPUAttentionMetadataBuilder if settings_now() is None else PassBuilder
+        return CPUAttentionMetadataBuilder if find_current_settings() is None else PassBuilder

@@ -15,7 +15,7 @@ from .terms import RequestTerms, read_terms
 from .versions import VARIABLE, describe_refusal, is_tested, refuse_parallel
 
 
-def settings_of(config: VllmConfig) -> RequestTerms | None:
+def find_settings(config: VllmConfig) -> RequestTerms | None:
     """Return kvpatch's settings in a configuration, or None."""
     return read_terms(config.additional_config, os.environ.get(VARIABLE))
 
@@ -31,16 +31,16 @@ def find_config() -> VllmConfig | None:
     return None
 
 
-def settings_now() -> RequestTerms | None:
+def find_current_settings() -> RequestTerms | None:
     """Return the settings of the engine at hand, or None."""
     config = find_config()
-    return None if config is None else settings_of(config)
+    return None if config is None else find_settings(config)
 
 
-def check_now() -> None:
+def check_current() -> None:
     """Raise KVPatchError if the model that is being made has settings that cannot be served."""
     config = find_config()
-    terms = None if config is None else settings_of(config)
+    terms = None if config is None else find_settings(config)
     if config is not None and terms is not None:
         check(config, terms)
 

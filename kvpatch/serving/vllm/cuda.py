@@ -9,8 +9,8 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from ...errors import KVPatchError
-from .attention import BudgetedAttention, budgeted_spec
-from .configuration import settings_now
+from .attention import BudgetedAttention, make_budgeted_spec
+from .configuration import find_current_settings
 from .scheduled import PassBuilder
 
 
@@ -31,7 +31,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        return budgeted_spec(spec)
+        return make_budgeted_spec(spec)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -57,7 +57,7 @@ class Backend(AttentionBackend):
         Raises:
             KVPatchError: the configuration has no settings of kvpatch.
         """
-        if settings_now() is None:
+        if find_current_settings() is None:
             raise KVPatchError(
                 "vLLM was asked for the attention backend CUSTOM, which is kvpatch's here, without kvpatch's settings: give "
                 """--additional-config '{"kvpatch": {"policy": "h2o", "k": 1024}}', or leave --attention-backend out."""

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
-from .configuration import check_now
+from .configuration import check_current
 
 
 class CpuLatent(CPUMLABackend):
@@ -15,7 +15,7 @@ class CpuLatent(CPUMLABackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        check_now()
+        check_current()
         return CPUMLABackend.get_impl_cls()
 
 
@@ -24,5 +24,5 @@ class AmxLatent(AMXMLABackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        check_now()
+        check_current()
         return AMXMLABackend.get_impl_cls()

@@ -120,11 +120,11 @@ def read_terms(additional: object, variable: str | None) -> RequestTerms | None:
     if own is not None and variable:
         raise KVPatchError(f"Both additional_config['kvpatch'] and the variable {VARIABLE} are given: leave one out.")
     if own is not None:
-        return terms_of(own)
+        return make_terms(own)
     if str(variable).endswith(".json"):
-        return terms_of(variable)
+        return make_terms(variable)
     try:
-        return terms_of(json.loads(variable or ""))
+        return make_terms(json.loads(variable or ""))
     except json.JSONDecodeError as error:
         raise KVPatchError(
             f'{VARIABLE}={variable!r} is not JSON ({error}): write {VARIABLE}=\'{{"policy": "h2o", "k": 1024}}\', or name a '
@@ -132,7 +132,7 @@ def read_terms(additional: object, variable: str | None) -> RequestTerms | None:
         ) from None
 
 
-def terms_of(given: object) -> RequestTerms:
+def make_terms(given: object) -> RequestTerms:
     """Check the settings of a budget.
 
     Args:
