@@ -30,6 +30,7 @@ from .request_fields import AcceptedRequest, RefusedError
 from .request_stops import StopWatch, WatchedDecoder, cut_tokens
 from .request_system import find_messages
 
+_Take = Callable[[Any], None]  # gets an output of the engine
 USUAL = 1024  # new tokens of a request that does not say how many
 
 
@@ -46,7 +47,7 @@ def start_engine(model: Any, options: dict[str, Any], conversations: Conversatio
         KVPatchError: it does not start.
     """
     config = ContinuousBatchingConfig(**options, use_cuda_graph=False, use_async_batching=False)
-    greedy = copy.deepcopy(model.generation_config)  # for requests that sample sample_by_request() adds noise to the logits
+    greedy = copy.deepcopy(model.generation_config)  # requests that sample add noise to their logits
     greedy.do_sample, greedy.num_return_sequences = False, 1
     manager = model.init_continuous_batching(
         generation_config=greedy, continuous_batching_config=config, conversations=conversations, messages=True
@@ -121,10 +122,7 @@ class Answers(CBGenerateManager):
     async def generate_non_streaming(  # type: ignore[override]
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """Run a request to its end, and return its text, the length of its prompt, and the tokens.
-
-        transformers' handlers call this. Of a request without stop strings the engine sends one output, at its end.
-        """
+        """Run a request to its end; return its text, the prompt's length, and the tokens. transformers' handlers call this."""
         ids = inputs["input_ids"]
         asked, arguments = self._accept_request(processor, ids, gen_config, request_id)
         last: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -132,7 +130,7 @@ class Answers(CBGenerateManager):
         streamer = _Streamer(self, request_id, processor, collected, None)
 
         def take_output(output: Any) -> None:
-            if asked.stops:
+            if asked.stops:  # else the engine sends one output, at the end
                 streamer.put(output)
             asked.new = streamer.total_tokens if asked.stops else len(output.generated_tokens)
             if not last.done() and (streamer.watch.stopped or output.is_finished()):
@@ -173,13 +171,7 @@ class Answers(CBGenerateManager):
     def _accept_request(
         self, tokenizer: Any, ids: list[int], gen_config: Any, request_id: str
     ) -> tuple[AcceptedRequest, dict[str, Any]]:
-        """Check a request's length and options before the engine gets it; return it, and arguments of add_request().
-
-        Sets asked.prompt, the length, and gen_config.max_new_tokens.
-
-        Raises:
-            RefusedError: the engine cannot serve it.
-        """
+        """Check a request, or raise RefusedError; return it and arguments of add_request(). Sets gen_config.max_new_tokens."""
         self._check_alive(request_id)
         asked = self.asked[request_id]
         asked.prompt = len(ids)
@@ -222,38 +214,25 @@ class Answers(CBGenerateManager):
         return config
 
     def _add_to_engine(
-        self,
-        request_id: str,
-        ids: list[int],
-        gen_config: Any,
-        arguments: dict[str, Any],
-        take_output: Callable[[Any], None],
-        streaming: bool,
+        self, name: str, ids: list[int], gen_config: Any, arguments: dict[str, Any], take_output: _Take, streaming: bool
     ) -> None:
-        """Add a request to the engine, which calls `take_output` with each output of it, or, unless streaming, with the last.
-
-        Raises:
-            CBWorkerDeadError: the engine takes no more requests.
-        """
-        self.engine.register_result_handler(request_id, take_output)
+        """Add a request to the engine, which calls `take_output` with each output of it, or with the last unless streaming."""
+        self.engine.register_result_handler(name, take_output)
         added = self.engine.add_request(
             ids,
-            request_id=request_id,
+            request_id=name,
             streaming=streaming,
             max_new_tokens=gen_config.max_new_tokens,
             eos_token_id=gen_config.eos_token_id,
             **arguments,
         )
         if added is None:
-            self._end_request(request_id, "error")
+            self._end_request(name, "error")
             raise CBWorkerDeadError("The server is stopping: it takes no new requests.")
 
     @staticmethod
     def _name_end(watch: StopWatch, output: Any, gen_config: Any) -> str:
-        """Return why an answer ended, "length" or "stop"; after a stop set gen_config.max_new_tokens to None.
-
-        transformers would conclude "length" from an answer as long as that limit.
-        """
+        """Return "length" or "stop"; after a stop clear gen_config's limit, from which transformers would conclude "length"."""
         ends = gen_config.eos_token_id
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
         if not watch.stopped and output.generated_tokens[-1] not in ends:

@@ -82,7 +82,7 @@ def learn(  # noqa: PLR0913 - as above
 def _measure_text(
     source: Source, text: TextFile, out: Path, sizes: tuple[int, int], json: bool, learn_from: str | None = None
 ) -> None:
-    """Read the text, `sizes` tokens at a time and in all, and write the calibration."""
+    """Measure the model on the text, `sizes` tokens at a time and in all, or learn from a teacher; write that to `out`."""
     source.check()
     content, (length, tokens) = text.read_text(), sizes
     from ..evaluation.calibrate import calibrate as measure
@@ -104,11 +104,7 @@ def _measure_text(
 
 
 def _cut_text(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
-    """Cut token ids [1,n] into pieces that fit into the model's positions, twice with a teacher, which repeats each piece.
-
-    Raises:
-        KVPatchError: there are too few positions for that.
-    """
+    """Cut token ids [1,n] into pieces that fit into the model's positions, twice with a teacher, which repeats each piece."""
     from ..evaluation.teacher_forcing import positions_of
 
     limit = positions_of(model)

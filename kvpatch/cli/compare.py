@@ -103,10 +103,7 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continua
 
 
 def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOptions) -> None:
-    """Print the columns' meanings, the advice over all prompts and the line of Python to paste; save the same as Settings.
-
-    Called once, after the last prompt.
-    """
+    """Print the columns' meanings, and after the last prompt the advice and the line of Python to paste; save its Settings."""
     out.print(view.LEGEND, style="dim")
     out.print(f"\n{view.write_advice(results, asked.tolerance, asked.agreement)}")
     if (setting := view.find_best(results, asked.tolerance, asked.agreement)) is not None:
@@ -185,10 +182,7 @@ def make_json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, 
 
 
 def warn_of_length(name: str, tokens: int) -> list[str]:
-    """Return a warning if the text is longer than those that the model was trained on, which kvpatch's small ones tell.
-
-    name: the model's folder. Returns a list of one sentence, or [].
-    """
+    """Return [a warning] if the text is longer than those of a model's training, which kvpatch's small models tell; else []."""
     try:
         card = json.loads((Path(name) / "card.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

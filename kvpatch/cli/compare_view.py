@@ -88,10 +88,8 @@ def write_python(
     """Return the line of Python that patches a model with one setting of the comparison. calibration: the name of its file."""
     options = _list_options(name, policy, schedule, seed, bits)
     size = k if k.replace(".", "", 1).isdigit() else f"kvpatch.{parse_k(k)}" if ":" in k else repr(k)
-    texts = {option: repr(value) for option, value in options.items()}
-    if "calibration" in texts:
-        texts["calibration"] = f"kvpatch.load_calibration({calibration!r})"
-    more = "".join(f", {option}={text}" for option, text in texts.items())
+    loaded = {"calibration": f"kvpatch.load_calibration({calibration!r})"}
+    more = "".join(f", {option}={loaded.get(option, repr(value))}" for option, value in options.items())
     return f'with kvpatch.patched(model, policy="{name}", k={size}{more}):'
 
 

@@ -52,7 +52,7 @@ def parse_k(text: str) -> Any:
 
 
 def _parse_budget(text: str, where: str) -> Any:
-    """Parse the budget of one layer, or of all."""
+    """Parse the budget of one layer, or of all. where: its name in errors, such as "k[3]"."""
     from .. import policies
     from ..policies import budgets
 
@@ -105,14 +105,7 @@ class Source:
 
     def model(self) -> Any:
         """Load the model, as `load_model`."""
-        return load_model(
-            self.name,
-            self.dtype,
-            self.device,
-            device_map=self.device_map,
-            revision=self.revision,
-            trust_remote_code=self.trust_remote_code,
-        )
+        return load_model(**vars(self))
 
     def tokenizer(self) -> Any:
         """Load the tokenizer, as `load_tokenizer`."""
@@ -185,6 +178,7 @@ def silence_loading() -> None:
 
 
 def _find_device(device: str) -> torch.device:
+    """Return a device by its name; "auto" is the first GPU, else the CPU. Raises KVPatchError if it cannot hold a tensor."""
     import torch
 
     if device == "auto":

@@ -158,7 +158,7 @@ def compare(  # noqa: PLR0913 - as above
         ),
     ] = None,
     question: Annotated[
-        str | None, typer.Option(help="A question, put behind each prompt before anything is evicted.", show_default=False)
+        str | None, typer.Option(help="A question, added to each prompt before anything is evicted.", show_default=False)
     ] = None,
     later: Annotated[
         str | None,
@@ -222,7 +222,7 @@ def compare(  # noqa: PLR0913 - as above
         asked = comparing.CompareOptions(
             chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json, raw, question, later, file
         )
-        own = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
+        continuation = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
         prompts = {one.name: one.read_text() for one in texts_of}
         make_folder(out)
-        comparing.run(asked, source, prompts, own)
+        comparing.run(asked, source, prompts, continuation)

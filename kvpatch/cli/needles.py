@@ -56,7 +56,7 @@ def read_needles(in_prompt: bool = True) -> TextBatch:
     Args:
         in_prompt: the question belongs to the prompt; else it is fed after compression.
     """
-    held = _read_rows()
+    held = json.loads((MODELS / "llama-0" / "needles.json").read_text(encoding="utf-8"))
     ids_BT = torch.tensor(held["rows"])
     row = ids_BT[0].tolist()
     question = len(row) - 5
@@ -66,10 +66,6 @@ def read_needles(in_prompt: bool = True) -> TextBatch:
     marks = Marks([span for span in found if span not in asked], asked, [(question, question + 2)])
     answer = question + 2 - n, question + 5 - n
     return TextBatch(f"{len(ids_BT)} prompts of {n} tokens with 4 needles", ids_BT, n, answer=answer, marks=marks)
-
-
-def _read_rows() -> dict[str, Any]:
-    return json.loads((MODELS / "llama-0" / "needles.json").read_text(encoding="utf-8"))
 
 
 def cut_excerpts(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fed: int = 72) -> TextBatch:

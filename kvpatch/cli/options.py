@@ -128,7 +128,7 @@ def check_arguments(given: list[str] | None, k: str, positions: str, backend: st
 
 
 def make_policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
-    """Build the policy of a command's options. Raises KVPatchError, for most mistakes before torch is imported."""
+    """Make the policy that a command's options name. Raises KVPatchError, for most mistakes before torch is imported."""
     check_choice("schedule", schedule, SCHEDULES)
     check_policy(name, options)
     check_calibration(name, options)
@@ -158,8 +158,8 @@ def choose_policy(context: typer.Context, options: dict[str, Any], others: dict[
 
     merged = Settings.load(file).add_arguments(given | options)
     name, k, schedule = merged.pop("policy"), merged.pop("k"), merged.pop("schedule", None)
-    own = {option: merged.pop(option) for option in [*merged] if option not in OF_PATCH}
-    return make_policy(name, schedule, own), k, others | merged
+    of_policy = {option: merged.pop(option) for option in [*merged] if option not in OF_PATCH}
+    return make_policy(name, schedule, of_policy), k, others | merged
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:

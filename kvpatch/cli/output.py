@@ -43,6 +43,8 @@ def short_errors() -> Iterator[None]:
 
 
 def _show_warning(others: Callable[..., None]) -> Callable[..., None]:
+    """Make a function for warnings.showwarning that prints kvpatch's own in one line; `others` shows the rest."""
+
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
         if str(message).startswith(_PREFIX):
             print_note(f"kvpatch: {str(message).removeprefix(_PREFIX).strip()}")

@@ -83,19 +83,22 @@ class FieldRefusal(NamedTuple):
 
 
 def _expect_number(low: float, high: float, above: bool = False) -> Callable[[object], str | None]:
+    """Make a check of a number: of a wrong value it returns how to name it, of a good one None. above: `low` is wrong, too."""
     bounds = f"above {low:g}, at most {high:g}" if above else f"from {low:g} to {high:g}"
 
     def check(value: object) -> str | None:
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-        return None if fits and not (above and value == low) else f"must be a number {bounds}"
+        valid = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+        return None if valid and not (above and value == low) else f"must be a number {bounds}"
 
     return check
 
 
 def _expect_integer(low: int, high: int) -> Callable[[object], str | None]:
+    """Make a check of a whole number, as _expect_number does."""
+
     def check(value: object) -> str | None:
-        fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-        return None if fits else f"must be a whole number from {low} to {high}"
+        valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        return None if valid else f"must be a whole number from {low} to {high}"
 
     return check
 
@@ -112,20 +115,21 @@ def _check_prompt(value: object) -> str | None:
 
 def _check_stop(value: object) -> str | None:
     given = [value] if isinstance(value, str) else value
-    fits = isinstance(given, list) and len(given) <= 16 and all(isinstance(one, str) and one for one in given)
-    return None if fits else "must be a string, or a list of at most 16, none of them empty"
+    valid = isinstance(given, list) and len(given) <= 16 and all(isinstance(one, str) and one for one in given)
+    return None if valid else "must be a string, or a list of at most 16, none of them empty"
 
 
 def _check_bias(value: object) -> str | None:
-    fits = isinstance(value, dict) and all(
+    """Check logit_bias, numbers by the texts of token ids: return how a wrong one reads, or None."""
+    valid = isinstance(value, dict) and all(
         re.fullmatch(r"[0-9]{1,9}", str(token)) and _expect_number(-100, 100)(bias) is None for token, bias in value.items()
     )
-    return None if fits else "must give a number from -100 to 100 for each token id"
+    return None if valid else "must give a number from -100 to 100 for each token id"
 
 
 def _check_stream_options(value: object) -> str | None:
-    fits = isinstance(value, dict) and set(value) <= {"include_usage"} and isinstance(value.get("include_usage", True), bool)
-    return None if fits else "may have include_usage alone (usage comes with the last piece of every stream)"
+    valid = isinstance(value, dict) and set(value) <= {"include_usage"} and isinstance(value.get("include_usage", True), bool)
+    return None if valid else "may have include_usage alone (usage comes with the last piece of every stream)"
 
 
 def _check_tool_choice(value: object) -> str | None:
@@ -236,7 +240,7 @@ def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
 
 
 def _check_field(letter: str, path: str, name: str, value: object) -> None:
-    """Raise RefusedError unless a request to `path` may have this field with this value. letter: the path's, in tables here."""
+    """Raise RefusedError unless a request to `path` may have this field with this value. letter: of the path, in PATHS."""
     obeyed, refused = OBEYED.get(name), REFUSED.get(name)
     if obeyed is not None and letter in obeyed.paths:
         wrong = obeyed.check(value)
@@ -253,7 +257,7 @@ def _check_field(letter: str, path: str, name: str, value: object) -> None:
 
 
 def _check_model(given: dict[str, Any], letter: str, served: Served) -> None:
-    """Refuse what this model cannot do."""
+    """Raise RefusedError for another model's name, and for chats or tools that the served model does not know."""
     if given.get("model", served.name) != served.name:
         said = f"This server has the model {served.name!r}, not {given['model']!r}: GET /v1/models lists it."
         raise RefusedError(said, "model", 404, "model_not_found")

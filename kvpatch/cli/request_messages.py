@@ -45,7 +45,7 @@ def check_tools(value: object) -> str | None:
 
 
 def check_template_kwargs(value: object) -> str | None:
-    """Check values for a chat template: names of its own, and no parameter of the method that fills it in."""
+    """Check values for a chat template: no name may be that of a parameter of apply_chat_template(), which fills it in."""
     from transformers import PreTrainedTokenizerBase
 
     if not isinstance(value, dict):
@@ -55,14 +55,15 @@ def check_template_kwargs(value: object) -> str | None:
 
 
 def _check_item(item: dict[str, Any]) -> str | None:
+    """Check an item of a response's input: a message, a call of a tool, its output, or reasoning; return how it is wrong."""
     kind = item.get("type", "message")
     if "role" in item:
         return _check_message({name: one for name, one in item.items() if name not in ("type", "id", "status")})
     needed = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output")}.get(str(kind))
     if kind == "reasoning":
         parts = item.get("content") or []
-        fits = isinstance(parts, list) and all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in parts)
-        return None if fits else ".content must be a list of texts"
+        valid = isinstance(parts, list) and all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in parts)
+        return None if valid else ".content must be a list of texts"
     if needed is None:
         return f" is a {kind!r}, which is not served: send messages, function_call and function_call_output"
     missing = [name for name in needed if not isinstance(item.get(name), str)]
@@ -72,6 +73,7 @@ def _check_item(item: dict[str, Any]) -> str | None:
 
 
 def _check_message(message: Any) -> str | None:
+    """Check one message: its role, its fields, its calls of tools and its content; return how it is wrong, or None."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         return f" must be an object whose role is one of {', '.join(ROLES)}"
     others = {name for name, one in message.items() if one is not None} - _READ - _ANSWERED
@@ -90,6 +92,7 @@ def _check_message(message: Any) -> str | None:
 
 
 def _check_parts(parts: list[Any]) -> str | None:
+    """Check the parts of a message's content, which must all be texts; return how they are wrong, or None."""
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _TEXTS:
@@ -100,6 +103,7 @@ def _check_parts(parts: list[Any]) -> str | None:
 
 
 def _check_calls(calls: Any) -> str | None:
+    """Check the calls of tools of an assistant's message; return how they are wrong, or None."""
     if not isinstance(calls, list):
         return ".tool_calls must be a list"
     for call in calls:
@@ -112,6 +116,7 @@ def _check_calls(calls: Any) -> str | None:
 
 
 def _check_arguments(arguments: Any) -> str | None:
+    """Check the arguments of a call, an object or its JSON; return how they are wrong, or None."""
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:

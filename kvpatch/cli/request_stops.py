@@ -7,9 +7,9 @@ from typing import Any
 
 
 class StopWatch:
-    """A text up to the first of some strings, handed on piece by piece.
+    """A text up to the first stop string, handed on piece by piece.
 
-    What may be the beginning of a stop string is held back until it is known.
+    A piece whose end may begin a stop string is handed on without that end, until the next piece tells.
 
     Args:
         stops: the strings; none of them empty.
@@ -19,7 +19,7 @@ class StopWatch:
         self.stops, self.stopped, self._held = tuple(stops), False, ""
 
     def feed(self, piece: str) -> str:
-        """Take the next piece, and return what is now known to come before any stop string."""
+        """Take the next piece, and return what surely comes before any stop string; sets `stopped` at the first one."""
         if self.stopped:
             return ""
         text = self._held + piece
@@ -57,7 +57,7 @@ class WatchedDecoder:
 
 
 def cut_tokens(processor: Any, tokens: list[int], text: str) -> list[int]:
-    """Return tokens of a text that ends before its last tokens do, for transformers' parsers, which read tokens."""
+    """Return tokens of `text`, with which that of `tokens` begins, for transformers' parsers: a stop may be within a token."""
     kept = list(tokens)
     while kept and len(before := processor.decode(kept, skip_special_tokens=True)) > len(text):
         kept.pop()

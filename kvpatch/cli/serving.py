@@ -68,14 +68,14 @@ def run(
     from ..serving.conversations import Conversations
     from .answering import Answers, start_engine
 
-    positions, tokenizer = _find_limit(source, positions, settings), source.tokenizer()
+    positions = _find_limit(source, positions, settings)
     if policy.scope.keeps_system:
-        _check_system(tokenizer, edits=keeping is not None and keeping.edits)
+        _check_system(source.tokenizer(), edits=keeping is not None and keeping.edits)
     with ExitStack() as undo:
         sockets = _bind_sockets(address)
         for one in sockets:
             undo.callback(one.close)
-        model, port = source.model(), sockets[0].getsockname()[1]
+        model, tokenizer, port = source.model(), source.tokenizer(), sockets[0].getsockname()[1]
         patched = patch(model, policy, k, **settings)
         undo.callback(patched.remove)
         manager = start_engine(model, engine, keeping and Conversations(*keeping))
@@ -100,11 +100,7 @@ def run(
 
 
 def _bind_sockets(address: Address) -> list[socket.socket]:
-    """Bind sockets to the host's addresses; for port 0 one, to a free port. The caller closes them; none listens yet.
-
-    Raises:
-        KVPatchError: the host is unknown, or the port is taken.
-    """
+    """Bind sockets to the host's addresses, or for port 0 one to a free port, or raise KVPatchError. None listens yet."""
 
     async def bind() -> list[socket.socket]:
         loop = asyncio.get_running_loop()
@@ -157,10 +153,7 @@ def _check_extra() -> None:
 
 @contextmanager
 def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bound: list[socket.socket]) -> Iterator[None]:
-    """Patch transformers' server inside the with-block: it serves and lists this model alone, and stops without long waits.
-
-    bound: sockets that uvicorn then listens at.
-    """
+    """Patch transformers' server inside the with-block: it serves this model alone at `bound`, and stops without long waits."""
     import uvicorn
     from transformers.cli.serving import model_manager, server
     from transformers.cli.serving.utils import BaseHandler, get_response_template

@@ -49,19 +49,19 @@ def calibrate(
     if teacher is not None and longest <= teacher.scope.sinks:
         raise KVPatchError(f"The text has {longest} tokens, of which {teacher.scope.sinks} are sinks: give a longer one.")
     with patched(model, teacher or Policy("calibration", Recall(longest)), _KEEPS_ALL) as patch:
-        parts = [_Parts.of(target, module, adapter, longest) for module, adapter in target.attentions]
+        readers = [_LayerReader.of(target, module, adapter, longest) for module, adapter in target.attentions]
         for piece in pieces:
             cache = patch.new_cache()
             model(piece, **{cache_argument(type(model).forward): cache})
             for index, layer in enumerate(cache.layers):
                 if "repeated" in layer.state and teacher is not None:
-                    _add_piece(_read_taught(layer, teacher.scope.sinks), sums.setdefault(index, {}))
+                    _add_piece(_read_scores(layer, teacher.scope.sinks), sums.setdefault(index, {}))
                 elif isinstance(recent := layer.notes.get("recent"), Recent):
-                    _add_piece(parts[index].sample(layer, recent), sums.setdefault(index, {}))
+                    _add_piece(readers[index].read_queries(layer, recent), sums.setdefault(index, {}))
             on_piece()
     layers = {
-        index: {name: MEASURES[name].finish(found).to(MEASURES[name].dtype) for name, found in own.items()}
-        for index, own in sums.items()
+        index: {name: MEASURES[name].finish(found).to(MEASURES[name].dtype) for name, found in totals.items()}
+        for index, totals in sums.items()
     }
     return make_calibration(target.identity(), layers, sum(piece.shape[1] for piece in pieces))
 
@@ -78,61 +78,49 @@ def make_teacher(tokenizer: Any, chunk: int, name: str = "kvzip_plus") -> Policy
 
 
 @dataclass(frozen=True)
-class _Rotations:
-    """The rotation of a layer's keys, with the adapter and table by which it is undone."""
+class _LayerReader:
+    """Reads queries and sums of one layer, for a calibration.
 
-    rotation: Rotation
-    adapter: BoundAdapter
+    Attributes:
+        bound: the layer's adapter.
+        parallel: the share of this process in its heads.
+        rotation: of its keys by their positions; None if there is none, or none that can be undone.
+        table: by which the rotation is undone.
+    """
+
+    bound: BoundAdapter
+    parallel: Parallel
+    rotation: Rotation | None
     table: Any
 
     @classmethod
-    def of(cls, target: Target, module: Any, adapter: Adapter, count: int) -> _Rotations | None:
-        """Return a layer's rotations for positions below `count`; None if it has none, or none that can be undone."""
-        weight = next(module.parameters())
-        turns = adapter.obstacle(target.decoder, renumbered=False) is None
-        table = adapter.rotary_table(target.decoder, weight.device, count) if turns else None
-        if table is None:
-            return None
+    def of(cls, target: Target, module: Any, adapter: Adapter, count: int) -> _LayerReader:
+        """Make the reader of a layer for texts of at most `count` tokens, before the first is read."""
         heads, head_dim = adapter.kv_shape(module)
-        bound, like = BoundAdapter(adapter, module, heads), torch.empty(0, head_dim, device=weight.device, dtype=torch.float64)
+        bound, device = BoundAdapter(adapter, module, heads), next(module.parameters()).device
+        undone = adapter.obstacle(target.decoder, renumbered=False) is None
+        table = adapter.rotary_table(target.decoder, device, count) if undone else None
+        like = torch.empty(0, head_dim, device=device, dtype=torch.float64)
 
-        def turned(place: int) -> Tensor:
-            return bound.mean_rotation(torch.tensor([[place]], device=like.device), like, table)[0, 0]
+        def rotate(place: int) -> Tensor:
+            return bound.mean_rotation(torch.tensor([[place]], device=device), like, table)[0, 0]
 
-        rotation = Rotation.of(turned, count)
-        return None if rotation is None else cls(rotation, bound, table)
+        return cls(bound, target.parallel, None if table is None else Rotation.of(rotate, count), table)
 
+    def read_queries(self, layer: SlotLayer, recent: Recent) -> Sample:
+        """Return a piece's queries, as asked and rotated back to position 0, and each token's "area". Changes nothing.
 
-@dataclass(frozen=True)
-class _Parts:
-    """Parts of a layer by which a calibration reads its queries and sums.
-
-    Attributes:
-        turning: its rotation; None as in _Rotations.of.
-        bound: its adapter.
-        parallel: the share of this process in its heads.
-    """
-
-    turning: _Rotations | None
-    bound: BoundAdapter
-    parallel: Parallel
-
-    @classmethod
-    def of(cls, target: Target, module: Any, adapter: Adapter, count: int) -> _Parts:
-        bound = BoundAdapter(adapter, module, adapter.kv_shape(module)[0])
-        return cls(_Rotations.of(target, module, adapter, count), bound, target.parallel)
-
-    def sample(self, layer: SlotLayer, recent: Recent) -> Sample:
-        """Return a piece's queries, and what they look at."""
+        layer: has read the piece. recent: the queries that it noted meanwhile.
+        """
         known = recent.positions_BW[0] >= 0
-        q_HGQD, turning = recent.q_BHGWD[0][:, :, known], self.turning
+        q_HGQD = recent.q_BHGWD[0][:, :, known]
         area_HT = self._measure_areas(layer, q_HGQD.shape[1])
-        if turning is None:
+        if self.rotation is None:
             return Sample(q_HGQD, area_HT)
         q, places = q_HGQD.flatten(0, 1)[None].double(), recent.positions_BW[:, None, known]
-        plain = turning.adapter.rotate_back(q, places, turning.table)
-        plain = turning.adapter.rotate(plain, torch.zeros_like(places), turning.table)
-        return Sample(q_HGQD, area_HT, turning.rotation, plain[0].view(q_HGQD.shape))
+        at_0 = self.bound.rotate_back(q, places, self.table)
+        at_0 = self.bound.rotate(at_0, torch.zeros_like(places), self.table)
+        return Sample(q_HGQD, area_HT, self.rotation, at_0[0].view(q_HGQD.shape))
 
     def _measure_areas(self, layer: SlotLayer, group: int) -> Tensor | None:
         """Return each token's "area" sum [H,T] times the norm of its projected value; None if the projection is not known."""
@@ -143,15 +131,15 @@ class _Parts:
         return layer.statistic("area")[0, :, : layer.used] * projected_norms(v_BHTD, rows, 2)[0]
 
 
-def _read_taught(layer: SlotLayer, sinks: int) -> Sample:
-    """Return a piece's tokens of a layer behind its sinks, with the logarithms of their scores."""
+def _read_scores(layer: SlotLayer, sinks: int) -> Sample:
+    """Return what `learned` learns from: features of a piece's tokens after the sinks, and logarithms of a teacher's scores."""
     k_BHTD, v_BHTD, positions_BHT = layer.view()
-    among = positions_BHT[0, 0] >= sinks  # all heads hold all tokens, in one order
+    scored = positions_BHT[0, 0] >= sinks  # all heads hold all tokens, in one order
     x_HTF = learned.list_features(k_BHTD, v_BHTD, positions_BHT[:, 0])[0]
-    return Sample(x_HTF=x_HTF[:, among], y_HT=learned.make_target(layer.state_view()["repeated"])[0][:, among])
+    return Sample(x_HTF=x_HTF[:, scored], y_HT=learned.make_target(layer.state_view()["repeated"])[0][:, scored])
 
 
 def _add_piece(sample: Sample, sums: dict[str, Totals]) -> None:
-    """Add a piece to the sums of a layer."""
+    """Add a piece's sample to the sums of a layer, in place."""
     for name in list_statistics(sample.kinds):
         sums[name] = MEASURES[name].add_piece(sums.get(name), sample)

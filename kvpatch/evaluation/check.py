@@ -86,6 +86,7 @@ class Checks:
     """
 
     def __init__(self, model: Any, policy: str | Policy = "snapkv", k: Any = 0.5, seed: int = 0) -> None:
+        """Refuse what `patched` refuses, draw the token ids, and measure the tolerance: two passes of the unpatched model."""
         self.model, self.seed = model, seed
         if getattr(model, "training", False):
             raise KVPatchError("A model in training mode fills no cache, which check_model() looks at: call model.eval().")
@@ -102,11 +103,11 @@ class Checks:
 
     @property
     def _without_merging(self) -> Policy:
-        """The policy with values left as they are: it evicts the same tokens, and a masked model has no others."""
+        """The policy without merging of evicted values, which a mask cannot imitate; it evicts the same tokens."""
         return dataclasses.replace(self.policy, merging=None)
 
     def _prompt_length(self, settings: Any) -> int:
-        """Return a number of tokens, at most _LONGEST, of which the policy must evict some, and more than its window."""
+        """Return a length of prompt, at most _LONGEST, of which the policy must evict tokens, and longer than its window."""
         window = self.policy.needs.find(WindowAttention)
         n = max(_PROMPT, 3 * (0 if window is None else window.width))
         evicting = [layer for layer in range(len(self.target.attentions)) if settings.budget.evicts(layer)]
@@ -129,6 +130,7 @@ class Checks:
         return [self._judge_difference(name, check) for name, check in checks if served or check != self.check_forgetting]
 
     def _judge_difference(self, name: str, check: Callable[[], Outcome]) -> CheckResult:
+        """Run one check, and turn what it returns or raises into a result: logits may differ by the tolerance."""
         try:
             with torch.no_grad():
                 outcome = check()
@@ -147,13 +149,13 @@ class Checks:
         mask_BT = torch.ones_like(self.ids_BT)
         mask_BT[1, :pads] = 0
 
-        def both() -> Tensor:
+        def feed_both_ways() -> Tensor:
             out = self.model(self.ids_BT, attention_mask=mask_BT, use_cache=True)
             return torch.cat([self._feed_tokens(self.ids_BT), widen(predictions(out))[:, pads:]], 1)
 
-        expected = both()
+        expected = feed_both_ways()
         with patched(self.model, self.policy, 1.0, seed=self.seed):
-            return both(), expected, ""
+            return feed_both_ways(), expected, ""
 
     def check_masking(self) -> Outcome:
         """Compare a window with sinks, whose kept tokens are known in advance, with masking the others."""
@@ -217,24 +219,24 @@ class Checks:
         return {"position_ids": torch.arange(T, device=self.model.device)[None].expand(len(self.ids_BT), -1)}
 
     def check_padding(self) -> Outcome:
-        """Compare a shorter row, left-padded beside a longer one, with the same row alone."""
+        """Compare a shorter row, left-padded in a batch with a longer one, with the same row alone, or as _predict_padded."""
         pads = self.n // 3
         mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0
         if not self._take_positions() or self.target.places_itself() is not None:
-            own = self._feed_tokens(self.ids_BT, mask)[1:] - self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads)
-            if float(own.abs().max()) > 1000 * self.tolerance:
+            apart = self._feed_tokens(self.ids_BT, mask)[1:] - self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads)
+            if float(apart.abs().max()) > 1000 * self.tolerance:
                 return self._predict_padded(mask, pads)
         with patched(self.model, self.policy, self.k, seed=self.seed):
             return self._feed_tokens(self.ids_BT, mask)[1:], self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads), ""
 
     def _predict_padded(self, mask_BT: Tensor, pads: int) -> Outcome:
-        """Mask what a padded batch's cache does not hold, for a model that counts padding: its rows differ from rows alone."""
+        """Compare a padded batch with masking what its cache does not hold, for a model whose positions count padding."""
         watched = Evictions(self.n, self.ids_BT.shape[1], torch.tensor([0, pads], device="cpu"))
         with patched(self.model, self.policy, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, mask_BT, watched.note_held).logits_BSV
         expected = predict_masked(self.model, self.target, self.ids_BT, self.n, watched.list_seen(), {}, mask_BT)
-        return got, expected, "the model's positions count padding; beside its mask, "
+        return got, expected, "the model's positions count padding; compared with masking, "
 
     def check_seeds(self) -> str:
         """Compare two runs with the same seed."""
@@ -242,10 +244,7 @@ class Checks:
         return "" if torch.equal(first, second) else f"off by {float((first - second).abs().max()):.1e}"
 
     def check_restored(self) -> str:
-        """Compare the model before and after patching: attributes and hooks by identity, logits bit for bit.
-
-        One block ends normally and one raises.
-        """
+        """Compare the model before and after two patches, one of which raises: attributes by identity, logits bit for bit."""
         before, logits = _record_model(self.model), self._feed_tokens(self.ids_BT)
         self._patched_logits()
         try:
@@ -269,7 +268,7 @@ class Checks:
 
 
 def _record_model(model: Any) -> dict[tuple[str, str], _Same]:
-    """Record every attribute and hook of every module by identity."""
+    """Return every attribute and hook of every module, to be compared by identity before and after a patch."""
     return {
         (name, key): _Same([*value.keys(), *value.values()] if isinstance(value, dict) else [value])
         for name, module in model.named_modules()
@@ -288,7 +287,7 @@ class _Same:
 
 
 def _is_without(before_BHT: Tensor, after_BHT: Tensor, spans: list[tuple[int, int]], row: int | None) -> bool:
-    """Tell if each head holds what it held before, but for these spans of one row, or of all."""
+    """Tell if each head holds what it held before but for these spans, which one row has lost, or with None all rows."""
     left = before_BHT.clone()
     rows = slice(None) if row is None else row
     for start, stop in spans:

@@ -100,6 +100,7 @@ class Comparison:
     """
 
     def __init__(self, model: Any, ids_1T: Tensor, n: int, schedule: str | None = None, seed: int = 0, asked: int = 0) -> None:
+        """Feed the text to the unpatched model, and keep its predictions and bytes."""
         self.model, self.ids_1T, self.n, self.schedule, self.seed = model, ids_1T, n, schedule, seed
         self.first = max(1, asked)  # of the predictions that count: the prompt's own precedes any eviction
         Target.find(model)  # raises for a model without an adapter, before anything is measured
@@ -132,10 +133,11 @@ class Comparison:
         return self.result(rows)
 
     def result(self, rows: list[Row]) -> DivergenceTable:
-        """Return rows together with what the unpatched model held."""
+        """Return a table of rows, with the sizes of the text and the bytes that the unpatched model held."""
         return DivergenceTable(rows, self.nbytes, self.n, self.ids_1T.shape[1] - self.n, len(self.log_p_SV))
 
     def _make_row(self, name: str, policy: Policy, text: str, k: Any, bits: int = FULL) -> Row:
+        """Measure one setting; its error becomes the row's."""
         try:
             return Row(name, text, self.measure_policy(policy, k, bits), bits=bits)
         except KVPatchError as error:
@@ -152,8 +154,8 @@ class Comparison:
         held = Report.of(fed.cache).held()
         log_q_SV, held = self._log_probabilities(fed), held[held >= 0]
         kl_S, same_S = divergence(self.log_p_SV, log_q_SV)
-        own_S1 = self.ids_1T[0, self.n + self.first :, None].cpu()  # the token after the last fed one is not known
-        rise_S1 = (self.log_p_SV - log_q_SV)[:-1].gather(1, own_S1)
+        next_S1 = self.ids_1T[0, self.n + self.first :, None].cpu()  # the token after the last fed one is not known
+        rise_S1 = (self.log_p_SV - log_q_SV)[:-1].gather(1, next_S1)
         return DivergenceFigures(
             budget=min(patch.settings.budget.tokens(0, self.n), self.n),
             kl=float(kl_S.mean()),
@@ -182,7 +184,7 @@ def divergence(log_p_SV: Tensor, log_q_SV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def list_cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
-    """Return protected sizes that exceeded the budget, option -> (requested, remaining), of the layer with least room."""
+    """Return protected sizes that the budget of n prompt tokens cut, option -> (requested, remaining), least over layers."""
     policy = cache.settings.policy
     scope = policy.scope
     cut: dict[str, tuple[int, int]] = {}

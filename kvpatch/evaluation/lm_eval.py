@@ -73,15 +73,16 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         settings: str | PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Sort the arguments into the policy's, the patch's and HFLM's, load the model as HFLM does, and patch it."""
         if settings is not None:
             if policy is not None:
                 raise KVPatchError(f"policy={policy!r:.60} and settings={settings} both name a policy: give one of them.")
             policy = Settings.load(settings)
         if isinstance(policy, Settings):
             policy, k, kwargs = _add_settings(policy, k, kwargs)
-        own = set(PolicyOptions.__annotations__) | set(policy.options() if isinstance(policy, Policy) else ())
-        _check_names(kwargs, own)
-        options = {name: kwargs.pop(name) for name in own if name in kwargs}
+        known = set(PolicyOptions.__annotations__) | set(policy.options() if isinstance(policy, Policy) else ())
+        _check_names(kwargs, known)
+        options = {name: kwargs.pop(name) for name in known if name in kwargs}
         chosen = policy_of(policy, None, options, tuple(_NAMES.values()))
         how = {setting: kwargs.pop(name) for setting, name in _NAMES.items() if name in kwargs}
         try:
@@ -130,15 +131,15 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         return {**super().get_model_info(), "kvpatch": {**said, "tasks": self._tasks}}
 
     def _note_tasks(self, requests: list[Instance], kinds: Sequence[str], run: Callable[[], _Answers]) -> _Answers:
-        """Run the requests of some tasks, and note if the budget acted in passes of these kinds; tasks share the passes."""
+        """Run requests, and note of each of their tasks if the budget acted in all, some or none of their passes."""
 
-        def count() -> tuple[int, int]:
+        def count_passes() -> tuple[int, int]:
             passes = [self.patch.passes.get(kind, (0, 0)) for kind in kinds]
             return sum(total for total, _ in passes), sum(acted for _, acted in passes)
 
-        before = count()
+        before = count_passes()
         answers = run()
-        total, acted = (after - earlier for after, earlier in zip(count(), before, strict=True))
+        total, acted = (after - earlier for after, earlier in zip(count_passes(), before, strict=True))
         word = "none" if not acted else "all" if acted == total else "some"
         for task, number in Counter(str(one.task_name) for one in requests).items():
             known = self._tasks.setdefault(task, {"requests": 0, "acted": word})
@@ -149,7 +150,10 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Score requests with a padding mask; requests that padding makes equal go to different calls."""
+        """Score requests as HFLM does, whose model calls then find each row's length and get a padding mask.
+
+        Texts that differ by zeros at their end alone, with which HFLM pads, are scored in different calls.
+        """
         if not self._may_evict or self.patch.settings.block is None:
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
         texts = [(*context, *continuation)[-(self.max_length + 1) : -1] for _, context, continuation in requests]
@@ -170,7 +174,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         return [answers[index] for index in range(len(requests))]
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Return logits; rows that are being scored get a padding mask."""
+        """Return a batch's logits; with a padding mask if the lengths of all its rows are known. HFLM calls this."""
         found = [self._lengths.get(_strip_padding(row)) for row in inps.tolist()] if self._lengths else [None]
         if attn_mask is not None or None in found:  # the harness probes the memory with such batches
             return super()._model_call(inps, attn_mask, labels)
@@ -181,7 +185,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
 
 def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
-    """Return policy, k and keyword arguments, with those of Settings. Raises KVPatchError for one that is given twice."""
+    """Return policy and k of Settings, and `kwargs` with their options. Raises KVPatchError for one that is given twice."""
     options = {_NAMES.get(name, name): value for name, value in settings.options.items()}
     twice = {name: kwargs[_NAMES.get(name, name)] for name in settings.options if _NAMES.get(name, name) in kwargs}
     settings.add_arguments(twice if k is HALF else twice | {"k": k})

@@ -21,7 +21,10 @@ Attentions = list[tuple[nn.Module, Adapter]]  # with what each layer's queries s
 
 
 class Evictions:
-    """Record of what each head holds, noted pass by pass; `n` tokens of `total` are the prompt, `pads_B` of them padding."""
+    """Record of the tokens that each head holds, noted pass by pass: a prompt of `n` of `total` tokens, then one by one.
+
+    pads_B: tokens of padding at the start of each row; None for none.
+    """
 
     def __init__(self, n: int, total: int, pads_B: Tensor | None = None) -> None:
         self.n, self.total, self.pads_B = n, total, pads_B
@@ -29,7 +32,7 @@ class Evictions:
         self.groups: list[int] = []
 
     def note_held(self, cache: EvictingCache) -> None:
-        """Note the positions that each layer holds after a pass."""
+        """Note the positions that each layer holds. To be called after each pass; reads the cache alone."""
         held = [cache.positions(layer).cpu() for layer in range(len(cache.layers))]
         self.groups = [find_steps(cache).calls[layer].group for layer in range(len(cache.layers))]
         if self.pads_B is not None and not cache.settings.by_columns:
@@ -42,13 +45,13 @@ class Evictions:
         return [self._see_layer(causal, index) for index in range(len(self.passes[0]))]
 
     def _see_layer(self, causal_QT: Tensor, index: int) -> Tensor:
-        """Return which tokens each query of a layer saw, [B,N,Q,T]."""
-        rows = [one[index] for one in self.passes[:-1]]  # what the last pass left, no query sees
+        """Return which tokens each query of a layer saw, bool [B,N,Q,T] for N query heads. causal_QT: all before it, and it."""
+        rows = [one[index] for one in self.passes[:-1]]  # no query sees what the last pass left
         B, H = rows[0].shape[:2]
         seen = causal_QT.expand(B, H, -1, -1).clone()
         for step, positions_BHT in enumerate(rows):
             held = torch.zeros(B, H, self.total + 1, dtype=torch.bool, device="cpu")
-            held.scatter_(-1, positions_BHT.clamp(min=-1) % (self.total + 1), True)  # -1, an empty slot, falls behind the end
+            held.scatter_(-1, positions_BHT.clamp(min=-1) % (self.total + 1), True)  # -1, an empty slot, marks the last column
             seen[:, :, self.n + step] &= held[..., :-1]
             seen[:, :, self.n + step, self.n + step] = True
         return seen.repeat_interleave(self.groups[index], 1)
@@ -69,7 +72,7 @@ def predict_masked(
     places: dict[str, Tensor],
     mask_BT: Tensor | None = None,
 ) -> Tensor:
-    """Run the unpatched model; each layer's queries see what `seen` says, within the layer's window.
+    """Return the unpatched model's predictions if each layer's queries see what `seen` says, within the layer's window.
 
     It runs in one pass; a hybrid reads the prompt and then token by token, since that is another computation for its states.
 
@@ -120,7 +123,7 @@ class _OneMask(Tensor):
 
 
 class _Masked:
-    """Pre-hook of an attention module that hides more in its own mask, which may hold ALiBi too."""
+    """Pre-hook of an attention module that hides more keys in the mask that the module gets, which may hold ALiBi too."""
 
     def __init__(self, window: int | None, seen_BNQT: Tensor, pads_B: Tensor, disguised: bool = False) -> None:
         at_BT = torch.arange(seen_BNQT.shape[-1], device="cpu") - pads_B[:, None]
@@ -128,25 +131,27 @@ class _Masked:
         self.window, self.read, self.disguised = window, 0, disguised
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the module's arguments with another mask. torch calls this before each forward() of the module."""
         names = parameters(type(module))  # type: ignore[arg-type]
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         name = "attention_mask" if "attention_mask" in names else next(name for name in names if name.endswith("mask"))
-        hidden, own = call.pop(names[0]), call.get(name)
-        mask = self._hide_columns(own, self._of_pass(own, hidden.shape[1]).to(hidden.device), hidden)
+        hidden, given = call.pop(names[0]), call.get(name)
+        mask = self._hide_keys(given, self._take_rows(given, hidden.shape[1]).to(hidden.device), hidden)
         call[name] = mask.as_subclass(_OneMask) if self.disguised else mask
         return (hidden,), call
 
-    def _of_pass(self, own: Tensor | None, Q: int) -> Tensor:
-        """Return the mask of the pass's Q queries over the keys that the module's cache has, perhaps a window's alone."""
+    def _take_rows(self, given: Tensor | None, Q: int) -> Tensor:
+        """Return which keys of the module's cache the pass's Q queries see; counts them as read. A cache may hold a window."""
         start, self.read = self.read, self.read + Q
-        keys = own.shape[-1] if own is not None else self.window if Q == 1 else None
+        keys = given.shape[-1] if given is not None else self.window if Q == 1 else None
         return self.seen[:, :, start : self.read, : self.read][..., -(keys or 0) :]
 
-    def _hide_columns(self, own: Tensor | None, seen_BNQT: Tensor, hidden_BQE: Tensor) -> Tensor:
-        if own is not None and own.dtype == torch.bool:
-            return own & seen_BNQT if own[0, 0, -1, -1] else own | ~seen_BNQT  # a token sees itself: so it says what True means
-        own = torch.zeros_like(seen_BNQT, dtype=hidden_BQE.dtype) if own is None else own
-        mask = own.masked_fill(~seen_BNQT, torch.finfo(own.dtype).min)
+    def _hide_keys(self, given: Tensor | None, seen_BNQT: Tensor, hidden_BQE: Tensor) -> Tensor:
+        """Return the module's mask with keys hidden that are not seen; a new tensor, of the kind of the given one."""
+        if given is not None and given.dtype == torch.bool:  # a token sees itself, which tells what True means
+            return given & seen_BNQT if given[0, 0, -1, -1] else given | ~seen_BNQT
+        given = torch.zeros_like(seen_BNQT, dtype=hidden_BQE.dtype) if given is None else given
+        mask = given.masked_fill(~seen_BNQT, torch.finfo(given.dtype).min)
         return mask.expand(len(hidden_BQE), -1, -1, -1)
 
 
@@ -154,21 +159,21 @@ class _Masked:
 def measure_rounding(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, places: dict[str, Tensor]) -> float:
     """Return how far logits move if every number that `mixers` return is off by one unit in the last place.
 
-    That is what another order of summation may change. The result is a share of the largest logit, which counts as at least 1;
+    Another order of summation may change as much. The result is a share of the largest logit, which counts as at least 1;
     it is at least one unit itself. In float64 the unit is float32's, since some models compute softmax in float32 regardless.
 
-    mixers: the modules of attention, and those that stand in its place in a hybrid's other layers.
+    mixers: the modules of attention, and those that stand in its place in a hybrid's other layers. They get hooks meanwhile.
     """
     draw = torch.Generator().manual_seed(0)
 
-    def off(module: nn.Module, args: Any, out: Any) -> Any:
+    def shift_output(module: nn.Module, args: Any, out: Any) -> Any:
         y, rest = (out, None) if isinstance(out, Tensor) else (out[0], out[1:])
         sign = torch.randint(0, 2, y.shape, generator=draw, device="cpu").to(y) * 2 - 1
         y = y * (1 + _find_unit(y.dtype) * sign)
         return y if rest is None else (y, *rest)
 
     expected = widen(predictions(model(ids_BT, use_cache=False, **places)))
-    hooks = [module.register_forward_hook(off) for module in mixers]
+    hooks = [module.register_forward_hook(shift_output) for module in mixers]
     try:
         moved = widen(predictions(model(ids_BT, use_cache=False, **places)))
     finally:

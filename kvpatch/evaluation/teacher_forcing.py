@@ -18,7 +18,7 @@ class Fed:
     """Result of feeding a text.
 
     Attributes:
-        logits_BSV: `predictions` after the prompt and after each further token, at least float32.
+        logits_BSV: `predictions` after the prompt and after each further token, in float32 or float64.
         cache: the cache afterwards.
     """
 
@@ -38,7 +38,7 @@ class Fed:
 def feed(
     model: Any, ids_BT: Tensor, n: int, mask_BT: Tensor | None = None, watch: Callable[[Any], None] = lambda cache: None
 ) -> Fed:
-    """Feed `ids_BT[:, :n]` in one forward pass and the rest one by one.
+    """Feed `ids_BT[:, :n]` in one forward pass and the rest token by token, and return the predictions and the cache.
 
     Args:
         model: a causal language model.

@@ -26,7 +26,7 @@ class Admission:
     limit: str = HAS
 
     def add_waiting_request(self, state: Any) -> None:
-        """Add a request to the waiting list.
+        """Add a request to the waiting list when it arrives; of one that begins with a prefix only the rest is to be read.
 
         Raises:
             KVPatchError: it can never be served. The engine then fails this request.
@@ -43,12 +43,12 @@ class Admission:
         super().add_waiting_request(state)  # type: ignore[misc]
 
     def finish_request(self, request_id: str) -> None:
-        """End a request, and keep what it has read."""
+        """End a request after its last token, and keep its cache as a conversation."""
         self._keep_conversation(request_id)
         super().finish_request(request_id)  # type: ignore[misc]
 
     def clear_cancelled_requests(self) -> Any:
-        """End the requests that were cancelled, and keep what they have read: a stop string ends a text so, too."""
+        """End the requests that were cancelled, and keep their caches as conversations: a stop string ends a text so, too."""
         for request_id in list(self._requests_to_cancel):
             self._keep_conversation(request_id)
         return super().clear_cancelled_requests()  # type: ignore[misc]
@@ -59,13 +59,19 @@ class Admission:
             self.cache.keep(state)
 
     def _infer_request_tokens(self, state: Any, *rest: Any) -> Any:
-        """Return the tokens of a request that wait; one that is new begins with the conversation that it goes on from."""
+        """Return the tokens of a request that are still to be read, for the next pass.
+
+        A request that still waits first gets the kept conversation that its text goes on from, if there is one.
+        """
         if self.cache.conversations is not None and state.request_id in self.waiting_requests:
             self._choose_beginning(state)
         return super()._infer_request_tokens(state, *rest)  # type: ignore[misc]
 
     def _choose_beginning(self, state: Any) -> None:
-        """Choose the prefix or conversation with which a waiting request begins, anew each time: none is held for it."""
+        """Choose the conversation with which a waiting request begins, else its prefix; set what is left to read in `state`.
+
+        Called before each pass until the request is admitted: a conversation may have been dropped meanwhile.
+        """
         begins = self.cache.begins
         if isinstance(begins.get(state.request_id), Beginning):
             del begins[state.request_id]
@@ -76,18 +82,20 @@ class Admission:
         state.remaining_prefill_tokens, state.position_offset = state.initial_tokens[read:], read
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-        """Schedule a pass. No request is offloaded for one that waits for room in a pass: it has its blocks already."""
+        """Schedule a pass. Clears the engine's list of requests without room: each has its blocks, and none is offloaded."""
         self.cache.full = False
         scheduled = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
         self.starved_requests = []
         return scheduled
 
     def _schedule_request(self, state: Any, request_tokens: list[int], token_budget: int, *rest: Any) -> None:
-        """Schedule at most a chunk of a prompt."""
+        """Schedule a request's tokens for the next pass, at most a chunk of its prompt."""
         super()._schedule_request(state, request_tokens, min(token_budget, self.cache.chunk), *rest)  # type: ignore[misc]
 
     def end_at(self, stops: Any, state: Any) -> None:
         """End a request whose new token completes a stop string; its output is delivered with this pass.
+
+        The pool calls this with each new token of a request.
 
         stops: transformers' StopStringCriteria.
         """
@@ -99,7 +107,7 @@ class Admission:
             self.block_new_requests = False
 
     def _limit_length(self, state: Any, positions: int) -> None:
-        """End a request of unlimited length at the model's last position."""
+        """Limit a request without a limit to the model's last position; raise KVPatchError if its text needs more positions."""
         prompt = len(state.initial_tokens)
         if state.max_new_tokens is None:
             state.max_new_tokens = state._new_tokens_limit = max(positions - prompt + 1, 1)

@@ -1,4 +1,4 @@
-"""Conversations: caches of requests that have ended, which requests whose texts go on from them begin with."""
+"""Conversations: caches of requests that have ended. A request whose text goes on from one begins with a copy of its cache."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Conversation:
     """One request and the cache of all that it has read.
 
     ids: the tokens of its text. positions: the cache's position of each of them, with gaps where tokens were forgotten.
-    answer: tokens before its last answer. cache: of one row, which nothing writes to. messages: of the text, where they are
-    told. nbytes: of the cache. held: tokens of a KV head, the mean of the heads, by layer.
+    answer: tokens before its last answer. cache: of one row, which nothing writes to. messages: of the text, if it came with
+    them. nbytes: of the cache. held: tokens that a KV head holds, the mean of the heads, by layer.
     """
 
     ids: list[int]
@@ -46,11 +46,12 @@ class Conversation:
 class Beginning:
     """The first tokens of a request's text, which a conversation has read: like a Prefix, it has a length and can be copied.
 
-    positions: the cache's, of these tokens. columns: that the copy has read, with what is forgotten. held: as in Conversation.
-    reused: tokens of the request that are not read again. system: of these, tokens of a system message.
+    positions: the cache's, of these tokens. columns: tokens that the copy has read, those it forgot included. held: as in
+    Conversation. reused: tokens of the request that are not read again. system: of these, tokens of a system message.
     """
 
     def __init__(self, conversation: Conversation, length: int, reused: int) -> None:
+        """Note the first `length` tokens of a conversation. Changes nothing: `copy` copies the cache and cuts the copy."""
         self.positions, self.held, self.reused = conversation.positions[:length], conversation.held, reused
         self.system = 0 if conversation.messages is None else conversation.messages.count_system(length)
         self._cache: EvictingCache | None = conversation.cache
@@ -63,7 +64,7 @@ class Beginning:
         return len(self.positions)
 
     def copy(self) -> EvictingCache:
-        """Return a cache of its own for the request, once: the conversation may go while the request runs."""
+        """Return a copy of the conversation's cache, cut to these tokens. Called once: the reference to the original goes."""
         assert self._cache is not None
         new, self._cache = self._cache.clone(), None
         if self._removed:
@@ -72,7 +73,9 @@ class Beginning:
 
 
 class Conversations:
-    """The conversations of one engine, up to so many bytes: those that have gone on go first, then the least recently used.
+    """The conversations of one engine, up to so many bytes.
+
+    Dropped are first those that a later request has continued, then the least recently used.
 
     Args:
         most: bytes of all.
@@ -85,6 +88,7 @@ class Conversations:
     """
 
     def __init__(self, most: int, edits: bool = False) -> None:
+        """Begin without conversations. The patch and the server set the functions afterwards."""
         self.most, self.edits = most, edits
         self.replace: Callable[[EvictingCache, Span, list[int]], None] | None = None
         self.read_alike: Callable[[EvictingCache], bool] = lambda cache: True
@@ -96,7 +100,7 @@ class Conversations:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all."""
+        """Bytes of all conversations."""
         return sum(one.nbytes for one in list(self._kept))
 
     def keep(self, new: Conversation) -> None:
@@ -112,19 +116,19 @@ class Conversations:
         self._kept = kept  # at once, for whoever counts them in another thread
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drop all conversations."""
         self._kept = []
 
     def find(self, ids: Sequence[int]) -> Beginning | None:
-        """Find the most that a text need not read again; at least its last token is read.
+        """Return the longest beginning of a text, without its last token, that a conversation has read; None if there is none.
 
-        What a conversation has read beyond the first different token is taken back, where that leaves what a first reading
-        leaves; else it is no beginning.
+        A conversation that differs from some token on serves if it can be cut there, or, with `edits`, after it was edited in
+        place. It becomes the most recently used one. Called for each request that waits.
         """
         text = list(ids)
         common = [(count_common(one.ids, text[:-1]), one) for one in self._kept]
-        fits = [(count, one) for count, one in common if count and _can_cut(one, count)]
-        most, best = max(fits, key=lambda pair: pair[0], default=(0, None))
+        usable = [(count, one) for count, one in common if count and _can_cut(one, count)]
+        most, best = max(usable, key=lambda pair: pair[0], default=(0, None))
         length = most
         whole = best is not None and len(best.ids) == most == max(common, key=lambda pair: pair[0])[0]
         if self.edits and not whole:
@@ -142,14 +146,17 @@ class Conversations:
     def _find_edited(
         self, ids: list[int], common: list[tuple[int, Conversation]], most: int
     ) -> tuple[Conversation, Edited] | None:
-        """Find the conversation of which, once edited, a text reuses more than so many tokens, and the edits."""
+        """Return the conversation of which a text reuses the most tokens once it is edited, and the edits. Changes nothing.
+
+        common: each conversation, with how many tokens it and the text begin with alike. None if it reuses `most` or fewer.
+        """
         tried = sorted((pair for pair in common if pair[0]), key=lambda pair: (pair[0], len(pair[1].ids)), reverse=True)[:TRIED]
         found = [(one, edited) for _, one in tried if (edited := find_edits(one.ids, ids, one.answer)) is not None]
         best = max(found, key=lambda pair: pair[1].reused, default=None)
         return best if best is not None and best[1].reused > most else None
 
     def _edit_conversation(self, one: Conversation, edited: Edited) -> Conversation | None:
-        """Change a conversation into the edited text; None if its cache cannot be, and it stays as it is."""
+        """Return a conversation edited into another text, and keep it in place of `one`; None if its cache cannot be edited."""
         try:
             cache = one.cache.clone()
             gone = [_find_positions(one, start, stop) for start, stop, ids in edited.spans if not ids]
@@ -163,7 +170,7 @@ class Conversations:
             _LOG.info("[kvpatch] a conversation was not edited, and is read anew: %s", error)
             return None
         ids, positions = [*one.ids], [*one.positions]
-        # from the last span on, so that the places of those before it stand; replace() puts new ids at a span's first positions
+        # from the last span on, since each one moves what follows it; replace() puts new ids at a span's first positions
         for start, stop, new in reversed(edited.spans):
             first = one.positions[start]
             ids[start:stop], positions[start:stop] = new, range(first, first + len(new))
@@ -174,15 +181,15 @@ class Conversations:
 
 def count_bytes(cache: EvictingCache) -> int:
     """Count the bytes that a kept conversation takes: keys, values, positions, ids, scores, and a hybrid's states."""
-    beside = [cache.ids.nbytes, 0 if cache.shared is None else cache.shared.nbytes, cache.states.nbytes]
+    others = [cache.ids.nbytes, 0 if cache.shared is None else cache.shared.nbytes, cache.states.nbytes]
     for layer in cache.layers:
         tensors: list[Any] = [layer.positions, *layer.state.values()]
-        beside += [one.nbytes for one in tensors if isinstance(one, Tensor)]
-    return cache.nbytes + sum(beside)
+        others += [one.nbytes for one in tensors if isinstance(one, Tensor)]
+    return cache.nbytes + sum(others)
 
 
 def _can_cut(one: Conversation, length: int) -> bool:
-    """Tell if a conversation can begin a text whose first tokens alone are its own."""
+    """Tell if a copy of a conversation can be cut to its first `length` tokens, as if its model had read no more."""
     if length == len(one.ids):
         return True
     if not one.cache.settings.transparent and length < one.answer:  # a first reading would have evicted by another prompt
@@ -191,7 +198,7 @@ def _can_cut(one: Conversation, length: int) -> bool:
 
 
 def _count_before(answer: int, edited: Edited) -> int:
-    """Count the tokens before the last answer, which are so many, once a text is edited."""
+    """Return how many tokens come before a text's last answer once it is edited. answer: as many as do so before."""
     for start, stop, ids in reversed(edited.spans):
         if start < answer:
             answer = start + len(ids) + max(answer - stop, 0)
@@ -199,7 +206,7 @@ def _count_before(answer: int, edited: Edited) -> int:
 
 
 def _find_positions(one: Conversation, start: int, stop: int) -> Span:
-    """Return where a conversation's cache has a span of its text."""
+    """Return the first position that a conversation's cache has for a span of its text, and the one after the last."""
     return one.positions[start], one.positions[stop - 1] + 1
 
 

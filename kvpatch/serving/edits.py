@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 RUN = 8
-"""Tokens that must agree behind a difference: the texts are then taken to go on alike."""
+"""Tokens that must agree after a difference: the texts are then taken to go on alike."""
 
 
 class Edited(NamedTuple):
-    """A text that another one begins as, but for edits.
+    """The edits that turn a kept text into the beginning of another one.
 
-    spans: (start, stop) of the kept text, in order, with the tokens that stand there instead. length: tokens of the other text
-    that come from the kept one, or stand in its spans.
+    spans: (start, stop) of the kept text, in order, with the tokens that replace it, or []. length: tokens of that beginning.
     """
 
     spans: list[tuple[int, int, list[int]]]
@@ -36,9 +35,9 @@ def count_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def find_edits(kept: list[int], ids: list[int], answer: int) -> Edited | None:
-    """Find the spans of a kept text without which, or with other tokens in which, it begins a longer text.
+    """Find the spans of a kept text that have to go, or to get other tokens, so that a longer text begins with it.
 
-    The longer text must have what ends the kept one; but from `answer` on, its last answer, anything may be gone.
+    The longer text must have what ends the kept one; but from `answer` on, its last answer, anything may be gone. Pure.
 
     Args:
         kept: tokens of the kept text.
@@ -48,7 +47,7 @@ def find_edits(kept: list[int], ids: list[int], answer: int) -> Edited | None:
     Returns:
         None if there are no such spans, some tokens have no room in theirs, or nothing of `ids` would be left to read.
     """
-    at = there = count_common(kept, ids)
+    at = there = count_common(kept, ids)  # places in `kept` and in `ids`, before which all is explained
     known = _index_runs(kept, there)
     spans = list[tuple[int, int, list[int]]]()
     while at < len(kept):
@@ -70,7 +69,7 @@ def find_edits(kept: list[int], ids: list[int], answer: int) -> Edited | None:
 
 
 def _index_runs(ids: list[int], start: int) -> dict[tuple[int, ...], list[int]]:
-    """Return where in a text each run of tokens begins, from `start` on."""
+    """Return the places in a text, from `start` on, where each run of RUN tokens begins, in ascending order."""
     known: dict[tuple[int, ...], list[int]] = {}
     for index in range(start, len(ids) - RUN + 1):
         known.setdefault(tuple(ids[index : index + RUN]), []).append(index)
@@ -78,7 +77,10 @@ def _index_runs(ids: list[int], start: int) -> dict[tuple[int, ...], list[int]]:
 
 
 def _find_run(known: dict[tuple[int, ...], list[int]], ids: list[int], at: int, there: int) -> tuple[int, int] | None:
-    """Return where the texts go on alike behind a difference, in the kept text and in the other, or None."""
+    """Return where two texts go on alike after a difference, in the kept text and in `ids`, or None.
+
+    known: where the kept text's runs begin. at, there: where the texts differ.
+    """
     for end in range(there, len(ids) - RUN + 1):
         begins = known.get(tuple(ids[end : end + RUN]), [])
         index = bisect_left(begins, at)

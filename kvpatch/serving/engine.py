@@ -56,8 +56,9 @@ class EngineTerms:
     """Facts of a patch and its model.
 
     max_positions: that the model has, or None. kv_bytes: of a token's keys and values in all layers. carry: makes the attention
-    mask of a packed pass, which the patch finds in the decoder. find_prefix: returns what a text begins with. limit: what to
-    say of max_positions. placeholders: what ids that are no text stand for, such as "an image".
+    mask of a packed pass, by which the decoder's hook finds the pool. find_prefix: returns the patch's prefix that a text
+    begins with, if any. limit: what an error says of max_positions. placeholders: what ids that are no text stand for, such as
+    "an image".
     """
 
     settings: CacheSettings
@@ -85,6 +86,7 @@ class BatchingManager(ContinuousBatchingManager):
         tokenizer: Any,
         conversations: Conversations | None = None,
     ) -> None:
+        """Make a manager that has not started; its thread makes the pool. tokenizer: for stop strings."""
         self.terms, self.conversations = terms, conversations
         self.stops = _make_stops(getattr(generation_config, "stop_strings", None), tokenizer)
         super().__init__(model, generation_config, _switch_off(config), workload_hints)
@@ -105,7 +107,10 @@ class BatchingManager(ContinuousBatchingManager):
             self.batch_processor._generation_step(model)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
-        """Make transformers' processor over a RequestPool in place of its paged cache, and a scheduler that checks requests."""
+        """Return transformers' processor over a RequestPool, with a scheduler that checks requests. Sets self.pool.
+
+        transformers' thread calls this when it starts; a processor of an earlier start is used again.
+        """
         ready = getattr(self, "batch_processor", None)
         if isinstance(ready, ContinuousBatchProcessor):
             ready.reset()
@@ -143,7 +148,7 @@ class BatchingManager(ContinuousBatchingManager):
         return processor
 
     def _make_pool(self) -> RequestPool:
-        """Size the pool as the engine sizes its paged cache."""
+        """Make the pool, with as many blocks as transformers would give its paged cache, from the memory or the settings."""
         config = self.continuous_batching_config
         per_block, settings = self.terms.kv_bytes * config.page_size, self.terms.settings
         handler = PagedAttentionMemoryHandler(
@@ -195,9 +200,9 @@ def find_manager(
     tokenizer: Any = None,
     conversations: Conversations | None = None,
 ) -> BatchingManager:
-    """Return the model's persistent manager under this patch, or a new one: what init_continuous_batching() does.
+    """Return the model's persistent manager under this patch, or a new one, which has not started.
 
-    tokenizer: for stop strings. conversations: to be kept, by a new manager.
+    Called by a patched model's init_continuous_batching(). tokenizer: for stop strings. conversations: for a new manager.
     """
     kept = vars(model).get(KEPT_MANAGER)
     if conversations is None and isinstance(kept, BatchingManager) and kept.terms.settings is terms.settings:
@@ -225,6 +230,7 @@ _MANAGERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BatchingManager]] = we
 
 
 def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCriteria | None:
+    """Make the criterion of stop strings, for all requests of a manager; None, and a warning, if there is no tokenizer."""
     if not strings:
         return None
     if tokenizer is None:
@@ -237,7 +243,7 @@ def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCr
 
 
 def _switch_off(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-    """Return a copy of the configuration with the features off that assume blocks of all tokens, and log which."""
+    """Return a copy of the configuration with those features off that need a block for every token; log which are off."""
     asked, new, usual = [], copy.copy(config), ContinuousBatchingConfig()
     for name, value, what in OFF:
         if not hasattr(config, name):

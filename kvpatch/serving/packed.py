@@ -1,4 +1,4 @@
-"""A packed pass: the tokens of many requests one behind the other, each attended to through its own cache."""
+"""A packed pass: the tokens of many requests in one row, each attended to through the cache of its request."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Core = Callable[[EvictingCache, Tensor, Tensor, Tensor], Tensor]
 
 
 class Part(NamedTuple):
-    """Columns of a packed pass that go through one cache: [B] of a decode step of B rows, [Q] of one row's prompt, or [B,Q].
+    """Columns (tokens) of a packed pass that go through one cache: [B] of a decode step, [Q] of one row's prompt, or [B,Q].
 
-    open: further pieces of the prompt follow, and nothing is evicted before the last.
+    open: the prompt's block goes on in the next pass, and nothing is evicted before its end.
     """
 
     cache: EvictingCache
@@ -27,13 +27,13 @@ class Part(NamedTuple):
     open: bool = False
 
     def leave_open(self) -> None:
-        """Leave the prompt's last block open, for the tokens that follow, unless it is a whole one."""
+        """Mark the pass's last block as not the prompt's end, unless it is a whole block. Changes the cache's `running`."""
         block = self.cache.settings.block
         if block is not None and self.columns.shape[-1] % block:
             self.cache.running.blocks[-1].ends_prompt = False
 
     def of(self, packed: Tensor) -> Tensor:
-        """Take this part's columns, [B,Q,...]."""
+        """Return this part's columns of a tensor of the whole pass, [B,Q,...]."""
         return packed[self.columns_BQ]
 
     @property
@@ -51,7 +51,10 @@ class PackedPass:
         self.parts, self.settings = parts, settings
 
     def begin(self, input_ids_Q: Tensor | None, table: Callable[[int], object] | None) -> None:
-        """Begin the pass in each part's cache. table: makes the rotary table, if keys are cached without positions."""
+        """Begin the pass in each part's cache, once, before the first layer attends.
+
+        table: makes the rotary table, if keys are cached without positions.
+        """
         for part in self.parts:
             B, Q = part.columns_BQ.shape
             ids_BQ = None if input_ids_Q is None else part.of(input_ids_Q)
@@ -65,13 +68,16 @@ class PackedPass:
         return self._in_order([part.cache.running.positions_BQ.flatten() for part in self.parts])[None]
 
     def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Run a layer's core part by part: q [1,H*G,Q,D], k and v [1,H,Q,D] -> [1,Q,H*G*D]."""
+        """Run a layer's attention part by part: q [1,H*G,Q,D], k and v [1,H,Q,D] -> [1,Q,H*G*D].
+
+        core: attends through one cache, and writes to it.
+        """
         if len(self.parts) == 1 and len(self.parts[0].columns_BQ) == 1:
             return core(self.parts[0].cache, q, k, v)
         outs = list[Tensor]()
         for part in self.parts:
-            own = (part.of(one[0].transpose(0, 1)).transpose(1, 2).contiguous() for one in (q, k, v))
-            outs.append(core(part.cache, *own).flatten(0, 1))
+            qkv = (part.of(one[0].transpose(0, 1)).transpose(1, 2).contiguous() for one in (q, k, v))
+            outs.append(core(part.cache, *qkv).flatten(0, 1))
         return self._in_order(outs)[None]
 
     def _in_order(self, parts: list[Tensor]) -> Tensor:

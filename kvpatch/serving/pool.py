@@ -45,7 +45,7 @@ class RequestPool:
     num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. find_prefix: returns the patch's that
     a text begins with; begins: those of requests that wait or were admitted. conversations: that are kept, if any are. compute:
     enters the stream of passes. after_token: gets a request's state with its new token. coming: tokens of the next pass, by
-    request. full: whether a request waits for room, so that those behind it wait, too; a pass begins with False.
+    request. full: a request waits for room, so that later ones wait, too. placeholders: ids of images and sounds.
     """
 
     # the engine's interface: no index tensors and masks are made, since there is no allocator to ask for them
@@ -86,7 +86,7 @@ class RequestPool:
     # ---- admission ----
 
     def count_blocks(self, prompt: int, new: int | None, prefix: Prefix | Beginning | None = None) -> int:
-        """Return the blocks that a request claims.
+        """Return how many blocks a request claims when it is admitted. Changes nothing. new: None for no limit.
 
         Raises:
             KVPatchError: its text has no limit, and what it holds grows with it.
@@ -128,9 +128,9 @@ class RequestPool:
         return sum(request.blocks for request in self.requests.values())
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Tell if a request's next tokens can be read, and admit it: claim its blocks.
+        """Tell before each pass if a request's next tokens can be read in it. A new one claims its blocks, or sets `full`.
 
-        A piece of a prompt is read whole or not at all in this pass, so that where it is cut does not depend on others.
+        A piece of a prompt is read whole or not at all, so that where it is cut does not depend on other requests.
         """
         waiting = len(state.remaining_prefill_tokens or state.tokens_to_process)
         if request_len < min(waiting, self.chunk):
@@ -149,7 +149,7 @@ class RequestPool:
         return True
 
     def find_beginning(self, state: Any, positions: int | None) -> Beginning | None:
-        """Find the conversation that a request which waits goes on from, if it reuses more than its prefix and there is room.
+        """Return the conversation that a waiting request goes on from, if it reuses more than its prefix and there is room.
 
         positions: that the model has, or None.
         """
@@ -169,7 +169,7 @@ class RequestPool:
         return found if self.claimed + self.count_blocks(prompt, new, found) <= self.num_blocks else None
 
     def keep(self, state: Any) -> None:
-        """Keep what a request that ends has read as a conversation, unless it has failed, or its prompt was not read."""
+        """Keep the cache of a request that ends as a conversation, unless it has failed or its prompt was not read whole."""
         request = self.requests.get(state.request_id)
         if self.conversations is None or request is None or state.error is not None or state.request_id in self._forked:
             return
@@ -229,7 +229,7 @@ class RequestPool:
     # ---- several sequences of one prompt ----
 
     def prepare_fork_request(self, src_state: Any, dst_req_ids: Sequence[str], copy_src_and_dst: Any) -> list[str]:
-        """Copy a request whose prompt is read up to its last token, as often as there is room; returns the copies' names."""
+        """Admit copies of a request, as many as have room; return their names. `next_pass` clones the cache for them."""
         source, forked = self.requests[src_state.request_id], list[str]()
         for name in dst_req_ids:
             if self.claimed + source.blocks > self.num_blocks:
@@ -247,12 +247,12 @@ class RequestPool:
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
     ) -> None:
-        """Note that the next pass brings tokens of this request, behind those noted before."""
-        if query_length:  # 0: of a prompt whose only token that is left is read when the request has been copied
+        """Note that the next pass brings tokens of this request, after those of requests noted before."""
+        if query_length:  # 0: the only token that is left of the prompt is read once the request has been copied
             self.coming.append((request_id, past_length, query_length))
 
     def next_pass(self) -> PackedPass:
-        """Return the parts of the pass that was noted: the decoding requests as one, and each prompt's piece."""
+        """Return the parts of the coming pass: the decoding requests as one, and each prompt's piece. Called once per pass."""
         coming, self.coming = self.coming, []
         for name in self._forked:
             request = self.requests.get(name)
@@ -276,7 +276,7 @@ class RequestPool:
         return PackedPass(parts, self.settings)
 
     def _make_piece(self, request: Request, past: int, columns: torch.Tensor) -> Part:
-        """Return a prompt's next piece: a chunk, or its end."""
+        """Return a prompt's next piece, a chunk or its end, as a part of the pass; make the request's cache at the first."""
         end = past + len(columns)
         if request.cache is None:
             long = request.prompt - past > self.chunk and self._blockwise is not None
@@ -290,7 +290,7 @@ class RequestPool:
         return Part(request.cache, columns, decodes=False, open=not whole)
 
     def _join_rows(self, names: dict[str, int]) -> None:
-        """Move the caches of requests whose prompts have ended into the batch of rows that decode."""
+        """Move the caches of these requests, whose prompts have ended, into the batch of rows that decode, if not yet there."""
         for name in names:
             cache = self.requests[name].cache
             if cache is not None:

@@ -18,9 +18,9 @@ from .conversations import Beginning
 class Request:
     """A request that was admitted.
 
-    prompt: tokens of its prompt. new: tokens to generate; None if there is no limit. blocks: claimed until it ends. cache: of
-    its own while its prompt is read; None before, and once it is a row of a batch. prefix: that begins its
-    prompt, and is not read again. messages: of its prompt, where they are told.
+    prompt: tokens of its prompt. new: tokens to generate; None if there is no limit. blocks: claimed until it ends. cache:
+    while its prompt is read; None before, and once it is a row of a batch. prefix: that begins its prompt, and is not read
+    again. messages: of its prompt, if it came with them.
     """
 
     prompt: int
@@ -34,9 +34,9 @@ class Request:
 def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: bool, read: int = 0) -> int:
     """Count the most tokens that a KV head of a request holds between passes, the mean over the layers, rounded up.
 
-    The slot that a head has for the token being written comes on top.
+    The slot (place in the buffers) that a head has for the token being written comes on top. Asked when a request arrives.
 
-    whole: no layer evicts before a prompt of several passes ends. read: tokens of a prefix, as a prompt of its own.
+    whole: no layer evicts before a prompt of several passes ends. read: tokens of a prefix, which was read as a prompt before.
 
     Raises:
         KVPatchError: this grows with the text, which has no limit.
@@ -54,7 +54,7 @@ def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: 
 def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, rest: int, new: int, whole: bool) -> int:
     """Count the most tokens as `count_claimed`, for a request that goes on from a conversation.
 
-    held: by its layers. prompt: tokens that the request's cache reads in all; rest: how many of them are new.
+    held: tokens that the conversation's layers hold. prompt: tokens that its cache will have read; rest: how many are new.
     """
     most = list[int]()
     for layer, before in enumerate(held):

@@ -57,9 +57,9 @@ class RowPool:
                 return
 
     def gather(self, names: Collection[str]) -> RequestRows:
-        """Return these requests as the rows of one cache; its `names` are in the order of the rows.
+        """Return these requests as the rows of one cache, and its `names` in their order. Called for each decode step.
 
-        Rows are moved only if the last step had other requests.
+        Rows are moved only if the last step had other requests. Those of requests that have ended go.
         """
         inside, outside = list[RequestRows](), list[RequestRows]()
         for part in self.parts:
@@ -76,6 +76,7 @@ class RowPool:
         return inside[0]
 
     def _order_rows(self, rows: RequestRows) -> RequestRows:
+        """Return joined rows in the order of `self.order`, if there is one; moves the cache's rows in place."""
         if self.order is None or (names := sorted(rows.alive, key=self.order)) == rows.alive:
             return rows
         rows.cache.batch_select_indices(torch.tensor([rows.names.index(name) for name in names], device="cpu"))

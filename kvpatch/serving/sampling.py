@@ -26,7 +26,7 @@ from ..cache.messages import Messages
 class Sampling:
     """Settings of one request's next tokens.
 
-    processors: of its logits, as generate() would have them. samples: draw a token instead of the most probable one.
+    processors: of its logits, as generate() would have them. samples: a token is drawn instead of the most probable one.
     generator: of its random numbers; None for those of the process.
     """
 
@@ -39,7 +39,7 @@ class Sampling:
         return self
 
     def choose(self, ids_1T: Tensor, logits_1V: Tensor) -> Tensor:
-        """Return logits whose largest is the next token."""
+        """Return logits whose largest is the next token: those of the processors, with noise if the request samples."""
         processors: Any = self.processors
         logits_1V = processors(ids_1T, logits_1V)
         if not self.samples:

@@ -70,7 +70,7 @@ def make_app(engine):
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     state = GenerationState(continuous_batching=True)
     known = inspect.signature(server.build_server).parameters  # before it is mended
-    with serving._serve_loaded(model, tokenizer, Answers(engine, model, None), None):
+    with serving._serve_loaded(model, tokenizer, Answers(engine, model, None), None, []):
         manager = model_manager.ModelManager(device="cpu", force_model=NAME)
         handlers = (kind(manager, state) for kind in (ChatCompletionHandler, CompletionHandler, ResponseHandler))
         none = {name: None for name in ("systemone_handler", "transcription_handler") if name in known}

@@ -30,6 +30,7 @@ class Account:
     """
 
     def __init__(self, scheduler: Any, figures: Figures | None) -> None:
+        """Log the line of the start, and set the figures of pages. Made once, by the first group's manager."""
         self.figures = figures
         self.groups = [(len(one.layer_names), one.kv_cache_spec) for one in scheduler.kv_cache_config.kv_cache_groups]
         self._log_start(scheduler)
@@ -51,7 +52,7 @@ class Account:
         _LOG.info(terms.describe_start(" and ".join(sizes), whole, fit, piece))
 
     def note_pass(self, request: Any, tokens: int, begins: bool) -> None:
-        """Note a pass that brings a request to so many tokens."""
+        """Count a pass that ends within a prompt, at `tokens` in all; in a request's first one warn of a k not served."""
         asked = get_asked(request.sampling_params)
         if begins and OWN in asked and not read_own(request.sampling_params, self.groups[0][1].held.most):
             _LOG.warning("[kvpatch] %s=%r of a request is not served: it has the k of the start.", OWN, asked[OWN])
@@ -59,7 +60,7 @@ class Account:
             self.figures.add("prompt_cuts")
 
     def note_end(self, request: Any) -> None:
-        """Count a request that has ended: what it has seen, and what it held in the end."""
+        """Add a request that has ended to the figures: the tokens that it has seen, held in the end, and evicted."""
         if self.figures is None or not request.is_finished():
             return
         written = request.num_tokens - request.num_prompt_tokens

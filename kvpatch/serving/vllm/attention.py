@@ -33,7 +33,7 @@ from ...errors import KVPatchError
 from ...policies.budgets import Budget, Size
 from ...policies.parallel import WHOLE, Parallel
 from .callers import iterate_callers
-from .configuration import check, find_settings
+from .configuration import check_configuration, find_settings
 from .pages import BudgetSpec, LayerBudget, check_manager
 from .requests import Requests
 from .scheduled import Pass
@@ -71,6 +71,7 @@ class BoundLayer(BoundAdapter):
     rows: Tensor | None = None
 
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
+        """Return the output projection's rows as the base class measures them, at the first call; True: they may be kept."""
         if self.rows is None:
             self.rows, _ = super().output_rows(like, group, parallel)
         return self.rows, True
@@ -93,6 +94,7 @@ class BudgetedAttention(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
+        """Make the attention of a layer, and add it to the worker that all layers of the model share. Called by vLLM."""
         config = get_current_vllm_config()
         _refuse_kind(attn_type, kv_sharing_target_layer_name is not None, kv_cache_dtype)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
@@ -110,7 +112,7 @@ class BudgetedAttention(AttentionImpl):
 
     @property
     def projection(self) -> nn.Module:
-        """The layer's output projection, which is beside its attention."""
+        """The layer's output projection, a child of the module that has this attention."""
         holder = self.holder()
         found = [one for one in holder.children() if isinstance(one, RowParallelLinear)] if holder is not None else []
         if len(found) != 1:
@@ -144,7 +146,7 @@ class BudgetedAttention(AttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Return `output`, with attention's in it."""
+        """Write the layer's attention into `output`, and return it. vLLM calls this once per pass, for all its requests."""
         if attn_metadata is None or not attn_metadata.scheduled:  # vLLM warms up
             return output
         T, D = attn_metadata.scheduled[-1].first + attn_metadata.scheduled[-1].columns, self.head_size
@@ -154,7 +156,7 @@ class BudgetedAttention(AttentionImpl):
         return output
 
     def core(self, cache: EvictingCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend through one cache."""
+        """Attend through one cache, which gets the new keys and values. PackedPass.attend calls this for each part."""
         return attend(cache, self.index, q, k, v, self.bound)
 
 
@@ -162,9 +164,10 @@ class Worker:
     """The layers of a model on this process, and its requests."""
 
     def __init__(self, config: VllmConfig) -> None:
+        """Check the configuration, as the first layer is made; watch for modules that hold layers, if values are weighed."""
         terms = find_settings(config)
         assert terms is not None
-        check(config, terms)
+        check_configuration(config, terms)
         self.terms, self.config, self.layers = terms, config, list[BudgetedAttention]()
         self._notes = register_module_module_registration_hook(self._note_holder) if terms.policy.weighs_values else None
         self.requests: Requests | None = None
@@ -212,11 +215,11 @@ class Worker:
         ]
 
     def spec(self, layer: BudgetedAttention, spec: AttentionSpec) -> BudgetSpec:
-        """Return the spec of a layer, for which vLLM has made `spec`. vLLM asks again and again."""
+        """Return the spec of a layer's pages under the budget, for which vLLM has made `spec`. vLLM asks several times."""
         model, cache = self.config.model_config, self.config.cache_config
-        own = BudgetSpec.of(spec, self.held[layer.index], model.max_model_len, cache)
-        check_manager(own)
-        return own
+        budgeted = BudgetSpec.of(spec, self.held[layer.index], model.max_model_len, cache)
+        check_manager(budgeted)
+        return budgeted
 
     def _note_holder(self, module: nn.Module, name: str, child: Any) -> None:
         """Note the module that gets one of the layers' attention as a child: it has the output projection too."""
@@ -225,7 +228,10 @@ class Worker:
             layer.holder = weakref.ref(module)
 
     def attend(self, layer: BudgetedAttention, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, now: Pass) -> Tensor:
-        """Run one layer of a pass, q [1,H*G,T,D], k and v [1,H,T,D] -> [1,T,H*G*D]."""
+        """Run one layer of a pass, q [1,H*G,T,D], k and v [1,H,T,D] -> [1,T,H*G*D].
+
+        The first layer begins the pass in the caches of all requests, and the first pass of all makes `requests`.
+        """
         if self.requests is None:
             self.requests = Requests(self.settings, q.device)
             if self._notes is not None:
@@ -259,7 +265,7 @@ def _list_layers(config: VllmConfig) -> list[Any]:
 
 
 def _refuse_kind(attn_type: str, shares: bool, kv_cache_dtype: str) -> None:
-    """Raise KVPatchError for a layer whose keys and values are not its own text's in the model's own type."""
+    """Raise KVPatchError for a layer that is no decoder's, reads another layer's keys, or stores them in another dtype."""
     refused = (
         (attn_type != AttentionType.DECODER, f"attention of the kind {attn_type!r} in vLLM: start without its settings."),
         (shares, "layers that share keys in vLLM: start without its settings."),

@@ -22,6 +22,7 @@ class Backend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Return the spec of a layer's pages, under the budget if there is one. vLLM calls this at the start."""
         return spec if find_current_settings() is None else make_budgeted_spec(spec)
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def iterate_callers() -> Iterator[dict[str, Any]]:
-    """Yield the local variables of the running functions: the caller first, then its callers."""
+    """Yield the local variables of the running functions, the calling one first, then its caller and so on."""
     frame = sys._getframe(1)
     while frame is not None:
         yield frame.f_locals

@@ -32,20 +32,20 @@ def find_config() -> VllmConfig | None:
 
 
 def find_current_settings() -> RequestTerms | None:
-    """Return the settings of the engine at hand, or None."""
+    """Return kvpatch's settings of the engine that is being made or runs, or None."""
     config = find_config()
     return None if config is None else find_settings(config)
 
 
 def check_current() -> None:
-    """Raise KVPatchError if the model that is being made has settings that cannot be served."""
+    """Raise KVPatchError if the model that is being made has settings of kvpatch that cannot be served."""
     config = find_config()
     terms = None if config is None else find_settings(config)
     if config is not None and terms is not None:
-        check(config, terms)
+        check_configuration(config, terms)
 
 
-def check(config: VllmConfig, terms: RequestTerms) -> None:
+def check_configuration(config: VllmConfig, terms: RequestTerms) -> None:
     """Raise KVPatchError for what vLLM cannot do under a budget, before it loads weights."""
     if not is_tested(vllm.__version__):
         raise describe_refusal(vllm.__version__, current_platform.is_cpu())

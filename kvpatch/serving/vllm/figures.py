@@ -25,7 +25,10 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def offer_figures() -> None:
-    """Export the figures that this process's schedulers count, beside vLLM's own metrics."""
+    """Let vLLM's /metrics show the figures that schedulers count: make a folder for them, and name it in the environment.
+
+    The plugin calls this when it is loaded. Does nothing in an engine's process, or where vLLM gathers such files itself.
+    """
     if FOLDER in os.environ or "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         return  # a process of an engine; or vLLM gathers all files itself
     try:
@@ -43,6 +46,7 @@ class Figures:
     """The counts of one process, in files that the folder's other readers see."""
 
     def __init__(self, folder: str) -> None:
+        """Make this process's files in the folder, with each figure at 0."""
         from prometheus_client.mmap_dict import MmapedDict, mmap_key
 
         files = {kind: os.path.join(folder, f"{name}_kvpatch{os.getpid()}.db") for kind, name in _FILES.items()}
@@ -69,7 +73,7 @@ _figures: dict[str, Figures] = {}
 
 
 def find_figures() -> Figures | None:
-    """Return this process' figures, one for all its engines; None where nobody tells them."""
+    """Return the figures of this process, the same for all its engines; None where /metrics does not show them."""
     folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR") or os.environ.get(FOLDER)
     if not folder or not os.path.isdir(folder):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def choose_pages(free: bytes, count: int) -> list[int]:
-    """Choose so many free pages: the first that follow each other, or, where no so many do, the first.
+    """Choose `count` free pages: the first that follow each other, or, where too few do, the first that are free.
 
     Pages that follow each other are read where they lie (cache/paged.py); the others are copied at each step on a CPU.
 

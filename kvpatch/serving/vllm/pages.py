@@ -1,7 +1,7 @@
 """The pages of a request: a spec of a layer's keys and values, and the manager that claims all of them at admission.
 
 A request claims pages for all that it will ever hold when it begins, and needs none later: vLLM never has to preempt one, which
-would read a text again whose tokens were evicted. Behind its pages the block table has page 0, which is nobody's, and then the
+would read a text again whose tokens were evicted. After its pages the block table has page 0, which is nobody's, and then the
 request's own k, or 0: the worker is told of a request's pages alone, and sees there that it has no more, and what it may hold.
 """
 
@@ -57,9 +57,9 @@ class BudgetSpec(CircularBufferSpec):
 
     @classmethod
     def of(cls, spec: AttentionSpec, layer: LayerBudget, longest: int, cache: CacheConfig) -> BudgetSpec:
-        """Return a layer's spec, for which vLLM has made `spec`."""
-        own = {field.name for field in fields(cls)}
-        same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in own}
+        """Return the spec of a layer's pages under its budget, with the other values of vLLM's `spec`."""
+        known = {field.name for field in fields(cls)}
+        same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in known}
         size = cache.block_size if cache.user_specified_block_size else SLOTS
         return cls(**{**same, "block_size": size, "held": layer, "longest": longest})
 
@@ -70,24 +70,24 @@ class BudgetSpec(CircularBufferSpec):
         return held
 
     def pages(self, prompt: int, total: int | None = None, own: int = 0) -> int:
-        """Return the pages of a request: for the tokens that it will hold, and the one being written.
+        """Return how many pages a request needs, for the tokens that it will hold and the one being written.
 
-        A share is of the whole prompt: it is then read in one pass.
+        Under a k that is a share of the prompt, the prompt is read in one pass, and `prompt` is all of it.
 
-        prompt: tokens of its prompt, or some of them if `total` is None. total: its tokens in the end; None: as many as fit.
-        own: its own k, or 0.
+        prompt: tokens of its prompt, or some of them if `total` is None. total: its tokens in the end; None: as many as the
+        model takes. own: the request's own k, or 0.
         """
         last = min(total or self.longest, self.longest)
         held = self.count_held(prompt, max(last - 1 - prompt, 0), own)
         return cdiv(min(held + 1, self.longest), self.block_size)
 
     def most_pages(self, prompt: int | None = None) -> int:
-        """Return the most pages of a request whose prompt begins with so many tokens; None: of any."""
+        """Return the most pages that a request may need whose first pass reads so many tokens of its prompt; None: any."""
         prompts = (1, self.longest) if prompt is None else (prompt,)
         return max(self.pages(n, own=own) for n in prompts for own in (0, self.held.most))
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        """Tell if all layers have one block table."""
+        """Tell vLLM if these layers can have one block table: all have the same spec."""
         return all(spec == self for spec in kv_cache_specs.values())
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
@@ -101,7 +101,7 @@ class BudgetSpec(CircularBufferSpec):
         return self.most_pages() * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
-        """Return the width of the block table: positions are looked up in it, but not written."""
+        """Return the width of the block table: a column for each page of the longest text, though a request has fewer pages."""
         return cdiv(max_len, self.block_size) + 3
 
 
@@ -111,6 +111,7 @@ class BudgetManager(CircularBufferManager):
     kv_cache_spec: BudgetSpec
 
     def __init__(self, *told: Any, **more: Any) -> None:
+        """Make the manager of a group of layers, as vLLM's scheduler starts; the first one begins the account."""
         super().__init__(*told, **more)
         self._scheduler = _find_scheduler()
         scheduler = self._scheduler()
@@ -124,7 +125,7 @@ class BudgetManager(CircularBufferManager):
         return None if scheduler is None else scheduler.requests.get(request_id)
 
     def _count_pages(self, request_id: str, num_tokens: int) -> tuple[int, int]:
-        """Count the pages of a request that begins with so many tokens; returns its own k, too, or 0."""
+        """Return how many pages a request needs whose first pass reads so many tokens, and its own k, or 0."""
         request = self._find_request(request_id)
         if request is None:
             return self.kv_cache_spec.pages(num_tokens), 0
@@ -134,11 +135,11 @@ class BudgetManager(CircularBufferManager):
         return self.kv_cache_spec.pages(request.num_tokens, request.num_prompt_tokens + request.max_tokens, own), own
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *told: Any, **more: Any) -> int:
-        """Return the pages that a new request needs; none for one that was admitted."""
+        """Return how many pages a new request needs, and 0 for one that was admitted. vLLM asks before each pass."""
         return 0 if self.req_to_blocks.get(request_id) else self._count_pages(request_id, num_tokens)[0]
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *told: Any, **more: Any) -> Sequence[KVCacheBlock]:
-        """Claim a new request's pages, and write its own k behind them: the worker sees no more of a request than this."""
+        """Claim a new request's pages, and write its own k after them: the worker sees no more of a request than this."""
         blocks, pool, request = self.req_to_blocks[request_id], self.block_pool, self._find_request(request_id)
         if self._account is not None and request is not None:
             self._account.note_pass(request, num_tokens, begins=not blocks)
@@ -153,7 +154,7 @@ class BudgetManager(CircularBufferManager):
         return [*blocks]
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Return the pages of a request that has ended."""
+        """Return the pages of a request that has ended, for vLLM to free, and count the request."""
         request = self._find_request(request_id)
         if self._account is not None and request is not None:
             self._account.note_end(request)
@@ -180,7 +181,7 @@ def _find_scheduler() -> Callable[[], Any]:
 
 
 def _refuse_too_few_bytes() -> None:
-    """Raise KVPatchError while vLLM makes its error of too few bytes, which names settings that do not help under a budget."""
+    """Raise KVPatchError if a caller, by its local variables, is vLLM's check that finds too few bytes for one request."""
     for told in iterate_callers():
         needed, available = told.get("needed_memory"), told.get("available_memory")
         if isinstance(needed, int) and isinstance(available, int) and needed > available:

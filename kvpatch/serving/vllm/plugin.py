@@ -43,7 +43,10 @@ def register() -> None:
 
 
 def _register_backends(asked: bool) -> None:
-    """Put kvpatch's backend into vLLM's registry for this platform. asked: raise where that cannot be, else do nothing."""
+    """Put kvpatch's backend into vLLM's registry for this platform, once per process.
+
+    asked: the environment asks for a budget; where none can be served that is an error, else nothing is registered.
+    """
     import vllm
 
     if not is_tested(vllm.__version__):

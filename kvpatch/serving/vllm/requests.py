@@ -25,9 +25,9 @@ from ..rows import RequestRows, RowPool
 
 
 class Scheduled(NamedTuple):
-    """A request's columns in a packed pass: `columns` from `first` on, after `past` tokens. prompt: they are a prompt's.
+    """A request's columns (tokens) in a pass: `columns` from `first` on, after `past` tokens. prompt: they are a prompt's.
 
-    pages: all that it has, where it begins; then, some. own: its own k, where it begins; 0 for that of the settings.
+    pages: in its first pass all that it has, later the first alone. own: in its first pass its own k; 0 for the settings'.
     """
 
     pages: list[int]
@@ -46,13 +46,15 @@ class Scheduled(NamedTuple):
 class Requests:
     """Caches of requests.
 
-    pools: the pages of each layer, in strips [2,S,P,D], once the layer has seen them. now: the newest pass, as each layer is
-    told it: layers that hold different numbers of tokens have different pages. divided: pages of requests that begin in it, by
-    their columns. own: each request's own k. reading: the rows of each request that has not decoded yet; prompts that began
-    together are rows of a cache. rows: those that decode, by their k, since the rows of a cache have one budget.
+    pools: the pages of each layer, in strips [2,S,P,D] (a strip is a page of one head), once the layer has seen them. now: the
+    newest pass, as each layer is told it: layers that hold different numbers of tokens have different pages. divided: pages of
+    requests that begin in it, by their columns. own: each request's own k. reading: the rows of each request that has not
+    decoded yet; prompts that began together are rows of a cache. rows: those that decode, by their k, since the rows of a
+    cache have one budget.
     """
 
     def __init__(self, settings: CacheSettings, device: torch.device) -> None:
+        """Begin without requests; the worker makes this at its first pass."""
         self.settings, self.device = settings, device
         self.pools: list[Tensor | None] = [None] * settings.n_layers
         self.now: list[Sequence[Scheduled]] = [()] * settings.n_layers
@@ -65,7 +67,8 @@ class Requests:
     def begin(self, scheduled: Sequence[Scheduled]) -> PackedPass:
         """Begin a pass in parts: requests that decode, prompts of one length that begin, each further piece of a prompt.
 
-        Requests with different budgets are in different parts.
+        The first layer of each pass calls this. Requests with different budgets are in different parts. Drops requests whose
+        first page another one has now.
         """
         self.divided.clear()
         begin, further = dict[tuple[int, int], list[Scheduled]](), list[Scheduled]()
@@ -100,7 +103,7 @@ class Requests:
         return first_B1 + torch.arange(together[0].columns, device=self.device)
 
     def _begin_prompts(self, together: list[Scheduled]) -> Part:
-        """Read first pieces of one length as rows of one cache, which lie in it as their pages do."""
+        """Make a cache whose rows are requests that begin with equally many tokens, by their pages; return its part."""
         together.sort(key=lambda one: one.pages[0])
         cache, firsts = EvictingCache(self._settings_of(together[0].own)), [one.first for one in together]
         for layer, slots in enumerate(cache.layers):
@@ -117,19 +120,22 @@ class Requests:
         return self._by_own[own]
 
     def _continue_prompt(self, one: Scheduled) -> Part:
-        """Read a further piece of a prompt; each piece is compressed like a prompt."""
+        """Return the part of a further piece of a prompt; each piece is compressed like a prompt. Sets the cache's length."""
         cache = self.reading[one.name].cache
         cache.request.prompt_len = one.past + one.columns
         return Part(cache, self._list_columns([one]), decodes=False)
 
     def _make_slots(self, layer: int, firsts: list[int], keys: Tensor, values: Tensor) -> PromptSlots:
-        """Make a layer's slots for requests whose columns begin at `firsts`, in their pages of that layer."""
+        """Make a layer's slots (storage of keys and values) in the pages of requests whose columns begin at `firsts`.
+
+        The cache of a prompt calls this when the layer's first keys and values come.
+        """
         pool = self.pools[layer]
         assert pool is not None
         return first_prompt(keys, values, pool, self._divide_pages(self.now[layer], firsts, keys.shape[1]))
 
     def _divide_pages(self, now: Sequence[Scheduled], firsts: list[int], heads: int) -> Strips:
-        """Divide the pages of requests, once for all layers that have the same ones."""
+        """Return the strips of requests' pages for their heads; layers that have the same pages share the result of a pass."""
         for told, those, strips in self.divided:
             if told is now and those is firsts:
                 return strips
@@ -145,7 +151,7 @@ class Requests:
                 self.reading[name] = RequestRows([name], rows.cache.select_rows(rows.names.index(name)))
 
     def _end_prompt(self, name: str) -> None:
-        """Move a request, and those that share its cache, to the rows that decode."""
+        """Move a request, and those that share its cache, from `reading` to the rows that decode, if it is not yet there."""
         rows = self.reading.get(name)
         if rows is not None:
             for one in rows.alive:
@@ -153,6 +159,6 @@ class Requests:
             self.rows[self.own[name]].parts.append(rows)
 
     def _drop_ended(self, name: str) -> None:
-        """Drop the request that had this first page: a new one begins there, so it has ended."""
+        """Drop the request that had this first page before: a new one begins there, so that one has ended."""
         self.reading.pop(name, None)
         self.rows[self.own.pop(name, 0)].drop(name)

@@ -46,20 +46,19 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
         return Pass(scheduled, metadata.num_actual_tokens)
 
     def _read_pages(self, table_RM: Tensor, spans: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
-        """Return each request's pages and its own k: all where it begins; the first page and k=0 where it goes on.
+        """Return each request's pages and its own k: all pages in its first pass; the first page and k=0 later.
 
         spans: each request's columns in the pass, and its tokens before them. The host waits for the device once.
         """
-        # the manager gave a request all its pages with its first tokens; the table is as wide as the longest text
+        # the manager gave a request all its pages with its first tokens; the table has columns for the longest text
         widths = [self.kv_cache_spec.most_pages(columns) + 2 if past == 0 < columns else 1 for columns, past in spans]
         begins = [row for row, width in enumerate(widths) if width > 1]
-        wide_RM = table_RM[on_device(begins, table_RM.device), : max(widths, default=1)]
-        firsts, rest = table_RM[: len(spans), 0], wide_RM.flatten()
-        told = torch.cat([firsts, rest]).tolist()
-        pages = [([page], 0) for page in told[: len(spans)]]
+        begun_RM = table_RM[on_device(begins, table_RM.device), : max(widths, default=1)]
+        numbers = torch.cat([table_RM[: len(spans), 0], begun_RM.flatten()]).tolist()
+        pages = [([page], 0) for page in numbers[: len(spans)]]
         for place, row in enumerate(begins):
-            at = len(spans) + place * wide_RM.shape[1]
-            written = told[at : at + widths[row]]
+            at = len(spans) + place * begun_RM.shape[1]
+            written = numbers[at : at + widths[row]]
             count = written.index(NOBODY)
-            pages[row] = written[: max(count, 1)], written[count + 1]  # behind the end of its pages the manager wrote its k
+            pages[row] = written[: max(count, 1)], written[count + 1]  # after the end of its pages the manager wrote its k
         return pages

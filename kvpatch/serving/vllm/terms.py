@@ -35,7 +35,7 @@ _INSTEAD = {  # arguments of patched() that have no place here
 
 @dataclass(frozen=True, eq=False)
 class RequestTerms:
-    """A request's budget.
+    """The budget of requests, and what one may ask for.
 
     k: of each request: tokens that a KV head keeps, a share of its prompt, or a size of all layers. max_k: the most tokens that
     a request may ask for in place of it; None: k, if that is a number of tokens.
@@ -103,7 +103,7 @@ def find_own(asked: Mapping[str, Any], most: int) -> int:
 
 
 def read_terms(additional: object, variable: str | None) -> RequestTerms | None:
-    """Return the settings, or None if there are none.
+    """Return the settings of a budget, or None if neither source has any.
 
     Args:
         additional: vLLM's additional_config.
@@ -114,13 +114,13 @@ def read_terms(additional: object, variable: str | None) -> RequestTerms | None:
     """
     if (misspelt := find_misspelt_key(additional)) is not None:
         raise KVPatchError(f"additional_config has settings under {misspelt!r}, which nothing reads. Did you mean {KEY!r}?")
-    own = additional.get(KEY) if isinstance(additional, Mapping) else None
-    if own is None and not variable:
+    given = additional.get(KEY) if isinstance(additional, Mapping) else None
+    if given is None and not variable:
         return None
-    if own is not None and variable:
+    if given is not None and variable:
         raise KVPatchError(f"Both additional_config['kvpatch'] and the variable {VARIABLE} are given: leave one out.")
-    if own is not None:
-        return make_terms(own)
+    if given is not None:
+        return make_terms(given)
     if str(variable).endswith(".json"):
         return make_terms(variable)
     try:
@@ -133,7 +133,7 @@ def read_terms(additional: object, variable: str | None) -> RequestTerms | None:
 
 
 def make_terms(given: object) -> RequestTerms:
-    """Check the settings of a budget.
+    """Make a budget's terms from its settings, and check them.
 
     Args:
         given: the settings by name, the name of a file of kvpatch.Settings, or the object that such a file holds.
@@ -167,10 +167,10 @@ def make_terms(given: object) -> RequestTerms:
     chosen = chosen.with_options(schedule, **settings)
     _check_values(positions, seed)
     listed, varied = is_list(k), str(k) if isinstance(k, Rule) else None
-    one: Any = k if listed or varied else parse_k(k)
-    terms = RequestTerms(chosen, one, seed or 0, max_k)
+    parsed: Any = k if listed or varied else parse_k(k)  # the former are refused
+    terms = RequestTerms(chosen, parsed, seed or 0, max_k)
     facts = {"listed": listed, "varied": varied, "of_the_prompt": terms.of_the_prompt, "renumbered": positions == "renumbered"}
-    refuse("vllm", FeatureSet(chosen, k=one, **facts))
+    refuse("vllm", FeatureSet(chosen, k=parsed, **facts))
     if max_k is not None:
         _check_max_k(terms)
     return terms

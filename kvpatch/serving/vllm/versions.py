@@ -69,7 +69,7 @@ def sees_settings() -> bool:
 def refuse_configurations(asked: bool) -> None:
     """Raise KVPatchError if an engine that starts has a budget and processes that it does not reach.
 
-    It is said where the engine's process is made, before its workers are. asked: by the variable.
+    The plugin calls this as it is loaded, before vLLM makes workers. asked: the variable asks for the budget.
     """
     for one in _find_configurations():
         if asked or asks_for_budget(one.additional_config):
@@ -92,10 +92,10 @@ def refuse_parallel(parallel: Any, asked: bool) -> None:
 
 
 def _find_configurations() -> Iterator[Any]:
-    """Yield vLLM's objects that run and have settings: EngineArgs, and the VllmConfig that a process was given."""
-    for told in iterate_callers():
+    """Yield the EngineArgs and VllmConfigs among the local variables of the functions that run: vLLM tells a plugin none."""
+    for variables in iterate_callers():
         for name in ("self", "vllm_config"):
-            one = told.get(name)
+            one = variables.get(name)
             # not hasattr: the wrapper of a worker asks the worker that it does not have yet, without end
             if type(one).__module__.startswith("vllm.") and getattr_static(one, "additional_config", None) is not None:
                 yield one
