@@ -48,7 +48,7 @@ class AmendingSend:
         await self._send({"type": "http.response.body", "body": body})
 
     def _amend_lines(self, body: bytes) -> bytes:
-        """Change the data of a stream's events; transformers' handlers never cut one in two."""
+        """Return a piece of a stream with its events' data changed; transformers' handlers never cut an event in two."""
         if b'"usage":' not in body:
             return body
         lines = body.split(b"\n")

@@ -154,13 +154,13 @@ class Answers(CBGenerateManager):
         return text, len(ids), cut_tokens(processor, tokens, text) if parsed else tokens
 
     def cancel(self, request_id: str) -> None:
-        """End a request that nobody waits for, if it runs."""
+        """End a request whose client is gone, if it runs."""
         asked = self.asked.get(request_id)
         if asked is not None and asked.prompt:
             self._end_request(request_id, "gone")
 
     def close(self, request_id: str) -> AcceptedRequest | None:
-        """Forget a request whose answer has been sent, or whose client is gone; returns it. Memory is given back at times."""
+        """Forget a request, by `Gate` when its answer is sent or its client gone; returns it. Gives back memory at times."""
         self.cancel(request_id)
         asked = self.asked.pop(request_id, None)
         self._closed += asked is not None
@@ -194,7 +194,7 @@ class Answers(CBGenerateManager):
         return asked, {"sampling": sampling} | ({} if messages is None else {"messages": messages})
 
     def _make_config(self, given: dict[str, Any]) -> Any:
-        """Make the generation config of a request from the model's own and the fields that it gives."""
+        """Return a copy of the model's generation config with the sampling fields that a request gives."""
         config = copy.deepcopy(self.model.generation_config)
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
             if name in given:
@@ -278,7 +278,7 @@ class _Streamer(CBStreamer):
         self.total_tokens = self._decode_stream.tokens
 
     def end(self) -> None:
-        """Put the text that was held back into the queue, and end it."""
+        """Put the text that was held back for a stop string into the queue, and close it. Called after the last output."""
         rest = self.watch.flush()
         if rest:
             parsed = [rest] if self._parser is None else response_events_to_chunks(self._parser.feed(rest))

@@ -104,7 +104,7 @@ def _measure_text(
 
 
 def _cut_text(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
-    """Cut token ids [1,n] into pieces that fit into the model's positions, twice with a teacher, which repeats each piece."""
+    """Cut token ids [1,n] into pieces that the model has positions for, twice with a teacher, which repeats each piece."""
     from ..evaluation.teacher_forcing import positions_of
 
     limit = positions_of(model)

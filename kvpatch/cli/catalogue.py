@@ -19,7 +19,7 @@ DEFAULT_POLICY, SERVER_POLICY = find_use("question").policy, find_use("server").
 
 
 def check_calibration(name: str, options: dict[str, Any]) -> None:
-    """Refuse a policy that needs a calibration and got none. Raises KVPatchError."""
+    """Raise KVPatchError if a policy needs a calibration and `options` has none; commands call this before loading torch."""
     known_as = match_name(split_combination(name)[1], FACTS)
     if known_as is None or "calibration" not in FACTS[known_as].options or options.get("calibration") is not None:
         return

@@ -121,7 +121,7 @@ def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOption
 def _measure_prompt(
     asked: CompareOptions, comparison: Comparison, out: Console, file: str, facts: dict[str, Any]
 ) -> DivergenceTable:
-    """Measure one prompt, and print its rows and notes."""
+    """Measure one prompt under every setting, and print each row when it is measured, and notes at the end."""
     empty = comparison.result([])
     sizes = [Row("", k, None, bits=bits).size for k in asked.ks for bits in asked.bits]
     lines = view.Lines(asked.policies, sizes, empty)
@@ -200,7 +200,7 @@ def warn_of_length(name: str, tokens: int) -> list[str]:
 
 
 def choose_policies(names: str, options: dict[str, Any], new: int) -> dict[str, Policy]:
-    """Look up the policies of a comma-separated list, and CHANCE, and set those `options` that each has.
+    """Look up the policies of a comma-separated list, and random eviction (CHANCE), and set those `options` that each has.
 
     new: number of generated tokens, for policies whose temperature depends on it.
 

@@ -113,7 +113,7 @@ def _list_options(name: str, policy: Policy, schedule: str | None, seed: int, bi
 
 
 def find_changes(name: str, policy: Policy) -> dict[str, Any]:
-    """Return the options in which a policy differs from the defaults of its name, but for the length that generate() sets."""
+    """Return a policy's options that differ from its name's defaults, but for the length of text, which generate() sets."""
     defaults = get_policy(name).options()
     changed = {option: value for option, value in policy.options().items() if option in defaults and value != defaults[option]}
     changed.pop("generation_length", None)
@@ -121,7 +121,7 @@ def find_changes(name: str, policy: Policy) -> dict[str, Any]:
 
 
 def list_notes(rows: list[Row]) -> list[str]:
-    """Return a line per policy that protects more than a budget holds, and a line per reason of refusal."""
+    """Return lines to print below a prompt's rows: a policy that protects more than a budget holds, a reason of refusal."""
     cut: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
     for row in rows:
@@ -175,7 +175,7 @@ def _drop_useless(pooled: dict[Setting, DivergenceFigures]) -> dict[Setting, Div
 
 
 def find_best(results: list[DivergenceTable], tolerance: float, agreement: float) -> Setting | None:
-    """Return the setting with the fewest bytes within both limits, or that with the lowest KL if none is within them."""
+    """Return the setting to advise: the fewest bytes within both limits, or the lowest KL if none is within them; or None."""
     candidates = _drop_useless(_pool_figures(results))
     within = {setting: one for setting, one in candidates.items() if _is_within(one, tolerance, agreement)}
     if within:
@@ -186,8 +186,8 @@ def find_best(results: list[DivergenceTable], tolerance: float, agreement: float
 def write_advice(results: list[DivergenceTable], tolerance: float, agreement: float) -> str:
     """Advise the setting with the fewest bytes within both limits on every prompt, or the one with the lowest KL.
 
-    Ties go to the lower KL. Settings that hold as much as the full cache, and chance, are never advised. What was measured
-    stands beside it, with chance under the same budget.
+    Ties go to the lower KL. Settings that hold as much as the full cache, and chance, are never advised. The sentence has
+    what was measured, and chance under the same budget.
     """
     chosen = find_best(results, tolerance, agreement)
     if chosen is None:
@@ -225,7 +225,7 @@ def _describe_setting(setting: Setting, one: DivergenceFigures, several: bool) -
 
 
 def draw_picture(result: DivergenceTable, tolerance: float, title: str) -> Any:
-    """Draw KL against the bytes held at the end, a line per policy."""
+    """Draw one prompt's KL against the bytes held at the end, a line per policy; `compare` saves the figure."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in result.rows:
         if row.figures is not None:

@@ -118,7 +118,7 @@ def _try_policy(policy: str, k: float, stages: dict[str, Stage]) -> DemoOutcome:
 
 
 def _feed_text(stage: Stage, policy: str, k: float) -> Fed:
-    """Feed the text under a policy; "full" stands for the unpatched model."""
+    """Feed a stage's text to its model under a policy, token by token after the prompt; "full" is the unpatched model."""
     text = stage.text
     if policy == "full":
         return feed(stage.model, text.ids_BT, text.n, text.mask_BT)
@@ -127,7 +127,7 @@ def _feed_text(stage: Stage, policy: str, k: float) -> Fed:
 
 
 def _report_prompt(policy: str, k: float, stage: Stage) -> Report:
-    """Report the tokens of the first prompt that are kept after compression."""
+    """Read the first prompt alone under a policy, and report which of its tokens are kept."""
     text = stage.text
     ids_1T = text.ids_BT[:1, : text.n]
     if text.mask_BT is not None:

@@ -132,7 +132,7 @@ def _print_strips(console: Console, reports: Reports, text: TextBatch, width: in
 
 
 def draw_picture(outcomes: list[DemoOutcome], reports: Reports, text: TextBatch) -> Any:
-    """Draw a column of panels per budget, a panel per policy."""
+    """Draw which tokens of a prompt each policy kept: a column per budget, a panel per policy; `demo` saves the figure."""
 
     def make_panel(one: DemoOutcome) -> plotting.Panel:
         name = one.policy if one.policy == "full" else f"{one.policy}, k={one.k:g}"

@@ -89,7 +89,7 @@ class ServerFigures:
         }
 
     def _count_held(self, prompt: int, seen: int) -> int:
-        """Count what a KV head holds of a request that has seen so many tokens, the mean of the layers."""
+        """Count the tokens that a KV head holds of a request which has seen so many, the mean of the layers."""
         if seen < prompt:  # nothing is evicted yet
             return seen
         settings = self.engine.terms.settings

@@ -105,7 +105,7 @@ class Gate:
 
 
 async def answer(send: Send, status: int, text: str, kind: str = "application/json") -> None:
-    """Send a whole answer."""
+    """Send a whole answer through ASGI: its status and headers, then its text."""
     body = text.encode()
     headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -113,7 +113,7 @@ async def answer(send: Send, status: int, text: str, kind: str = "application/js
 
 
 async def _read_body(receive: Receive) -> bytes:
-    """Read the body of a request to its end."""
+    """Read the body of a request to its end. Raises RefusedError if it is too long or the client is gone."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -162,7 +162,7 @@ def _mend_error(message: Message) -> Message:
 
 
 def _describe_request(scope: Scope, status: int, seconds: float, asked: AcceptedRequest | None) -> str:
-    """Describe a request that was answered in one line of the log. asked: None for one that was refused or asks for no text."""
+    """Describe an answered request in one line of the log. asked: None if it was refused or asks for no text."""
     path = scope["path"] if scope["path"].isprintable() else repr(scope["path"])
     facts = [f"{scope['method']} {path}", str(status or GONE), f"{seconds:.2f} s"]
     if asked is not None:

@@ -26,7 +26,7 @@ MODELS = Path(__file__).parent / "models"  # the two small models of the demo
 
 
 def check_budget(text: str) -> None:
-    """Raise KVPatchError unless a text, or each part of a comma-separated one, has the form of a budget."""
+    """Raise KVPatchError unless a text, or each part of a comma-separated one, has the form of a budget. Loads no torch."""
     from ..policies import budgets
 
     for part in filter(str.strip, text.split(",")):
@@ -219,7 +219,7 @@ def check_folder(name: str) -> None:
 
 
 def _format_reason(error: BaseException) -> str:
-    """Return the first line of an error, and the option that answers it."""
+    """Return the first line of an error of transformers, and the option that would help, if one would."""
     line = _first_line(error)
     if "remote_code" in str(error):
         return f"{line} Read that code, then give --trust-remote-code."

@@ -34,7 +34,7 @@ def find_auto_class(name: str, config: Any, remote_code: bool) -> Any:
 
 
 def _check_served(auto: Any, config: Any) -> None:
-    """Raise KVPatchError if `patched` would refuse a model of this configuration: one without numbers is built and searched."""
+    """Raise KVPatchError if `patched` would refuse such a model: one without weights is built and searched for attention."""
     import torch
 
     from ..arch.automatic import NeedsWeights

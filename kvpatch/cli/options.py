@@ -114,7 +114,7 @@ def parse_options(given: list[str] | None) -> dict[str, Any]:
 
 
 def check_arguments(given: list[str] | None, k: str, positions: str, backend: str, bits: int) -> dict[str, Any]:
-    """Check what a command hands to patched(), before torch is imported; return the options of the policy.
+    """Check arguments that a command hands to patched(), before torch is imported; return the options of the policy.
 
     Raises:
         KVPatchError: an option cannot be parsed, or a value is not one of those that its setting has.

@@ -77,7 +77,7 @@ def print_json(value: Any) -> None:
 
 
 def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: a line per row, but folded at words on a terminal.
+    """Print a command's table: a line per row, but folded at words on a terminal.
 
     The first column is never folded. Of more than three columns a terminal gets the others below one another.
     """

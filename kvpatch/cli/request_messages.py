@@ -13,14 +13,14 @@ _TEXTS = ("text", "input_text", "output_text")
 
 
 def check_messages(value: object) -> str | None:
-    """Check the messages of a chat."""
+    """Check the messages of a chat; return how they are wrong, or None."""
     if not isinstance(value, list) or not value:
         return "must be a list with at least one message"
     return next((f"[{i}]{wrong}" for i, one in enumerate(value) if (wrong := _check_message(one))), None)
 
 
 def check_input(value: object) -> str | None:
-    """Check the input of a response: a string, parts of a message, or messages and calls of tools."""
+    """Check a response's input, a string, parts of a message, or messages and calls of tools; return how it is wrong."""
     if isinstance(value, str):
         return None if value else "must have at least one character"
     if not isinstance(value, list) or not value:
@@ -33,7 +33,7 @@ def check_input(value: object) -> str | None:
 
 
 def check_tools(value: object) -> str | None:
-    """Check the tools that a model may call."""
+    """Check the tools that a model may call; return how they are wrong, or None."""
     if not isinstance(value, list):
         return "must be a list of functions"
     for i, one in enumerate(value):

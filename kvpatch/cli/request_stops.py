@@ -50,14 +50,14 @@ class WatchedDecoder:
         self.decoder, self.watch, self.tokens = decoder, watch, 0
 
     def step(self, tokenizer: Any, token: int) -> str | None:
-        """Return the text that one more token adds, or None."""
+        """Return the text that one more token adds, or None. Called by transformers' streamer; counts tokens before a stop."""
         self.tokens += not self.watch.stopped
         text = self.decoder.step(tokenizer, token)
         return self.watch.feed(text) or None if text else None
 
 
 def cut_tokens(processor: Any, tokens: list[int], text: str) -> list[int]:
-    """Return tokens of `text`, with which that of `tokens` begins, for transformers' parsers: a stop may be within a token."""
+    """Return the tokens of `text`, to which a stop string has cut the text of `tokens`; transformers' parsers read tokens."""
     kept = list(tokens)
     while kept and len(before := processor.decode(kept, skip_special_tokens=True)) > len(text):
         kept.pop()

@@ -52,7 +52,7 @@ def run(
     background: bool = False,
     keeping: Keeping | None = None,
 ) -> Any:
-    """Load the model, patch it, and serve it until interrupted; returns the server. The port is taken before weights are read.
+    """Load the model, patch it, and serve it until interrupted; returns the server. The port is bound before weights are read.
 
     settings: keyword arguments of `patch`. engine: options of ContinuousBatchingConfig. positions: the most tokens of a prompt
     and its answer; else those of the model. background: serve in a thread, and return at once. keeping: of
@@ -116,7 +116,7 @@ def _bind_sockets(address: Address) -> list[socket.socket]:
 
 
 def _find_limit(source: Source, asked: int | None, settings: dict[str, Any]) -> int | None:
-    """Return the most tokens of a request: those asked for, or as many as the model has positions; read before its weights."""
+    """Return the most tokens of a request: those asked for, else the model's positions. Called before weights are loaded."""
     from ..arch.kinds import position_limit
 
     known = None
@@ -130,7 +130,7 @@ def _find_limit(source: Source, asked: int | None, settings: dict[str, Any]) -> 
 
 
 def _check_system(tokenizer: Any, edits: bool) -> None:
-    """Raise KVPatchError where a system message could not be kept: before weights are read."""
+    """Raise KVPatchError if --protect system cannot work with these options or this model. Called before weights are loaded."""
     if edits:
         raise KVPatchError(
             "--protect system and --edits: an edited text no longer tells which tokens are the system message's. Leave one out."

@@ -131,7 +131,7 @@ def read_story(model: Any, tokenizer: Any) -> StoryText:
 
 
 def _render_message(tokenizer: Any, text: str) -> str:
-    """Write a message as the tokenizer's chat template does, if there is one."""
+    """Write a text as a user's message, as the tokenizer's chat template does, or with "Answer:" if it has none."""
     if not getattr(tokenizer, "chat_template", None):
         return f"{tokenizer.bos_token or ''}{text}\nAnswer:"
     messages = [{"role": "user", "content": text}]

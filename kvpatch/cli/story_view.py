@@ -49,7 +49,7 @@ class PolicyAnswers:
 
 
 def show_story(console: Console, model: str, tokens: int, k: float, questions: list[str]) -> None:
-    """Print what is read and asked."""
+    """Print which text the model reads, how much each policy keeps of it, and the questions; before anything is measured."""
     console.print(
         f"\n{model} reads a text of {tokens} tokens once under each policy, which keeps {k:.0%} of it. Then come the "
         "questions, of which no policy knew:\n",

@@ -67,7 +67,7 @@ def calibrate(
 
 
 def make_teacher(tokenizer: Any, chunk: int, name: str = "kvzip_plus") -> Policy:
-    """Return the policy that `learned` learns from.
+    """Return the policy that `learned` learns from, for `calibrate`.
 
     Args:
         tokenizer: of the model; the second reading's instruction is in its words.

@@ -173,7 +173,7 @@ class Checks:
         return got, self._predict_masked(layers), ""
 
     def check_evictions(self) -> Outcome:
-        """Compare the policy itself with masking what its cache does not hold."""
+        """Compare the policy that is asked for with masking the tokens that its cache does not hold."""
         with patched(self.model, self.policy, self.k, seed=self.seed, strict=True):
             self._feed_tokens(self.ids_BT)
         watched = Evictions(self.n, self.ids_BT.shape[1])
@@ -187,7 +187,7 @@ class Checks:
         return got, self._predict_masked(watched.list_seen()), remark
 
     def check_forgetting(self) -> Outcome:
-        """Compare spans that are taken out of a cache with masking what it holds: of the prompt, of one row, of new tokens."""
+        """Forget spans of a cache (of the prompt, of one row, of new tokens), and compare with masking what it lacks."""
         edits = {
             self.n: ([(self.n // 4, self.n // 2), (self.n - 2, self.n - 1)], None),
             self.n + 2: ([(1, self.n // 8)], 0),

@@ -137,7 +137,7 @@ class Comparison:
         return DivergenceTable(rows, self.nbytes, self.n, self.ids_1T.shape[1] - self.n, len(self.log_p_SV))
 
     def _make_row(self, name: str, policy: Policy, text: str, k: Any, bits: int = FULL) -> Row:
-        """Measure one setting; its error becomes the row's."""
+        """Measure one setting; a KVPatchError becomes the row's error."""
         try:
             return Row(name, text, self.measure_policy(policy, k, bits), bits=bits)
         except KVPatchError as error:

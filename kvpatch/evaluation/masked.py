@@ -51,7 +51,9 @@ class Evictions:
         seen = causal_QT.expand(B, H, -1, -1).clone()
         for step, positions_BHT in enumerate(rows):
             held = torch.zeros(B, H, self.total + 1, dtype=torch.bool, device="cpu")
-            held.scatter_(-1, positions_BHT.clamp(min=-1) % (self.total + 1), True)  # -1, an empty slot, marks the last column
+            held.scatter_(
+                -1, positions_BHT.clamp(min=-1) % (self.total + 1), True
+            )  # -1, an empty slot, marks the last column, which is cut off
             seen[:, :, self.n + step] &= held[..., :-1]
             seen[:, :, self.n + step, self.n + step] = True
         return seen.repeat_interleave(self.groups[index], 1)
@@ -141,9 +143,9 @@ class _Masked:
         return (hidden,), call
 
     def _take_rows(self, given: Tensor | None, Q: int) -> Tensor:
-        """Return which keys of the module's cache the pass's Q queries see; counts them as read. A cache may hold a window."""
+        """Return which keys of the module's cache the next Q queries see, and count them as read. Called once per pass."""
         start, self.read = self.read, self.read + Q
-        keys = given.shape[-1] if given is not None else self.window if Q == 1 else None
+        keys = given.shape[-1] if given is not None else self.window if Q == 1 else None  # a cache may hold a window alone
         return self.seen[:, :, start : self.read, : self.read][..., -(keys or 0) :]
 
     def _hide_keys(self, given: Tensor | None, seen_BNQT: Tensor, hidden_BQE: Tensor) -> Tensor:

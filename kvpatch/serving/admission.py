@@ -26,7 +26,7 @@ class Admission:
     limit: str = HAS
 
     def add_waiting_request(self, state: Any) -> None:
-        """Add a request to the waiting list when it arrives; of one that begins with a prefix only the rest is to be read.
+        """Add a request to the waiting list when it arrives. If it begins with a prefix, only the rest is to be read.
 
         Raises:
             KVPatchError: it can never be served. The engine then fails this request.

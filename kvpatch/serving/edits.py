@@ -26,7 +26,7 @@ class Edited(NamedTuple):
 
 
 def count_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens that two texts begin with alike."""
+    """Count the tokens that two texts begin with alike, by bisection."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # slices are compared in C
         middle = (low + high + 1) // 2

@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     @property
     def columns_BQ(self) -> Tensor:
-        """The columns by row."""
+        """The columns by row of the cache, [B,Q]."""
         if self.columns.ndim == 2:
             return self.columns
         return self.columns[:, None] if self.decodes else self.columns[None]

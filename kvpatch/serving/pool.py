@@ -56,6 +56,7 @@ class RequestPool:
     def __init__(
         self, settings: CacheSettings, num_blocks: int, page: int, max_batch_tokens: int, device: torch.device
     ) -> None:
+        """Begin without requests; the manager makes this once, and sets chunk, find_prefix and others afterwards."""
         self.settings, self.num_blocks, self.page, self.device = settings, num_blocks, page, device
         self.max_batch_tokens = max_batch_tokens
         self.cache_allocators: dict[str, Any] = {}
@@ -185,13 +186,13 @@ class RequestPool:
             self.conversations.keep(Conversation(ids, positions, answer, cache, request.messages))
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Drop a request, its row and its claim."""
+        """Drop a request that has ended, with its row and its claim of blocks."""
         self.requests.pop(request_id, None)
         self.begins.pop(request_id, None)
         self.rows.drop(request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """Drop all requests."""
+        """Drop all requests, when the engine starts anew."""
         self.requests.clear()
         self.begins.clear()
         self.coming.clear()

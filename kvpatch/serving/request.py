@@ -82,7 +82,7 @@ def refuse_placeholders(ids: Sequence[int], placeholders: Mapping[int, str]) -> 
 def check_system(settings: CacheSettings, messages: Messages | None, prompt: int, step: int) -> None:
     """Raise KVPatchError unless the budget holds a request's system message, wherever its prompt is compressed.
 
-    step: tokens after which that happens, beside the prompt's end.
+    step: tokens of the prompt after each of which it is compressed, as well as at its end.
     """
     if messages is None:
         raise KVPatchError("protect='system': this request came without messages. Add it with messages=, or give token ids.")

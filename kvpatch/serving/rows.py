@@ -41,14 +41,14 @@ class RowPool:
         self.parts.append(RequestRows([name], cache))
 
     def copy_row(self, name: str) -> EvictingCache | None:
-        """Return a cache of a request's row alone, if it has one."""
+        """Return a new cache of a request's row alone; None if it does not decode yet."""
         for part in self.parts:
             if name in part.names:
                 return part.cache.select_rows(part.names.index(name))
         return None
 
     def drop(self, name: str) -> None:
-        """Drop a request's row, if it has one."""
+        """Mark a request's row as ended; `gather` removes it. A cache of ended rows alone is dropped at once."""
         for part in self.parts:
             if name in part.names:
                 part.names[part.names.index(name)] = None

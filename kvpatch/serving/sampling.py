@@ -45,7 +45,7 @@ class Sampling:
         if not self.samples:
             return logits_1V
         waits_1V = torch.empty_like(logits_1V, dtype=torch.float32).exponential_(generator=self.generator)
-        return logits_1V - waits_1V.log()
+        return logits_1V - waits_1V.log()  # Gumbel noise
 
 
 def make_sampling(
@@ -98,7 +98,7 @@ class RequestSampling(ContinuousBatchingLogitsProcessor):
         return torch.zeros(len(self._coming), dtype=torch.int32, device="cpu")
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Return the scores [B,V] with each request's row as its Sampling makes it."""
+        """Return the scores [B,V] with each request's row changed by its Sampling, in place. Called once per pass."""
         for row, state in enumerate(self._coming):
             sampling = state.logit_processor_kwargs.get("sampling")
             if sampling is not None and (sampling.samples or sampling.processors):

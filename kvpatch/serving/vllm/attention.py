@@ -177,7 +177,7 @@ class Worker:
             _LOG.info("[kvpatch] prefix caching is off under a budget.")
 
     def add(self, layer: BudgetedAttention) -> None:
-        """Add a layer while the model is made."""
+        """Add a layer while vLLM makes the model; its index is its place in the list."""
         self.layers.append(layer)
         if layer.window != self.layers[0].window:
             self._refuse_prefix_caching()
@@ -206,7 +206,7 @@ class Worker:
 
     @functools.cached_property
     def held(self) -> list[LayerBudget]:
-        """The budget of each layer: the most that a prompt of any length gives it, if layers differ."""
+        """The budget of each layer, by which its pages are counted: the most that a prompt of any length gives it."""
         settings, longest = self.settings, self.config.model_config.max_model_len
         budgets = [rule.k if isinstance(rule, Size) else rule.highest(longest, 1)[0] for rule in settings.rules]
         return [
@@ -222,7 +222,7 @@ class Worker:
         return budgeted
 
     def _note_holder(self, module: nn.Module, name: str, child: Any) -> None:
-        """Note the module that gets one of the layers' attention as a child: it has the output projection too."""
+        """Note the module that gets a layer's attention as a child, and has its output projection. torch calls this."""
         layer = getattr(child, "impl", None)
         if isinstance(layer, BudgetedAttention) and layer.worker is self:
             layer.holder = weakref.ref(module)

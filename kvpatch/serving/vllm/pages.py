@@ -64,7 +64,7 @@ class BudgetSpec(CircularBufferSpec):
         return cls(**{**same, "block_size": size, "held": layer, "longest": longest})
 
     def count_held(self, prompt: int, new: int, own: int = 0) -> int:
-        """Return the tokens that a head holds after a prompt and new ones. own: the request's k, 0 for the settings'."""
+        """Return how many tokens a head holds after a prompt and new ones. own: the request's k, 0 for the settings'."""
         budget, schedule = own if own and not self.held.bound else self.held.budget, "prompt" if self.held.grows else "both"
         (held,) = count_tokens(Size(budget), schedule, prompt, new)
         return held
@@ -91,7 +91,7 @@ class BudgetSpec(CircularBufferSpec):
         return all(spec == self for spec in kv_cache_specs.values())
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Return the bytes of the largest request.
+        """Return the bytes of the largest request, for vLLM to check its memory.
 
         Raises:
             KVPatchError: vLLM has found that one request does not fit, and asks for shorter texts until one does:

@@ -145,7 +145,7 @@ class Requests:
         return strips
 
     def _split_rows(self, decoding: Set[str]) -> None:
-        """Give requests that began together caches of their own, unless all of them decode now."""
+        """Give each request in `reading` that began with others a cache for itself, unless all of them decode now."""
         for name, rows in list(self.reading.items()):
             if len(rows.names) > 1 and not decoding >= set(rows.names):
                 self.reading[name] = RequestRows([name], rows.cache.select_rows(rows.names.index(name)))

@@ -82,7 +82,7 @@ class RequestTerms:
         return isinstance(self.k, float)
 
     def describe_start(self, pages: str, size: int, fit: int, piece: int | None) -> str:
-        """Return the line that an operator reads at the start.
+        """Return the line that an operator reads in the log at the start.
 
         pages: a request's, in words. size: bytes of the largest request. fit: how many such there is room for. piece: tokens
         of a prompt that a pass reads at most; None: all.
@@ -177,7 +177,7 @@ def make_terms(given: object) -> RequestTerms:
 
 
 def _check_values(positions: object, seed: object) -> None:
-    """Raise KVPatchError for values that no policy reads."""
+    """Raise KVPatchError for wrong values of these two settings."""
     if positions not in (None, "original", "renumbered"):
         raise KVPatchError(f"positions={positions!r} is unknown; use 'original'.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
@@ -197,7 +197,7 @@ def _check_max_k(terms: RequestTerms) -> None:
 
 
 def _read_contents(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in an object that a file of kvpatch.Settings holds."""
+    """Return the settings in an object with the contents of a file of kvpatch.Settings. Raises KVPatchError if it is none."""
     try:
         return Settings.parse(json.dumps(given)).add_arguments({})
     except (InvalidError, TypeError, ValueError) as error:
