@@ -65,8 +65,8 @@ class ServerFigures:
         for name, value in self._measure_engine().items():
             values[name, ""] = value
         lines = list[str]()
-        for name, kind, told in ROWS:
-            lines += [f"# HELP kvpatch_{name} {told}", f"# TYPE kvpatch_{name} {kind}"]
+        for name, kind, about in ROWS:
+            lines += [f"# HELP kvpatch_{name} {about}", f"# TYPE kvpatch_{name} {kind}"]
             found = sorted((labels, value) for (one, labels), value in values.items() if one == name)
             lines += [f"kvpatch_{name}{labels} {value}" for labels, value in found or [("", 0)]]
         return "\n".join(lines) + "\n"

@@ -154,10 +154,10 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 def _mend_error(message: Message) -> Message:
     """Convert an error that ends a stream to OpenAI's form; return other messages of the app as they are."""
-    before, found, told = message.get("body", b"").rpartition(_BROKEN)
-    if not found or not told.endswith(_END):
+    before, found, rest = message.get("body", b"").rpartition(_BROKEN)
+    if not found or not rest.endswith(_END):
         return message
-    error = RefusedError(told[: -len(_END)].decode(), status=500).describe()
+    error = RefusedError(rest[: -len(_END)].decode(), status=500).describe()
     return {**message, "body": before + f"data: {json.dumps(error)}\n\n".encode()}
 
 

@@ -195,14 +195,14 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
         async def serve(self, sockets: Any = None) -> None:
             await super().serve(bound)
 
-    own, build, config, listening = home.ModelManager, app.build_server, network.Config, network.Server
+    manager, build, config, listening = home.ModelManager, app.build_server, network.Config, network.Server
     home.ModelManager, network.Server = Loaded, Bound
     network.Config = partial(config, timeout_graceful_shutdown=PATIENCE, access_log=False)  # else it waits for every client
     app.build_server = build_mended
     try:
         yield
     finally:
-        home.ModelManager, app.build_server, network.Config, network.Server = own, build, config, listening
+        home.ModelManager, app.build_server, network.Config, network.Server = manager, build, config, listening
 
 
 def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) -> Any:
@@ -245,7 +245,7 @@ def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) 
     for kind, handler in {**handlers, HTTPException: answer_raised, Exception: answer_failure}.items():
         app.add_exception_handler(kind, handler)
     state._cb_manager = answers
-    state.get_manager = lambda *told, **more: answers
+    state.get_manager = lambda *given, **more: answers
     app.add_middleware(EndAtDisconnect)
     app.add_middleware(Gate, served=served, answers=answers, key=key, log=print_note)  # the outermost
     return app

@@ -78,24 +78,24 @@ def run(source: Source, out: Path, json: bool = False) -> None:
     model, tokenizer = source.model(), source.tokenizer()
     reading = read_story(model, tokenizer)
     view.show_story(console, source.name, reading.ids_1T.shape[1], K, list(QUESTIONS))
-    told = []
+    outcomes = []
     with make_progress_bar(console) as bar:
         task = bar.add_task("", total=len(POLICIES))
         for policy in POLICIES:
             bar.update(task, description=f"{policy} ...")
-            told.append(ask(model, tokenizer, reading, policy))
+            outcomes.append(ask(model, tokenizer, reading, policy))
             bar.advance(task)
     if json:
-        for one in told:
-            print_json(one.to_dict(told[0]))
-    view.show(console, told)
-    plotting.save(draw(reading, told[1:]), out / "kept.png")
+        for one in outcomes:
+            print_json(one.to_dict(outcomes[0]))
+    view.show(console, outcomes)
+    plotting.save(draw(reading, outcomes[1:]), out / "kept.png")
     console.print(f"\nThe text, as each policy kept it: {out / 'kept.png'}")
 
 
-def draw(reading: StoryText, told: list[view.PolicyAnswers]) -> Any:
+def draw(reading: StoryText, outcomes: list[view.PolicyAnswers]) -> Any:
     """Draw the text once for each policy, words the darker the more heads kept them; `run` saves the figure."""
-    pages = [(f"{one.policy}: {sum(one.right)} of {len(QUESTIONS)} answers right", one.share_T) for one in told]
+    pages = [(f"{one.policy}: {sum(one.right)} of {len(QUESTIONS)} answers right", one.share_T) for one in outcomes]
     title = f"Words that are left of the text under a budget of {K:.0%}: the darker, the more heads kept them"
     return plotting.draw_text(reading.text, reading.spans, pages, list(QUESTIONS.values()), title)
 

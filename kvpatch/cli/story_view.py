@@ -60,14 +60,14 @@ def show_story(console: Console, model: str, tokens: int, k: float, questions: l
     console.print()
 
 
-def show(console: Console, told: list[PolicyAnswers]) -> None:
+def show(console: Console, outcomes: list[PolicyAnswers]) -> None:
     """Print a table of each policy's bytes, seconds and answers, and a line on what each policy keeps."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("policy", style="cyan", no_wrap=True)
     for head in ("KV MB", "seconds", "", "held"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("answer")
-    for one in told:
+    for one in outcomes:
         first = one.policy, f"{one.nbytes / 1e6:.1f}", f"{one.seconds:.0f}"
         for number, (said, share, right) in enumerate(zip(one.answers, one.held, one.right, strict=True)):
             sign = Text("\u2713", "green") if right else Text("\u2717", "red")
@@ -75,7 +75,7 @@ def show(console: Console, told: list[PolicyAnswers]) -> None:
         table.add_section()
     console.print(table, highlight=False)
     console.print("held: the share of heads that kept the words which answer the question.", style="dim", highlight=False)
-    for one in told[1:]:
+    for one in outcomes[1:]:
         use = _CHANCE if one.policy == CHANCE else FACTS[one.policy].describe_use()
         console.print(f"{one.policy}: {use}", style="dim", highlight=False)
     console.print(_CLOSING, highlight=False)

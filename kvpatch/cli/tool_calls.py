@@ -28,9 +28,9 @@ def forgive_calls(tokenizer: Any) -> None:
     """Replace a tokenizer's parse_response, which raises where a tool call cannot be read, by one that returns text then."""
     parse = tokenizer.parse_response
 
-    def parse_response(tokens: list[int], *told: Any, **more: Any) -> Any:
+    def parse_response(tokens: list[int], *given: Any, **more: Any) -> Any:
         try:
-            found = parse(tokens, *told, **more)
+            found = parse(tokens, *given, **more)
             for call in found.get("tool_calls") or ():
                 _normalize_tool_call(call)
         except (ValueError, LookupError, TypeError):

@@ -181,8 +181,8 @@ class _Packing:
     def _supports_logits_to_keep(self) -> bool:
         return _supports_logits_to_keep(self.model)
 
-    def __call__(self, input_ids: Tensor, **told: Any) -> Any:
-        kept = {name: value for name, value in told.items() if name == "logits_to_keep"}
+    def __call__(self, input_ids: Tensor, **given: Any) -> Any:
+        kept = {name: value for name, value in given.items() if name == "logits_to_keep"}
         return self.model(input_ids=input_ids, attention_mask=self.carry(self.pool), use_cache=False, **kept)
 
 

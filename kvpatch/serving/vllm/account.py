@@ -66,9 +66,9 @@ class Account:
         written = request.num_tokens - request.num_prompt_tokens
         seen = min(request.num_computed_tokens, request.num_tokens - bool(written))  # nothing reads the last token
         prompt = min(seen, request.num_prompt_tokens)
-        own = [read_own(request.sampling_params, spec.held.most) for _, spec in self.groups]
+        own_k = [read_own(request.sampling_params, spec.held.most) for _, spec in self.groups]
         held = sum(
-            layers * spec.count_held(prompt, seen - prompt, k) for (layers, spec), k in zip(self.groups, own, strict=True)
+            layers * spec.count_held(prompt, seen - prompt, k) for (layers, spec), k in zip(self.groups, own_k, strict=True)
         )
         evicted = seen - held / sum(layers for layers, _ in self.groups)
         for name, value in (("seen_tokens", seen), ("held_tokens", seen - evicted), ("evicted_tokens", evicted)):

@@ -26,7 +26,7 @@ class Budgets(LogitsProcessor, LaterLogitsProcessor):
         if (terms := find_current_settings()) is not None:
             terms.check_request(sampling_params.extra_args)
 
-    def __init__(self, *told: Any) -> None:
+    def __init__(self, *given: Any) -> None:
         """Take what either runner tells a processor, and keep nothing."""
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
@@ -39,5 +39,5 @@ class Budgets(LogitsProcessor, LaterLogitsProcessor):
     def update_state(self, batch_update: Any) -> None:
         """Do nothing: there is no state."""
 
-    def apply(self, logits: Tensor, *told: Any) -> Tensor:
+    def apply(self, logits: Tensor, *given: Any) -> Tensor:
         return logits

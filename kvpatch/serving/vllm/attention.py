@@ -131,7 +131,7 @@ class BudgetedAttention(AttentionImpl):
         """Yield the modules that run when the output projection is measured."""
         return self.projection.modules()
 
-    def do_kv_cache_update(self, *told: Any) -> None:
+    def do_kv_cache_update(self, *given: Any) -> None:
         """Do nothing: `forward` writes what is kept."""
 
     def forward(
@@ -251,8 +251,8 @@ def make_budgeted_spec(spec: AttentionSpec) -> AttentionSpec:
     vLLM does not say which layer it asks for, and asks twice for some: the layer is a variable of one of its functions.
     """
     if isinstance(spec, FullAttentionSpec | SlidingWindowSpec):
-        for told in iterate_callers():
-            for module in told.values():
+        for variables in iterate_callers():
+            for module in variables.values():
                 layer = getattr(module, "impl", None) if isinstance(module, nn.Module) else None
                 if isinstance(layer, BudgetedAttention):
                     return layer.worker.spec(layer, spec)

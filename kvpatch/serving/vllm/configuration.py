@@ -24,8 +24,8 @@ def find_config() -> VllmConfig | None:
     """Return vLLM's current configuration, else one that a running function has as `vllm_config`; None if there is none."""
     if (current := get_current_vllm_config_or_none()) is not None:
         return current
-    for told in iterate_callers():
-        for one in (told.get("vllm_config"), getattr(told.get("self"), "vllm_config", None)):
+    for variables in iterate_callers():
+        for one in (variables.get("vllm_config"), getattr(variables.get("self"), "vllm_config", None)):
             if isinstance(one, VllmConfig):
                 return one
     return None

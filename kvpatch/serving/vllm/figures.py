@@ -53,9 +53,9 @@ class Figures:
         self._files = {kind: MmapedDict(file) for kind, file in files.items()}
         self._keys = dict[str, str]()
         self.values = dict.fromkeys(ROWS, 0.0)
-        for name, (kind, told) in ROWS.items():
+        for name, (kind, about) in ROWS.items():
             row = f"kvpatch_{name}"
-            self._keys[name] = mmap_key(row, f"{row}_total" if kind == "counter" else row, (), (), told)
+            self._keys[name] = mmap_key(row, f"{row}_total" if kind == "counter" else row, (), (), about)
             self.set(name, 0)
 
     def set(self, name: str, value: float) -> None:

@@ -63,28 +63,28 @@ class BudgetSpec(CircularBufferSpec):
         size = cache.block_size if cache.user_specified_block_size else SLOTS
         return cls(**{**same, "block_size": size, "held": layer, "longest": longest})
 
-    def count_held(self, prompt: int, new: int, own: int = 0) -> int:
-        """Return how many tokens a head holds after a prompt and new ones. own: the request's k, 0 for the settings'."""
-        budget, schedule = own if own and not self.held.bound else self.held.budget, "prompt" if self.held.grows else "both"
+    def count_held(self, prompt: int, new: int, own_k: int = 0) -> int:
+        """Return how many tokens a head holds after a prompt and new ones. own_k: the request's k, 0 for the settings'."""
+        budget, schedule = own_k if own_k and not self.held.bound else self.held.budget, "prompt" if self.held.grows else "both"
         (held,) = count_tokens(Size(budget), schedule, prompt, new)
         return held
 
-    def pages(self, prompt: int, total: int | None = None, own: int = 0) -> int:
+    def pages(self, prompt: int, total: int | None = None, own_k: int = 0) -> int:
         """Return how many pages a request needs, for the tokens that it will hold and the one being written.
 
         Under a k that is a share of the prompt, the prompt is read in one pass, and `prompt` is all of it.
 
         prompt: tokens of its prompt, or some of them if `total` is None. total: its tokens in the end; None: as many as the
-        model takes. own: the request's own k, or 0.
+        model takes. own_k: the request's k, or 0.
         """
         last = min(total or self.longest, self.longest)
-        held = self.count_held(prompt, max(last - 1 - prompt, 0), own)
+        held = self.count_held(prompt, max(last - 1 - prompt, 0), own_k)
         return cdiv(min(held + 1, self.longest), self.block_size)
 
     def most_pages(self, prompt: int | None = None) -> int:
         """Return the most pages that a request may need whose first pass reads so many tokens of its prompt; None: any."""
         prompts = (1, self.longest) if prompt is None else (prompt,)
-        return max(self.pages(n, own=own) for n in prompts for own in (0, self.held.most))
+        return max(self.pages(n, own_k=own_k) for n in prompts for own_k in (0, self.held.most))
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         """Tell vLLM if these layers can have one block table: all have the same spec."""
@@ -110,9 +110,9 @@ class BudgetManager(CircularBufferManager):
 
     kv_cache_spec: BudgetSpec
 
-    def __init__(self, *told: Any, **more: Any) -> None:
+    def __init__(self, *given: Any, **more: Any) -> None:
         """Make the manager of a group of layers, as vLLM's scheduler starts; the first one begins the account."""
-        super().__init__(*told, **more)
+        super().__init__(*given, **more)
         self._scheduler = _find_scheduler()
         scheduler = self._scheduler()
         self._figures = find_figures()
@@ -129,28 +129,28 @@ class BudgetManager(CircularBufferManager):
         request = self._find_request(request_id)
         if request is None:
             return self.kv_cache_spec.pages(num_tokens), 0
-        own = read_own(request.sampling_params, self.kv_cache_spec.held.most)
+        own_k = read_own(request.sampling_params, self.kv_cache_spec.held.most)
         if request.resumable:  # its text may become longer than its max_tokens say
-            return self.kv_cache_spec.pages(num_tokens, own=own), own
-        return self.kv_cache_spec.pages(request.num_tokens, request.num_prompt_tokens + request.max_tokens, own), own
+            return self.kv_cache_spec.pages(num_tokens, own_k=own_k), own_k
+        return self.kv_cache_spec.pages(request.num_tokens, request.num_prompt_tokens + request.max_tokens, own_k), own_k
 
-    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *told: Any, **more: Any) -> int:
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *given: Any, **more: Any) -> int:
         """Return how many pages a new request needs, and 0 for one that was admitted. vLLM asks before each pass."""
         return 0 if self.req_to_blocks.get(request_id) else self._count_pages(request_id, num_tokens)[0]
 
-    def allocate_new_blocks(self, request_id: str, num_tokens: int, *told: Any, **more: Any) -> Sequence[KVCacheBlock]:
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, *given: Any, **more: Any) -> Sequence[KVCacheBlock]:
         """Claim a new request's pages, and write its own k after them: the worker sees no more of a request than this."""
         blocks, pool, request = self.req_to_blocks[request_id], self.block_pool, self._find_request(request_id)
         if self._account is not None and request is not None:
             self._account.note_pass(request, num_tokens, begins=not blocks)
         if blocks:
             return []
-        count, own = self._count_pages(request_id, num_tokens)
+        count, own_k = self._count_pages(request_id, num_tokens)
         free = bytes(one.ref_cnt == 0 and not one.is_null for one in pool.blocks)
         new = [pool.blocks[page] for page in choose_pages(free, count)]
         pool.touch(new)  # takes them from the free ones
         self._note_taken(len(new))
-        blocks.extend([*new, pool.null_block, KVCacheBlock(block_id=own, is_null=True)])  # a null block is never freed
+        blocks.extend([*new, pool.null_block, KVCacheBlock(block_id=own_k, is_null=True)])  # a null block is never freed
         return [*blocks]
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
@@ -173,8 +173,8 @@ def _find_scheduler() -> Callable[[], Any]:
     vLLM tells a manager the id of a request and the tokens of its first pass. How many it may generate is known to the
     scheduler, which makes the managers: it is among their callers.
     """
-    for told in iterate_callers():
-        one = told.get("self")
+    for variables in iterate_callers():
+        one = variables.get("self")
         if isinstance(one, SchedulerInterface) and hasattr(one, "requests"):
             return weakref.ref(one)
     return lambda: None
@@ -182,8 +182,8 @@ def _find_scheduler() -> Callable[[], Any]:
 
 def _refuse_too_few_bytes() -> None:
     """Raise KVPatchError if a caller, by its local variables, is vLLM's check that finds too few bytes for one request."""
-    for told in iterate_callers():
-        needed, available = told.get("needed_memory"), told.get("available_memory")
+    for variables in iterate_callers():
+        needed, available = variables.get("needed_memory"), variables.get("available_memory")
         if isinstance(needed, int) and isinstance(available, int) and needed > available:
             raise KVPatchError(
                 f"A request under kvpatch's budget takes {needed / 1e6:.3g} MB of keys and values, and there are "
