@@ -34,7 +34,7 @@ def find_auto_class(name: str, config: Any, remote_code: bool) -> Any:
 
 
 def _check_served(auto: Any, config: Any) -> None:
-    """Raise KVPatchError if `patched` would refuse such a model: one without weights is built and searched for attention."""
+    """Raise KVPatchError, before weights are loaded, if `patched` would refuse such a model: one without them is built."""
     import torch
 
     from ..arch.automatic import NeedsWeights

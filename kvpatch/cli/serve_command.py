@@ -23,7 +23,7 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
     k: given.Budget = "0.5",
     settings: given.SettingsFile = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: a free one.")] = 8000,
     max_batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a prompt that one pass reads; else 8192.", show_default=False)
     ] = None,
@@ -86,15 +86,16 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
         source.check()
         how: dict[str, Any] = {"bits": bits, "positions": positions, "backend": backend, "seed": seed}
         chosen, size, how = choose_policy(context, options, how)
-        from .serving import Address, Keeping, run
+        from ..serving.conversations import Conversations
+        from .serving import Address, run
 
         if api_key is not None and not api_key.strip():
             raise KVPatchError("--api-key is empty: give the key that clients send, or leave the option out.")
         asked = {"max_batch_tokens": max_batch_tokens, "max_memory_percent": memory}
         engine = {name: one for name, one in asked.items() if one is not None}
         most = _read_bytes(keep_conversations, edits)
-        keeping = None if most is None else Keeping(most, edits)
-        run(source, chosen, size, how, Address(host, port, api_key), engine, max_model_len, keeping=keeping)
+        kept = None if most is None else Conversations(most, edits)
+        run(source, chosen, size, how, Address(host, port, api_key), engine, max_model_len, conversations=kept)
 
 
 def _read_bytes(kept: str | None, edits: bool) -> int | None:

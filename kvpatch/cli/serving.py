@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import transformers
 
@@ -17,6 +17,7 @@ from ..errors import KVPatchError
 from ..hooks.versions import check_engine
 from ..patching import patch
 from ..policies import Policy
+from ..serving.conversations import Conversations
 from .disconnects import EndAtDisconnect
 from .loading import Source
 from .output import print_note
@@ -34,13 +35,6 @@ class Address:
     key: str | None = None
 
 
-class Keeping(NamedTuple):
-    """Bytes of conversations that a server keeps, and whether those that come with an edited text are edited."""
-
-    most: int
-    edits: bool = False
-
-
 def run(
     source: Source,
     policy: Policy,
@@ -50,13 +44,13 @@ def run(
     engine: dict[str, Any],
     positions: int | None = None,
     background: bool = False,
-    keeping: Keeping | None = None,
+    conversations: Conversations | None = None,
 ) -> Any:
     """Load the model, patch it, and serve it until interrupted; returns the server. The port is bound before weights are read.
 
     settings: keyword arguments of `patch`. engine: options of ContinuousBatchingConfig. positions: the most tokens of a prompt
-    and its answer; else those of the model. background: serve in a thread, and return at once. keeping: of
-    conversations; None if none are kept.
+    and its answer; else those of the model. background: serve in a thread, and return at once. conversations: where the
+    engine keeps caches of requests that have ended; None to keep none.
 
     Raises:
         KVPatchError: a package is missing, the port is taken, or the model or a setting cannot work.
@@ -65,12 +59,11 @@ def run(
     _check_extra()
     from transformers.cli.serve import Serve
 
-    from ..serving.conversations import Conversations
     from .answering import Answers, start_engine
 
     positions = _find_limit(source, positions, settings)
     if policy.scope.keeps_system:
-        _check_system(source.tokenizer(), edits=keeping is not None and keeping.edits)
+        _check_system(source.tokenizer(), edits=conversations is not None and conversations.edits)
     with ExitStack() as undo:
         sockets = _bind_sockets(address)
         for one in sockets:
@@ -78,7 +71,7 @@ def run(
         model, tokenizer, port = source.model(), source.tokenizer(), sockets[0].getsockname()[1]
         patched = patch(model, policy, k, **settings)
         undo.callback(patched.remove)
-        manager = start_engine(model, engine, keeping and Conversations(*keeping))
+        manager = start_engine(model, engine, conversations)
         most = "any number of" if positions is None else f"at most {positions}"
         print_note(f"{patched}; a request has {most} tokens, its answer included")
         where = f"http://{address.host}:{port}/v1"

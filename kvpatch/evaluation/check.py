@@ -212,7 +212,7 @@ class Checks:
         return predict_masked(self.model, self.target, self.ids_BT, self.n, seen, self._take_positions())
 
     def _take_positions(self) -> dict[str, Tensor]:
-        """Return position_ids, if the model takes them."""
+        """Return position_ids of the token ids as an argument of the model, if it takes them."""
         if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
             return {}
         T = self.ids_BT.shape[1]

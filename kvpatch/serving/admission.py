@@ -48,7 +48,7 @@ class Admission:
         super().finish_request(request_id)  # type: ignore[misc]
 
     def clear_cancelled_requests(self) -> Any:
-        """End the requests that were cancelled, and keep their caches as conversations: a stop string ends a text so, too."""
+        """End the requests that were cancelled, as at a stop string, and keep their caches. Called before each pass."""
         for request_id in list(self._requests_to_cancel):
             self._keep_conversation(request_id)
         return super().clear_cancelled_requests()  # type: ignore[misc]

@@ -68,7 +68,7 @@ class PackedPass:
         return self._in_order([part.cache.running.positions_BQ.flatten() for part in self.parts])[None]
 
     def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Run a layer's attention part by part: q [1,H*G,Q,D], k and v [1,H,Q,D] -> [1,Q,H*G*D].
+        """Run a layer's attention part by part: q [1,H*G,Q,D], k and v [1,H,Q,D] -> [1,Q,H*G*D]. Called once per layer.
 
         core: attends through one cache, and writes to it.
         """

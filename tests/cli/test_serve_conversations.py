@@ -26,9 +26,9 @@ NEW = 8
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    from kvpatch.cli.serving import Keeping
+    from kvpatch.serving.conversations import Conversations
 
-    with started(tmp_path_factory.mktemp("model"), TEMPLATE, keeping=Keeping(1 << 30, edits=True)) as found:
+    with started(tmp_path_factory.mktemp("model"), TEMPLATE, keeping=Conversations(1 << 30, edits=True)) as found:
         yield found
 
 

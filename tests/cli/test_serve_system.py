@@ -27,9 +27,9 @@ NEW = 8
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    from kvpatch.cli.serving import Keeping
+    from kvpatch.serving.conversations import Conversations
 
-    with started(tmp_path_factory.mktemp("model"), TEMPLATE, Keeping(1 << 30), protect="system") as found:
+    with started(tmp_path_factory.mktemp("model"), TEMPLATE, Conversations(1 << 30), protect="system") as found:
         yield found
 
 

@@ -24,7 +24,7 @@ def serving(source, k, policy="h2o", keeping=None, protect=None, **engine):
 
     place, engine = serving.Address("localhost", 0), {"num_blocks": 400, **engine}
     chosen = kvpatch.get_policy(policy).with_options(None, protect=protect)
-    server = serving.run(source, chosen, k, {}, place, engine, background=True, keeping=keeping)
+    server = serving.run(source, chosen, k, {}, place, engine, background=True, conversations=keeping)
     address = f"http://localhost:{server.server.config.port}"
 
     def answers():

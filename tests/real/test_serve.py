@@ -45,10 +45,10 @@ def test_twenty_prompts(source, k):
 
 
 def test_a_conversation(source):
-    from kvpatch.cli.serving import Keeping
+    from kvpatch.serving.conversations import Conversations
 
     model, tokenizer = source.model(), source.tokenizer()
-    with serving(source, 64, keeping=Keeping(1 << 30)) as (client, _, _), kvpatch.patched(model, "h2o", 64) as patch:
+    with serving(source, 64, keeping=Conversations(1 << 30)) as (client, _, _), kvpatch.patched(model, "h2o", 64) as patch:
         cache, messages, before = patch.new_cache(), [], 0
         for question in (PROMPTS[9], "Say it in other words.", "And in one word?"):
             messages.append({"role": "user", "content": question})
