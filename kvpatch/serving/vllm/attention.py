@@ -71,7 +71,7 @@ class BoundLayer(BoundAdapter):
     rows: Tensor | None = None
 
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
-        """Return the output projection's rows as the base class measures them, at the first call; True: they may be kept."""
+        """Return the output projection's rows, which the first call alone measures, and True: they are measured."""
         if self.rows is None:
             self.rows, _ = super().output_rows(like, group, parallel)
         return self.rows, True
