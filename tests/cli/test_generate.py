@@ -144,13 +144,14 @@ def test_code_of_a_model_runs_only_when_told(folder, prompt, tmp_path, monkeypat
 def test_options_of_loading_arrive(folder, prompt, monkeypatch):  # noqa: F811
     given = {}
 
-    def load(name, *places, **how):
-        given.update(how, name=name, places=places)
+    def load(**how):
+        given.update(how)
         raise KVPatchError("enough")
 
     monkeypatch.setattr(loading, "load_model", load)
     options = ("--device-map", "auto", "--revision", "v2", "--trust-remote-code", "--dtype", "bf16", "--device", "cuda:1")
-    wanted = {"name": "a/b", "places": ("bf16", "cuda:1"), "device_map": "auto", "revision": "v2", "trust_remote_code": True}
+    wanted = {"name": "a/b", "dtype": "bf16", "device": "cuda:1", "device_map": "auto", "revision": "v2"}
+    wanted["trust_remote_code"] = True
     for arguments in (("generate", "a/b", prompt), ("check", "a/b"), ("compare", "a/b", prompt)):
         given.clear()
         result = run(*arguments, *options, *(("--out", prompt.parent / "out") if arguments[0] == "compare" else ()))
