@@ -115,7 +115,8 @@ def _count_unseen(call: Call, past: int, new: int) -> None:
     """
     edit, positions, unseen = call.now.edit, call.slots.positions, call.slots.statistic("unseen")
     assert edit is not None
-    before, own = (positions[:, :, :past] >= 0) & (positions[:, :, :past] < edit.start), slice(past, past + new)
+    before, columns = (positions[:, :, :past] >= 0) & (positions[:, :, :past] < edit.start), slice(past, past + new)
     unseen[:, :, :past] -= before * (new - edit.opened)
     end_B11 = call.now.copy(call.now.n_B, positions.device)[:, None, None]
-    unseen[:, :, own] = (end_B11 - positions[:, :, own] - torch.arange(new, 0, -1, device=positions.device)).to(unseen.dtype)
+    later_Q = torch.arange(new, 0, -1, device=positions.device)  # the edit's rows from each of its tokens on
+    unseen[:, :, columns] = (end_B11 - positions[:, :, columns] - later_Q).to(unseen.dtype)

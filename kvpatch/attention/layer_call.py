@@ -142,11 +142,11 @@ class Call(LayerRead):
         assert isinstance(self.policy.selection, TwoStage)
         norm, H = self.policy.selection.norm, v_BHQD.shape[1]
         v_BNQD = self.bound_adapter.head_values(v_BHQD.detach())
-        each = v_BNQD.shape[1] // H
-        if wanted is not None and each > 1:
-            wanted = wanted.repeat_interleave(each, 1)
-        norms = projected_norms(v_BNQD, self._output_rows(v_BNQD, self.group // each), norm, wanted)
-        return norms if each == 1 else norms.unflatten(1, (H, each)).mean(2)
+        per_head = v_BNQD.shape[1] // H
+        if wanted is not None and per_head > 1:
+            wanted = wanted.repeat_interleave(per_head, 1)
+        norms = projected_norms(v_BNQD, self._output_rows(v_BNQD, self.group // per_head), norm, wanted)
+        return norms if per_head == 1 else norms.unflatten(1, (H, per_head)).mean(2)
 
     def head_norms(self, v_BHTD: Tensor) -> Tensor:
         """Return ||v W_O|| of each query head [B,H,G,T]."""
@@ -494,8 +494,8 @@ class Call(LayerRead):
 
 def _mask_seen(x_BHGWT: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Return logits with -inf for unseen keys, except in rows that see none; and which rows see any."""
-    some = seen.any(-1, keepdim=True)
-    return x_BHGWT.masked_fill(~seen & some, -torch.inf), some
+    sees_any = seen.any(-1, keepdim=True)
+    return x_BHGWT.masked_fill(~seen & sees_any, -torch.inf), sees_any
 
 
 def _rank_positions(positions_BHT: Tensor) -> Tensor:

@@ -187,7 +187,7 @@ def lay_out_anew(cache: TextState, layer: SlotLayer, part: SlotLayer) -> None:
 def _list_goals(parts: list[SlotLayer]) -> list[int] | None:
     """Return the slots that each head of the joined layer needs at its budget; None if no token is evicted."""
     goals = [part.list_goals() for part in parts]
-    return None if any(own is None for own in goals) else [goal for own in goals for goal in own or ()]
+    return None if any(of_part is None for of_part in goals) else [goal for of_part in goals for goal in of_part or ()]
 
 
 def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: list[int] | None) -> None:

@@ -186,10 +186,10 @@ def can_crop(cache: TextState, count: int) -> bool:
     """Tell if the last `count` tokens can be taken back exactly: they were recorded, or had no effect on other tokens."""
     settings = cache.settings
     inside = cache.counters.steps < count < cache.seen  # a prompt, whose other tokens stay
-    each = zip(settings.evicts, settings.policies, strict=True)
-    remembers = [on and (policy.remembers or (inside and policy.revises)) for on, policy in each]
-    remembered = all(layer.can_crop(count, on) for layer, on in zip(cache.layers, remembers, strict=True))
-    return remembered and cache.seen - count >= cache.rows.edited and cache.states.can_crop(count, cache.seen)
+    pairs = zip(settings.evicts, settings.policies, strict=True)
+    remembers = [evicts and (policy.remembers or (inside and policy.revises)) for evicts, policy in pairs]
+    croppable = all(layer.can_crop(count, one) for layer, one in zip(cache.layers, remembers, strict=True))
+    return croppable and cache.seen - count >= cache.rows.edited and cache.states.can_crop(count, cache.seen)
 
 
 def fit_slots(cache: TextState) -> None:

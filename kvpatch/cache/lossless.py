@@ -130,16 +130,16 @@ class LosslessCache(Unpicklable, Cache):
 
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Store a layer's new entries; return keys, values and positions of all earlier tokens, on the layer's device."""
-        own, device = self.whole[layer], k_1HQD.device
-        rows_TE = self._bring(layer, device) if own.length else None
-        own.append(k_1HQD, v_1HQD)
+        stored, device = self.whole[layer], k_1HQD.device
+        rows_TE = self._bring(layer, device) if stored.length else None
+        stored.append(k_1HQD, v_1HQD)
         if layer:
             self.whole[layer - 1].store.release()
         if rows_TE is None:
             return None
         if self._positions_1T is None or self._positions_1T.device != device:  # the same for all layers
             self._positions_1T = on_device([self.kept_positions], device)
-        return *own.view(rows_TE), self._positions_1T
+        return *stored.view(rows_TE), self._positions_1T
 
     def _bring(self, layer: int, device: torch.device) -> Tensor:
         """Return the rows of a layer's earlier tokens on its device, and count their bytes."""

@@ -47,15 +47,15 @@ def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.devic
         torch.arange(heads, device="cpu")[:, None],
     )
     spans = []
-    for row, own in enumerate(pages):
-        n = len(own)
-        follow = [*own] == [*range(own[0], own[0] + n)]
+    for row, numbers in enumerate(pages):
+        n, first = len(numbers), numbers[0]
+        follow = [*numbers] == [*range(first, first + n)]
         index_BHN[row, :, :n] = (
-            own[0] * heads + h_H1 * n + torch.arange(n, device="cpu")
+            first * heads + h_H1 * n + torch.arange(n, device="cpu")
             if follow
-            else torch.tensor(own, device="cpu") * heads + h_H1
+            else torch.tensor(numbers, device="cpu") * heads + h_H1
         )
-        spans.append((n, own[0] * heads if follow else 0))
+        spans.append((n, first * heads if follow else 0))
     host = index_BHN.pin_memory() if device.type == "cuda" else index_BHN
     return Strips(host.to(device, non_blocking=True), torch.tensor(spans, device="cpu"))
 

@@ -100,8 +100,8 @@ class RecurrentStates(Cache):
 
     def join(self, parts: Sequence[RecurrentStates]) -> None:
         """Fill these empty states with the rows of several others."""
-        every = [part._trim_states() for part in parts]
-        self.fill_states({name: torch.cat([one[name] for one in every]) for name in every[0]})
+        states = [part._trim_states() for part in parts]
+        self.fill_states({name: torch.cat([one[name] for one in states]) for name in states[0]})
 
     def _trim_states(self) -> dict[str, Tensor]:
         """Return all states by name; a convolution's, which may have recorded more, is cut to what the next token needs."""

@@ -236,8 +236,8 @@ class CacheSettings:
 
 def _describe_policy(policy: Policy) -> dict[str, Any]:
     """Describe a policy's name, schedule, parts and options as plain values."""
-    own = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
-    parts = {name: type(part).__name__ for name, part in own.items() if not isinstance(part, str | None)}
+    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
+    parts = {name: type(part).__name__ for name, part in fields.items() if not isinstance(part, str | None)}
     options = json.loads(json.dumps(policy.options(), default=_simplify_option))
     return {"name": policy.name, "schedule": policy.schedule, **parts, **options}
 
