@@ -52,14 +52,13 @@ def _check_one(index: int, cache: TextState) -> None:
 
 def _check_same(index: int, first: TextState, cache: TextState) -> None:
     """Raise KVPatchError if two caches differ in their settings or in the shapes of their layers."""
-    theirs, mine = _describe_cache(first), _describe_cache(cache)
-    of_layers = ((name, theirs.get(name), mine.get(name)) for name in dict.fromkeys((*theirs, *mine)))
-    for name, there, here in (*first.settings.list_differences(cache.settings), *of_layers):
-        if there != here:
+    in_first, in_this = _describe_cache(first), _describe_cache(cache)
+    sizes = ((name, in_first.get(name), in_this.get(name)) for name in dict.fromkeys((*in_first, *in_this)))
+    for name, here, there in (*first.settings.list_differences(cache.settings), *sizes):
+        if here != there:
             raise KVPatchError(
-                f"Cache {index} was made under another patch or model than cache 0: {name} is {here!r} there and "
-                f"{there!r} here. Rows of one batch share all settings. "
-                "Read both texts under one patch."
+                f"Cache {index} was made under another patch or model than cache 0: {name} is {there!r} there and {here!r} "
+                "here. Rows of one batch share all settings. Read both texts under one patch."
             )
 
 
