@@ -364,7 +364,7 @@ def observe(
     mask = _Mask(keys, rows_BQ, geometry, ends)
     ends = range(keys.past + 1, keys.past + Q + 1) if ends is None else ends
     sinks_NG11 = None if geometry.sinks_HG is None else geometry.sinks_HG.repeat(B, 1)[:, :, None, None]
-    blocks = [
+    blocks = [  # rows [start, stop), which see keys in columns [lo, hi)
         (start, stop, _find_columns(keys, geometry, start, stop)[0], ends[stop - 1])
         for start, stop in _row_blocks(ends, budget // (2 * G), G)
     ]

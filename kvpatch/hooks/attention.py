@@ -21,7 +21,7 @@ from ..serving.packed import PackedPass
 from .accelerate import OwnMethod
 
 
-def attention_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool, own: OwnMethod) -> Callable[..., Any]:
+def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool, own: OwnMethod) -> Callable[..., Any]:
     """Make the forward that replaces an attention module's while it is patched; it runs once for each pass and layer.
 
     It attends through the cache among its arguments, which changes that cache; without one it calls the module's own forward.

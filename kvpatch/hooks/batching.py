@@ -36,7 +36,7 @@ ALIKE = (
 _TOKENIZER: ContextVar[Any] = ContextVar("tokenizer", default=None)  # given to generate_batch()
 
 
-def batches() -> Callable[..., Any]:
+def wrap_generate_batch() -> Callable[..., Any]:
     """Make the generate_batch() of a patched model: it also takes a tokenizer, for stop strings, as generate() does.
 
     init_continuous_batching(), which it calls, finds the tokenizer in `_TOKENIZER`.
@@ -52,7 +52,7 @@ def batches() -> Callable[..., Any]:
     return functools.wraps(GenerationMixin.generate_batch)(generate_batch)
 
 
-def continuous_batching(state: PatchState, decoder: str, own: OwnMethod, placeholders: dict[int, str]) -> Callable[..., Any]:
+def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placeholders: dict[int, str]) -> Callable[..., Any]:
     """Make the init_continuous_batching() of a patched model, whose manager gives each request a budget.
 
     The user calls it, or generate_batch() does. Where nothing is evicted the manager is transformers' own, unless

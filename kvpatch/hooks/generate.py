@@ -281,7 +281,7 @@ def _count_new(kwargs: dict[str, Any], configs: tuple[Any, ...], prompt: int) ->
     return None if new is None else int(new)
 
 
-def masks_for_generate(previous: Callable[..., Any] | None) -> Callable[..., Any]:
+def wrap_make_masks(previous: Callable[..., Any] | None) -> Callable[..., Any]:
     """Wrap the method that makes masks before a step that may be compiled: for an EvictingCache, return the padding mask.
 
     For a decode step only its newest column is returned, so that shapes stay constant.

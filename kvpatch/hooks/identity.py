@@ -69,7 +69,7 @@ def _find_traits(kind: Any) -> tuple[bool, bool]:
 
 
 def _read_first(part: Tensor) -> Tensor:
-    """Return a tensor's first numbers, without a copy of the tensor."""
+    """Return a view of a tensor's first FEW numbers, which a stamp has of each weight."""
     if part.is_contiguous():
         return part.as_strided((min(part.numel(), FEW),), (1,))
     return part[(0,) * (part.ndim - 1)][:FEW]

@@ -15,9 +15,9 @@ from torch import nn
 from ..arch.upstream import CANDIDATES, COMPILED, KEPT_MANAGER, MAKE_MASKS, PREPARE_CACHE, START_BATCHING
 from . import shell
 from .accelerate import own_method, put_hook, replace_forward, replicate
-from .attention import attention_forward, parameters
-from .batching import batches, continuous_batching, end_continuous_batching
-from .generate import masks_for_generate, wrap_generate, wrap_prepare_cache
+from .attention import make_forward, parameters
+from .batching import end_continuous_batching, wrap_generate_batch, wrap_init_batching
+from .generate import wrap_generate, wrap_make_masks, wrap_prepare_cache
 from .lossless import wrap_candidates
 from .offsets import NAME as OFFSETS
 from .offsets import has_offsets
@@ -75,7 +75,7 @@ class Installation:
             mark = self._mark_module(module)
             for name, value in adapter.attributes(module).items():
                 self._set_attribute(module, mark, name, value)
-            forward = functools.partial(attention_forward, type(module), adapter, layer, reads)
+            forward = functools.partial(make_forward, type(module), adapter, layer, reads)
             replace_forward(module, forward, mark.undo.append)
             self._set_attribute(module, mark, "_replicate_for_data_parallel", MethodType(replicate, module))
         mark = self._mark_module(target.decoder)
@@ -102,17 +102,17 @@ class Installation:
         state, changes = self.state, dict[str, object]()
         originals = {name: own_method(generator, name, vars(generator).get(name)) for name in METHODS}
         changes["generate"] = MethodType(wrap_generate(originals["generate"], state), generator)
-        changes[MAKE_MASKS] = masks_for_generate(getattr(generator, MAKE_MASKS, None))
+        changes[MAKE_MASKS] = wrap_make_masks(getattr(generator, MAKE_MASKS, None))
         changes[PREPARE_CACHE] = MethodType(wrap_prepare_cache(originals[PREPARE_CACHE], state), generator)
         if state.lossless and hasattr(generator, CANDIDATES):
             changes[CANDIDATES] = MethodType(wrap_candidates(originals[CANDIDATES], state), generator)
         if hasattr(generator, START_BATCHING):
             inner = next(name for name, module in generator.named_modules() if module is self.target.decoder)
-            start = continuous_batching(state, inner, originals[START_BATCHING], self.target.list_placeholders())
+            start = wrap_init_batching(state, inner, originals[START_BATCHING], self.target.list_placeholders())
             changes[START_BATCHING] = MethodType(start, generator)
             mark.undo.append(end_continuous_batching)
         if not state.settings.transparent and hasattr(generator, START_BATCHING):
-            changes["generate_batch"] = MethodType(batches(), generator)
+            changes["generate_batch"] = MethodType(wrap_generate_batch(), generator)
             changes[KEPT_MANAGER] = MISSING  # one without a budget; the patch's own goes with it
         for name in COMPILED:  # dropped with the patch
             changes[name] = MISSING

@@ -121,7 +121,7 @@ class RunLog:
             self._note_last(record)  # an assistant's cache may have had the last pass
 
     def release(self, cache: EvictingCache, record: TextRecord) -> None:
-        """Keep a snapshot of a cache that is about to be freed, if the last pass was its own."""
+        """Keep a snapshot of a cache for the report, if it had the last pass. Called by its record before it is freed."""
         if cache.unfinished or not record.number:
             return
         self._catch_up(cache, record)
@@ -170,7 +170,7 @@ class RunLog:
         return None if cache is None or cache.record is None else cache
 
     def _catch_up(self, cache: EvictingCache, record: PassRecord | None) -> None:
-        """Count the steps that ran inside a graph or under torch.compile, where no hook runs."""
+        """Count the steps that ran inside a graph, where no hook runs, before a report, a generate()'s or the cache's end."""
         if not isinstance(record, TextRecord) or record.log is not self:
             return  # the cache goes on under another patch
         cache.catch_up()

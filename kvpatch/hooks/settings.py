@@ -116,7 +116,7 @@ def settings_of(  # noqa: PLR0913 - those of patched()
         KVPatchError: the model cannot work with this policy, budget, positions or backend, or these not with one another.
     """
     renumbered, bounds, k = positions == "renumbered", target.bounds(), as_python(k)
-    policy, listed = _by_ids(policy, target), is_list(k)
+    policy, listed = _resolve_protected(policy, target), is_list(k)
     target.check_rotations(policy, renumbered)
     if policy.projects:
         target.check_projection(policy)
@@ -169,8 +169,8 @@ def _parse_budgets(
     return budget, budgets
 
 
-def _by_ids(policy: Policy, target: Target) -> Policy:
-    """Replace the word "image" or "text" in the policy's `protect=` by token ids of this model."""
+def _resolve_protected(policy: Policy, target: Target) -> Policy:
+    """Return the policy with the word "image" or "text" in its `protect=` replaced by this model's token ids of images."""
     kind = policy.scope.protect
     if not isinstance(kind, str) or policy.scope.keeps_system:
         return policy

@@ -68,8 +68,8 @@ LOAD = [
     (files, "BoundAdapter"),
 ]  # fmt: skip
 ENTER = [
-    (install, "replace_forward"), (install, "attention_forward"), (install.Installation, "_set_attribute"),
-    (install.Installation, "_mark_module"), (install, "put_hook"), (install, "wrap_generate"), (install, "masks_for_generate"),
+    (install, "replace_forward"), (install, "make_forward"), (install.Installation, "_set_attribute"),
+    (install.Installation, "_mark_module"), (install, "put_hook"), (install, "wrap_generate"), (install, "wrap_make_masks"),
     (install, "wrap_prepare_cache"), (handle, "PatchState"), (handle, "Installation"),
 ]  # fmt: skip
 

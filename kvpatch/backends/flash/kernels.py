@@ -107,7 +107,7 @@ class Generation:
     endless: int | None = -1
     limits: dict[str, Any] = field(default_factory=dict)
 
-    def found(self, modules: dict[str, Any]) -> Iterator[Kernel]:
+    def find_kernels(self, modules: dict[str, Any]) -> Iterator[Kernel]:
         """Yield a kernel for each of the modules, by name, that is of this generation."""
         for name, module in modules.items():
             functions = [getattr(module, function, None) for function in ("flash_attn_func", "flash_attn_varlen_func")]
@@ -283,7 +283,8 @@ def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
 
 
 SOURCES: tuple[Callable[[dict[str, Any]], Iterator[Kernel]], ...] = (
-    THREE.found, THREE_OF_VLLM.found, _three_operator, FOUR.found, _find_cudnn, TWO.found, _find_torch,
+    THREE.find_kernels, THREE_OF_VLLM.find_kernels, _three_operator, FOUR.find_kernels,
+    _find_cudnn, TWO.find_kernels, _find_torch,
 )  # fmt: skip
 _kernels: tuple[Kernel, ...] | None = None
 _hub: tuple[str, ...] = ()

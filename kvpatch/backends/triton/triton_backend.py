@@ -298,7 +298,7 @@ def step(
     )  # fmt: skip
 
 
-def plain_step(
+def step_as_operator(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -346,6 +346,6 @@ def plain_step(
 
 # torch.compile does not trace it
 compiled_step = torch.library.custom_op(
-    "kvpatch::decode_step", plain_step, mutates_args=("keys", "values", "positions", "slot", "state")
+    "kvpatch::decode_step", step_as_operator, mutates_args=("keys", "values", "positions", "slot", "state")
 )
 compiled_step.register_fake(lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format))
