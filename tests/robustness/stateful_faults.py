@@ -37,14 +37,14 @@ class Fault(Exception):
 # where: of each kind of call, the functions that it goes through
 PASS = [
     (attend, "_attend_layer"), (prefill, "attend"), (blockwise, "attend"), (decode, "attend"), (decode, "_add_statistics"),
-    (decode, "_evict_over_budget"), (decode, "victims"), (SlotLayer, "drop"), (LayerStack, "__init__"),
+    (decode, "_evict_over_budget"), (decode, "find_victims"), (SlotLayer, "drop"), (LayerStack, "__init__"),
     (LayerStack, "_open_step"),
     (LayerStack, "begin"), (LayerStack, "share_free"), (torch_backend, "attend"), (torch_backend, "step"),
     (torch_backend, "observe"),
     (torch_backend, "window_sums"), (Call, "entry"), (Call, "sums"), (Call, "add"),
     (Call, "eviction_context"), (Policy, "eviction_keys"),
-    (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "limit"), (compress, "_compress_layer"),
-    (compress, "top"),
+    (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "set_limits"),
+    (compress, "_compress_layer"), (compress, "select_top"),
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
     (SlotLayer, "allocate"), (SlotLayer, "resize_slots"), (DenseSlots, "move_to_front"), (SlotLayer, "begin_prompt"),
     (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record_step"),
@@ -58,7 +58,7 @@ CLONE = [(copy, "deepcopy"), (TextState, "catch_up")]
 JOIN = [
     (concat, "check_compatible"), (concat, "_make_blank"), (concat, "_join_layer"), (concat, "_make_buffers"),
     (concat, "_fill_segments"), (concat, "_set_mode"), (concat, "_set_steps"),
-    (concat, "_join_shared"), (SlotLayer, "reset"), (TextState, "reset"),
+    (concat, "join_padded"), (SlotLayer, "reset"), (TextState, "reset"),
 ]  # fmt: skip
 SAVE = [
     (kinds, "checksum"), (save_load, "_list_limits"), (save_load, "_describe_history"), (safetensors.torch, "save_file"),
