@@ -197,10 +197,7 @@ class patched:
 
 
 def _find_target(model: nn.Module, auto: bool) -> Target:
-    """Find the decoder and the attention modules of a model, which is only read.
-
-    Under versions of torch or transformers that were not tested, the model's class is first checked on a tiny copy.
-    """
+    """Find a model's decoder and attention modules; under versions that were not tested, check its class on a tiny copy."""
     untested, remedy = find_untested(transformers.__version__, torch.__version__)
     if not untested or any("_kvpatch" in vars(module) for module in model.modules()):
         return Target.find(model, auto=auto)

@@ -343,13 +343,7 @@ def _count_answers(snapshot: Snapshot) -> int:
 def _describe_settings(settings: CacheSettings) -> dict[str, Any]:
     """Return the fields of a Report that follow from the settings alone."""
     policy, stack = settings.policy, settings.stack or Stack((), ())
-    return {
-        "policy": policy.name,
-        "schedule": policy.schedule,
-        "budget": settings.budget.per_layer,
-        "bits": settings.bits,
-        "size": settings.budget.sizes[0] if settings.budget.whole else "",
-        "layers": settings.numbers,
-        "states": tuple(number for number, _ in stack.states),
-        "readers": stack.readers,
-    }
+    values = {"policy": policy.name, "schedule": policy.schedule, "budget": settings.budget.per_layer, "bits": settings.bits}
+    values["size"] = settings.budget.sizes[0] if settings.budget.whole else ""
+    states = tuple(number for number, _ in stack.states)
+    return {**values, "layers": settings.numbers, "states": states, "readers": stack.readers}

@@ -146,10 +146,7 @@ def _format_count(number: int, what: str) -> str:
 
 
 def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Write lines for the report on the backends that ran: one per backend, and the reasons against faster ones.
-
-    ran: by task, the backend and the reason. Reasons are left out where torch was asked for or the device is a CPU.
-    """
+    """Write lines for the report on the backends that ran: each with its tasks and the reasons against faster ones."""
     reasons = {part for _, why in ran.values() for part in why.split("; ")}
     if {name for name, _ in ran.values()} <= {"torch"} and (not ran or reasons & {_ASKED, *_ON_CPU}):
         return [f"torch ({_ASKED})" if _ASKED in reasons else "torch"]

@@ -88,10 +88,7 @@ def plan(  # noqa: PLR0913 - the options of one command
 def _check_arguments(
     policy: object, schedule: str | None, options: dict[str, Any], counts: dict[str, int], new: int, bits: int
 ) -> Division:
-    """Check the arguments of `plan`, and return how the policy divides a budget.
-
-    counts: tokens and batch by name. Raises KVPatchError for an argument out of range.
-    """
+    """Check the arguments of `plan` (counts: tokens and batch, by name), and return how the policy divides a budget."""
     for name, value in counts.items():
         check_count(name, value, "tokens" if name == "tokens" else "requests")
     check_count("new", new, "tokens", least=0)
@@ -120,10 +117,7 @@ def _parse_memory(memory: object) -> int | None:
 
 
 def _choose_tokens(shape: Shape, tokens: int | None, new: int, name: str) -> int:
-    """Return the tokens of a prompt to plan for: those asked for, or MOST, or as many as the model has positions for.
-
-    Raises KVPatchError for a text that is longer than the model's positions.
-    """
+    """Return the tokens of a prompt to plan for: those asked for, which must not exceed the model's positions, or MOST."""
     most = MAX_POSITION if shape.positions is None else shape.positions - new
     if most < 1:
         raise KVPatchError(f"{name} has {shape.positions:,} positions: give fewer than {shape.positions} new tokens.")
@@ -146,10 +140,7 @@ def _find_dtype(dtype: str, shape: Shape) -> str:
 
 
 def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype: str) -> Budget:
-    """Convert `k` to a budget, sizes in bytes by what an entry takes in this dtype and these bits.
-
-    Raises KVPatchError for one that is out of range or follows the text.
-    """
+    """Convert `k` of a plan to a budget. Raises KVPatchError for one that is out of range or follows the text."""
     if isinstance(k, Rule) or (isinstance(k, str) and ":" in k):
         raise KVPatchError(
             f"k={k} follows the text, which a plan does not know: give a share such as 0.5 or tokens such as 1024."

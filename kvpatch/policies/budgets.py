@@ -174,9 +174,7 @@ class Rule:
         """Raise KVPatchError unless the policy and a layer of so many KV heads can work with this budget."""
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Count the tokens [B,H,1] that each head keeps at an eviction, and the scores that it has lost by then, or None.
-
-        Called for budgets that follow the text: `moves` or `weighs` is True.
+        """Count the tokens [B,H,1] that each head keeps at an eviction, and the scores lost so far, or None.
 
         keys_BHT: eviction keys by score alone, those of empty slots FIRST.
         """

@@ -257,10 +257,7 @@ class Compactor(Leverage):
 
 
 def _standardize_scores(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
-    """Return x less its mean, divided by its standard deviation, both over the tokens `among_BHT` of all heads of a row.
-
-    Where processes share the heads, all must call it: `everyone` gathers the heads of all of them.
-    """
+    """Return x less its mean over its deviation, of the tokens `among_BHT` of all heads of a row; all processes call it."""
     x = x_BHT.nan_to_num(0.0)  # one NaN would make all heads NaN
     among = everyone.gather_heads(among_BHT.to(x.dtype), empty=0)
     count, total = among.sum((1, 2), keepdim=True), everyone.gather_heads(x, empty=0) * among

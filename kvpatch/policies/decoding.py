@@ -95,10 +95,7 @@ class RecentScore(Score):
         check_pooling(self.kernel, self.pooling)
 
     def _pool_scores(self, score_BHT: Tensor, candidate_BHT: Tensor, context: EvictionContext) -> Tensor:
-        """Pool scores over neighbouring candidates in text order; candidates are the tokens before the last queries' own.
-
-        Returns [B,H,T], 0 for other tokens.
-        """
+        """Pool scores [B,H,T] over neighbouring candidates (tokens before the last queries'), in text order; 0 for others."""
         if self.pooling is None:
             return score_BHT
         order, _ = sort_by_position(context.positions_BHT)  # candidates first

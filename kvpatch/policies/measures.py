@@ -93,10 +93,7 @@ class Calibration:
         return f"<Calibration {self.digest[:16]}>"
 
     def of(self, layer: int, name: str, like: Tensor) -> Tensor:
-        """Return a layer's statistic for all its heads, on the device of `like`; a float32 one in the dtype of scores.
-
-        Scores call it at each eviction; the moved tensor is kept in `_placed`.
-        """
+        """Return a layer's statistic for all heads, for a score: on `like`'s device (kept in `_placed`), in scores' dtype."""
         found = self.layers[layer][name]
         key = layer, name, like.device, accumulator(like.dtype) if found.dtype == torch.float32 else found.dtype
         if key not in self._placed:
@@ -179,10 +176,7 @@ def _sum_products(sample: Sample) -> Totals:
 
 
 def _find_direction(sums: Totals) -> Tensor:
-    """Return each head's first right singular vector [H,D], turned to the side of the queries' mean.
-
-    sums: those of _sum_products over the whole text.
-    """
+    """Return each head's first right singular vector [H,D] from a text's sums, turned to the side of the queries' mean."""
     products, total = sums
     first = torch.linalg.eigh(products).eigenvectors[..., -1]  # in ascending order
     side = (first * total).sum(-1, keepdim=True)
@@ -236,10 +230,7 @@ def _sum_regression(sample: Sample) -> Totals:
 
 
 def _solve_regression(sums: Totals) -> Tensor:
-    """Return the weights [H,F] of least squares, with a ridge in units of each feature's size.
-
-    sums: those of _sum_regression over the whole text.
-    """
+    """Return the least-squares weights [H,F] from a text's sums, with a ridge in units of each feature's size."""
     products, total = sums
     size = products.diagonal(dim1=-2, dim2=-1).sqrt()
     size = torch.where(size > 0, size, 1.0)

@@ -82,10 +82,7 @@ class Merge(Merging):
             raise KVPatchError(f"threshold={given!r} must be a cosine in [0, 1], below which nothing is merged.")
 
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
-        """Return the kept values [B,H,K,D] with each evicted value added to the one whose key is most alike (see the class).
-
-        Called where a prompt ends, before the evicted tokens go. Pure: returns a new tensor.
-        """
+        """Return the kept values [B,H,K,D], evicted ones added to those with the likest key, where a prompt ends. Pure."""
         dtype, D, index_BHK = accumulator(v_BHTD.dtype), v_BHTD.shape[-1], kept.index_BHK
         evicted_BHT = kept.live_BHT & ~kept.stays_BHT
         unit = k_BHTD.to(dtype)

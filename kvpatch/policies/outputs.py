@@ -37,10 +37,7 @@ class OutputChange(ObservationWindow):
         return (WindowAttention(self.window, self._fold, "sum", protected=True),)
 
     def _fold(self, rows: Observed) -> Tensor:
-        """Return the squared change [N,M] of the window's outputs if a key were lost: weighted |v|^2 - 2 v.o + |o|^2.
-
-        WindowAttention calls it with some rows at a time, where a prompt ends. Pure; summed over the rows.
-        """
+        """Return the squared change [N,M] of outputs if a key were lost, for WindowAttention: the sum of |v - o|^2 by weight."""
         # differences of large numbers where a row looks at little else
         p_NGRM, v_NMD = rows.p_NGRM.double(), rows.values().double()
         out_NLD, p_NLM = p_NGRM @ v_NMD[:, None], p_NGRM.flatten(1, 2)

@@ -80,10 +80,7 @@ def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens, taken: Collec
 def bind_passes(
     needs: Iterable[AnyNeed], method: Literal["read", "step"], policy: str
 ) -> tuple[tuple[AnyNeed, Callable[[PromptRead | StepRead], None]], ...]:
-    """Pair each need that defines `read` or `step` with that method; errors of a user's need then name need and policy.
-
-    Called once per layer and cache; each pass then runs these methods after attention.
-    """
+    """Pair each need that defines `read` or `step` with it, for the passes of a layer; errors of a user's need then name it."""
 
     def bind_method(need: AnyNeed) -> Callable[[Any], None]:
         run: Callable[[Any], None] = getattr(need, method)

@@ -111,10 +111,7 @@ class _Looks:
         return cls(out.flatten(2, 3), lse, asked, kept.gather(k_BHTD), kept, layer)
 
     def iterate_blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield for some kept tokens at a time their slice of K, and the attention [B,H,N,M] that the queries give them.
-
-        It is a softmax over the kept tokens alone.
-        """
+        """Yield slices of the kept tokens, and the attention [B,H,N,M] that the queries give these, of kept tokens alone."""
         kept, asked = self.kept, self.asked
         for some in _split_blocks(kept.index_BHK.shape[2], self.lse_BHGW.numel(), self.out_BHND):
             index, real = kept.index_BHK[:, :, some], kept.real_BHK[:, :, None, None, some]

@@ -399,10 +399,7 @@ class Defensive(ObservationWindow):
         return (WindowAttention(self.window, self._fold, "max", protected=True),)
 
     def _fold(self, rows: Observed) -> Tensor:
-        """Return the greatest pooled probability [N,M] of each key over query heads and rows.
-
-        WindowAttention calls it with some rows at a time, where a prompt ends. Pure.
-        """
+        """Return the greatest pooled probability [N,M] of each key over query heads and some rows, for WindowAttention."""
         candidate_NM = rows.candidate_NM
         p_NGRM = rows.p_NGRM * candidate_NM[:, None, None]
         if self.pooling is None:

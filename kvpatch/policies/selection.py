@@ -224,10 +224,7 @@ class TwoStage(Selection):
     def eviction_keys(
         self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
     ) -> Tensor:
-        """Return keys that rank the first stage's tokens with the protected ones, the others by the second stage's bound.
-
-        Called when tokens are evicted; arguments and result are those of Selection.eviction_keys.
-        """
+        """Return keys that rank the first stage's tokens as protected ones, others by the second's bound; at each eviction."""
         if context.keep_BH1 is None:
             return first
         empty = context.positions_BHT < 0 if context.empty else None

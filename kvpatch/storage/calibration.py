@@ -63,10 +63,7 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
 
 
 def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
-    """Raise InvalidError unless the tensors are statistics of the description's layers, and each layer has all of some kinds.
-
-    `load_calibration` calls it before tensors are read. about: the file's description; found: its header.
-    """
+    """Raise InvalidError unless a file's header lists statistics of the description's layers, of each all of some kinds."""
     known = list(map(list_statistics, WHOLE))
     for layer in about["layers"]:
         held = [name for name in MEASURES if f"{layer}.{name}" in found]

@@ -104,10 +104,7 @@ def _restore_cache(
     shapes: list[schema.LayerShape],
     devices: list[torch.device],
 ) -> None:
-    """Fill an empty cache in place with a file's tensors, whose header was checked.
-
-    about: the file's description. devices: of each layer.
-    """
+    """Fill an empty cache in place with a file's tensors, of a checked header. about: its description; devices: by layer."""
     _restore_history(cache, about["cache"])
     cache.ids = TokenIds.of(tensors["ids"].to(devices[0]) if "ids" in tensors else None)
     for name in schema.ROWS:
@@ -129,10 +126,7 @@ def _restore_layer(
     shape: schema.LayerShape,
     policy: Policy,
 ) -> None:
-    """Set the attributes of an empty layer from a file, whose header was checked; takes `described` and `tensors` apart.
-
-    tensors: the layer's, by name. described: its other attributes.
-    """
+    """Set an empty layer's attributes from a file: `tensors` by name, and the others, `described`; both are emptied."""
     head_offsets, limits, mode = described.pop("head_offsets"), described.pop("limits"), MODES[described.pop("mode")]
     layer.dtype = schema.DTYPES[described.pop("dtype")]
     counts = {name: described.pop(name) for name in mode.saved}

@@ -66,11 +66,8 @@ class LayerShape(NamedTuple):
 
 
 def check_header(about: Description, entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
-    """Raise InvalidError unless description and tensors fit `cache`, an empty cache of the patch.
-
-    `load` calls it before any tensor is read. Changes nothing: entries are taken out of a copy until none is left.
-    """
-    left = dict(entries)
+    """Raise InvalidError unless a file's description and header fit `cache`, an empty one, before tensors are read."""
+    left = dict(entries)  # entries are taken out of it until none is left
     B = _take_entry(left, "seen_B", (torch.int64,), (None,)).shape[0]
     history, layers = check_fields("its cache", about["cache"], HISTORY), about["layers"]
     _check_condition(isinstance(layers, list) and len(layers) == len(cache.layers), f"it has not {len(cache.layers)} layers")

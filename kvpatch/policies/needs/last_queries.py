@@ -59,10 +59,7 @@ class Recent(Note):
         return column, self.q_BHGWD.gather(3, at), self.positions_BW.gather(1, column)
 
     def find_contradiction(self, seen_B11: Tensor) -> Tensor:
-        """Return a mask of queries that are of no seen token, or not in the column of their position; True if there is none.
-
-        Called when a cache's invariants are checked.
-        """
+        """Mask queries of unseen tokens or in a wrong column, where invariants are checked; all True if there is no query."""
         width, known = self.positions_BW.shape[1], self.positions_BW >= 0
         placed = (self.positions_BW % width == torch.arange(width, device=known.device)) | (self.positions_BW == -1)
         return ~(placed & (self.positions_BW < seen_B11[:, 0]) & known.any())

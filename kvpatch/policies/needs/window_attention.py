@@ -52,10 +52,7 @@ class WindowAttention(Need[Tensor]):
         return self.width if self.protected else 0
 
     def read(self, prompt: PromptRead) -> None:
-        """Write the attention of a prompt's last `width` rows to the state "observed", once the prompt has attended.
-
-        A piece that does not end the prompt only leaves its last queries in the layer's notes.
-        """
+        """Write the attention of a prompt's last `width` rows to the state "observed"; earlier pieces leave their queries."""
         layer, q_BHGQD, rows_BW, lse = prompt.layer, prompt.q_BHGQD, prompt.rows_BQ, prompt.lse_BHGQ
         if (earlier := layer.notes.pop(self.name, None)) is not None:
             # the log-sum-exp of earlier rows was not kept
