@@ -227,7 +227,7 @@ class Limits(Batched):
 
     @classmethod
     def cat(cls, parts: Sequence[Limits]) -> Limits:
-        """Concatenate the rows of several limits, when caches are joined or layers are stacked."""
+        """Concatenate the rows of several limits, when caches are joined."""
         found: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in SIZES}
         found |= {name: any(getattr(part, name) for part in parts) for name in FLAGS}
         counts = {part.deviation_count for part in parts}

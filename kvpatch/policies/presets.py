@@ -254,16 +254,17 @@ def register_policy(name: str, policy: Policy, *, exist_ok: bool = False) -> Non
         exist_ok: replace a policy of that name, as a notebook's cell does that is run again.
 
     Raises:
-        KVPatchError: `name` is taken or not an identifier, or `policy` is not a Policy.
+        KVPatchError: `name` is taken, in any spelling of it, or not an identifier, or `policy` is not a Policy.
 
     Example:
         kvpatch.register_policy("h2o_sinks", kvpatch.get_policy("h2o").with_options(sinks=4))
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise KVPatchError(f"A policy's name must be an identifier such as 'my_policy', not {name!r}.")
-    if name in POLICIES and not exist_ok:
+    known = match_name(name, POLICIES)  # "TOVA" is found as "tova"
+    if known is not None and not (exist_ok and known == name):
         raise KVPatchError(
-            f"A policy named {name!r} is already registered; choose another name, or pass exist_ok=True to replace it."
+            f"A policy named {known!r} is already registered; choose another name, or pass exist_ok=True to replace it."
         )
     if not isinstance(policy, Policy):
         raise KVPatchError(

@@ -266,6 +266,9 @@ def test_a_policy_is_registered_again_and_forgotten():
     try:
         with pytest.raises(KVPatchError, match=r"already registered.*exist_ok=True"):
             kvpatch.register_policy("mine", mine)
+        for spelling in ("Mine", "mi_ne"):  # get_policy("MINE") would find the last one
+            with pytest.raises(KVPatchError, match="named 'mine' is already registered"):
+                kvpatch.register_policy(spelling, mine, exist_ok=True)
         kvpatch.register_policy("mine", mine.with_options(recent=0.2), exist_ok=True)
         assert kvpatch.get_policy("mine").options()["recent"] == 0.2
     finally:
