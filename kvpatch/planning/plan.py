@@ -102,6 +102,8 @@ def _check_arguments(
     if match_name(split_combination(policy)[1], ("duo",)) is not None:
         raise KVPatchError("What duo holds depends on its calibration: plan another policy, such as 'snapkv'.")
     check_count("every", division.every, "tokens")
+    if division.every > 1 and division.schedule == "prompt":
+        raise KVPatchError(f"every={division.every} is for policies that evict while decoding: use schedule='both'.")
     check_count("window", division.protects, "tokens", least=0)
     if division.beta is not None:
         Pyramid(division.beta).check()
@@ -151,6 +153,9 @@ def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype:
     budget = Budget.parse(
         k, n_layers=n, bytes_per_token=-(-entries // n), bounds=shape.bounds, extra=division.every - 1, fixed=-(-centres // n)
     )
+    sizes = [size for one in budget.per_layer for size in (one if isinstance(one, tuple) else (one,)) if isinstance(size, int)]
+    if sizes and min(sizes) < division.every:
+        raise KVPatchError(f"every={division.every} evicts more tokens at once than the budget of {min(sizes)} keeps: raise k.")
     for index, rule in enumerate(budget.rules):
         rule.check(None, shape.layers[index].heads)
         if division.beta is not None and not isinstance(rule, Size):

@@ -133,6 +133,8 @@ WRONG = (
     ({"policy": "snapvk"}, "Unknown policy 'snapvk'. Did you mean 'snapkv'?"),
     ({"policy": "refti(kvzip)"}, "Unknown policy 'refti(kvzip)'. Did you mean 'refit(kvzip)'?"),
     ({"policy": "duo"}, "plan another policy, such as 'snapkv'"),
+    ({"policy": "h2o", "k": 64, "every": 128}, "every=128 evicts more tokens at once than the budget of 64 keeps"),
+    ({"policy": "snapkv", "every": 4}, "every=4 is for policies that evict while decoding"),
     ({"policy": "merged(Duo)"}, "plan another policy, such as 'snapkv'"),
     ({"policy": kvpatch.get_policy("h2o")}, "must be a policy's name, such as 'snapkv'"),
     ({"widow": 3}, "has no option 'widow'. Did you mean 'window'?"),
