@@ -112,7 +112,7 @@ class EvictingCache(TextState):
 
     @writable
     def __deepcopy__(self, memo: dict[int, object]) -> EvictingCache:
-        """Copy all state of the text; the copy shares the settings and whatever belongs to the model."""
+        """Copy all state of the text, for `clone()`; the copy shares the settings and whatever belongs to the model."""
         new = memo[id(self)] = super().__copy__()
         of_model = (self.make_table, *(one for layer in self.layers for one in (layer.geometry, layer.output_rows)))
         memo.update({id(one): one for one in of_model if one is not None})
@@ -152,7 +152,7 @@ class EvictingCache(TextState):
         return new
 
     def _copy_sharing(self) -> EvictingCache:
-        """Return a copy that shares the tensors of layers, states and ids. `select_rows` replaces them before it writes."""
+        """Return a copy that shares the tensors of layers, states and ids: `select_rows` replaces them before it writes."""
         uncopied = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
         new, memo = super().__copy__(), {id(one): one for one in uncopied}
         copied = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))
@@ -183,7 +183,7 @@ class EvictingCache(TextState):
     # ---- rows of the batch ----
 
     def _map_rows(self, what: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change`, which selects or repeats rows, to every tensor of the cache that has the batch first.
+        """Apply `change`, which selects, reorders or repeats rows, in place to every tensor that has the batch first.
 
         what: the method that calls, for errors.
         """
@@ -222,7 +222,7 @@ class EvictingCache(TextState):
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put row `beam_idx[i]` at row i, as beam search does."""
+        """Put row `beam_idx[i]` at row i. Beam search of transformers calls this after each step."""
         self.check_finished()
         checks.check_beams(beam_idx, self.seen_B)
         lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.select_dropped(beam_idx, self.seen_B)
@@ -232,20 +232,20 @@ class EvictingCache(TextState):
 
     @writable
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these batch rows: int64 indices, or a bool mask [B]."""
+        """Keep these batch rows alone, as when other texts have ended: int64 indices, or a bool mask [B]."""
         self.check_finished()
         index = checks.check_rows(indices, self.seen_B)
         self._map_rows("batch_select_indices()", lambda tensor: tensor[index.to(tensor.device), ...])
 
     @writable
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Replace each row by `repeats` copies of it."""
+        """Replace each row by `repeats` copies of it, for several continuations of a text."""
         self.check_finished()
         check_count("repeats", repeats, "copies of each row")
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def _may_shrink(self, before_B: Tensor | None) -> bool:
-        """Tell if fewer slots may be enough after rows were dropped. before_B: their lengths; beams of one text are alike."""
+        """Tell if fewer slots may be enough after rows were selected. before_B: lengths before; reordered beams keep theirs."""
         if before_B is None or self.seen_B is None or not any(layer.holes for layer in self.layers):
             return False
         uneven = any(layer.every > 1 or isinstance(layer.mode, Moving) for layer in self.layers)  # rows of equal length, too

@@ -18,7 +18,7 @@ EMPTY = "The cache is empty, so that it has no rows yet: run a prompt through it
 
 
 def check_layer(name: str, layer: object, count: int) -> None:
-    """Raise KVPatchError unless `layer` is an index of one of `count` layers, a whole number of any library."""
+    """Check a user's index of a layer: KVPatchError unless it is of one of `count` layers, a whole number of any library."""
     one = layer if type(layer) is int else read_whole(layer)
     if type(one) is not int or not -count <= one < count:
         raise KVPatchError(f"{name}={layer!r}: the cache has the layers 0 to {count - 1}, give one of these.")
@@ -69,7 +69,7 @@ def check_rows(indices: object, seen_B: Tensor | None, name: str = "indices", me
 
 
 def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return `value`, a 1-D tensor of one of these dtypes. Raises KVPatchError for anything else."""
+    """Return a user's row numbers or mask, a 1-D tensor of one of these dtypes. Raises KVPatchError for anything else."""
     wanted = f"give an int64 tensor of row numbers{' or a bool mask' * (torch.bool in dtypes)}, such as torch.tensor([1, 0])."
     if not isinstance(value, Tensor):
         raise KVPatchError(f"{name}={value!r} is a {type(value).__name__}: {wanted}")
@@ -82,7 +82,7 @@ def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Ten
 
 
 def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
-    """Raise KVPatchError if a row number is below `low`, or not below the number of rows B."""
+    """Raise KVPatchError if a user's row number is below `low`, or not below the number of rows B."""
     if not at_hand(index):
         return  # the copy itself checks this on the device, without a wait
     wrong = index[(index < low) | (index >= B)]
@@ -94,7 +94,7 @@ def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
 
 
 def read_whole(value: Any) -> Any:
-    """Return a whole number of any library (torch, numpy) as an int of Python; any other argument, a bool too, as it is."""
+    """Return a user's whole number of any library (torch, numpy) as an int of Python; anything else, a bool too, as it is."""
     value = as_python(value)
     try:
         return value if isinstance(value, bool) else operator.index(value)

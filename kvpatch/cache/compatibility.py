@@ -32,7 +32,7 @@ def check_compatible(caches: Sequence[TextState]) -> None:
 
 
 def _check_one(index: int, cache: TextState) -> None:
-    """Raise KVPatchError if a cache cannot be joined with any other."""
+    """Raise KVPatchError if a cache cannot be joined with any other. index: of the cache in concatenate()'s list."""
     if cache.turns.open:
         raise KVPatchError(f"Cache {index} is in the middle of a prompt: read it to its end, then concatenate.")
     if not cache.turns.count or cache.seen_B is None:
@@ -51,7 +51,7 @@ def _check_one(index: int, cache: TextState) -> None:
 
 
 def _check_same(index: int, first: TextState, cache: TextState) -> None:
-    """Raise KVPatchError if two caches differ in their settings or in the shapes of their layers."""
+    """Raise KVPatchError if two caches to be joined differ in their settings or in the shapes of their layers."""
     in_first, in_this = _describe_cache(first), _describe_cache(cache)
     sizes = ((name, in_first.get(name), in_this.get(name)) for name in dict.fromkeys((*in_first, *in_this)))
     for name, here, there in (*first.settings.list_differences(cache.settings), *sizes):
@@ -63,7 +63,7 @@ def _check_same(index: int, first: TextState, cache: TextState) -> None:
 
 
 def _check_reader(index: int, first: TextState, cache: TextState) -> None:
-    """Raise KVPatchError if another model has read a cache, or the same with other weights. Adapters of rows may differ."""
+    """Raise KVPatchError if caches to be joined were read by two models, or weights have changed. Adapters may differ."""
     there, here = cache.read_by, first.read_by
     changed = None if there is None or here is None else there.with_adapters(here.adapters).differs(here)
     if changed is not None:

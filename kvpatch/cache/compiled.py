@@ -60,7 +60,7 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
 def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | None, ids_B1: Tensor | None = None) -> None:
     """Begin a decode step that torch.compile traces, as passes.begin() begins any other; its checks run on the device.
 
-    Sets `cache.now`. real_BT: the attention mask. ids_B1: the new tokens.
+    The decoder's pre-hook calls this; sets `cache.now`. real_BT: the attention mask. ids_B1: the new tokens.
     """
     if real_BT is not None:
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
@@ -85,7 +85,7 @@ def end_step(cache: TextState) -> None:
 
 
 def mark_static(cache: TextState) -> None:
-    """Tell torch.compile that the cache's tensors keep their addresses, so that CUDA graphs need not copy them."""
+    """Tell torch.compile, where a prompt has ended, that the cache's tensors keep their addresses: CUDA graphs copy none."""
     for holder in list_holders(cache):
         for value in holder.values():
             if isinstance(value, Tensor):
@@ -93,7 +93,7 @@ def mark_static(cache: TextState) -> None:
 
 
 def list_holders(cache: TextState) -> list[dict[str, Any]]:
-    """Return the attributes, by name, of every object that holds tensors which a traced step reads or changes."""
+    """Return, for CUDA graphs, the attributes by name of every object that holds tensors which a traced step uses."""
     found: list[dict[str, Any]] = [vars(cache.counters.tensors), vars(cache), vars(cache.counters), vars(cache.rows)]
     for layer in cache.layers:
         offsets = layer.kv.head_offsets

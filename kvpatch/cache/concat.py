@@ -44,7 +44,7 @@ def join_texts(caches: Sequence[Text], consume: bool) -> Text:
 
 @contextmanager
 def _take_layers(cache: TextState) -> Iterator[None]:
-    """Run a block that empties the layers of `cache` one by one, then reset the cache.
+    """Run a block that joins `cache` and empties its layers one by one (`consume=True`), then reset the cache.
 
     After an error the cache stays usable if no layer had been emptied.
     """
@@ -61,7 +61,7 @@ def _take_layers(cache: TextState) -> Iterator[None]:
 
 
 def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
-    """Return the joined cache. consume: empty each layer of the given caches once it has been joined."""
+    """Make the cache of all rows, after the checks. consume: empty each layer of the given caches once it has been joined."""
     first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _make_blank(first)
     new.rows.joined = True
@@ -88,7 +88,7 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
 
 
 def _make_blank(cache: Text) -> Text:
-    """Make an empty cache of the same settings."""
+    """Make an empty cache of the same settings, for the joined rows."""
     new = Unpicklable.__copy__(cache)
     new.layers = [copy.copy(layer) for layer in cache.layers]
     new.reset()
@@ -130,7 +130,7 @@ class _JoinedLimits:
         self.known: dict[tuple[int, ...], Limits] = {}
 
     def join(self, parts: list[Limits]) -> Limits:
-        """Return the sizes of all rows of `parts`: for the same objects the same result."""
+        """Return the protected sizes of a joined layer's rows, those of `parts`: for the same objects the same result."""
         key = tuple(map(id, parts))
         if key not in self.known:
             self.known[key] = Limits.cat(parts)
@@ -191,7 +191,7 @@ def _list_goals(parts: list[SlotLayer]) -> list[int] | None:
 
 
 def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: list[int] | None) -> None:
-    """Make a layer's empty buffers for heads that hold `counts` tokens, ragged (heads differ) if dense ones waste too much."""
+    """Make a joined layer's empty buffers for heads of `counts` tokens, ragged (heads differ) if dense ones waste too much."""
     like = parts[0]
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
     centres = [part.kv.centre for part in parts if part.kv.centre is not None]

@@ -32,14 +32,14 @@ class DeviceCounters:
             self.tape_BN.index_copy_(1, place, ids_B1.long())
 
     def read_tape(self, start: int, count: int) -> Tensor:
-        """Return the ids [B,count] of columns from `start` on; of more than the tape holds, the last ones, and else UNKNOWN."""
+        """Return ids [B,count] from column `start` on, when untraced code goes on; UNKNOWN for those no longer on the tape."""
         N = self.tape_BN.shape[1]
         place = torch.arange(start, start + count, device=self.tape_BN.device)
         ids_BQ = self.tape_BN[:, place % N]
         return ids_BQ if count <= N else ids_BQ.masked_fill(place < start + count - N, UNKNOWN)
 
     def advance(self, columns: int, steps: int, restart: bool) -> None:
-        """Add a pass to the counters, in place. restart: it ended a prompt, from which decode steps are counted."""
+        """Add a pass that ends to the counters, in place. restart: it ended a prompt, from which decode steps are counted."""
         self.columns.add_(columns)
         if restart:
             self.steps.zero_()

@@ -44,14 +44,14 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
 
 
 def refuse_reading(*args: object, **kwargs: object) -> NoReturn:
-    """Refuse to read tokens into the middle of a text, and name the call that does."""
+    """Stand in for `cache.replace`, `cache.insert` and `patch.insert`: name the call that reads tokens into a text."""
     raise KVPatchError(
         "The patch reads other tokens into a text: write patch.replace(cache, (start, stop), ids); (at, at) inserts."
     )
 
 
 def check_state(cache: TextState, what: str) -> None:
-    """Raise KVPatchError for a cache that cannot be edited now. what: the call, for errors."""
+    """Raise KVPatchError, before an edit of the text, for a cache that cannot be edited now. what: the call, for errors."""
     checks.check_filled(cache.seen_B is not None)
     cache.check_finished()
     cache.catch_up()
@@ -113,7 +113,7 @@ def read_span(span: object, empty: bool = False) -> Span:
 
 
 def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
-    """Take the marked positions of each row's text out of a layer, whose other tokens are copied to new buffers."""
+    """Take the positions that an edit has marked in each row out of a layer; its other tokens are copied to new buffers."""
     positions = layer.positions[:, :, : layer.used]
     at_BHT = positions.clamp(0, gone_BT.shape[1] - 1)
     gone_BHT = gone_BT[:, None].expand(-1, positions.shape[1], -1).gather(2, at_BHT) & (positions >= 0)
@@ -183,7 +183,7 @@ def drop_last(cache: TextState, count: int) -> None:
 
 
 def can_crop(cache: TextState, count: int) -> bool:
-    """Tell if the last `count` tokens can be taken back exactly: they were recorded, or had no effect on other tokens."""
+    """Tell if crop() can take back the last `count` tokens exactly: they were recorded, or had no effect on other tokens."""
     settings = cache.settings
     inside = cache.counters.steps < count < cache.seen  # a prompt, whose other tokens stay
     pairs = zip(settings.evicts, settings.policies, strict=True)

@@ -134,7 +134,7 @@ class Forward:
         return self.once(("column", index, shape), like_BHC.device, partial(like_BHC.new_full, shape, index))
 
     def once(self, name: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor that is the same for all layers of a device, made by the first of them."""
+        """Return a tensor of the pass that is the same for all layers of a device, made by the first of them."""
         if (name, device) not in self._shared:
             self._shared[name, device] = make()
         return self._shared[name, device]
@@ -149,10 +149,10 @@ class Forward:
 
 
 def find_places(real_BQ: Tensor, before_B: Tensor, columns: bool) -> Tensor:
-    """Return the position of each column of a pass [B,Q]; -1 before a row's first token.
+    """Return the position of each column of a pass [B,Q]; -1 before a row's first token. Called where it begins.
 
-    real_BQ: False for padding. before_B: the position after the last that each row has read. columns: padding after a token
-    has a position of its own, as in the unpatched model; else it has that of the token before it.
+    real_BQ: False for padding. before_B: each row's next position. columns: padding after a token has a position of its own, as
+    in unpatched models that count columns (`CacheSettings.by_columns`); else it has that of the token before it.
     """
     counted = real_BQ.long()
     if columns:
@@ -161,14 +161,14 @@ def find_places(real_BQ: Tensor, before_B: Tensor, columns: bool) -> Tensor:
 
 
 def _describe_padding(real_B: list[int], columns: int) -> Padding | None:
-    """Return the padding of a block that has `real_B` tokens of each row and then padding; None if all columns are tokens."""
+    """Return a prompt block's padding, which follows `real_B` tokens of each row; None if all columns are tokens."""
     if min(real_B) == columns:
         return None
     return Padding(columns, any(0 < count < columns for count in real_B), False, real_B)
 
 
 def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[int], final: bool) -> list[Forward]:
-    """Split the prompt columns of a pass into one Forward per block, which a layer reads and compresses one by one.
+    """Split the prompt of a pass that begins into one Forward per block (`block=`), which layers read and compress one by one.
 
     Where some columns are padding, it sets `now.packing_BQ`, the order with each row's tokens first. before_B, after_B: tokens
     of each row before and after these columns. final: the prompt ends with them.

@@ -17,9 +17,10 @@ from .state import TextState, writable
 
 @writable
 def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_known: bool = False) -> None:
-    """Copy the keys and values of `past` into an empty `cache`. Nothing is evicted until more of the prompt has been read.
+    """Copy the keys and values of `past`, a user's cache of an unpatched model, into an empty `cache`.
 
-    mask_BT: padding mask. ids_known: the tokens of `past` are known, to policies that read a prompt a second time.
+    Nothing is evicted until more of the prompt has been read. mask_BT: padding mask. ids_known: the tokens of `past` are known,
+    to policies that read a prompt a second time.
 
     Raises:
         KVPatchError: the policy needs more than keys and values, or `past` has dropped tokens.
@@ -43,7 +44,7 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
 
 
 def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_BT: Tensor | None) -> None:
-    """Append keys and values [B,H,T,D], the last T of `seen` columns, to each layer of an empty cache, and count its rows."""
+    """Append a user's keys and values [B,H,T,D], the last T of `seen` columns, to an empty cache's layers; count its rows."""
     cache.count_in(taken[0][0].dtype)
     for index, (mine, (keys, values)) in enumerate(zip(cache.layers, taken, strict=True)):
         B, H, T, _ = keys.shape
@@ -70,7 +71,7 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
 
 
 def _check_past(cache: TextState, past: Cache, ids_known: bool) -> None:
-    """Raise KVPatchError unless `past` is a cache that can be continued exactly."""
+    """Raise KVPatchError unless `past`, a user's cache, can be taken over and continued exactly. ids_known: see `absorb`."""
     kind, settings = type(past).__name__, cache.settings
     if not isinstance(past, Cache):
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")

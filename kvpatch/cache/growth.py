@@ -31,7 +31,7 @@ def slack(tokens: int) -> int:
 
 
 def is_wasteful(needs: list[int], least: int = 0) -> bool:
-    """Tell whether dense slots would waste too much for heads that need these numbers of slots.
+    """Tell whether dense slots would waste too much for heads that need so many, so that `plan` makes ragged ones.
 
     Wasting at most `least` slots per head is never too much.
     """
@@ -40,7 +40,7 @@ def is_wasteful(needs: list[int], least: int = 0) -> bool:
 
 
 def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[int]:
-    """Return slots for heads of `counts` tokens and `more` spare ones each; goals: the most slots each head ever needs."""
+    """Return the slots to make for heads of `counts` tokens and `more` spare ones; goals: the most that each ever needs."""
     if goals is None:
         return [count + more for count in counts]
     return [min(count + more, goal) for count, goal in zip(counts, goals, strict=True)]

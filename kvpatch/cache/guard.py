@@ -35,7 +35,7 @@ class MutationGuard:
             raise KVPatchError(_UNFINISHED.format(next(iter(self.operations.values()))[0]))
 
     def begin_change(self, what: str) -> None:
-        """Mark that the operation `what` has begun. An interrupt leaves the mark, and only reset() clears it.
+        """Mark that `what`, which changes the cache, has begun. An interrupt leaves the mark, and only reset() clears it.
 
         Raises:
             KVPatchError: another operation is running, or was not finished.

@@ -73,7 +73,7 @@ def count_held(
 def count_by_terms(
     terms: Terms, prompt: int, new: int | None, *, heads: int = 1, read: int = 0, room: int = 0, longest: bool = False
 ) -> Holding:
-    """Count what a layer holds on these terms, as `count_held` does."""
+    """Count what a layer holds on these terms, as `count_held` does; `kvpatch.plan` asks before there are settings."""
     rule, schedule, every, turns, divided = terms
 
     def count(prompt: int, new: int | None) -> list[int]:
@@ -94,7 +94,7 @@ def count_by_terms(
 def count_tokens(
     rule: Rule, schedule: str | None, prompt: int, new: int | None, *, heads: int = 1, every: int = 1, longest: bool = False
 ) -> list[int]:
-    """Count the tokens of each head as `count_held` does, under one rule. schedule: None if nothing is ever evicted."""
+    """Count the tokens of each head, not slots, as `count_held` does by one rule. schedule: None if nothing is ever evicted."""
     grown = MAX_POSITION + every if new is None else new  # a head without a budget may wait to evict, too
     if schedule is None:
         return [prompt + grown] * heads

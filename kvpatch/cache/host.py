@@ -43,7 +43,7 @@ class PinnedRows:
         self.rows_NE = torch.empty(0, width, dtype=dtype, device="cpu")
 
     def resize(self, count: int) -> None:
-        """Make room for `count` rows."""
+        """Move the rows to memory that has room for `count`, when a layer's store is full."""
         self.wait()
         old_NE = self.rows_NE
         self.rows_NE = torch.empty(count, old_NE.shape[1], dtype=old_NE.dtype, pin_memory=self.pinned, device="cpu")
@@ -69,7 +69,7 @@ class MappedRows:
         self.rows_NE = torch.empty(0, width, dtype=dtype, device="cpu")
 
     def resize(self, count: int) -> None:
-        """Make room for `count` rows. Raises KVPatchError if the folder has none."""
+        """Enlarge the file to `count` rows, when a layer's store is full. Raises KVPatchError if the folder has no room."""
         size = count * self.width * self.dtype.itemsize
         try:
             _reserve(self._file.fileno(), size)
@@ -99,7 +99,7 @@ def _reserve(file: int, size: int) -> None:
 
 
 def find_free(folder: Path | None, device: torch.device) -> tuple[str, int | None]:
-    """Return where rows of layers on a device lie, in words, and the bytes that are free there; None if nothing tells."""
+    """Return where rows of layers on a device lie, in words for errors, and the bytes free there; None if nothing tells."""
     if folder is not None or device.type == "cpu":
         place = folder or Path(tempfile.gettempdir())
         return str(place), shutil.disk_usage(place).free
@@ -143,7 +143,7 @@ class HostLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def append(self, k_1HQD: Tensor, v_1HQD: Tensor) -> None:
-        """Write the keys and values of Q more tokens after the rows in use; a full store grows."""
+        """Write the keys and values that a pass computes of Q more tokens after the rows in use; a full store grows."""
         if not self.is_initialized:
             self.lazy_initialization(k_1HQD, v_1HQD)
         start, stop, kept = self.length, self.length + k_1HQD.shape[2], self.store.rows_NE.dtype
@@ -172,7 +172,7 @@ class HostLayer(CacheLayerMixin):
         self.store.release()
 
     def view(self, rows_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [1,H,T,D] that rows hold."""
+        """Return the keys and values [1,H,T,D] that rows hold, for attention to read or `append` to fill: views."""
         H, K, V = self.sizes
         k_TE, v_TE = rows_TE.split([H * K, H * V], 1)
         return k_TE.unflatten(1, (H, K)).transpose(0, 1)[None], v_TE.unflatten(1, (H, V)).transpose(0, 1)[None]
@@ -192,7 +192,7 @@ class HostLayer(CacheLayerMixin):
         raise KVPatchError("This cache can be used only under the patch that made it, which is no longer in force.")
 
     def copy(self) -> HostLayer:
-        """Return a copy with a store of its own, in a new file of the same folder if this one has a file."""
+        """Return a copy for clone(), with a store of its own, in a new file of the same folder if this one has a file."""
         new = HostLayer(self.folder)
         if self.is_initialized:
             self.store.wait()

@@ -29,7 +29,7 @@ def check_cache(cache: TextState) -> None:
 
 
 def check_state(cache: TextState) -> None:
-    """Raise InvalidError if the cache contradicts itself, its policy or its budget."""
+    """Raise InvalidError if the cache, between passes or just loaded, contradicts itself, its policy or its budget."""
     seen_B, seen = cache.seen_B, cache.layers[0].seen
     if seen_B is None:
         must(all(layer.seen == 0 for layer in cache.layers), "an empty cache has seen tokens")
@@ -61,7 +61,7 @@ def check_state(cache: TextState) -> None:
 
 
 def check_bytes(cache: TextState) -> None:
-    """Raise InvalidError if more is allocated than is held plus the slack of growth.py.
+    """Raise InvalidError if a cache, between passes or just loaded, has more allocated than held, plus the slack of growth.py.
 
     Room that was asked for may be more, with a sixteenth of all slots on top (hooks/capacity.py). So may the room of the next
     block while a prompt is read in blocks.
@@ -140,7 +140,7 @@ class _LayerState:
         self.limit_BH = layer.kv.count_usable(layer.used, layer.mode.evicts).view_as(self.held_BH)
 
     def check(self, least: int, reading: bool) -> None:
-        """Raise InvalidError if the layer contradicts itself.
+        """Raise InvalidError if the layer contradicts itself, between passes or just loaded.
 
         least: tokens that each head must hold. reading: a prompt is not yet read to its end.
         """

@@ -46,14 +46,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     """
 
     def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL, every: int = 1, latent: bool = False) -> None:
-        """Make an empty layer. statistics: names of the policy's sums in `state`. every: tokens that a head evicts at once."""
+        """Make a new cache's empty layer. statistics: names of sums in `state`. every: tokens that a head evicts at once."""
         self.statistics, self.bits, self.every, self.latent = statistics, bits, every, latent
         self.storage: Callable[[Tensor, Tensor], Slots] | None = None  # of an engine, in place of buffers of the layer's own
         self.record_past = False
         self.reset()
 
     def reset(self) -> None:
-        """Set all fields as before the first token."""
+        """Set all fields as before the first token, in a new cache or one that is emptied."""
         self.kv: Slots = slots.nothing()
         self.is_initialized = False
         self.positions: Tensor = torch.empty(0, dtype=torch.long, device="cpu")
@@ -139,14 +139,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.positions.shape[0] if self.is_initialized else -1
 
     def sharing(self) -> SlotLayer:
-        """Return a copy with the same tensors. The caller must replace these by the copy's `map_rows` before either writes."""
+        """Return a copy with the same tensors; `select_rows` replaces these by the copy's `map_rows` before either writes."""
         new = copy.copy(self)
         new.mode, new.state, new.notes = copy.copy(self.mode), dict(self.state), dict(self.notes)
         new.undo_log = deque(maxlen=UNDO_STEPS)
         return new
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor that has the batch first by `change` of it, which selects or repeats rows."""
+        """Replace every tensor that has the batch first by `change` of it, which selects, reorders (beams) or repeats rows."""
         if not self.is_initialized:
             return
         self.kv = self.kv.map_rows(change, *self.positions.shape[:2])
@@ -169,7 +169,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.resize_slots([max(capacities([columns], most, self.count_spare(columns))[0], columns)])
 
     def resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
-        """Move the used columns into slots of these capacities. goals: the most slots of each head, if heads differ."""
+        """Move used columns to more or fewer slots: these capacities. goals: the most slots of each head, if heads differ."""
         with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
             self.kv = self.kv.resized(capacities, goals, self.used)
             C = self.kv.width
@@ -191,7 +191,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(0)
 
     def append(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
-        """Write the keys, values, positions and state of Q tokens after the used columns; the buffers grow if they must."""
+        """Write what a pass computed of Q tokens (`entry`: state) after the used columns; the buffers grow if they must."""
         if not self.is_initialized:
             self.lazy_initialization(k_BHQD, v_BHQD)
         start, stop = self.used, self.used + k_BHQD.shape[2]
@@ -205,14 +205,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(start)
 
     def statistic(self, name: str, like: Tensor | None = None) -> Tensor:
-        """Return the state tensor `name`; a new one is zero, with one number per slot or shaped as `like`."""
+        """Return the tensor `name` that a score keeps per slot; a new one is zero, one number a slot or shaped as `like`."""
         if name not in self.state:
             dtype, rest = (accumulator(self.dtype), ()) if like is None else (like.dtype, like.shape[3:])
             self.state[name] = torch.zeros(*self.positions.shape, *rest, dtype=dtype, device=self.positions.device)
         return self.state[name]
 
     def _zero_statistics(self, start: int) -> None:
-        """Set the policy's sums to zero in the used columns from `start` on."""
+        """Set the policy's sums to zero for tokens just written: the used columns from `start` on."""
         for name in self.statistics:
             if name in self.state:  # a new one is zero
                 self.state[name][:, :, start : self.used].fill_(0)
@@ -220,7 +220,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.statistic(name)
 
     def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor | None, entry: dict[str, Tensor]) -> None:
-        """Write one token per row: into each head's free slot, in place, or after the used columns.
+        """Write a decode step's token of each row: into each head's free slot, in place, or after the used columns.
 
         positions_B1: None if they are there, as stacked layers write them.
         """
@@ -239,7 +239,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
 
     def open_column(self, entry: dict[str, Tensor]) -> None:
-        """Make room for a token after the used columns and write its entry; kernels write its key, value and position."""
+        """Make room for a decoded token after the used columns and write its state; kernels write key, value and position."""
         start = self.used
         self.reserve(start + 1, self._bound_columns())
         self.used += 1
@@ -248,7 +248,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(start)
 
     def write_position(self, positions_B1: Tensor) -> None:
-        """Write the new token's position, and zero sums, into each head's free slot or after the used columns."""
+        """Write a decoded token's position, and zero sums, into each head's free slot or after the used columns."""
         if not self.mode.slotted:
             self.positions[:, :, self.used] = positions_B1
             for name in self.statistics:
@@ -264,7 +264,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.kv.write_at(self.free_rows(), *self.kv.encode_pair(k_BH1D, v_BH1D))
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
-        """Write what the score keeps of the new token (`entry`, by state name) into the slot that it goes to."""
+        """Write what the score keeps of a decoded token (`entry`, by state name) into the slot that it goes to."""
         for name, tensor in entry.items():
             if not self.mode.slotted:
                 self.state[name][:, :, self.used : self.used + 1] = tensor
@@ -281,7 +281,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return {name: self.state[name].new_zeros(*self.positions.shape[:2], tokens) for name in names}
 
     def free_slots(self) -> Tensor:
-        """Return the free slots as indices [B*H] into the flattened slots, computed once."""
+        """Return the free slots, which the next token goes into, as indices [B*H] into the flattened slots, computed once."""
         free_BH = self.mode.free_BH
         if self.traced:
             return free_BH.reshape(-1) + self._find_heads()
@@ -294,7 +294,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.kv.rows(self.mode.free_BH, self.free_slots())
 
     def _find_heads(self) -> Tensor:
-        """Return the index at which each head's slots begin, flattened [B*H]."""
+        """Return the index at which each head's slots begin, flattened [B*H], for `free_slots`."""
         shape = tuple(self.positions.shape)
         if self.traced:
             return torch.arange(0, shape[0] * shape[1] * shape[2], shape[2], device=self.positions.device)
@@ -304,7 +304,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.heads_at[1]
 
     def view(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys, values and positions of the used slots; in a ragged layer keys and values are entries [F,D]."""
+        """Return what queries attend to: keys, values, positions of the used slots; in a ragged layer entries [F,D]."""
         T = self.used
         if T == self.positions.shape[2]:
             return self.kv.keys, self.kv.values, self.positions
@@ -315,7 +315,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return *self.kv.outline_view(self.used), self.positions[:, :, : self.used]
 
     def state_view(self) -> dict[str, Tensor]:
-        """Return the state tensors of the used slots by name, views of the whole ones."""
+        """Return, for scores, the state tensors of the used slots by name, views of the whole ones."""
         if self.used == self.positions.shape[2]:
             return self.state
         return {name: tensor[:, :, : self.used] for name, tensor in self.state.items()}
@@ -430,13 +430,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return taken.flatten().tolist()
 
     def list_goals(self) -> list[int] | None:
-        """Return the slots that each head needs once it has reached its budget, or None if it has no budget."""
+        """Return, to plan buffers, the slots that each head needs once it is at its budget; None if it has no budget."""
         if not self.mode.evicts or self.keep_BH1 is None:
             return None
         return [keep + self.every for keep in self.keep_BH1.flatten().tolist()]
 
     def measure_room(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Update how many tokens can be written before larger buffers are needed.
+        """Update, after slots were moved or emptied, how many tokens can be written before larger buffers are needed.
 
         counts, goals: results of `counts` and `list_goals`, if the caller has them already.
         """
@@ -460,7 +460,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.waits = list_waits(counts or self.counts(), goals or self.list_goals() or ())
 
     def short_heads(self, goals: list[int] | None = None) -> list[bool]:
-        """Tell which heads may need more slots than they have, and update the mode's fields about them."""
+        """Tell, after slots were moved or loaded, which heads may need more, and update the mode's fields about them."""
         capacities, goals = self.kv.capacities(), goals or self.list_goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
         if isinstance(self.mode, Evicting | Moving):
@@ -513,7 +513,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.measure_room()
 
     def pack(self) -> None:
-        """Move each head's tokens, in text order, to the front of new slots of the size that a prompt's end would give them."""
+        """Move each head's tokens, in text order, to new slots as of a prompt's end: a moving budget lacks or wastes slots."""
         counts, goals = self.counts(), self.list_goals()
         with torch.inference_mode(False), torch.no_grad():
             (B, H, _), old = self.positions.shape, self.positions
@@ -531,7 +531,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.start_moving(counts, goals)
 
     def _move_slots(self, capacities: list[int]) -> None:
-        """Move into slots of these capacities, all of them in use; slot indices stay."""
+        """Move into more or fewer slots, of these capacities and all in use; slot indices stay."""
         self.resize_slots(capacities, self.list_goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
@@ -572,7 +572,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.graph = (_pass_gradient(self.graph[0], keys), _pass_gradient(self.graph[1], values))
 
     def set_free(self, slot_BH: Tensor) -> None:
-        """Set the slot for the next token; in place in a traced step, since graphs know tensors by address."""
+        """Set the slot of each head for the next token; in place in a traced step, since graphs know tensors by address."""
         if self.traced:
             self.mode.free_BH.copy_(slot_BH)
         else:
@@ -591,7 +591,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.free_BH = self.empty_slots()
 
     def free(self, slot_BH: Tensor) -> None:
-        """Evict the token in one slot of each head; the next token goes into that slot."""
+        """Evict, in a decode step, the token in one slot of each head; the next token goes into that slot."""
         if self.mode.slotted:
             self.set_free(slot_BH)
         else:  # the budget is reached
@@ -600,7 +600,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.positions.view(-1).index_fill_(0, self.free_slots(), -1)
 
     def drop(self, gone_BHM: Tensor) -> None:
-        """Evict the tokens in several columns of each head, and move tokens from the end into the gaps; no column is empty."""
+        """Evict several columns of each head at once (`every` > 1), and move tokens from the end into the gaps."""
         into, out = list_moves(gone_BHM, self.used)
         self.move_entries(into, out)
         self.positions.scatter_(2, into, self.positions.gather(2, out))
@@ -612,7 +612,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.floor, self.contiguous, self.mode.filling = self.used, False, self.every - 1
 
     def move_entries(self, into_BHM: Tensor, out_BHM: Tensor) -> None:
-        """Move keys and values of each head from some columns into others, and record in the undo log what stood there."""
+        """For `drop`, move keys and values of each head from some columns into others, and log what stood there, for undo."""
         if torch.is_grad_enabled():  # a graph may have saved them
             self.kv = self.kv.map_rows(torch.clone, *self.positions.shape[:2])
         if self.undo_log:
@@ -635,13 +635,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.undo_log.append(record_step(self, shared))
 
     def can_crop(self, tokens: int, remembers: bool) -> bool:
-        """Tell if the last `tokens` can be rolled back. remembers: scores of other tokens contain the attention of these."""
+        """Tell if `crop` can roll back the last `tokens`. remembers: scores of other tokens contain the attention of these."""
         mode = self.mode
         appended = mode.grown if isinstance(mode, Slotted) else self.used - self.floor
         return len(self.undo_log) >= tokens or (mode.croppable and not remembers and tokens <= appended)
 
     def crop(self, tokens: int) -> Tensor | None:
-        """Roll back the last `tokens` and return the shared score from before them, if any."""
+        """Roll back the last `tokens`, such as rejected drafts; return the score that layers share from before them, if any."""
         shared = None
         if len(self.undo_log) < tokens:
             # nothing is scored or evicted: the last columns are the last tokens

@@ -52,7 +52,7 @@ class Lifetimes(Batched):
         self.ids = self.ids.scatter(1, at, ids_BQ.to(self.ids.dtype))
 
     def note(self, layer: int, positions_BHT: Tensor, seen_B11: Tensor) -> None:
-        """Set the deaths of tokens that a layer no longer holds, to the number of tokens seen; called after it evicts.
+        """Set the deaths (when evicted) of tokens that a layer no longer holds to the number of tokens seen, after it evicts.
 
         positions_BHT: of the held tokens, -1 in empty slots.
         """
@@ -68,7 +68,7 @@ class Lifetimes(Batched):
         self.deaths[layer] = torch.where(gone, seen_B11.to(known.dtype), known)
 
     def crop(self, seen_B: Tensor) -> None:
-        """Forget the deaths after the first `seen_B` tokens of each row, for a roll-back, which brings those tokens back."""
+        """Forget deaths (evictions) after each row's first `seen_B` tokens, for a roll-back, which brings such tokens back."""
         for layer, deaths in enumerate(self.deaths):
             if deaths is not None:
                 late = deaths > seen_B.to(deaths.device)[:, None, None]
@@ -80,7 +80,7 @@ class Lifetimes(Batched):
         super().change_rows(change)
 
     def select_dropped(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
-        """Return the rows that `index` leaves out, and their lengths."""
+        """Return the beams that `index` leaves out, and their lengths: generate() may return them once it stops."""
         dropped = torch.ones(len(seen_B), dtype=torch.bool, device="cpu").index_fill_(0, index.cpu().long(), False)
         if not dropped.any():
             return None
@@ -88,7 +88,7 @@ class Lifetimes(Batched):
 
     @staticmethod
     def join_parts(parts: Sequence[Lifetimes | None]) -> Lifetimes | None:
-        """Return the rows of several caches' lifetimes as one; None if those of some cache are not known."""
+        """Join the lifetimes of caches whose rows are concatenated; None if those of some cache are not known."""
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
@@ -123,7 +123,7 @@ class Record:
 
     @classmethod
     def of(cls, lifetimes: Lifetimes, lengths_B: Tensor, model: dict[str, Any]) -> Record:
-        """Copy the lifetimes of texts of these lengths."""
+        """Make the record of texts of these lengths, for `Patch.record()`: a copy of the lifetimes noted so far."""
         T = int(lengths_B.max())
         assert lifetimes.ids is not None
         inside = torch.arange(T, device=lengths_B.device) < lengths_B[:, None]
@@ -175,7 +175,7 @@ class Record:
 
 
 def check_same_model(recorded: dict[str, Any], wanted: dict[str, Any], what: str) -> None:
-    """Raise KVPatchError if a record's model differs from the wanted one, as described by name. what: the wanted one's name."""
+    """Raise KVPatchError if a record to be replayed or joined is of another model than wanted. what: the wanted one's name."""
     for name in dict.fromkeys((*recorded, *wanted)):
         if recorded.get(name) != wanted.get(name):
             raise KVPatchError(

@@ -72,7 +72,7 @@ class LosslessCache(Unpicklable, Cache):
     # ---- passes ----
 
     def begin(self, ids: list[int]) -> EvictingCache:
-        """Begin a pass over new tokens; return the budgeted cache that it fills. What an interrupted pass left is dropped."""
+        """Begin a pass before the decoder runs; return the budgeted cache that it fills. Drops what an interrupted one left."""
         self.pending_ids, self._positions_1T = ids, None
         self._staged.clear()
         for layer in self.whole:
@@ -81,7 +81,7 @@ class LosslessCache(Unpicklable, Cache):
         return self.drafts
 
     def _make_drafts(self) -> EvictingCache:
-        """Return a budgeted cache that counts the tokens read, and holds none of them yet."""
+        """Return a budgeted cache for the next pass to fill: it counts the tokens read, and holds none of them yet."""
         new, tokens = EvictingCache(self.settings), torch.tensor([self.ids], device="cpu")
         new.read_by = self.drafts.read_by
         for layer in new.layers:
@@ -98,7 +98,7 @@ class LosslessCache(Unpicklable, Cache):
         return bool(self.ids) and not drafts.unfinished and drafts.turns.count > 0 and drafts.seen == len(self.ids)
 
     def check_room(self, tokens: int, nbytes: int, device: torch.device) -> None:
-        """Raise KVPatchError unless the host has room for so many more tokens, whose entries take `nbytes` each."""
+        """Raise KVPatchError, before tokens are read, unless the host has room for so many more, of `nbytes` each."""
         first = self.whole[0]
         held = len(first.store.rows_NE) if first.is_initialized else 0
         more = (first.count_rows(len(self.kept_positions) + tokens) - held) * nbytes
@@ -129,7 +129,7 @@ class LosslessCache(Unpicklable, Cache):
         self.pending_ids, self.drafts.running.lender = [], None
 
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Store a layer's new entries; return keys, values and positions of all earlier tokens, on the layer's device."""
+        """In a layer's attention: store its new entries; return keys, values, positions of earlier tokens, on its device."""
         stored, device = self.whole[layer], k_1HQD.device
         rows_TE = self._bring(layer, device) if stored.length else None
         stored.append(k_1HQD, v_1HQD)
@@ -147,7 +147,7 @@ class LosslessCache(Unpicklable, Cache):
         return self.whole[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
 
     def _bring_staged(self, layer: int, device: torch.device) -> Tensor:
-        """Return a layer's rows on a GPU, and start the copy of the next layer's."""
+        """Return a layer's rows on a GPU for its attention, and start the copy of the next layer's."""
         for i in (layer, layer + 1):
             if i < len(self.whole) and i not in self._staged:
                 self._staged[i] = self._stage(self.whole[i], device)
@@ -209,7 +209,7 @@ class LosslessCache(Unpicklable, Cache):
         """Nothing is overwritten: any token can be taken back."""
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Take back the last tokens, as `EvictingCache.crop` does."""
+        """Take back the last tokens, such as rejected drafts, as `EvictingCache.crop` does."""
         count, drafting = checks.count_removed(tokens_to_remove, len(self.ids)), self.drafting
         left = len(self.ids) - count
         if left < self.edited:
@@ -229,7 +229,7 @@ class LosslessCache(Unpicklable, Cache):
         return any(tokens(layer, left) < tokens(layer, self.budgeted) for layer in range(self.settings.n_layers))
 
     def go_back(self, ids: Sequence[int]) -> None:
-        """Crop the cache to what it has in common with a text, less the text's last token, which a pass must read."""
+        """Before a chat's answer: crop the cache to what it shares with a text, less the last token, which a pass must read."""
         pairs = zip(self.ids, ids[:-1], strict=False)
         common = next((i for i, (read, given) in enumerate(pairs) if read != given), min(len(self.ids), len(ids) - 1))
         if common < max(self.edited, 1):
@@ -281,7 +281,7 @@ class LosslessCache(Unpicklable, Cache):
         return sum(layer.nbytes for layer in self.whole)
 
     def reset(self) -> None:
-        """Empty both caches."""
+        """Empty the full cache and the budgeted one, for another text."""
         self.ids.clear()
         self.kept_positions.clear()
         self._staged.clear()
@@ -291,7 +291,7 @@ class LosslessCache(Unpicklable, Cache):
         self.drafts.reset()
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse the methods that need several rows (below)."""
+        """Stand in for the methods that need several rows, such as reorder_cache(): raise an error."""
         raise KVPatchError(
             "lossless=True drafts for one text at a time: beams and several rows are not served. Take cache.clone() for "
             "several questions about it, leave lossless out, or use the unpatched model."

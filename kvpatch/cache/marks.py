@@ -15,7 +15,7 @@ from .state import TextState
 def mark_protected(
     cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, seen: int, within: int | None = None
 ) -> Tensor | None:
-    """Mark the columns of the user's `protect=`, bool [B,Q].
+    """Mark the columns of a pass that the user's `protect=` keeps from eviction, bool [B,Q]; called where it begins.
 
     seen: columns before these. within: position of the first, for an edit of a text that was read.
 
@@ -51,7 +51,7 @@ def mark_protected(
 
 
 def mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | None:
-    """Return for each column of a pass the span of `quota=` that it lies in (policies/quotas.py), int64 [B,Q]; 0: none.
+    """Return, where a pass begins, the span of `quota=` that each column is in (policies/quotas.py), int64 [B,Q]; 0: none.
 
     seen: columns before these. Without `quota=` the result is None.
 

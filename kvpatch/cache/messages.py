@@ -20,7 +20,7 @@ class Messages:
     starts: Sequence[int]
 
     def mark_system(self, columns: int) -> Tensor:
-        """Mark the tokens of the system message among the text's first columns, bool [columns] on the CPU."""
+        """Mark the system message's tokens among the text's first columns, for `protect=`: bool [columns] on the CPU."""
         marks = torch.zeros(columns, dtype=torch.bool, device="cpu")
         for role, start, stop in zip(self.roles, self.starts, self.starts[1:], strict=False):
             marks[start:stop] = role == "system"
@@ -31,7 +31,7 @@ class Messages:
         return int(self.mark_system(columns).sum())
 
     def number_messages(self, columns: int) -> Tensor:
-        """Return the number of its message for each column, int64 [columns]; -1 for answers."""
+        """Return the number of its message for each column, int64 [columns], for `quota=`; -1 for answers."""
         numbers = torch.full((columns,), -1, device="cpu")
         for number, (role, start, stop) in enumerate(zip(self.roles, self.starts, self.starts[1:], strict=False)):
             numbers[start:stop] = -1 if role == "assistant" else number

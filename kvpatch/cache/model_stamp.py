@@ -55,7 +55,7 @@ class ModelStamp:
         return self if adapters == self.adapters else replace(self, adapters=adapters, acting=0)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> ModelStamp:
-        """Return the stamp of the rows that `change` selects or repeats, as it does along the first axis of a tensor."""
+        """Return the stamp of a cache's rows once `change` selects or repeats them, along the first axis of tensors."""
         if len(self.adapters) == 1:  # the same for all rows
             return self
         rows = change(torch.arange(len(self.adapters), device="cpu")).tolist()
@@ -84,7 +84,7 @@ def _of_each_row(there: tuple[str, ...], here: tuple[str, ...]) -> tuple[tuple[s
 
 
 def _are_equal(there: Sequence[Tensor], here: Sequence[Tensor]) -> bool:
-    """Tell if two samples of weights are equal. The model may have been moved to another device in between."""
+    """Tell if two samples of weights are equal, for `differs`. The model may have been moved to another device in between."""
     pairs = [(one, other) for one, other in zip(there, here, strict=False)]
     alike = len(there) == len(here) and all(one.shape == other.shape for one, other in pairs)
     return alike and all(torch.equal(one, other.to(one.device)) for one, other in pairs)

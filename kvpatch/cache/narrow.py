@@ -86,7 +86,7 @@ def make_prompt_slots(keys: Tensor, values: Tensor, bits: int, latent: bool = Fa
 
 
 def open_slots(slots: Slots) -> Slots:
-    """Return slots to which a prompt's columns are appended in full precision: rounded ones are unpacked."""
+    """Return slots that a prompt which begins appends to in full precision: rounded ones are unpacked."""
     if all(codec.exact for codec in slots.codecs):
         return slots.move_to_buffers()
     keys, values = slots.numbers(slots.width)

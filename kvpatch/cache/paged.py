@@ -41,7 +41,7 @@ class Strips(NamedTuple):
 
 
 def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.device) -> Strips:
-    """Divide the pages of each row, given by their numbers, among its heads: each gets as many strips as the row has pages."""
+    """Divide an engine's pages of each row, given by number, among its heads: each gets as many strips as the row has."""
     index_BHN, h_H1 = (
         torch.zeros(len(pages), heads, max(map(len, pages)), dtype=torch.long, device="cpu"),
         torch.arange(heads, device="cpu")[:, None],
@@ -112,7 +112,7 @@ class PagedSlots(DenseSlots):
 
     @functools.cached_property
     def _together(self) -> slice | None:
-        """The strips of all rows in the pool, if they follow each other; else None."""
+        """The strips of all rows in the pool, if they follow each other, so that torch takes a view; else None."""
         heads, (n, first) = self.strips_BHN.shape[1], self.place_B2[0].tolist()
         begins = range(first, first + len(self.place_B2) * n * heads, n * heads)
         follow = first > 0 and self.place_B2.tolist() == [[n, begin] for begin in begins]
@@ -181,7 +181,7 @@ class PagedSlots(DenseSlots):
         return PromptSlots(keys, values, self.pool, self.strips)
 
     def join_in_place(self, others: list[Slots], width: int) -> PagedSlots | None:
-        """Return slots of the pages of these rows and then of `others`; None if some of the others are not in pages."""
+        """For concatenate(): return slots in the pages of these rows and `others`; None if some of these are not in pages."""
         parts = [self, *(other for other in others if isinstance(other, PagedSlots))]
         if len(parts) <= len(others):
             return None
@@ -219,7 +219,7 @@ class PromptSlots(DenseSlots):
         return self._store_columns(gather_entries(self.keys, index_BHK), gather_entries(self.values, index_BHK), width)
 
     def _store_columns(self, k_BHKD: Tensor, v_BHKD: Tensor, width: int) -> PagedSlots:
-        """Write columns to the rows' strips, and zeros to the rest of the last one; return their slots in the pages."""
+        """End a prompt: write columns to the rows' strips, zeros to the rest of the last; return their slots in the pages."""
         K, (_, _, P, D) = k_BHKD.shape[2], self.pool.shape
         slots = PagedSlots(self.pool, Strips(self.strips_BHN, self.place_B2), max(min(width, self.strips_BHN.shape[2] * P), K))
         N = -(-slots.width // P)

@@ -99,7 +99,7 @@ def begin_compression(cache: TextState, ids_BT: Tensor | None, table: Callable[[
 def begin_repeat(
     cache: TextState, whole: Forward, pieces: list[tuple[int, int, list[int]]], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Begin a pass that reads a chunk of the prompt again; return its token ids and positions [B,Q].
+    """Begin a pass that reads a chunk of the prompt again, for a policy that scores by it; return its ids and positions [B,Q].
 
     whole: the pass that read the prompt's last tokens.
     pieces: for each row the chunk's bounds [start, stop) in tokens of the prompt, and the tokens that repeat the chunk.
@@ -119,7 +119,7 @@ def begin_repeat(
 def begin_edit(
     cache: TextState, edit: Edit, ids_BQ: Tensor, places_Q: Tensor, table: Callable[[int], Any] | None = None
 ) -> Forward:
-    """Begin a pass that reads tokens into the middle of the text, where nothing is held; return it.
+    """Begin a pass of patch.replace(), which reads tokens into the middle of the text, where nothing is held; return it.
 
     ids_BQ: the tokens; places_Q: their positions. table: see `begin`.
     """
@@ -157,7 +157,7 @@ def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: in
 
 
 def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
-    """Begin a prompt or a further piece of it; decode steps count anew from its end."""
+    """Begin a prompt or a further piece of it, where a pass brings one; decode steps count anew from its end."""
     turns, counters = cache.turns, cache.counters
     cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)
     cache.drop_stack(due=cache.request.room is None if now.ends_prompt else cache.stack_due)
@@ -231,7 +231,7 @@ def _read_pass(
     repeatable: bool,
     merged_ids: Tensor | None,
 ) -> tuple[Forward, list[int], Tensor]:
-    """Check the pass's inputs; return the pass, and the tokens of each row before (if it has a prompt) and after it [B].
+    """Check a pass that begins; return it, and the tokens of each row before (if it has a prompt) and after it [B].
 
     The cache does not change.
     """
@@ -283,7 +283,7 @@ class _Prompt(NamedTuple):
 
 
 def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor | None) -> _Prompt:
-    """Read the numbers of a prompt from the device, at most once, and not at all if no mask came and no row was padded."""
+    """Read a prompt's tokens per row and padding from the device, once; not at all if no mask came and no row was padded."""
     B, rows = len(before), cache.rows
     even = cache.seen_B is None or not (rows.padded or rows.joined or cache.turns.open)
     if mask_BQ is None and even:
@@ -310,7 +310,7 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
 
 
 def refuse_mask(mask: Tensor) -> None:
-    """Raise KVPatchError if a mask holds other numbers than ones and zeros."""
+    """Raise KVPatchError if a prompt's padding mask holds other numbers than ones and zeros."""
     wrong = mask[(mask != 0) & (mask != 1)]
     if wrong.numel():
         raise KVPatchError(
@@ -326,7 +326,7 @@ def _count_gaps(cache: TextState, now: Forward, rows_BQ: Tensor) -> None:
 
 
 def check_batch(cache: TextState, B: int, Q: int, mask_BT: Tensor | None) -> None:
-    """Raise KVPatchError for a batch size other than the cache's, or a mask of the wrong length."""
+    """Raise KVPatchError, where a pass begins, for a batch size other than the cache's, or a mask of the wrong length."""
     if cache.seen_B is not None and len(cache.seen_B) != B:
         raise KVPatchError(
             f"The cache holds {len(cache.seen_B)} rows, but the input has {B}: give as many, or make them so with "
@@ -349,7 +349,7 @@ def _count_prompt_columns(cache: TextState, seen: int, Q: int) -> int:
 
 
 def _refuse_padding(real_BQ: Tensor) -> None:
-    """Raise KVPatchError if a generated token is marked as padding."""
+    """Raise KVPatchError if a pass that begins marks a generated token as padding."""
     message = "attention_mask marks a generated token as padding; pad prompts on the left, before their first token."
     if at_hand(real_BQ):
         if not bool(real_BQ.all()):
@@ -359,7 +359,7 @@ def _refuse_padding(real_BQ: Tensor) -> None:
 
 
 def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
-    """Raise KVPatchError for a row without tokens, or one padded on the right. last_B: true if its last column is a token."""
+    """Raise KVPatchError if a prompt ends with an empty row, or one padded on the right. last_B: its last column is a token."""
     if min(n_B) == 0:
         later = " If its text comes in later pieces: generate(prefill_chunk_size=n), or a first piece with tokens of all rows."
         raise KVPatchError(
@@ -390,7 +390,7 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
 
 
 def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: bool) -> Any:
-    """Return the rotary table for as many ranks as a head may hold in this pass; a cache at its budget keeps one table."""
+    """Return the rotary table of renumbered keys for as many ranks as a head may hold now; a cache at its budget keeps one."""
     ranks = _count_most_held(cache, Q, prompt)
     if cache.rotary is None or cache.rotary[0] != ranks:
         cache.rotary = (ranks, make(ranks))
@@ -398,7 +398,7 @@ def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: 
 
 
 def _count_most_held(cache: TextState, Q: int, prompt: bool) -> int:
-    """Return an upper bound of the tokens that one head holds in a pass of Q columns."""
+    """Return an upper bound of the tokens that one head holds in a pass of Q columns, for the rotary table's size."""
     most, now, settings = 1, cache.running, cache.settings
     first = cache.turns.count == 0 and not settings.policy.over_heads  # later prompts are counted with the generated tokens
     for index, layer in enumerate(cache.layers):

@@ -35,7 +35,7 @@ class Stack:
     readers: tuple[tuple[int, int], ...] = ()
 
     def first(self, count: int) -> Stack:
-        """Return the stack of a decoder that exits after `count` layers."""
+        """Return the stack of a decoder that exits early, after `count` layers, to draft."""
         attention = tuple(number for number in self.attention if number < count)
         states, readers = (tuple(one for one in pairs if one[0] < count) for pairs in (self.states, self.readers))
         return Stack(attention, states, self.croppable, readers)
@@ -57,7 +57,7 @@ class RecurrentStates(Cache):
         return tuple(number for number, layer in enumerate(self.layers) if layer is not None)
 
     def _list_held(self) -> Iterator[tuple[str, dict[int, Any], int]]:
-        """Yield for each state its name, the dictionary of transformers' layer that holds it, and its key there."""
+        """Yield, to read or replace it, each state's name, the dictionary of transformers' layer that holds it, and its key."""
         for number in self.numbers:
             for kind in ("conv_states", "recurrent_states"):
                 table = getattr(self.layers[number], kind)
@@ -82,14 +82,14 @@ class RecurrentStates(Cache):
         self.map_rows(lambda state: state.detach() if state.requires_grad else state)
 
     def sharing(self) -> RecurrentStates:
-        """Return a copy with the same tensors. The caller must replace these by the copy's `map_rows` before either writes."""
+        """Return a copy with the same tensors; `select_rows` replaces these by the copy's `map_rows` before either writes."""
         new = copy.copy(self)
         new.layers = [None if layer is None else _copy_sharing(layer) for layer in self.layers]
         return new
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Run a block that reads on, and put all states back as they were."""
+        """Run a block that reads a chunk of the prompt a second time, and put all states back as they were."""
         with torch.inference_mode(False):
             before = {name: state.clone() for name, state in self.tensors().items()}
         try:
@@ -104,7 +104,7 @@ class RecurrentStates(Cache):
         self.fill_states({name: torch.cat([one[name] for one in states]) for name in states[0]})
 
     def _trim_states(self) -> dict[str, Tensor]:
-        """Return all states by name; a convolution's, which may have recorded more, is cut to what the next token needs."""
+        """Return all states by name, to `join`; a convolution's, which may record more, is cut to what the next token needs."""
         found = self.tensors()
         for number in self.numbers:
             layer: Any = self.layers[number]
@@ -151,7 +151,7 @@ def _copy_sharing(layer: LinearAttentionLayer) -> LinearAttentionLayer:
 
 
 def _can_crop(layer: Any, count: int, seen: int) -> bool:
-    """Tell if a layer of transformers has recorded enough of its past to take back `count` of the tokens seen."""
+    """Tell, for crop(), if a layer of transformers has recorded enough to take back `count` of the tokens seen."""
     if not layer.record_past or not layer.is_croppable:
         return False
     return all(

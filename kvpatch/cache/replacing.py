@@ -53,7 +53,7 @@ def check_replaced(cache: TextState, span: Span, ids: object, reread: int, untol
 
 
 def _check_room(cache: TextState, count: int, room: int) -> None:
-    """Raise KVPatchError if `count` tokens need more positions than the `room` of the span, and none can be opened."""
+    """Raise KVPatchError if replace()'s `count` tokens need more positions than the span's `room`, and none can be opened."""
     if count <= room:
         return
     if not cache.settings.renumbered:
@@ -68,7 +68,7 @@ def _check_room(cache: TextState, count: int, room: int) -> None:
 
 
 def _check_place(cache: TextState, start: int, stop: int) -> None:
-    """Raise KVPatchError for an insertion at the end of a row's text."""
+    """Raise KVPatchError if replace() would insert at the end of a row's text."""
     for row, length in enumerate(cache.lengths_B.tolist()):
         if start == stop == length:
             raise KVPatchError(
@@ -97,7 +97,7 @@ def _check_rows(cache: TextState, opened: int) -> None:
 
 
 def _read_ids(ids: object, B: int) -> Tensor:
-    """Return the tokens of each row [B,N]. Raises KVPatchError unless they are tokens."""
+    """Return the tokens that replace() was given, of each row [B,N]. Raises KVPatchError unless they are tokens."""
     wanted = f"give token ids, int64 [N] or [{B}, N] or a list of them."
     try:
         found = torch.as_tensor(ids, device=None if isinstance(ids, Tensor) else "cpu")
@@ -121,7 +121,7 @@ def _check_reread(reread: object) -> None:
 
 
 def open_positions(cache: TextState, at: int, count: int) -> None:
-    """Shift the tokens from position `at` on by `count`, in every row. Only renumbered keys can move: they are unrotated."""
+    """Make room for an edit: shift tokens from position `at` on by `count` in all rows. Only renumbered, unrotated keys can."""
     with cache.changing("replace()"):
         cache.drop_stack()
         seen = cache.seen

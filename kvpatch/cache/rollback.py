@@ -52,7 +52,7 @@ class Undo:
 
 
 def record_step(layer: Recorded, shared: Tensor | None) -> Undo:
-    """Record what the coming step of `layer` will overwrite."""
+    """Record what the coming decode step of `layer` will overwrite, for `restore_step`, if steps are to be taken back."""
     slot = None
     if layer.mode.slotted:
         slot = layer.kv.read_at(layer.free_rows())
@@ -64,7 +64,7 @@ def record_step(layer: Recorded, shared: Tensor | None) -> Undo:
 
 
 def restore_step(layer: Recorded, undo: Undo) -> Tensor | None:
-    """Restore `layer` to the state before the step, and return the shared score of that time."""
+    """Restore `layer`, for crop(), to the state before the newest step; return the score that layers shared then."""
     # buffers have grown since, or an earlier rollback has shrunk them: the columns cut off were empty
     C = min(undo.positions.shape[-1], layer.positions.shape[-1])
     layer.mode = undo.mode

@@ -76,7 +76,7 @@ class CacheSettings:
 
     @cached_property
     def _features(self) -> FeatureSet:
-        """Describe what these settings ask for together, for the table of refusals."""
+        """Describe what these settings ask for together, for the table of refusals: features that exclude each other."""
         stack = self.stack
         return FeatureSet(
             self.policy,
@@ -100,7 +100,7 @@ class CacheSettings:
         )
 
     def first_layers(self, count: int | None) -> CacheSettings:
-        """Return the settings of a decoder that exits after `count` layers; None: all layers."""
+        """Return the settings of a decoder that exits early, after `count` layers, to draft; None: all layers."""
         if count is None or (own := self.within(count)) == self.n_layers:
             return self
         budget, budgets = self.budget.first_layers(own), {dtype: one.first_layers(own) for dtype, one in self.budgets.items()}
@@ -109,7 +109,7 @@ class CacheSettings:
         return dataclasses.replace(self, budget=budget, budgets=budgets, bounds=bounds, latent=latent, stack=stack)
 
     def in_dtype(self, dtype: torch.dtype) -> CacheSettings:
-        """Return the settings of a cache whose keys have this dtype: a size in bytes holds as many tokens as fit.
+        """Return the settings of a cache whose first keys have this dtype: a size in bytes holds as many tokens as fit.
 
         Raises:
             KVPatchError: the size holds no token in this dtype.
@@ -214,7 +214,7 @@ class CacheSettings:
         return self.rules[layer].tokens(n)
 
     def described(self) -> dict[str, Any]:
-        """Describe as plain values all settings that two caches must share to go on under one another's patch."""
+        """Describe as plain values, for files too, all settings that caches must share to go on under one another's patch."""
         return {
             "policy": _describe_policy(self.policy),
             "k": self.budget.described(),
@@ -225,7 +225,7 @@ class CacheSettings:
         }
 
     def list_differences(self, other: CacheSettings) -> Iterator[tuple[str, Any, Any]]:
-        """List each differing setting as (name, own value, value of `other`); empty if caches are interchangeable."""
+        """List, before caches are joined or go on, each differing setting as (name, own value, other's); empty if all agree."""
         if other is self:
             return
         mine, theirs = (_flatten_names(one.described()) for one in (self, other))
@@ -243,7 +243,7 @@ def _describe_policy(policy: Policy) -> dict[str, Any]:
 
 
 def _simplify_option(value: object) -> object:
-    """Return an option's value as JSON can hold it: tensors and arrays as numbers, anything else as its repr."""
+    """Return what JSON is to hold for an option that it cannot: numbers for tensors and arrays, else the repr."""
     if isinstance(value, Calibration):
         return value.digest
     converted = as_python(value)

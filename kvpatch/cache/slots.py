@@ -139,7 +139,7 @@ class Slots(ABC):
         return (self.find_begins()[:, None] + column_BHM.flatten(0, 1)).flatten()
 
     def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of the entries of keys and values in these rows."""
+        """Return copies of the entries of keys and values in these rows, to move or to log them."""
         keys, values = self.flat()
         entries = keys[rows_N]
         return entries, self.codecs[1].within(entries) if isinstance(self.codecs[1], Latent) else values[rows_N]
@@ -177,7 +177,7 @@ class Slots(ABC):
 
     @abstractmethod
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
-        """Return the slots taken, and how many may be allocated for them.
+        """Return, for the invariants, the slots taken, and how many may be allocated for them.
 
         ahead: free slots that each head may have in any case. columns: those in use, if tokens are appended.
         """
@@ -197,7 +197,7 @@ class Slots(ABC):
         """Move the first `used` columns into slots of these capacities; slot indices stay."""
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> Slots:
-        """Return a copy in which `change` has been applied along the batch axis to each attribute of `by_row`."""
+        """Return a copy with `change`, which selects or reorders rows of the batch, applied to each attribute of `by_row`."""
         new = copy.copy(self)
         for name in self.by_row:
             value = getattr(self, name)
@@ -266,7 +266,7 @@ class DenseSlots(Slots):
         return taken
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
-        """Write columns from `start` on."""
+        """Write a pass's keys and values into the columns from `start` on, in place."""
         new = self.encode_pair(k_BHQD.detach(), v_BHQD.detach())
         for held, entries in zip(self.stored, new, strict=False):  # values in their keys are written with these
             held[:, :, start : start + k_BHQD.shape[2]] = entries
@@ -277,7 +277,7 @@ class DenseSlots(Slots):
         return new
 
     def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
-        """Return new slots of this layout that have each head's entries at `index` (where `kept`; None: all) in front."""
+        """End a prompt: return new slots of this layout, with heads' entries at `index` (where `kept`; None: all) in front."""
         if layout.filled is not None and kept_BHK is not None:
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
             return RaggedSlots(*self.each(lambda t: offsets.pack_entries(t, index_BHK, kept_BHK)), offsets, self.codecs)
@@ -376,7 +376,7 @@ def nothing() -> DenseSlots:
 
 
 def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | None) -> Slots:
-    """Make zeros for B * H heads, of the dtype, device and head sizes of `like`, with keys around this centre."""
+    """Make zeros to move B * H heads' tokens into, of `like`'s dtype, device and head sizes, with keys around this centre."""
     codecs = centre_codecs(like.codecs, centre_BH1D)
 
     def zeros(*rows: int) -> tuple[Tensor, Tensor]:
@@ -397,7 +397,7 @@ def restore_slots(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) 
 
 
 def gather_entries(tensor: Tensor, index_BHK: Tensor) -> Tensor:
-    """[B,H,T,...] -> [B,H,K,...]: gather each head's entries at `index`."""
+    """[B,H,T,...] -> [B,H,K,...]: gather each head's entries at `index`, such as the tokens kept."""
     if tensor.ndim == 3:
         return tensor.gather(2, index_BHK)
     b, h = (torch.arange(n, device=tensor.device) for n in index_BHK.shape[:2])
@@ -405,7 +405,7 @@ def gather_entries(tensor: Tensor, index_BHK: Tensor) -> Tensor:
 
 
 def collect_entries(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,T,...] -> [B,H,columns,...]: copy each head's entries at `index` to new memory, padded with `empty`."""
+    """[B,H,T,...] -> [B,H,columns,...]: copy heads' kept entries, at `index`, to new buffers, padded with `empty`."""
     (B, H, K), rest = index_BHK.shape, tensor.shape[3:]
     new = tensor.new_empty(B, H, columns, *rest)
     torch.gather(tensor, 2, index_BHK.view(B, H, K, *(1 for _ in rest)).expand(B, H, K, *rest), out=new[:, :, :K])
@@ -413,7 +413,7 @@ def collect_entries(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int)
 
 
 def fit_columns(tensor: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,K,...] -> [B,H,columns,...]: copy to new memory, padded with `empty` or cut."""
+    """[B,H,K,...] -> [B,H,columns,...]: copy to new buffers of more or fewer slots, padded with `empty` or cut."""
     B, H, K, *rest = tensor.shape
     new = tensor.new_empty(B, H, columns, *rest)
     new[:, :, :K] = tensor[:, :, :columns]
@@ -421,7 +421,7 @@ def fit_columns(tensor: Tensor, columns: int, empty: int) -> Tensor:
 
 
 def _clear_from(tensor: Tensor, used: int, empty: int) -> Tensor:
-    """Fill the columns from `used` on, in place."""
+    """Fill new buffers' columns from `used` on with `empty`, in place; return them."""
     if used < tensor.shape[2]:
         tensor[:, :, used:].fill_(empty)
     return tensor

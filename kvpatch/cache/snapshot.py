@@ -64,7 +64,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, cache: TextState) -> Snapshot:
-        """Take a snapshot; waits for the device only if steps under torch.compile are not counted yet."""
+        """Take a snapshot for a report or record; waits for the device only if steps under torch.compile are uncounted."""
         cache.catch_up()
         every, bounds = cache.layers, cache.settings.bounds
         parts = cache.parts or {

@@ -143,7 +143,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
     layers: list[SlotLayer]  # type: ignore[assignment]
 
     def __init__(self, settings: CacheSettings) -> None:
-        """Make an empty cache; only a patch has settings."""
+        """Make an empty cache, as Patch.new_cache() and the patched model do: users have no settings to give."""
         if not isinstance(settings, CacheSettings):
             raise KVPatchError(f"EvictingCache({settings!r}): caches are made by a patch. Use Patch.new_cache().")
         each = zip(settings.policies, settings.evicts, settings.latent, strict=True)
@@ -155,7 +155,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         self._empty()
 
     def _empty(self) -> None:
-        """Make all state that a text has, as before its first token."""
+        """Make all state that a text has, as before its first token, in a new cache or on reset()."""
         self.request, self.turns, self.counters, self.rows = TextPlans(), Turns(), StepCounters(), RowAlignment()
         self.ids = TokenIds()
         self.read_by: ModelStamp | None = None
@@ -219,7 +219,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return not self.scratch
 
     def note_ids(self, ids_BQ: Tensor | None, Q: int, real_BQ: Tensor | None = None) -> None:
-        """Note the ids of Q columns after those that were seen; see TokenIds.write."""
+        """Note the ids of Q columns that a pass or traced steps read, after those that were seen; see TokenIds.write."""
         B, device = len(self.lengths_B), self.lengths_B.device
         self.ids.skip_columns(B, self.seen, device)
         self.ids.write(ids_BQ, B, Q, device, real_BQ)
@@ -262,7 +262,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.request.new_tokens or self.settings.policy.needs.span
 
     def temperature(self, ahead: int) -> float | Tensor:
-        """Return a score's temperature at the decode step `ahead` steps after the pass's first one; [B] if rows differ."""
+        """Return, in a decode step, the score's temperature `ahead` steps after the pass's first one; [B] if rows differ."""
         policy, counters, now = self.settings.policy, self.counters, self.running
         shortfall_B, span_B = counters.shortfall_B, None if self.request.new_tokens else counters.span_B
         if now.traced:
@@ -277,14 +277,14 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return policy.needs.temperature(step - shortfall_B, shortfall_B.new_tensor(self.span()) if span_B is None else span_B)
 
     def limits(self, sizes: Sequence[Sequence[int]], device: torch.device) -> Limits:
-        """Return the protected sizes, one tuple per row; layers of equal sizes share one object."""
+        """Return the sizes of what is protected from eviction, one tuple per row; layers of equal sizes share one object."""
         key = (tuple(map(tuple, sizes)), device)
         if key not in self.limits_of:
             self.limits_of[key] = Limits.of(key[0], device)
         return self.limits_of[key]
 
     def drop_stack(self, due: bool | None = None) -> None:
-        """Drop the stacked layers and bound steps, before buffers are replaced.
+        """Drop the stacked layers (tensors of all as one) and bound steps, before buffers are replaced.
 
         due: stack again before the next step, None: if layers were stacked, or were going to be.
         """

@@ -33,7 +33,7 @@ class HeadTensor:
     wanted: str = ""
 
     def join(self, layers: Sequence[Any]) -> Tensor | None:
-        """Return this tensor of all rows of several layers that are joined; None if no layer has it."""
+        """Return this tensor of all rows of several layers, when caches are concatenated; None if no layer has it."""
         found = [getattr(layer, self.name) for layer in layers]
         if all(one is None for one in found) or (self.missing is None and any(one is None for one in found)):
             return None

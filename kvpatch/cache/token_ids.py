@@ -31,7 +31,7 @@ class TokenIds(Batched):
 
     @classmethod
     def of(cls, ids_BT: Tensor | None) -> TokenIds:
-        """Return the ids of prompts that have ended."""
+        """Make the ids of texts that were read, of caches that are loaded or joined."""
         new = cls()
         if ids_BT is not None:
             new._ids_BC, new.columns, new.prompt = ids_BT, ids_BT.shape[1], ids_BT.shape[1]
@@ -49,7 +49,7 @@ class TokenIds(Batched):
 
     @property
     def prompt_BN(self) -> Tensor | None:
-        """Ids of the newest prompt; None if some of them are unknown."""
+        """Ids of the newest prompt, to be read a second time; None if some of them are unknown."""
         ids_BT = self.ids_BT
         known = ids_BT is not None and not bool((ids_BT[:, self.prompt :] == UNKNOWN).any())
         return ids_BT[:, self.prompt :].clone() if known and ids_BT is not None else None
@@ -81,7 +81,7 @@ class TokenIds(Batched):
             self.write(None, B, columns - self.columns, device)
 
     def find_columns(self, places_Q: Tensor) -> Tensor:
-        """Return the columns [B,Q] of the tokens at these positions of each row's text."""
+        """Return the columns [B,Q] of the tokens at these positions of each row's text, for an edit."""
         assert self.ids_BT is not None
         count_BT = (self.ids_BT != PADDING).long().cumsum(1)
         return torch.searchsorted(count_BT, (places_Q.to(count_BT.device) + 1).expand(len(count_BT), -1).contiguous())
@@ -115,7 +115,7 @@ class TokenIds(Batched):
 
     @staticmethod
     def join_parts(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:
-        """Join rows of several, each given with its rows' lengths [B]; all end in the last of so many columns."""
+        """Join rows of caches, ids given with their rows' lengths [B]; all end in the last of so many columns."""
         rows = [_align_right(ids, lengths_B, columns) for ids, lengths_B in parts]
         new = TokenIds.of(torch.cat([one.to(rows[0].device) for one in rows]))
         known = [ids.offsets_B1 for ids, _ in parts]
@@ -127,7 +127,7 @@ class TokenIds(Batched):
 
 
 def _align_right(ids: TokenIds, lengths_B: Tensor, columns: int) -> Tensor:
-    """Return each row's ids [B,columns] at the right end: PADDING before the row's text, UNKNOWN for tokens without an id."""
+    """Return a part's ids [B,columns], to join, at the right: PADDING before a row's text, UNKNOWN for tokens without id."""
     ids_BT, column = ids.ids_BT, torch.arange(columns, device=lengths_B.device)
     token_BT = column >= columns - lengths_B[:, None]
     blank_BT = torch.full((len(lengths_B), columns), PADDING, device=lengths_B.device).masked_fill(token_BT, UNKNOWN)
