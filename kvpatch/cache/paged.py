@@ -103,7 +103,7 @@ class PagedSlots(DenseSlots):
         return self._read_strips(1, self.width)
 
     def _read_strips(self, which: int, used: int) -> Tensor:
-        """Return the first `used` keys (which=0) or values (1) of each head [B,H,used,D]: a view if `_together`, or a copy."""
+        """For torch: return heads' first `used` keys (which=0) or values (1) [B,H,used,D], a view if `_together`, or a copy."""
         (B, H, _), (_, _, P, D) = self.strips_BHN.shape, self.pool.shape
         if self._together is not None and used <= self.most:
             return self.pool[which, self._together].view(B, H, -1, D)[:, :, :used]
