@@ -206,7 +206,7 @@ def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goa
 
 
 def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
-    """Fill a layer with the rows of `parts` without copying a key or value: `joined` refers to the memory of all.
+    """Fill a joined layer with the rows of `parts` without copying a key or value: `joined` refers to all their memory.
 
     So each token keeps its slot index, and only positions and state are concatenated, padded to the joined width. A part that
     lacks a statistic gets zeros of it.
@@ -221,7 +221,7 @@ def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
 
 
 def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
-    """Copy each head's tokens from `parts` to the front of the head's segment in the new buffers, in text order."""
+    """Join `parts`: copy each head's tokens to the front of its segment in the new buffers, in text order."""
     heads, C = 0, new.positions.shape[2]
     for part in parts:
         positions = part.positions[:, :, : part.used].flatten(0, 1)

@@ -54,7 +54,7 @@ def count_held(
 
     Tokens are exact where k is a number or a share and every=1. A prompt read in blocks, or in an engine's pieces, leaves at
     most as many after each. Slots are these tokens and the slack of growth.py, or all that the budget can ever fill; where
-    heads share a budget, 16 and 1/50 more. A row beside longer ones may have as many slots as these.
+    heads share a budget, 16 and 1/50 more. A row beside longer ones may have as many slots as these. Engines claim this memory.
 
     new: None for any number; MAX_POSITION or more tokens then mean that the layer grows with the text. read: tokens at the
     beginning of the prompt that were a prompt of their own, such as a prefix. room: as in `Patch.new_cache`. longest: `prompt`

@@ -191,7 +191,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(0)
 
     def append(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
-        """Write what a pass computed of Q tokens (`entry`: state) after the used columns; the buffers grow if they must."""
+        """Write a pass's keys, values, positions and state (`entry`) of Q tokens after the used columns; buffers may grow."""
         if not self.is_initialized:
             self.lazy_initialization(k_BHQD, v_BHQD)
         start, stop = self.used, self.used + k_BHQD.shape[2]
@@ -513,7 +513,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.measure_room()
 
     def pack(self) -> None:
-        """Move each head's tokens, in text order, to new slots as of a prompt's end: a moving budget lacks or wastes slots."""
+        """Move each head's tokens, in text order, to new slots as of a prompt's end: a moving budget's are too few or many."""
         counts, goals = self.counts(), self.list_goals()
         with torch.inference_mode(False), torch.no_grad():
             (B, H, _), old = self.positions.shape, self.positions
@@ -531,7 +531,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.start_moving(counts, goals)
 
     def _move_slots(self, capacities: list[int]) -> None:
-        """Move into more or fewer slots, of these capacities and all in use; slot indices stay."""
+        """Move into more or fewer slots: these capacities, all of them in use; slot indices stay."""
         self.resize_slots(capacities, self.list_goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
@@ -600,7 +600,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.positions.view(-1).index_fill_(0, self.free_slots(), -1)
 
     def drop(self, gone_BHM: Tensor) -> None:
-        """Evict several columns of each head at once (`every` > 1), and move tokens from the end into the gaps."""
+        """Evict, in a decode step, several columns of each head (`every` > 1), and move tokens from the end into the gaps."""
         into, out = list_moves(gone_BHM, self.used)
         self.move_entries(into, out)
         self.positions.scatter_(2, into, self.positions.gather(2, out))

@@ -35,7 +35,7 @@ class ModelStamp:
         return self
 
     def differs(self, now: ModelStamp) -> Difference | None:
-        """Return what differs in the model `now`, as (name, there, here); None if nothing does that can be seen."""
+        """Before a cache goes on: return what differs in the model `now`: (name, there, here); None if nothing visible does."""
         if now is self:
             return None
         for one, other in zip(*_of_each_row(self.adapters, now.adapters), strict=True):

@@ -121,7 +121,7 @@ def _check_reread(reread: object) -> None:
 
 
 def open_positions(cache: TextState, at: int, count: int) -> None:
-    """Make room for an edit: shift tokens from position `at` on by `count` in all rows. Only renumbered, unrotated keys can."""
+    """Make room for an edit: shift tokens from position `at` on by `count` in all rows. Renumbered keys alone can move."""
     with cache.changing("replace()"):
         cache.drop_stack()
         seen = cache.seen

@@ -235,7 +235,7 @@ class CacheSettings:
 
 
 def _describe_policy(policy: Policy) -> dict[str, Any]:
-    """Describe a policy's name, schedule, parts and options as plain values."""
+    """Describe a policy's name, schedule, parts and options as plain values, to compare or save."""
     fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
     parts = {name: type(part).__name__ for name, part in fields.items() if not isinstance(part, str | None)}
     options = json.loads(json.dumps(policy.options(), default=_simplify_option))
