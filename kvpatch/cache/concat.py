@@ -61,7 +61,7 @@ def _take_layers(cache: TextState) -> Iterator[None]:
 
 
 def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
-    """Make the cache of all rows, after the checks. consume: empty each layer of the given caches once it has been joined."""
+    """Make the cache of all rows, once checked. consume: empty each layer of the given caches once it has been joined."""
     first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _make_blank(first)
     new.rows.joined = True

@@ -319,7 +319,7 @@ def refuse_mask(mask: Tensor) -> None:
 
 
 def _count_gaps(cache: TextState, now: Forward, rows_BQ: Tensor) -> None:
-    """As a pass begins, count the padding columns after tokens, which the positions of these rows include from now on."""
+    """Count, as a pass begins, the padding columns after tokens, which the positions of these rows include from now on."""
     gaps_B, rows = ((rows_BQ >= 0) & (now.positions_BQ < 0)).sum(-1), cache.rows
     rows.gaps_B = gaps_B if rows.gaps_B is None else rows.gaps_B.to(gaps_B.device) + gaps_B
     rows.by_columns = True

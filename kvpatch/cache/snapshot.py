@@ -31,7 +31,7 @@ class LayerPart:
 
     @classmethod
     def of(cls, layer: SlotLayer, bound: int | None) -> LayerPart:
-        """Return what reports need of a layer, before it is emptied. bound: the layer's own sliding window in tokens."""
+        """Return what reports need of a layer, to outlive it. bound: the layer's own sliding window in tokens."""
         B, H = layer.positions.shape[:2]
         kept = min(layer.seen, bound or layer.seen)
         full = B * H * kept * layer.kv.full_size * layer.dtype.itemsize
