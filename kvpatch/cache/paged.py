@@ -120,7 +120,8 @@ class PagedSlots(DenseSlots):
 
     @property
     def nbytes(self) -> int:
-        return self.strips_BHN.numel() * 2 * self.pool[0, 0].numel() * self.pool.element_size()
+        strips = int(self.place_B2[:, 0].sum()) * self.shape[1]  # without those that fill up shorter rows
+        return strips * 2 * self.pool[0, 0].numel() * self.pool.element_size()
 
     def view(self, used: int) -> tuple[Tensor, Tensor]:
         return self._read_strips(0, used), self._read_strips(1, used)

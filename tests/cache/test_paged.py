@@ -30,6 +30,12 @@ def pool_of(pages, P, device="cpu", fill=0.0):
     return pool
 
 
+def test_bytes_of_rows_are_those_of_their_pages():
+    pool = pool_of(9, 4)
+    rows = [PagedSlots(pool, divide_pages(pages, 2, pool.device), 4) for pages in ([[1, 2, 3], [4]], [[1, 2, 3]], [[4]])]
+    assert rows[0].nbytes == rows[1].nbytes + rows[2].nbytes == 4 * 2 * 2 * 4 * 8 * 4
+
+
 @pytest.mark.parametrize(
     ("policy", "P", "options"),
     [
