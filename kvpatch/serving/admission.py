@@ -26,7 +26,7 @@ class Admission:
     limit: str = HAS
 
     def add_waiting_request(self, state: Any) -> None:
-        """Add a request to the waiting list when it arrives. If it begins with a prefix, only the rest is to be read.
+        """Add an arriving request to the waiting list. If it begins with a prefix that is cached, only the rest is to be read.
 
         Raises:
             KVPatchError: it can never be served. The engine then fails this request.
@@ -59,7 +59,7 @@ class Admission:
             self.cache.keep(state)
 
     def _infer_request_tokens(self, state: Any, *rest: Any) -> Any:
-        """Return the tokens of a request that are still to be read, for the next pass.
+        """Return the tokens of a request that are still to be read. transformers' scheduler asks before each pass.
 
         A request that still waits first gets the kept conversation that its text goes on from, if there is one.
         """
@@ -82,7 +82,7 @@ class Admission:
         state.remaining_prefill_tokens, state.position_offset = state.initial_tokens[read:], read
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-        """Schedule a pass. Clears the engine's list of requests without room: each has its blocks, and none is offloaded."""
+        """Schedule the coming pass. Clears the engine's list of requests without room, to be offloaded: each has its blocks."""
         self.cache.full = False
         scheduled = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
         self.starved_requests = []
@@ -107,7 +107,7 @@ class Admission:
             self.block_new_requests = False
 
     def _limit_length(self, state: Any, positions: int) -> None:
-        """Limit a request without a limit to the model's last position; raise KVPatchError if its text needs more positions."""
+        """Limit an arriving request without a limit to the model's last position; raise KVPatchError if it needs more."""
         prompt = len(state.initial_tokens)
         if state.max_new_tokens is None:
             state.max_new_tokens = state._new_tokens_limit = max(positions - prompt + 1, 1)
@@ -115,7 +115,7 @@ class Admission:
 
 
 def check_length(prompt: int, new: int, positions: int, limit: str = HAS) -> None:
-    """Raise KVPatchError for a text of more positions than there are. The last new token needs none: nothing reads it.
+    """Raise KVPatchError for an arriving text of more positions than there are. The last new token needs none: it is not read.
 
     limit: words of the message, {} for the number of positions.
     """

@@ -51,7 +51,7 @@ class Beginning:
     """
 
     def __init__(self, conversation: Conversation, length: int, reused: int) -> None:
-        """Note the first `length` tokens of a conversation. Changes nothing: `copy` copies the cache and cuts the copy."""
+        """Note the first `length` tokens of a conversation, for a request that begins so. Copies nothing: `copy` does that."""
         self.positions, self.held, self.reused = conversation.positions[:length], conversation.held, reused
         self.system = 0 if conversation.messages is None else conversation.messages.count_system(length)
         self._cache: EvictingCache | None = conversation.cache
@@ -64,7 +64,7 @@ class Beginning:
         return len(self.positions)
 
     def copy(self) -> EvictingCache:
-        """Return a copy of the conversation's cache, cut to these tokens. Called once: the reference to the original goes."""
+        """Return a copy of the conversation's cache, cut to these tokens, for the request. Called once; drops the original."""
         assert self._cache is not None
         new, self._cache = self._cache.clone(), None
         if self._removed:
@@ -88,7 +88,7 @@ class Conversations:
     """
 
     def __init__(self, most: int, edits: bool = False) -> None:
-        """Begin without conversations. The patch and the server set the functions afterwards."""
+        """Make an empty store of caches of ended requests. The patch and the server set its functions as an engine starts."""
         self.most, self.edits = most, edits
         self.replace: Callable[[EvictingCache, Span, list[int]], None] | None = None
         self.read_alike: Callable[[EvictingCache], bool] = lambda cache: True
@@ -146,7 +146,7 @@ class Conversations:
     def _find_edited(
         self, ids: list[int], common: list[tuple[int, Conversation]], most: int
     ) -> tuple[Conversation, Edited] | None:
-        """Return the conversation of which a text reuses the most tokens once it is edited, and the edits. Changes nothing.
+        """Return the conversation of which a request's text reuses the most tokens after edits, and the edits. Changes nothing.
 
         common: each conversation, with how many tokens it and the text begin with alike. None if it reuses `most` or fewer.
         """
@@ -156,7 +156,7 @@ class Conversations:
         return best if best is not None and best[1].reused > most else None
 
     def _edit_conversation(self, one: Conversation, edited: Edited) -> Conversation | None:
-        """Return a conversation edited into another text, and keep it in place of `one`; None if its cache cannot be edited."""
+        """Return an edited copy of a conversation for a waiting request, and keep it in place of `one`; None if that fails."""
         try:
             cache = one.cache.clone()
             gone = [_find_positions(one, start, stop) for start, stop, ids in edited.spans if not ids]
@@ -180,7 +180,7 @@ class Conversations:
 
 
 def count_bytes(cache: EvictingCache) -> int:
-    """Count the bytes that a kept conversation takes: keys, values, positions, ids, scores, and a hybrid's states."""
+    """Count the bytes of a conversation, which a store limits: keys, values, positions, ids, scores, a hybrid's states."""
     others = [cache.ids.nbytes, 0 if cache.shared is None else cache.shared.nbytes, cache.states.nbytes]
     for layer in cache.layers:
         tensors: list[Any] = [layer.positions, *layer.state.values()]
@@ -189,7 +189,7 @@ def count_bytes(cache: EvictingCache) -> int:
 
 
 def _can_cut(one: Conversation, length: int) -> bool:
-    """Tell if a copy of a conversation can be cut to its first `length` tokens, as if its model had read no more."""
+    """Tell if a copy of a conversation can be cut to the `length` tokens that a new text shares, as if it had read no more."""
     if length == len(one.ids):
         return True
     if not one.cache.settings.transparent and length < one.answer:  # a first reading would have evicted by another prompt
@@ -198,7 +198,7 @@ def _can_cut(one: Conversation, length: int) -> bool:
 
 
 def _count_before(answer: int, edited: Edited) -> int:
-    """Return how many tokens come before a text's last answer once it is edited. answer: as many as do so before."""
+    """Return how many tokens come before a conversation's last answer once it was edited. answer: how many did before."""
     for start, stop, ids in reversed(edited.spans):
         if start < answer:
             answer = start + len(ids) + max(answer - stop, 0)

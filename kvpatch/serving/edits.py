@@ -26,7 +26,7 @@ class Edited(NamedTuple):
 
 
 def count_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens that two texts begin with alike, by bisection."""
+    """Count the tokens that two texts begin with alike, which need not be read again, by bisection."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # slices are compared in C
         middle = (low + high + 1) // 2
@@ -37,7 +37,8 @@ def count_common(one: Sequence[int], other: Sequence[int]) -> int:
 def find_edits(kept: list[int], ids: list[int], answer: int) -> Edited | None:
     """Find the spans of a kept text that have to go, or to get other tokens, so that a longer text begins with it.
 
-    The longer text must have what ends the kept one; but from `answer` on, its last answer, anything may be gone. Pure.
+    Asked for a request's text: the kept one's cache is then edited, so that only what is new is read. The longer text must
+    have what ends the kept one; but from `answer` on, its last answer, anything may be gone. Pure.
 
     Args:
         kept: tokens of the kept text.
@@ -69,7 +70,7 @@ def find_edits(kept: list[int], ids: list[int], answer: int) -> Edited | None:
 
 
 def _index_runs(ids: list[int], start: int) -> dict[tuple[int, ...], list[int]]:
-    """Return the places in a text, from `start` on, where each run of RUN tokens begins, in ascending order."""
+    """Return the places in a kept text, from `start` on, where each run of RUN tokens begins, ascending: for `_find_run`."""
     known: dict[tuple[int, ...], list[int]] = {}
     for index in range(start, len(ids) - RUN + 1):
         known.setdefault(tuple(ids[index : index + RUN]), []).append(index)
@@ -77,7 +78,7 @@ def _index_runs(ids: list[int], start: int) -> dict[tuple[int, ...], list[int]]:
 
 
 def _find_run(known: dict[tuple[int, ...], list[int]], ids: list[int], at: int, there: int) -> tuple[int, int] | None:
-    """Return where two texts go on alike after a difference, in the kept text and in `ids`, or None.
+    """Return where two texts go on alike after a difference, in the kept text and in `ids`; None if nowhere. Pure.
 
     known: where the kept text's runs begin. at, there: where the texts differ.
     """

@@ -86,7 +86,7 @@ class BatchingManager(ContinuousBatchingManager):
         tokenizer: Any,
         conversations: Conversations | None = None,
     ) -> None:
-        """Make a manager that has not started; its thread makes the pool. tokenizer: for stop strings."""
+        """Make a manager that has not started, for `find_manager`; its thread makes the pool. tokenizer: for stop strings."""
         self.terms, self.conversations = terms, conversations
         self.stops = _make_stops(getattr(generation_config, "stop_strings", None), tokenizer)
         super().__init__(model, generation_config, _switch_off(config), workload_hints)
@@ -148,7 +148,7 @@ class BatchingManager(ContinuousBatchingManager):
         return processor
 
     def _make_pool(self) -> RequestPool:
-        """Make the pool, with as many blocks as transformers would give its paged cache, from the memory or the settings."""
+        """Make the pool as the thread starts, with as many blocks as transformers' paged cache had, by memory or settings."""
         config = self.continuous_batching_config
         per_block, settings = self.terms.kv_bytes * config.page_size, self.terms.settings
         handler = PagedAttentionMemoryHandler(
@@ -230,7 +230,7 @@ _MANAGERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BatchingManager]] = we
 
 
 def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCriteria | None:
-    """Make the criterion of stop strings, for all requests of a manager; None, and a warning, if there is no tokenizer."""
+    """Make the criterion of stop strings for all requests of a new manager; None, and a warning, if there is no tokenizer."""
     if not strings:
         return None
     if tokenizer is None:
@@ -243,7 +243,7 @@ def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCr
 
 
 def _switch_off(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-    """Return a copy of the configuration with those features off that need a block for every token; log which are off."""
+    """Return a copy of a new manager's configuration without features that need a block for every token; log which are off."""
     asked, new, usual = [], copy.copy(config), ContinuousBatchingConfig()
     for name, value, what in OFF:
         if not hasattr(config, name):

@@ -27,7 +27,7 @@ class Part(NamedTuple):
     open: bool = False
 
     def leave_open(self) -> None:
-        """Mark the pass's last block as not the prompt's end, unless it is a whole block. Changes the cache's `running`."""
+        """Mark a cut last block as not the prompt's end, as the pass begins: the next one fills it. Changes `cache.running`."""
         block = self.cache.settings.block
         if block is not None and self.columns.shape[-1] % block:
             self.cache.running.blocks[-1].ends_prompt = False
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     @property
     def columns_BQ(self) -> Tensor:
-        """The columns by row of the cache, [B,Q]."""
+        """The columns (tokens of the pass) by row of the cache, [B,Q], by which this part's q, k and v are taken out."""
         if self.columns.ndim == 2:
             return self.columns
         return self.columns[:, None] if self.decodes else self.columns[None]

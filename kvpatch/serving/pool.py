@@ -76,7 +76,7 @@ class RequestPool:
 
     @cached_property
     def _blockwise(self) -> CacheSettings | None:
-        """Settings under which a prompt longer than a chunk is read; None if it cannot be compressed before its end."""
+        """Settings by which a prompt is read that one pass cannot hold; None if it cannot be compressed before its end."""
         settings = self.settings
         if settings.block is not None:
             return settings
@@ -186,7 +186,7 @@ class RequestPool:
             self.conversations.keep(Conversation(ids, positions, answer, cache, request.messages))
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Drop a request that has ended, with its row and its claim of blocks."""
+        """Drop a request, with its row and its claim of blocks. The engine calls this when it has ended."""
         self.requests.pop(request_id, None)
         self.begins.pop(request_id, None)
         self.rows.drop(request_id)
@@ -230,7 +230,7 @@ class RequestPool:
     # ---- several sequences of one prompt ----
 
     def prepare_fork_request(self, src_state: Any, dst_req_ids: Sequence[str], copy_src_and_dst: Any) -> list[str]:
-        """Admit copies of a request, as many as have room; return their names. `next_pass` clones the cache for them."""
+        """Admit copies of a request for several answers, while there is room; return their names. `next_pass` copies caches."""
         source, forked = self.requests[src_state.request_id], list[str]()
         for name in dst_req_ids:
             if self.claimed + source.blocks > self.num_blocks:
@@ -248,7 +248,7 @@ class RequestPool:
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
     ) -> None:
-        """Note that the next pass brings tokens of this request, after those of requests noted before."""
+        """Note, as the engine prepares a pass, that it brings tokens of this request, after those of requests noted before."""
         if query_length:  # 0: the only token that is left of the prompt is read once the request has been copied
             self.coming.append((request_id, past_length, query_length))
 
@@ -291,7 +291,7 @@ class RequestPool:
         return Part(request.cache, columns, decodes=False, open=not whole)
 
     def _join_rows(self, names: dict[str, int]) -> None:
-        """Move the caches of these requests, whose prompts have ended, into the batch of rows that decode, if not yet there."""
+        """Move these requests' caches, before a decode step, into the batch of rows that decode, if they are not yet there."""
         for name in names:
             cache = self.requests[name].cache
             if cache is not None:

@@ -70,7 +70,7 @@ def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, r
 
 
 def refuse_placeholders(ids: Sequence[int], placeholders: Mapping[int, str]) -> None:
-    """Raise KVPatchError if a prompt has one of these ids, which stand for an image or a sound: no request comes with one."""
+    """Raise KVPatchError if an arriving prompt has one of these ids, which stand for an image or a sound: none comes along."""
     found = next((token for token in ids if token in placeholders), None)
     if found is not None:
         raise KVPatchError(
@@ -80,7 +80,7 @@ def refuse_placeholders(ids: Sequence[int], placeholders: Mapping[int, str]) -> 
 
 
 def check_system(settings: CacheSettings, messages: Messages | None, prompt: int, step: int) -> None:
-    """Raise KVPatchError unless the budget holds a request's system message, wherever its prompt is compressed.
+    """Raise KVPatchError unless the budget holds an arriving request's system message, wherever its prompt is compressed.
 
     step: tokens of the prompt after each of which it is compressed, as well as at its end.
     """

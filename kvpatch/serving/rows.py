@@ -41,7 +41,7 @@ class RowPool:
         self.parts.append(RequestRows([name], cache))
 
     def copy_row(self, name: str) -> EvictingCache | None:
-        """Return a new cache of a request's row alone; None if it does not decode yet."""
+        """Return a new cache of a request's row alone, to be kept as a conversation; None if it does not decode yet."""
         for part in self.parts:
             if name in part.names:
                 return part.cache.select_rows(part.names.index(name))
@@ -76,7 +76,7 @@ class RowPool:
         return inside[0]
 
     def _order_rows(self, rows: RequestRows) -> RequestRows:
-        """Return joined rows in the order of `self.order`, if there is one; moves the cache's rows in place."""
+        """Return joined rows in the order of `self.order` (that of their memory), if there is one; moves the rows in place."""
         if self.order is None or (names := sorted(rows.alive, key=self.order)) == rows.alive:
             return rows
         rows.cache.batch_select_indices(torch.tensor([rows.names.index(name) for name in names], device="cpu"))

@@ -39,7 +39,7 @@ class Sampling:
         return self
 
     def choose(self, ids_1T: Tensor, logits_1V: Tensor) -> Tensor:
-        """Return logits whose largest is the next token: those of the processors, with noise if the request samples."""
+        """Return logits of which the engine takes the largest as next token: processed, with noise if the request samples."""
         processors: Any = self.processors
         logits_1V = processors(ids_1T, logits_1V)
         if not self.samples:
@@ -51,7 +51,7 @@ class Sampling:
 def make_sampling(
     model: Any, config: GenerationConfig, prompt: int, *, seed: int | None = None, presence: float = 0.0, frequency: float = 0.0
 ) -> Sampling:
-    """Make a request's Sampling from what generate() would be given.
+    """Make a request's Sampling, as it arrives, from what generate() would be given.
 
     Args:
         model: whose own processors they are.
@@ -108,7 +108,7 @@ class RequestSampling(ContinuousBatchingLogitsProcessor):
 
 
 def sample_by_request(manager: Any) -> None:
-    """Make a ContinuousBatchingManager that has not started sample each request by its own Sampling.
+    """Make a server's ContinuousBatchingManager that has not started sample each request by its own Sampling.
 
     The generation config that it was made with must be greedy: the engine then takes the largest logit.
     """

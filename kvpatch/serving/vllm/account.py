@@ -39,7 +39,7 @@ class Account:
             self.figures.set("blocks_claimed", 0)
 
     def _log_start(self, scheduler: Any) -> None:
-        """Log one line of the budget, once vLLM has divided its memory into pages."""
+        """Log one line of the budget, for an operator, once vLLM has divided its memory into pages."""
         config, blocks = scheduler.vllm_config, scheduler.kv_cache_config.num_blocks - 1
         terms = find_settings(config)
         if terms is None:
@@ -52,7 +52,7 @@ class Account:
         _LOG.info(terms.describe_start(" and ".join(sizes), whole, fit, piece))
 
     def note_pass(self, request: Any, tokens: int, begins: bool) -> None:
-        """Count a pass that ends within a prompt, at `tokens` in all; in a request's first one warn of a k not served."""
+        """Count a coming pass that ends within a prompt, at `tokens` in all; in a request's first warn of a k not served."""
         asked = get_asked(request.sampling_params)
         if begins and OWN in asked and not read_own(request.sampling_params, self.groups[0][1].held.most):
             _LOG.warning("[kvpatch] %s=%r of a request is not served: it has the k of the start.", OWN, asked[OWN])

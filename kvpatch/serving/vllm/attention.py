@@ -71,7 +71,7 @@ class BoundLayer(BoundAdapter):
     rows: Tensor | None = None
 
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
-        """Return the output projection's rows, which the first call alone measures, and True: they are measured."""
+        """Return the output projection's rows, by which some policies weigh values, and True: the first call measures them."""
         if self.rows is None:
             self.rows, _ = super().output_rows(like, group, parallel)
         return self.rows, True
@@ -112,7 +112,7 @@ class BudgetedAttention(AttentionImpl):
 
     @property
     def projection(self) -> nn.Module:
-        """The layer's output projection, a child of the module that has this attention."""
+        """The layer's output projection, for policies that weigh values by it: a child of this attention's module."""
         holder = self.holder()
         found = [one for one in holder.children() if isinstance(one, RowParallelLinear)] if holder is not None else []
         if len(found) != 1:
@@ -228,7 +228,7 @@ class Worker:
             layer.holder = weakref.ref(module)
 
     def attend(self, layer: BudgetedAttention, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, now: Pass) -> Tensor:
-        """Run one layer of a pass, q [1,H*G,T,D], k and v [1,H,T,D] -> [1,T,H*G*D].
+        """Run one layer of a pass, q [1,H*G,T,D], k and v [1,H,T,D] -> [1,T,H*G*D]. Its `forward` calls this.
 
         The first layer begins the pass in the caches of all requests, and the first pass of all makes `requests`.
         """
@@ -246,7 +246,7 @@ class Worker:
 
 
 def make_budgeted_spec(spec: AttentionSpec) -> AttentionSpec:
-    """Return the spec of a layer under its budget; of layers of another kind, what vLLM has made.
+    """Return the spec of a layer's pages under its budget, as vLLM sizes them; of layers of another kind, what vLLM has made.
 
     vLLM does not say which layer it asks for, and asks twice for some: the layer is a variable of one of its functions.
     """
@@ -265,7 +265,7 @@ def _list_layers(config: VllmConfig) -> list[Any]:
 
 
 def _refuse_kind(attn_type: str, shares: bool, kv_cache_dtype: str) -> None:
-    """Raise KVPatchError for a layer that is no decoder's, reads another layer's keys, or stores them in another dtype."""
+    """Raise KVPatchError, as a layer is made, if it is no decoder's, reads another's keys, or stores them in another dtype."""
     refused = (
         (attn_type != AttentionType.DECODER, f"attention of the kind {attn_type!r} in vLLM: start without its settings."),
         (shares, "layers that share keys in vLLM: start without its settings."),

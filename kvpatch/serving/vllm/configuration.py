@@ -21,7 +21,7 @@ def find_settings(config: VllmConfig) -> RequestTerms | None:
 
 
 def find_config() -> VllmConfig | None:
-    """Return vLLM's current configuration, else one that a running function has as `vllm_config`; None if there is none."""
+    """Return vLLM's current configuration, else one that a running function has as `vllm_config`, to read settings; or None."""
     if (current := get_current_vllm_config_or_none()) is not None:
         return current
     for variables in iterate_callers():
@@ -38,7 +38,7 @@ def find_current_settings() -> RequestTerms | None:
 
 
 def check_current() -> None:
-    """Raise KVPatchError if the model that is being made has settings of kvpatch that cannot be served."""
+    """Raise KVPatchError, as a backend without budgets is chosen, if the model's settings of kvpatch cannot be served."""
     config = find_config()
     terms = None if config is None else find_settings(config)
     if config is not None and terms is not None:

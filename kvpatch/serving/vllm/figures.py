@@ -46,7 +46,7 @@ class Figures:
     """The counts of one process, in files that the folder's other readers see."""
 
     def __init__(self, folder: str) -> None:
-        """Make this process's files in the folder, with each figure at 0."""
+        """Make this process's files in the folder, with each figure at 0. `find_figures` does so once in a process."""
         from prometheus_client.mmap_dict import MmapedDict, mmap_key
 
         files = {kind: os.path.join(folder, f"{name}_kvpatch{os.getpid()}.db") for kind, name in _FILES.items()}
@@ -73,7 +73,7 @@ _figures: dict[str, Figures] = {}
 
 
 def find_figures() -> Figures | None:
-    """Return the figures of this process, the same for all its engines; None where /metrics does not show them."""
+    """Return the figures that a starting scheduler counts in, one object for a process; None where /metrics shows none."""
     folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR") or os.environ.get(FOLDER)
     if not folder or not os.path.isdir(folder):
         return None

@@ -57,20 +57,20 @@ class BudgetSpec(CircularBufferSpec):
 
     @classmethod
     def of(cls, spec: AttentionSpec, layer: LayerBudget, longest: int, cache: CacheConfig) -> BudgetSpec:
-        """Return the spec of a layer's pages under its budget, with the other values of vLLM's `spec`."""
+        """Return the spec of a layer's pages under its budget, as vLLM sizes them, with the other values of its own `spec`."""
         known = {field.name for field in fields(cls)}
         same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in known}
         size = cache.block_size if cache.user_specified_block_size else SLOTS
         return cls(**{**same, "block_size": size, "held": layer, "longest": longest})
 
     def count_held(self, prompt: int, new: int, own_k: int = 0) -> int:
-        """Return how many tokens a head holds after a prompt and new ones. own_k: the request's k, 0 for the settings'."""
+        """Count the tokens that a head holds after a prompt and new ones, to claim pages. own_k: the request's k, or 0."""
         budget, schedule = own_k if own_k and not self.held.bound else self.held.budget, "prompt" if self.held.grows else "both"
         (held,) = count_tokens(Size(budget), schedule, prompt, new)
         return held
 
     def pages(self, prompt: int, total: int | None = None, own_k: int = 0) -> int:
-        """Return how many pages a request needs, for the tokens that it will hold and the one being written.
+        """Return how many pages a request claims as it begins, for the tokens that it will hold and the one being written.
 
         Under a k that is a share of the prompt, the prompt is read in one pass, and `prompt` is all of it.
 
@@ -125,7 +125,7 @@ class BudgetManager(CircularBufferManager):
         return None if scheduler is None else scheduler.requests.get(request_id)
 
     def _count_pages(self, request_id: str, num_tokens: int) -> tuple[int, int]:
-        """Return how many pages a request needs whose first pass reads so many tokens, and its own k, or 0."""
+        """Return how many pages a new request needs whose first pass reads so many tokens, and the k that it asks for, or 0."""
         request = self._find_request(request_id)
         if request is None:
             return self.kv_cache_spec.pages(num_tokens), 0
@@ -139,7 +139,7 @@ class BudgetManager(CircularBufferManager):
         return 0 if self.req_to_blocks.get(request_id) else self._count_pages(request_id, num_tokens)[0]
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *given: Any, **more: Any) -> Sequence[KVCacheBlock]:
-        """Claim a new request's pages, and write its own k after them: the worker sees no more of a request than this."""
+        """Claim a request's pages before its first pass, and write its own k after them: the worker is told no more of it."""
         blocks, pool, request = self.req_to_blocks[request_id], self.block_pool, self._find_request(request_id)
         if self._account is not None and request is not None:
             self._account.note_pass(request, num_tokens, begins=not blocks)
@@ -168,7 +168,7 @@ class BudgetManager(CircularBufferManager):
 
 
 def _find_scheduler() -> Callable[[], Any]:
-    """Return a reference to the scheduler that is being made, or one to nothing.
+    """Return a reference to the scheduler that is being made, to ask it for requests, or one to nothing.
 
     vLLM tells a manager the id of a request and the tokens of its first pass. How many it may generate is known to the
     scheduler, which makes the managers: it is among their callers.
@@ -181,7 +181,7 @@ def _find_scheduler() -> Callable[[], Any]:
 
 
 def _refuse_too_few_bytes() -> None:
-    """Raise KVPatchError if a caller, by its local variables, is vLLM's check that finds too few bytes for one request."""
+    """Raise KVPatchError if, as vLLM asks for a request's bytes, a caller's local variables show that it finds too few."""
     for variables in iterate_callers():
         needed, available = variables.get("needed_memory"), variables.get("available_memory")
         if isinstance(needed, int) and isinstance(available, int) and needed > available:
@@ -193,7 +193,7 @@ def _refuse_too_few_bytes() -> None:
 
 
 def check_manager(spec: BudgetSpec) -> None:
-    """Raise KVPatchError if vLLM would manage the pages of layers under a budget by another manager."""
+    """Raise KVPatchError, as vLLM starts, if it would manage the pages of layers under a budget by another manager."""
     manager = KVCacheSpecRegistry.get_manager_class(spec, KVCacheGroupRole.DEFAULT)
     if manager is not BudgetManager:
         raise KVPatchError(

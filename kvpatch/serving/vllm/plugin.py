@@ -17,7 +17,7 @@ _LOG = logging.getLogger("vllm.kvpatch")
 
 
 def register() -> None:
-    """Name kvpatch's backends in the registry of a tested version of vLLM; in others do nothing unless a budget is asked for.
+    """Name kvpatch's backends in a tested vLLM's registry, as each of its processes starts; in others only refuse budgets.
 
     On a CPU vLLM has one backend for each kind of attention. The paths registered here lead to vLLM's own classes where no
     budget is asked for (`choice.py`). On CUDA it has many, and kvpatch's is CUSTOM, for which `--attention-backend CUSTOM`
@@ -43,7 +43,7 @@ def register() -> None:
 
 
 def _register_backends(asked: bool) -> None:
-    """Put kvpatch's backend into vLLM's registry for this platform, once per process.
+    """Put kvpatch's backends into vLLM's registry for this platform, for `register`, once per process.
 
     asked: the environment asks for a budget; where none can be served that is an error, else nothing is registered.
     """
@@ -81,7 +81,7 @@ def _register_choice(member: Any, path: str, register_backend: Any) -> None:
 
 
 def _runs_on_cpu() -> bool:
-    """Tell whether vLLM runs on a CPU, in a version whose modules may have other names."""
+    """Tell whether vLLM runs on a CPU, for an error's advice, in a version whose modules may have other names."""
     try:
         from vllm.platforms import current_platform
 

@@ -91,7 +91,7 @@ class Requests:
         return packed
 
     def _step_requests(self, own_k: int, decoding: dict[str, int]) -> Part:
-        """Return the decode step's part for requests that have one k, as rows of one cache. decoding: their columns."""
+        """Return a pass's part for requests that decode under one k, as rows of one cache. decoding: their columns."""
         for name in decoding:
             self._end_prompt(name)
         rows = self.rows[own_k].gather(decoding)
@@ -103,7 +103,7 @@ class Requests:
         return first_B1 + torch.arange(together[0].columns, device=self.device)
 
     def _begin_prompts(self, together: list[Scheduled]) -> Part:
-        """Make a cache whose rows are requests that begin with equally many tokens, by their pages; return its part."""
+        """Make a cache whose rows are requests that begin with equally many tokens, by pages; return its part of the pass."""
         together.sort(key=lambda one: one.pages[0])
         cache, firsts = EvictingCache(self._settings_of(together[0].own_k)), [one.first for one in together]
         for layer, slots in enumerate(cache.layers):
@@ -114,13 +114,13 @@ class Requests:
         return Part(cache, self._list_columns(together), decodes=False)
 
     def _settings_of(self, own_k: int) -> CacheSettings:
-        """Return the settings of requests that have a k of their own; 0: of the others."""
+        """Return the settings of a new cache for requests with this k of their own; 0: for the others. Each is made once."""
         if own_k not in self._by_own:
             self._by_own[own_k] = dataclasses.replace(self.settings, budget=Budget((own_k,) * self.settings.n_layers))
         return self._by_own[own_k]
 
     def _continue_prompt(self, one: Scheduled) -> Part:
-        """Return the part of a further piece of a prompt; each piece is compressed like a prompt. Sets the cache's length."""
+        """Return a pass's part for a prompt's further piece, which is compressed like a prompt. Sets the cache's prompt_len."""
         cache = self.reading[one.name].cache
         cache.request.prompt_len = one.past + one.columns
         return Part(cache, self._list_columns([one]), decodes=False)
@@ -135,7 +135,7 @@ class Requests:
         return first_prompt(keys, values, pool, self._divide_pages(self.now[layer], firsts, keys.shape[1]))
 
     def _divide_pages(self, now: Sequence[Scheduled], firsts: list[int], heads: int) -> Strips:
-        """Return the strips of requests' pages for their heads; layers that have the same pages share the result of a pass."""
+        """Return the strips (a page of one head) of new requests; layers that have the same pages share a pass's result."""
         for told, those, strips in self.divided:
             if told is now and those is firsts:
                 return strips
@@ -145,13 +145,13 @@ class Requests:
         return strips
 
     def _split_rows(self, decoding: Set[str]) -> None:
-        """Give each request in `reading` that began with others a cache for itself, unless all of them decode now."""
+        """Give each request in `reading` that began with others its own cache, before a pass, unless all of them decode now."""
         for name, rows in list(self.reading.items()):
             if len(rows.names) > 1 and not decoding >= set(rows.names):
                 self.reading[name] = RequestRows([name], rows.cache.select_rows(rows.names.index(name)))
 
     def _end_prompt(self, name: str) -> None:
-        """Move a request, and those that share its cache, from `reading` to the rows that decode, if it is not yet there."""
+        """Move a request, and those that share its cache, from `reading` to the rows that decode, at its first decode step."""
         rows = self.reading.get(name)
         if rows is not None:
             for one in rows.alive:

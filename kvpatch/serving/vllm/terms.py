@@ -48,13 +48,13 @@ class RequestTerms:
 
     @property
     def most(self) -> int:
-        """The most tokens that a request may ask for; 0 if it may not."""
+        """The most tokens that a request may ask for as its own budget (kvpatch_k); 0 if it may not."""
         if self.policy.over_layers is not None:
             return 0
         return self.max_k or (self.k if isinstance(self.k, int) else 0)
 
     def check_request(self, asked: Mapping[str, Any] | None) -> None:
-        """Raise KVPatchError if a request asks for what this budget cannot give. asked: its SamplingParams.extra_args."""
+        """Raise KVPatchError, as a request arrives, if it asks for what this budget cannot give. asked: its extra_args."""
         asked = asked or {}
         for name in asked:
             if name != OWN and (suggest(name, (OWN,)) or name.casefold().startswith(KEY)):
@@ -103,7 +103,7 @@ def find_own(asked: Mapping[str, Any], most: int) -> int:
 
 
 def read_terms(additional: object, variable: str | None) -> RequestTerms | None:
-    """Return the settings of a budget, or None if neither source has any.
+    """Read the settings of a budget, in each process of vLLM that needs them; None if neither source has any.
 
     Args:
         additional: vLLM's additional_config.
@@ -177,7 +177,7 @@ def make_terms(given: object) -> RequestTerms:
 
 
 def _check_values(positions: object, seed: object) -> None:
-    """Raise KVPatchError for wrong values of these two settings."""
+    """Raise KVPatchError for wrong values of these two settings, as vLLM's are read."""
     if positions not in (None, "original", "renumbered"):
         raise KVPatchError(f"positions={positions!r} is unknown; use 'original'.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):

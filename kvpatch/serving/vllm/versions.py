@@ -35,7 +35,7 @@ def describe_refusal(version: str, on_cpu: bool) -> KVPatchError:
 
 
 def find_misspelt_key(additional: object) -> str | None:
-    """Return the key of additional_config that was meant to be "kvpatch": nearly its name, with settings of a budget."""
+    """Return the key of additional_config that was meant to be "kvpatch", for an error: nearly its name, with a budget."""
     if not isinstance(additional, Mapping):
         return None
     budgets = (key for key, value in additional.items() if _is_budget(value))
@@ -43,7 +43,7 @@ def find_misspelt_key(additional: object) -> str | None:
 
 
 def _is_budget(value: object) -> bool:
-    """Tell whether a value has a budget's names, or is the name of a file as kvpatch.Settings writes it."""
+    """Tell whether a key's value is a budget, to find misspelt keys: it has a budget's names, or names a settings file."""
     if isinstance(value, str):
         return value.endswith("settings.json")
     return isinstance(value, Mapping) and {"policy", "k"} <= value.keys()
@@ -55,7 +55,7 @@ def asks_for_budget(additional: object) -> bool:
 
 
 def sees_settings() -> bool:
-    """Tell whether the command line or a caller of the plugin has kvpatch's settings in additional_config.
+    """Tell, as the plugin is loaded, whether the command line or a caller has kvpatch's settings in additional_config.
 
     vLLM hands a plugin nothing. It loads plugins while it reads a command line, or with a configuration at hand: these are
     looked at, and what is not found there is not seen.
@@ -77,7 +77,7 @@ def refuse_configurations(asked: bool) -> None:
 
 
 def refuse_parallel(parallel: Any, asked: bool) -> None:
-    """Raise KVPatchError for processes that a budget does not reach. parallel: vLLM's arguments or ParallelConfig.
+    """Raise KVPatchError, as an engine starts, for processes that no budget reaches. parallel: its arguments or ParallelConfig.
 
     asked: the variable asks for the budget.
     """
