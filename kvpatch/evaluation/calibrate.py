@@ -110,7 +110,7 @@ class _LayerReader:
     def read_queries(self, layer: SlotLayer, recent: Recent) -> Sample:
         """Return a piece's queries, as asked and rotated back to position 0, and each token's "area". Changes nothing.
 
-        layer: has read the piece. recent: the queries that it noted meanwhile.
+        Called for each layer and piece. layer: has read the piece. recent: the queries that it noted meanwhile.
         """
         known = recent.positions_BW[0] >= 0
         q_HGQD = recent.q_BHGWD[0][:, :, known]
@@ -123,7 +123,7 @@ class _LayerReader:
         return Sample(q_HGQD, area_HT, self.rotation, at_0[0].view(q_HGQD.shape))
 
     def _measure_areas(self, layer: SlotLayer, group: int) -> Tensor | None:
-        """Return each token's "area" sum [H,T] times the norm of its projected value; None if the projection is not known."""
+        """Return each token's "area" [H,T], attention by reach, times its projected value's norm; None without one."""
         if not self.bound.adapter.projects:
             return None
         v_BHTD = layer.view()[1]
@@ -132,7 +132,11 @@ class _LayerReader:
 
 
 def _read_scores(layer: SlotLayer, sinks: int) -> Sample:
-    """Return what `learned` learns from: features of a piece's tokens after the sinks, and logarithms of a teacher's scores."""
+    """Return what `learned` learns from: features of a piece's tokens after the sinks, and logarithms of a teacher's scores.
+
+    Called for each layer when the model has read a piece of text, a batch of one row, under the teacher: a policy that reads
+    it twice, and scores each token by the greatest attention that it gets in the second reading ("repeated").
+    """
     k_BHTD, v_BHTD, positions_BHT = layer.view()
     scored = positions_BHT[0, 0] >= sinks  # all heads hold all tokens, in one order
     x_HTF = learned.list_features(k_BHTD, v_BHTD, positions_BHT[:, 0])[0]

@@ -60,7 +60,7 @@ def check_model(model: Any, policy: str | Policy | Settings = "snapkv", k: Any =
 
 
 def _read_settings(settings: Settings, k: Any) -> tuple[Policy, Any]:
-    """Return policy and k of Settings. Raises KVPatchError if `k` is given too, or they have what is not checked."""
+    """Return policy and k of check_model()'s Settings. Raises KVPatchError if `k` is given too, or for what is not checked."""
     settings.add_arguments({} if k is HALF else {"k": k})
     for name, value in settings.options.items():
         if name in OF_PATCH and name != "schedule":
@@ -107,7 +107,7 @@ class Checks:
         return dataclasses.replace(self.policy, merging=None)
 
     def _prompt_length(self, settings: Any) -> int:
-        """Return a length of prompt, at most _LONGEST, of which the policy must evict tokens, and longer than its window."""
+        """Return a length for the checks' prompt, at most _LONGEST: the policy must evict of it, and its window is shorter."""
         window = self.policy.needs.find(WindowAttention)
         n = max(_PROMPT, 3 * (0 if window is None else window.width))
         evicting = [layer for layer in range(len(self.target.attentions)) if settings.budget.evicts(layer)]
@@ -144,7 +144,7 @@ class Checks:
         return CheckResult(name, difference <= self.tolerance, f"{remark}off by {difference:.1e}, allowed {self.tolerance:.0e}")
 
     def check_full(self) -> Outcome:
-        """Compare k=1.0 with the unpatched model: token by token, and a padded batch without position_ids."""
+        """Compare, for `run`, k=1.0 with the unpatched model: token by token, and a padded batch without position_ids."""
         pads = self.n // 3
         mask_BT = torch.ones_like(self.ids_BT)
         mask_BT[1, :pads] = 0
@@ -158,7 +158,7 @@ class Checks:
             return feed_both_ways(), expected, ""
 
     def check_masking(self) -> Outcome:
-        """Compare a window with sinks, whose kept tokens are known in advance, with masking the others."""
+        """Compare, for `run`, a window with sinks, whose kept tokens are known in advance, with masking the others."""
         budget = min(_BUDGET, self.n - 1)
         sinks = min(_SINKS, budget - 1)
         with patched(self.model, "window", budget, sinks=sinks) as patch:
@@ -173,7 +173,7 @@ class Checks:
         return got, self._predict_masked(layers), ""
 
     def check_evictions(self) -> Outcome:
-        """Compare the policy that is asked for with masking the tokens that its cache does not hold."""
+        """Compare, for `run`, the policy that is asked for with masking the tokens that its cache does not hold."""
         with patched(self.model, self.policy, self.k, seed=self.seed, strict=True):
             self._feed_tokens(self.ids_BT)
         watched = Evictions(self.n, self.ids_BT.shape[1])
@@ -197,6 +197,7 @@ class Checks:
         wrong: list[int] = []
 
         def watch(cache: EvictingCache) -> None:
+            """Forget what is due after this pass, and note what is held then. `feed` calls this after each pass."""
             if (edit := edits.get(next(passes))) is not None:
                 before = [cache.positions(layer) for layer in range(len(cache.layers))]
                 cache.forget(*edit)
@@ -212,7 +213,7 @@ class Checks:
         return predict_masked(self.model, self.target, self.ids_BT, self.n, seen, self._take_positions())
 
     def _take_positions(self) -> dict[str, Tensor]:
-        """Return position_ids of the token ids as an argument of the model, if it takes them."""
+        """Return position_ids of the token ids as an argument of the model, for passes without padding, if it takes them."""
         if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
             return {}
         T = self.ids_BT.shape[1]
@@ -287,7 +288,7 @@ class _Same:
 
 
 def _is_without(before_BHT: Tensor, after_BHT: Tensor, spans: list[tuple[int, int]], row: int | None) -> bool:
-    """Tell if each head holds what it held before but for these spans, which one row has lost, or with None all rows."""
+    """Tell, after forget(), if each head holds what it held before but for these spans of one row, or with None of all."""
     left = before_BHT.clone()
     rows = slice(None) if row is None else row
     for start, stop in spans:

@@ -100,7 +100,7 @@ class Comparison:
     """
 
     def __init__(self, model: Any, ids_1T: Tensor, n: int, schedule: str | None = None, seed: int = 0, asked: int = 0) -> None:
-        """Feed the text to the unpatched model, and keep its predictions and bytes."""
+        """Feed the text to the unpatched model, and keep its predictions and bytes, to compare all settings with."""
         self.model, self.ids_1T, self.n, self.schedule, self.seed = model, ids_1T, n, schedule, seed
         self.first = max(1, asked)  # of the predictions that count: the prompt's own precedes any eviction
         Target.find(model)  # raises for a model without an adapter, before anything is measured
@@ -137,7 +137,7 @@ class Comparison:
         return DivergenceTable(rows, self.nbytes, self.n, self.ids_1T.shape[1] - self.n, len(self.log_p_SV))
 
     def _make_row(self, name: str, policy: Policy, text: str, k: Any, bits: int = FULL) -> Row:
-        """Measure one setting; a KVPatchError becomes the row's error."""
+        """Measure one setting, for `run`; a KVPatchError becomes the row's error, and others go on."""
         try:
             return Row(name, text, self.measure_policy(policy, k, bits), bits=bits)
         except KVPatchError as error:
@@ -169,7 +169,7 @@ class Comparison:
         )
 
     def _log_probabilities(self, fed: Fed) -> Tensor:
-        """Return log-probabilities after each fed token that counts, float64 [S,V]."""
+        """Return log-probabilities after each fed token that counts, float64 [S,V], by which caches are compared."""
         logits_SV = fed.logits_BSV[0, self.first :].cpu().double()
         if logits_SV.isnan().any():
             raise KVPatchError("The model's predictions are no numbers (NaN); another --dtype, such as float32, may help.")
@@ -177,14 +177,14 @@ class Comparison:
 
 
 def divergence(log_p_SV: Tensor, log_q_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(p || q) in nats and a bool that the likeliest tokens agree, both [S]; tokens with p = 0 count 0."""
+    """Return KL(p || q) in nats of the full cache's p and another's q, and if likeliest tokens agree, [S]; p = 0 counts 0."""
     p_SV = log_p_SV.exp()
     kl_S = torch.where(p_SV > 0, p_SV * (log_p_SV - log_q_SV), 0.0).sum(-1).clamp_min(0.0)
     return kl_S, log_p_SV.argmax(-1) == log_q_SV.argmax(-1)
 
 
 def list_cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
-    """Return protected sizes that the budget of n prompt tokens cut, option -> (requested, remaining), least over layers."""
+    """Return protected sizes that the budget of n prompt tokens cut, for notes: option -> (requested, left), the least."""
     policy = cache.settings.policy
     scope = policy.scope
     cut: dict[str, tuple[int, int]] = {}

@@ -119,7 +119,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         return self._note_tasks(requests, ("decode",), lambda: run(requests, disable_tqdm))
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what the results' "config" says of the model, with an entry "kvpatch"; logs a line per task."""
+        """Return what the results' "config" says of the model, with an entry "kvpatch"; logs a line per task at the end."""
         settings = self.patch.settings
         ks = settings.budget.described()
         different = [k for layer, k in enumerate(ks) if k not in ks[:layer]]
@@ -150,7 +150,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Score requests as HFLM does, whose model calls then find each row's length and get a padding mask.
+        """Score requests, as HFLM's loglikelihood() asks; its model calls then find each row's length and get a padding mask.
 
         Texts that differ by zeros at their end alone, with which HFLM pads, are scored in different calls.
         """
@@ -185,7 +185,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
 
 def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
-    """Return policy and k of Settings, and `kwargs` with their options. Raises KVPatchError for one that is given twice."""
+    """Return policy and k of a model's Settings, and `kwargs` with their options. Raises KVPatchError for one given twice."""
     options = {_NAMES.get(name, name): value for name, value in settings.options.items()}
     twice = {name: kwargs[_NAMES.get(name, name)] for name in settings.options if _NAMES.get(name, name) in kwargs}
     settings.add_arguments(twice if k is HALF else twice | {"k": k})
@@ -193,7 +193,7 @@ def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[s
 
 
 def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
-    """Raise KVPatchError for a name that nobody has and that is near to one of ours; all others go to HFLM."""
+    """Raise KVPatchError, before a model is loaded, for a name that nobody has and that is near ours; others go to HFLM."""
     ours = ["policy", "k", "settings", *_NAMES.values(), *options]
     theirs = {*inspect.signature(HFLM.__init__).parameters, *inspect.signature(PreTrainedModel.from_pretrained).parameters}
     for name in given:
@@ -205,7 +205,7 @@ def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
 
 
 def _strip_padding(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Strip the zeros at the end, with which the harness pads."""
+    """Strip the zeros at the end, with which the harness pads, so that a row of a batch is found by its text."""
     end = len(tokens)
     while end and tokens[end - 1] == 0:
         end -= 1

@@ -45,7 +45,7 @@ class Evictions:
         return [self._see_layer(causal, index) for index in range(len(self.passes[0]))]
 
     def _see_layer(self, causal_QT: Tensor, index: int) -> Tensor:
-        """Return which tokens each query of a layer saw, bool [B,N,Q,T] for N query heads. causal_QT: all before it, and it."""
+        """Return which tokens each query of a layer saw, for a mask: bool [B,N,Q,T], N query heads. causal_QT: up to itself."""
         rows = [one[index] for one in self.passes[:-1]]  # no query sees what the last pass left
         B, H = rows[0].shape[:2]
         seen = causal_QT.expand(B, H, -1, -1).clone()
@@ -76,7 +76,8 @@ def predict_masked(
 ) -> Tensor:
     """Return the unpatched model's predictions if each layer's queries see what `seen` says, within the layer's window.
 
-    It runs in one pass; a hybrid reads the prompt and then token by token, since that is another computation for its states.
+    A policy's cache is checked against them. It runs in one pass; a hybrid reads the prompt and then token by token, since
+    that is another computation for its states.
 
     Args:
         model: not patched.
@@ -101,7 +102,7 @@ def predict_masked(
 
 @contextmanager
 def _put_masks(attentions: Attentions, seen: list[Tensor], pads_B: Tensor) -> Iterator[None]:
-    """Mask the queries of each attention module by `seen` inside the with-block, by a pre-hook."""
+    """Mask the queries of each attention module of the unpatched model by `seen` inside the with-block, by a pre-hook."""
     hooks = []
     try:
         for (module, adapter), seen_BNQT in zip(attentions, seen, strict=True):
@@ -159,7 +160,7 @@ class _Masked:
 
 @torch.no_grad()
 def measure_rounding(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, places: dict[str, Tensor]) -> float:
-    """Return how far logits move if every number that `mixers` return is off by one unit in the last place.
+    """Return how far logits move, to set a tolerance, if each number that `mixers` return is off by one unit in the last place.
 
     Another order of summation may change as much. The result is a share of the largest logit, which counts as at least 1;
     it is at least one unit itself. In float64 the unit is float32's, since some models compute softmax in float32 regardless.
@@ -169,6 +170,7 @@ def measure_rounding(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, pl
     draw = torch.Generator().manual_seed(0)
 
     def shift_output(module: nn.Module, args: Any, out: Any) -> Any:
+        """Return a mixer's output, each number off by one unit, up or down. torch calls this after its forward()."""
         y, rest = (out, None) if isinstance(out, Tensor) else (out[0], out[1:])
         sign = torch.randint(0, 2, y.shape, generator=draw, device="cpu").to(y) * 2 - 1
         y = y * (1 + _find_unit(y.dtype) * sign)

@@ -51,7 +51,7 @@ class Beginning:
     """
 
     def __init__(self, conversation: Conversation, length: int, reused: int) -> None:
-        """Note the first `length` tokens of a conversation, for a request that begins so. Copies nothing: `copy` does that."""
+        """Note the first `length` tokens of a conversation, which begin a request's text. Copies nothing: `copy` does that."""
         self.positions, self.held, self.reused = conversation.positions[:length], conversation.held, reused
         self.system = 0 if conversation.messages is None else conversation.messages.count_system(length)
         self._cache: EvictingCache | None = conversation.cache

@@ -71,7 +71,7 @@ class BoundLayer(BoundAdapter):
     rows: Tensor | None = None
 
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
-        """Return the output projection's rows, by which some policies weigh values, and True: the first call measures them."""
+        """Return the output projection's rows, by which policies weigh values, and True: measured, by the first call alone."""
         if self.rows is None:
             self.rows, _ = super().output_rows(like, group, parallel)
         return self.rows, True

@@ -64,7 +64,7 @@ class BudgetSpec(CircularBufferSpec):
         return cls(**{**same, "block_size": size, "held": layer, "longest": longest})
 
     def count_held(self, prompt: int, new: int, own_k: int = 0) -> int:
-        """Count the tokens that a head holds after a prompt and new ones, to claim pages. own_k: the request's k, or 0."""
+        """Count tokens that a head holds after a prompt and new ones, to size pages. own_k: the request's; 0: the settings'."""
         budget, schedule = own_k if own_k and not self.held.bound else self.held.budget, "prompt" if self.held.grows else "both"
         (held,) = count_tokens(Size(budget), schedule, prompt, new)
         return held
