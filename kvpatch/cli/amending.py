@@ -24,7 +24,7 @@ class AmendingSend:
         self._send, self._change, self._end, self._whole, self._start, self._body = send, change, end, False, None, b""
 
     async def __call__(self, message: Any) -> None:
-        """Send a message of the app, changed. The start of a JSON answer waits for its end, for the length may change."""
+        """Send a message, changed; the app calls this. A JSON answer's start waits for its end, for the length may change."""
         if message["type"] == "http.response.start":
             self._whole = dict(message["headers"]).get(b"content-type", b"").startswith(b"application/json")
             self._start = message
@@ -62,7 +62,7 @@ class AmendingSend:
 def complete_answer(answer: dict[str, Any], asked: AcceptedRequest) -> bool:
     """Add to an answer, in place, how many tokens of the prompt were not read again, and to a response that it was cut.
 
-    Returns False for an object without a usage, such as a piece of a stream: it stays as it is.
+    Called for each JSON object on its way out. Returns False for one without a usage, such as a piece of a stream: it stays.
     """
     response = answer.get("response") or answer
     usage = response.get("usage")

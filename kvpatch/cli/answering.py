@@ -35,7 +35,7 @@ USUAL = 1024  # new tokens of a request that does not say how many
 
 
 def start_engine(model: Any, options: dict[str, Any], conversations: Conversations | None = None, patience: float = 600) -> Any:
-    """Start the continuous batching of a patched model, and return its manager when it can take requests.
+    """Start the continuous batching of a server's patched model, and return its manager when it can take requests.
 
     Args:
         model: the model.
@@ -107,6 +107,7 @@ class Answers(CBGenerateManager):
         streamer = _Streamer(self, request_id, processor, pieces, response_parser)
 
         def take_output(output: Any) -> None:
+            """Hand on the text of a new output, and end the request at its last. The engine calls this."""
             streamer.put(output)
             asked.new = streamer.total_tokens
             if output.error is not None:
@@ -130,6 +131,7 @@ class Answers(CBGenerateManager):
         streamer = _Streamer(self, request_id, processor, collected, None)
 
         def take_output(output: Any) -> None:
+            """Look for stop strings in a new output, and note the last one in `last`. The engine calls this."""
             if asked.stops:  # else the engine sends one output, at the end
                 streamer.put(output)
             asked.new = streamer.total_tokens if asked.stops else len(output.generated_tokens)
@@ -171,7 +173,7 @@ class Answers(CBGenerateManager):
     def _accept_request(
         self, tokenizer: Any, ids: list[int], gen_config: Any, request_id: str
     ) -> tuple[AcceptedRequest, dict[str, Any]]:
-        """Check a request, or raise RefusedError; return it and arguments of add_request(). Sets gen_config.max_new_tokens."""
+        """Check a new request or raise RefusedError; return it and arguments of add_request. Sets gen_config.max_new_tokens."""
         self._check_alive(request_id)
         asked = self.asked[request_id]
         asked.prompt = len(ids)
@@ -194,7 +196,7 @@ class Answers(CBGenerateManager):
         return asked, {"sampling": sampling} | ({} if messages is None else {"messages": messages})
 
     def _make_config(self, given: dict[str, Any]) -> Any:
-        """Return a copy of the model's generation config with the sampling fields that a request gives."""
+        """Return a copy of the model's generation config with the sampling fields of a new request, to make its Sampling."""
         config = copy.deepcopy(self.model.generation_config)
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
             if name in given:
@@ -232,7 +234,7 @@ class Answers(CBGenerateManager):
 
     @staticmethod
     def _name_end(watch: StopWatch, output: Any, gen_config: Any) -> str:
-        """Return "length" or "stop"; after a stop clear gen_config's limit, from which transformers would conclude "length"."""
+        """Return "length" or "stop" at the end; after a stop clear gen_config's limit, else transformers says "length"."""
         ends = gen_config.eos_token_id
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
         if not watch.stopped and output.generated_tokens[-1] not in ends:

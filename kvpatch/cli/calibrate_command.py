@@ -82,7 +82,7 @@ def learn(  # noqa: PLR0913 - as above
 def _measure_text(
     source: Source, text: TextFile, out: Path, sizes: tuple[int, int], json: bool, learn_from: str | None = None
 ) -> None:
-    """Measure the model on the text, `sizes` tokens at a time and in all, or learn from a teacher; write that to `out`."""
+    """Do a command's work: measure the model on the text, `sizes` tokens at a time and in all, or learn; write to `out`."""
     source.check()
     content, (length, tokens) = text.read_text(), sizes
     from ..evaluation.calibrate import calibrate as measure

@@ -71,6 +71,8 @@ class CompareOptions:
 def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continuation: str | None) -> None:
     """Measure each prompt, print rows as they come, save a picture per prompt, and at last the advised settings.
 
+    The work of `kvpatch compare`, when its arguments have been read.
+
     Args:
         asked: what to measure.
         source: the model.
@@ -135,6 +137,7 @@ def _measure_prompt(
         task = bar.add_task("", total=len(asked.policies) * len(asked.ks) * len(asked.bits))
 
         def on_row(row: Row) -> None:
+            """Print a row as soon as it is measured."""
             bar.advance(task)
             out.print(lines.format_row(row))
             if asked.json:
@@ -200,7 +203,7 @@ def warn_of_length(name: str, tokens: int) -> list[str]:
 
 
 def choose_policies(names: str, options: dict[str, Any], new: int) -> dict[str, Policy]:
-    """Look up the policies of a comma-separated list, and random eviction (CHANCE), and set those `options` that each has.
+    """Look up the policies that --policies lists, and random eviction (CHANCE), and set those `options` that each has.
 
     new: number of generated tokens, for policies whose temperature depends on it.
 
@@ -224,7 +227,7 @@ def choose_policies(names: str, options: dict[str, Any], new: int) -> dict[str, 
 
 
 def parse_budgets(text: str) -> dict[str, int | float | str]:
-    """Parse a comma-separated list of budgets, by the text of each. Raises KVPatchError for an invalid one."""
+    """Parse the budgets that -k lists with commas, by the text of each. Raises KVPatchError for an invalid one."""
     parsed = {part.strip(): parse_k(part.strip()) for part in text.split(",") if part.strip()}
     if not parsed:
         raise KVPatchError("-k names no budget: give some, such as 0.5,0.2.")

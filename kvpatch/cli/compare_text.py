@@ -33,7 +33,7 @@ class ComparedText(NamedTuple):
 def read_text(
     model: Any, tokenizer: Any, prompt: str, continuation: str | None, new: int, raw: bool = False, later: str | None = None
 ) -> ComparedText:
-    """Encode the text: the prompt, and what is fed after it.
+    """Encode a text to compare caches on, before any is measured: the prompt, and what is fed after it.
 
     Args:
         model: the unpatched model.
@@ -75,7 +75,7 @@ def _count_common(one_1N: Tensor, other_1N: Tensor) -> int:
 
 
 def _continue_greedily(model: Any, ids_1T: Tensor, new: int) -> Tensor:
-    """Generate the model's greedy continuation, [1,m], without the token that ends it."""
+    """Generate the model's greedy continuation [1,m], to be fed if none is given, without the token that ends it."""
     end, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
     ends = end if isinstance(end, list) else [end]
     out_1T = model.generate(

@@ -85,7 +85,7 @@ class Lines:
 def write_python(
     name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16, calibration: str | None = None
 ) -> str:
-    """Return the line of Python that patches a model with one setting of the comparison. calibration: the name of its file."""
+    """Return the line of Python that patches a model with the advised setting, to paste. calibration: the name of its file."""
     options = _list_options(name, policy, schedule, seed, bits)
     size = k if k.replace(".", "", 1).isdigit() else f"kvpatch.{parse_k(k)}" if ":" in k else repr(k)
     loaded = {"calibration": f"kvpatch.load_calibration({calibration!r})"}
@@ -94,7 +94,7 @@ def write_python(
 
 
 def make_settings(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> Settings:
-    """Return Settings of what `write_python` writes, but for a calibration, which Settings cannot hold."""
+    """Return Settings of what `write_python` writes, to be saved, but for a calibration, which Settings cannot hold."""
     options = _list_options(name, policy, schedule, seed, bits)
     options.pop("calibration", None)
     return Settings(name, parse_k(k), options)
@@ -113,7 +113,7 @@ def _list_options(name: str, policy: Policy, schedule: str | None, seed: int, bi
 
 
 def find_changes(name: str, policy: Policy) -> dict[str, Any]:
-    """Return a policy's options that differ from its name's defaults, but for the length of text, which generate() sets."""
+    """Return a policy's options to write out: not its name's defaults, nor the length of text, which generate() sets."""
     defaults = get_policy(name).options()
     changed = {option: value for option, value in policy.options().items() if option in defaults and value != defaults[option]}
     changed.pop("generation_length", None)
@@ -141,7 +141,7 @@ Setting = tuple[str, str, int]
 
 
 def _pool_figures(results: list[DivergenceTable]) -> dict[Setting, DivergenceFigures]:
-    """Return the figures of each setting that ran on every prompt: the worst of each, and the mean share of bytes.
+    """Return figures to advise by, of each setting that ran on every prompt: the worst of each, and the mean share of bytes.
 
     nbytes is in millionths of the full cache's.
     """

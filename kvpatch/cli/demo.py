@@ -55,6 +55,8 @@ class Stage:
 def run(out: Path, json: bool = False) -> None:
     """Print what the policies are for, the table and the strips (what each kept of one prompt), and save the picture.
 
+    The work of `kvpatch demo` without a model.
+
     Args:
         out: folder of the picture.
         json: print the table's rows to stdout as JSON, and everything else to stderr.
@@ -127,7 +129,7 @@ def _feed_text(stage: Stage, policy: str, k: float) -> Fed:
 
 
 def _report_prompt(policy: str, k: float, stage: Stage) -> Report:
-    """Read the first prompt alone under a policy, and report which of its tokens are kept."""
+    """Read the first prompt alone under a policy, and report which of its tokens are kept, for its strip and picture."""
     text = stage.text
     ids_1T = text.ids_BT[:1, : text.n]
     if text.mask_BT is not None:

@@ -70,7 +70,7 @@ Reports = dict[tuple[str, float], Report]
 
 
 def show_story(console: Console, policies: list[str]) -> None:
-    """Print what is asked of the policies, and what each of them is for."""
+    """Print what is asked of the policies, and what each of them is for; before anything is measured."""
     console.print(
         "\nA prompt hides four facts, the needles, and asks for one. Each policy keeps the share k of the prompt's tokens and "
         "answers from those.\n"
@@ -85,7 +85,7 @@ def show_story(console: Console, policies: list[str]) -> None:
 
 
 def show(console: Console, outcomes: list[DemoOutcome], reports: Reports, text: TextBatch) -> None:
-    """Print the table, and the strips: for each policy, which parts of one prompt it kept."""
+    """Print at the end the table, and the strips: for each policy, which parts of one prompt it kept."""
     full = outcomes[0]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("policy", style="cyan", no_wrap=True)
@@ -119,6 +119,7 @@ def _print_strips(console: Console, reports: Reports, text: TextBatch, width: in
     edges = torch.linspace(0, n, min(width, n) + 1).round().long().tolist()
 
     def mark_part(a: int, b: int) -> str:
+        """Return the mark above the strips of what the prompt has between two of its tokens."""
         for spans, mark in ((text.marks.question, "?"), (text.marks.asked, "A"), (text.marks.needles, "n")):
             if any(start < b and stop > a for start, stop in spans):
                 return mark

@@ -38,6 +38,7 @@ class EndAtDisconnect:
                 messages.put_nowait(message)
 
         async def hand_on_message() -> Message:
+            """Return the client's next message: what the app calls to receive one."""
             message = await messages.get()
             if message["type"] == "http.disconnect":
                 messages.put_nowait(message)  # for whoever asks again

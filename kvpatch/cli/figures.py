@@ -54,7 +54,7 @@ class ServerFigures:
         self.counts["compressed_requests_total", ""] += evicted > 0
 
     def describe_conversations(self) -> dict[str, int]:
-        """Return how many conversations are kept, their bytes, and the tokens that requests have not read again."""
+        """Return, for GET /health and /metrics, how many conversations are kept, their bytes, and tokens not read again."""
         kept = self.engine.conversations
         number, nbytes = (0, 0) if kept is None else (len(kept), kept.nbytes)
         return {"kept": number, "bytes": nbytes, "tokens_reused": self.counts["reused_tokens_total", ""]}
@@ -72,7 +72,7 @@ class ServerFigures:
         return "\n".join(lines) + "\n"
 
     def _measure_engine(self) -> dict[str, int]:
-        """Count requests, tokens and blocks now. The engine's thread runs meanwhile: each list is copied before it is read."""
+        """Count requests, tokens and blocks now, for /metrics. The engine's thread runs meanwhile: lists are copied first."""
         scheduler, pool = self.engine.batch_processor.scheduler, self.engine.pool
         running = list(scheduler.active_requests.values())
         seen = [(len(one.initial_tokens), one.current_len()) for one in running]

@@ -13,7 +13,7 @@ def give_back_memory() -> None:
     """Give the free pages of all of glibc's arenas back to the system; with another C library nothing is done.
 
     glibc gives back by itself what is free at the end of an arena alone. Prompts and conversations of different lengths leave
-    holes before it, which grow in number for as long as a server runs.
+    holes before it, which grow in number for as long as a server runs: it calls this at times.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

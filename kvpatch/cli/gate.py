@@ -47,6 +47,7 @@ class Gate:
         began, status, name = time.monotonic(), 0, f"kv-{uuid.uuid4().hex}"
 
         async def note_status(message: Message) -> None:
+            """Send a message of the answer, and note its status for the log."""
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -105,7 +106,7 @@ class Gate:
 
 
 async def answer(send: Send, status: int, text: str, kind: str = "application/json") -> None:
-    """Send a whole answer through ASGI: its status and headers, then its text."""
+    """Send a whole answer of the gate's own, such as an error, through ASGI: its status and headers, then its text."""
     body = text.encode()
     headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -143,7 +144,7 @@ def _encode_body(body: dict[str, Any]) -> bytes:
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI receive() that yields the body that was read already, and then the client's further messages."""
+    """Return an ASGI receive() for the app: the body that was read already, and then the client's further messages."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -153,7 +154,7 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _mend_error(message: Message) -> Message:
-    """Convert an error that ends a stream to OpenAI's form; return other messages of the app as they are."""
+    """Convert an error that ends a stream, on its way out, to OpenAI's form; return other messages as they are."""
     before, found, rest = message.get("body", b"").rpartition(_BROKEN)
     if not found or not rest.endswith(_END):
         return message

@@ -33,7 +33,7 @@ class GenerationChoices:
     top_p: float | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `generate()`."""
+        """Return the arguments of the model's `generate()` by which it follows these choices."""
         if self.temperature == 0 or (self.temperature is None and self.top_p is None):
             return {"max_new_tokens": self.new, "do_sample": False}
         temperature, top_p = (1.0 if one is None else one for one in (self.temperature, self.top_p))
@@ -45,7 +45,8 @@ def run(
 ) -> None:
     """Generate from `text` and print the new text and the report of kept tokens, or both as JSON; seeds torch's generator.
 
-    raw: feed the text without a chat template. settings: keyword arguments of `patched`. how: length and sampling.
+    The work of `kvpatch generate`. raw: feed the text without a chat template. settings: keyword arguments of `patched`. how:
+    length and sampling.
 
     Raises:
         KVPatchError: the model, the tokenizer, the prompt or a setting cannot work.
@@ -76,7 +77,7 @@ def run(
 
 
 def encode_message(model: Any, tokenizer: Any, text: str, raw: bool, new: int) -> tuple[Tensor, str]:
-    """Encode a prompt as `encode_prompt` does; as a user's message if the tokenizer has a chat template and `raw` is False.
+    """Encode a command's prompt as `encode_prompt` does; as a user's message if there is a chat template and `raw` is False.
 
     Raises:
         KVPatchError: as `encode_prompt`.

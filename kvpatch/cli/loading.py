@@ -26,7 +26,7 @@ MODELS = Path(__file__).parent / "models"  # the two small models of the demo
 
 
 def check_budget(text: str) -> None:
-    """Raise KVPatchError unless a text, or each part of a comma-separated one, has the form of a budget. Loads no torch."""
+    """Raise KVPatchError, before torch is loaded, unless a text, or each part between commas, has the form of a budget."""
     from ..policies import budgets
 
     for part in filter(str.strip, text.split(",")):
@@ -52,7 +52,7 @@ def parse_k(text: str) -> Any:
 
 
 def _parse_budget(text: str, where: str) -> Any:
-    """Parse the budget of one layer, or of all. where: its name in errors, such as "k[3]"."""
+    """Parse the budget that -k gives one layer, or all. where: its name in errors, such as "k[3]"."""
     from .. import policies
     from ..policies import budgets
 
@@ -61,7 +61,7 @@ def _parse_budget(text: str, where: str) -> Any:
 
 
 def check_dtype(dtype: str) -> str:
-    """Return the full name of a dtype. Raises KVPatchError if it is unknown."""
+    """Return the full name of the dtype that --dtype gives, before torch is loaded. Raises KVPatchError if it is unknown."""
     name = _SHORT.get(dtype.casefold(), dtype.casefold())
     if name not in DTYPES:
         near = suggest(dtype, (*DTYPES, *_SHORT))
@@ -87,13 +87,13 @@ class Source:
     trust_remote_code: bool = False
 
     def check(self) -> None:
-        """Raise KVPatchError for what can be refused without importing torch."""
+        """Raise KVPatchError for what can be refused without importing torch; commands call this first."""
         check_dtype(self.dtype)
         check_device(self.device)
         check_folder(self.name)
 
     def config(self) -> Any:
-        """Load the model's configuration alone. Raises KVPatchError if it cannot be loaded."""
+        """Load the model's configuration alone, to look at before its weights. Raises KVPatchError if it cannot be loaded."""
         import transformers
 
         try:
@@ -165,7 +165,7 @@ def load_model(
 
 
 def silence_loading() -> None:
-    """Turn off the advice of transformers and its bars of loading; the hub's bars of downloads stay on."""
+    """Turn off transformers' advice and bars, before a model or tokenizer is loaded; the hub's bars of downloads stay on."""
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
@@ -212,14 +212,14 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
 
 
 def check_folder(name: str) -> None:
-    """Raise KVPatchError for a model's name that looks like a folder which is not there."""
+    """Raise KVPatchError, before loading, for a model's name that looks like a folder which is not there."""
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not Path(name).is_dir():
         raise KVPatchError(f"The model {name} cannot be loaded: there is no such folder.")
 
 
 def _format_reason(error: BaseException) -> str:
-    """Return the first line of an error of transformers, and the option that would help, if one would."""
+    """Return the first line of an error of transformers, for kvpatch's own, and the option that would help, if one would."""
     line = _first_line(error)
     if "remote_code" in str(error):
         return f"{line} Read that code, then give --trust-remote-code."

@@ -51,7 +51,7 @@ class TextBatch:
 
 
 def read_needles(in_prompt: bool = True) -> TextBatch:
-    """Read the prompts that llama-0 was trained for: records of a key and three values among filler, and a key as question.
+    """Read the demo's prompts of the kind that llama-0 knows: keys with three values each among filler, and a key as question.
 
     Args:
         in_prompt: the question belongs to the prompt; else it is fed after compression.
@@ -69,7 +69,7 @@ def read_needles(in_prompt: bool = True) -> TextBatch:
 
 
 def cut_excerpts(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fed: int = 72) -> TextBatch:
-    """Cut excerpts from a source file of Python's library, evenly spread, each after <bos> if the tokenizer has one.
+    """Cut the demo's excerpts from a source file of Python's library, evenly spread, each after <bos> if there is one.
 
     A model with few positions gets shorter prompts.
     """

@@ -92,7 +92,7 @@ NoOption = Annotated[list[str] | None, typer.Option("--option", "-o", hidden=Tru
 
 
 def parse_options(given: list[str] | None) -> dict[str, Any]:
-    """Parse `name=value` pairs, several per text if commas separate them; values are Python literals or texts.
+    """Parse the `name=value` pairs of -o, several per text if commas separate them; values are Python literals or texts.
 
     Raises:
         KVPatchError: a malformed pair.
@@ -168,7 +168,7 @@ def _is_typed(context: typer.Context, name: str) -> bool:
 
 
 def read_calibration(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options with the calibration in place of its file. Raises KVPatchError if that cannot be read."""
+    """Return a policy's options with the calibration loaded in place of its file. Raises KVPatchError if it cannot be read."""
     if "calibration" not in options:
         return options
     from ..storage.calibration import load_calibration
@@ -177,7 +177,7 @@ def read_calibration(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_bits(text: str) -> tuple[int, ...]:
-    """Parse a comma-separated list of bits; "auto" is all there are.
+    """Parse the list of `compare --bits`, separated by commas; "auto" is all there are.
 
     Raises:
         KVPatchError: a number that `bits` of patched() does not take, or none.
@@ -196,7 +196,7 @@ def parse_bits(text: str) -> tuple[int, ...]:
 
 
 def _split_pairs(text: str) -> list[str]:
-    """Split at the commas that a `name=` follows: "tau=(1, 2),window=3" has two pairs."""
+    """Split a text of -o at the commas that a `name=` follows: "tau=(1, 2),window=3" has two pairs."""
     parts: list[str] = []
     for part in text.split(","):
         if parts and "=" not in part:

@@ -46,6 +46,7 @@ def _show_warning(others: Callable[..., None]) -> Callable[..., None]:
     """Make a function for warnings.showwarning that prints kvpatch's own in one line; `others` shows the rest."""
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        """Print a warning; warnings.warn() calls this while a command runs."""
         if str(message).startswith(_PREFIX):
             print_note(f"kvpatch: {str(message).removeprefix(_PREFIX).strip()}")
         else:

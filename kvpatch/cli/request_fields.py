@@ -83,7 +83,7 @@ class FieldRefusal(NamedTuple):
 
 
 def _expect_number(low: float, high: float, above: bool = False) -> Callable[[object], str | None]:
-    """Make a check of a number: of a wrong value it returns how to name it, of a good one None. above: `low` is wrong, too."""
+    """Make a check of a request's number: it returns how a wrong one reads, of a good one None. above: `low` is wrong, too."""
     bounds = f"above {low:g}, at most {high:g}" if above else f"from {low:g} to {high:g}"
 
     def check(value: object) -> str | None:
@@ -94,7 +94,7 @@ def _expect_number(low: float, high: float, above: bool = False) -> Callable[[ob
 
 
 def _expect_integer(low: int, high: int) -> Callable[[object], str | None]:
-    """Make a check of a whole number, as _expect_number does."""
+    """Make a check of a request's whole number, as _expect_number does."""
 
     def check(value: object) -> str | None:
         valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
@@ -120,7 +120,7 @@ def _check_stop(value: object) -> str | None:
 
 
 def _check_bias(value: object) -> str | None:
-    """Check logit_bias, numbers by the texts of token ids: return how a wrong one reads, or None."""
+    """Check a request's logit_bias, numbers by the texts of token ids: return how a wrong one reads, or None."""
     valid = isinstance(value, dict) and all(
         re.fullmatch(r"[0-9]{1,9}", str(token)) and _expect_number(-100, 100)(bias) is None for token, bias in value.items()
     )
@@ -205,7 +205,7 @@ REFUSED = {
 
 
 def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
-    """Check the fields of a request to the server, and sort them by who reads them: the handlers, sampling, the stop watch.
+    """Check the fields of an arriving request, and sort them by who reads them: the handlers, sampling, the stop watch.
 
     Args:
         path: one of PATHS.

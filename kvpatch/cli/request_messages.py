@@ -13,14 +13,14 @@ _TEXTS = ("text", "input_text", "output_text")
 
 
 def check_messages(value: object) -> str | None:
-    """Check the messages of a chat; return how they are wrong, or None."""
+    """Check the messages of a request for a chat; return how they are wrong, or None."""
     if not isinstance(value, list) or not value:
         return "must be a list with at least one message"
     return next((f"[{i}]{wrong}" for i, one in enumerate(value) if (wrong := _check_message(one))), None)
 
 
 def check_input(value: object) -> str | None:
-    """Check a response's input, a string, parts of a message, or messages and calls of tools; return how it is wrong."""
+    """Check a request's input, a string, parts of a message, or messages and tool calls; return how it is wrong, or None."""
     if isinstance(value, str):
         return None if value else "must have at least one character"
     if not isinstance(value, list) or not value:
@@ -33,7 +33,7 @@ def check_input(value: object) -> str | None:
 
 
 def check_tools(value: object) -> str | None:
-    """Check the tools that a model may call; return how they are wrong, or None."""
+    """Check the tools that a request lets the model call; return how they are wrong, or None."""
     if not isinstance(value, list):
         return "must be a list of functions"
     for i, one in enumerate(value):
@@ -45,7 +45,7 @@ def check_tools(value: object) -> str | None:
 
 
 def check_template_kwargs(value: object) -> str | None:
-    """Check values for a chat template: no name may be that of a parameter of apply_chat_template(), which fills it in."""
+    """Check a request's values for a chat template; return how they are wrong: a name that apply_chat_template() fills in."""
     from transformers import PreTrainedTokenizerBase
 
     if not isinstance(value, dict):
@@ -55,7 +55,7 @@ def check_template_kwargs(value: object) -> str | None:
 
 
 def _check_item(item: dict[str, Any]) -> str | None:
-    """Check an item of a response's input: a message, a call of a tool, its output, or reasoning; return how it is wrong."""
+    """Check an item of a request's input: a message, a call of a tool, its output, or reasoning; return how it is wrong."""
     kind = item.get("type", "message")
     if "role" in item:
         return _check_message({name: one for name, one in item.items() if name not in ("type", "id", "status")})
@@ -73,7 +73,7 @@ def _check_item(item: dict[str, Any]) -> str | None:
 
 
 def _check_message(message: Any) -> str | None:
-    """Check one message: its role, its fields, its calls of tools and its content; return how it is wrong, or None."""
+    """Check a request's message: its role, fields, calls of tools and content; return how it is wrong, or None."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         return f" must be an object whose role is one of {', '.join(ROLES)}"
     others = {name for name, one in message.items() if one is not None} - _READ - _ANSWERED
@@ -92,7 +92,7 @@ def _check_message(message: Any) -> str | None:
 
 
 def _check_parts(parts: list[Any]) -> str | None:
-    """Check the parts of a message's content, which must all be texts; return how they are wrong, or None."""
+    """Check the parts of a request's message, which must all be texts; return how they are wrong, or None."""
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _TEXTS:
@@ -103,7 +103,7 @@ def _check_parts(parts: list[Any]) -> str | None:
 
 
 def _check_calls(calls: Any) -> str | None:
-    """Check the calls of tools of an assistant's message; return how they are wrong, or None."""
+    """Check the calls of tools of an assistant's message in a request; return how they are wrong, or None."""
     if not isinstance(calls, list):
         return ".tool_calls must be a list"
     for call in calls:
@@ -116,7 +116,7 @@ def _check_calls(calls: Any) -> str | None:
 
 
 def _check_arguments(arguments: Any) -> str | None:
-    """Check the arguments of a call, an object or its JSON; return how they are wrong, or None."""
+    """Check the arguments of a tool's call in a request, an object or its JSON; return how they are wrong, or None."""
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:

@@ -19,7 +19,7 @@ class StopWatch:
         self.stops, self.stopped, self._held = tuple(stops), False, ""
 
     def feed(self, piece: str) -> str:
-        """Take the next piece, and return what surely comes before any stop string; sets `stopped` at the first one."""
+        """Take an answer's next piece of text, and return what surely comes before any stop string; sets `stopped` at one."""
         if self.stopped:
             return ""
         text = self._held + piece

@@ -12,6 +12,8 @@ from ..hooks.transcript import Template, Transcript
 def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messages:
     """Return the roles of a request's messages and the places where they begin in its tokens; a completion has none.
 
+    Asked when the request arrives, if a system message is not to be evicted.
+
     Args:
         tokenizer: of the model.
         body: of the request, as transformers' handlers read it.

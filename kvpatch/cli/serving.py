@@ -93,9 +93,10 @@ def run(
 
 
 def _bind_sockets(address: Address) -> list[socket.socket]:
-    """Bind sockets to the host's addresses, or for port 0 one to a free port, or raise KVPatchError. None listens yet."""
+    """Bind sockets to the host's addresses (for port 0 one to a free port) before weights are loaded. Raises KVPatchError."""
 
     async def bind() -> list[socket.socket]:
+        """Bind by asyncio, which knows a host's addresses; no socket listens yet."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(asyncio.Protocol, address.host, address.port, start_serving=False)
         bound = [one.dup() for one in (server.sockets if address.port else server.sockets[:1])]
@@ -135,7 +136,7 @@ def _check_system(tokenizer: Any, edits: bool) -> None:
 
 
 def _check_extra() -> None:
-    """Raise KVPatchError if packages are missing that transformers' server needs."""
+    """Raise KVPatchError, before anything is loaded, if packages are missing that transformers' server needs."""
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():

@@ -65,6 +65,8 @@ class StoryText:
 def run(source: Source, out: Path, json: bool = False) -> None:
     """Print the answers under the full cache, random eviction and three policies, and save a picture of the words kept.
 
+    The work of `kvpatch demo MODEL`.
+
     Args:
         source: the model.
         out: folder of the picture.
@@ -157,7 +159,7 @@ def ask(model: Any, tokenizer: Any, reading: StoryText, policy: str) -> view.Pol
 
 
 def _answer_question(model: Any, tokenizer: Any, reading: StoryText, question: str, cache: EvictingCache) -> str:
-    """Generate the answer to a question, greedily and on one line, from a copy of the cache."""
+    """Generate the answer to a question, greedily and on one line, from a copy of the cache: no question sees another."""
     ids_1N = reading.asked[question]
     padding = model.generation_config.pad_token_id
     out_1N = model.generate(

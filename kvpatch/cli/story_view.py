@@ -61,7 +61,7 @@ def show_story(console: Console, model: str, tokens: int, k: float, questions: l
 
 
 def show(console: Console, outcomes: list[PolicyAnswers]) -> None:
-    """Print a table of each policy's bytes, seconds and answers, and a line on what each policy keeps."""
+    """Print at the end a table of each policy's bytes, seconds and answers, and a line on what each policy keeps."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("policy", style="cyan", no_wrap=True)
     for head in ("KV MB", "seconds", "", "held"):

@@ -8,7 +8,7 @@ from transformers.cli.serving.utils import BaseHandler, Modality, _normalize_too
 
 
 def read_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
-    """Return messages as transformers' handlers hand them to a template, with what they leave out.
+    """Return a request's messages for a template, in place of transformers' handlers, with what these leave out.
 
     These leave out an assistant's text where it also calls tools, and its reasoning. A developer's message becomes a system
     message: many templates leave out roles that they do not know.
@@ -25,10 +25,11 @@ def read_messages(messages: list[dict[str, Any]], modality: Modality) -> list[di
 
 
 def forgive_calls(tokenizer: Any) -> None:
-    """Replace a tokenizer's parse_response, which raises where a tool call cannot be read, by one that returns text then."""
+    """Replace parse_response of a server's tokenizer, which raises for an unreadable tool call, by one that returns text."""
     parse = tokenizer.parse_response
 
     def parse_response(tokens: list[int], *given: Any, **more: Any) -> Any:
+        """Parse an answer's tokens, or return them as text. transformers' handlers call this at its end."""
         try:
             found = parse(tokens, *given, **more)
             for call in found.get("tool_calls") or ():
