@@ -216,7 +216,7 @@ def _is_within(one: DivergenceFigures, tolerance: float, agreement: float) -> bo
 
 
 def _describe_setting(setting: Setting, one: DivergenceFigures, several: bool) -> str:
-    """Write a setting with its figures as a part of a sentence. several: the figures are the worst of several texts."""
+    """Write a setting with its figures as a part of the advice. several: the figures are the worst of several texts."""
     most, least = (" at most", " at least") if several else ("", "")
     kl = f"a KL of{most} {one.kl:.4f} (worst token {one.worst:.2f})"
     policy, k, bits = setting

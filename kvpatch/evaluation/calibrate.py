@@ -123,7 +123,7 @@ class _LayerReader:
         return Sample(q_HGQD, area_HT, self.rotation, at_0[0].view(q_HGQD.shape))
 
     def _measure_areas(self, layer: SlotLayer, group: int) -> Tensor | None:
-        """Return each token's "area" [H,T], attention by reach, times its projected value's norm; None without one."""
+        """Return each token's "area" [H,T], attention weighed by reach, times its projected value's norm; None if unknown."""
         if not self.bound.adapter.projects:
             return None
         v_BHTD = layer.view()[1]

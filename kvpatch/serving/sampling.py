@@ -51,7 +51,7 @@ class Sampling:
 def make_sampling(
     model: Any, config: GenerationConfig, prompt: int, *, seed: int | None = None, presence: float = 0.0, frequency: float = 0.0
 ) -> Sampling:
-    """Make a request's Sampling, as it arrives, from what generate() would be given.
+    """Make a request's Sampling when it arrives, from what generate() would be given.
 
     Args:
         model: whose own processors they are.

@@ -222,7 +222,7 @@ class Worker:
         return budgeted
 
     def _note_holder(self, module: nn.Module, name: str, child: Any) -> None:
-        """Note the module that gets a layer's attention as a child, and has its output projection. torch calls this."""
+        """Note the module that gets a layer's attention as a child: it has the output projection. torch calls this for any."""
         layer = getattr(child, "impl", None)
         if isinstance(layer, BudgetedAttention) and layer.worker is self:
             layer.holder = weakref.ref(module)

@@ -133,7 +133,7 @@ def read_terms(additional: object, variable: str | None) -> RequestTerms | None:
 
 
 def make_terms(given: object) -> RequestTerms:
-    """Make a budget's terms from its settings, and check them.
+    """Make a budget's terms from the settings that vLLM was given, and check them.
 
     Args:
         given: the settings by name, the name of a file of kvpatch.Settings, or the object that such a file holds.
