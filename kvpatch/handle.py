@@ -48,7 +48,7 @@ class Patch:
         self._installation = Installation(target, self._state)
 
     def install(self) -> None:
-        """Change the model, once; if that fails or is interrupted, the model is as before.
+        """Change the model, once, as the block is entered; if that fails or is interrupted, the model is as before.
 
         Raises:
             KVPatchError: the model is patched already.
@@ -219,7 +219,7 @@ class Patch:
         return graph(model, self._state, self._target.devices()[0])
 
     def record(self, cache: EvictingCache | None = None) -> Record:
-        """Return what queries attended to in a cache, or in the last one used: when each token was evicted, for a replay.
+        """Return the record of a cache, or of the last one used: at which position each token was evicted, for a replay.
 
         Raises:
             KVPatchError: nothing was recorded, for want of record=True or of a pass, or a text's beginning is not known.

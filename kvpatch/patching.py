@@ -54,6 +54,7 @@ def _takes_settings(init: Callable[Arguments, None]) -> Callable[Arguments, None
 
     @wraps(init)
     def call(*args: Any, **kwargs: Any) -> None:
+        """Call `init` with the Settings taken apart, if there are any."""
         given = dict(zip(_FIRST, args, strict=False)) | kwargs
         settings = given.pop("policy", None)
         if not isinstance(settings, Settings) or len(given) + 1 != len(args) + len(kwargs):  # the latter is a TypeError
@@ -197,7 +198,7 @@ class patched:
 
 
 def _find_target(model: nn.Module, auto: bool) -> Target:
-    """Find a model's decoder and attention modules; under versions that were not tested, check its class on a tiny copy."""
+    """Find what to patch: decoder and attention modules. Under versions that were not tested, check its class on a copy."""
     untested, remedy = find_untested(transformers.__version__, torch.__version__)
     if not untested or any("_kvpatch" in vars(module) for module in model.modules()):
         return Target.find(model, auto=auto)
@@ -221,7 +222,7 @@ SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY
 def _takes_arguments_of(
     other: Callable[Arguments, object],
 ) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
-    """Give a function the arguments of another, for type checkers, editors and help()."""
+    """Decorate a function, as `patch`, to show the arguments of another to type checkers, editors and help()."""
 
     def replace_signature(function: Callable[..., Result]) -> Callable[Arguments, Result]:
         function.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]

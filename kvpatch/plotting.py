@@ -87,7 +87,7 @@ def find_style(policy: str) -> tuple[str, str]:
 
 
 def draw_heads(kept_LHT: Tensor, title: str) -> Figure:
-    """Draw the tokens that each head holds, kept_LHT (bool [L,H,T]): a line per layer and head, a column per token."""
+    """Draw for a report the tokens each head holds, kept_LHT (bool [L,H,T]): a line per layer and head, a column per token."""
     L, H, n = kept_LHT.shape
     figure = new_figure(figsize=(11, 1.4 + min(0.13 * L * H, 12)), layout="constrained")
     axes = figure.add_subplot()
@@ -110,7 +110,7 @@ def draw_heads(kept_LHT: Tensor, title: str) -> Figure:
 
 
 def draw_budgets(held_LH: Tensor, title: str) -> Figure:
-    """Draw how many tokens each head holds, held_LH (int [L,H]): a line per layer, a cell per head."""
+    """Draw for a report how many tokens each head holds, held_LH (int [L,H]): a line per layer, a cell per head."""
     L, H = held_LH.shape
     figure = new_figure(figsize=(2.5 + 0.7 * H, 1.6 + 0.35 * L), layout="constrained")
     axes = figure.add_subplot()
@@ -130,7 +130,7 @@ def draw_budgets(held_LH: Tensor, title: str) -> Figure:
 
 
 def draw_panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Figure:
-    """Draw a panel for each policy (rows) and budget (columns): the share of heads that kept each token, as a colour.
+    """Draw for `kvpatch demo` a panel per policy (row) and budget (column): the share of heads that kept each token.
 
     marks: spans of the text to point at.
     """
@@ -159,7 +159,7 @@ def draw_panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) ->
 def draw_divergence(
     curves: Mapping[str, Sequence[tuple[int, float]]], chance: str, full: int, tolerance: float, title: str
 ) -> Figure:
-    """Draw the divergence in nats against the bytes of the cache at the end, a line per policy.
+    """Draw for `kvpatch compare` the divergence in nats against the bytes of the cache at the end, a line per policy.
 
     The axis of nats is logarithmic above 1e-4 and linear below, so that 0, the value without eviction, has a place.
 
@@ -237,7 +237,7 @@ def draw_text(
 
 
 def _point_at(axes: Axes, spans: Sequence[tuple[int, int]], colour: str, L: int) -> None:
-    """Mark spans of the text on a panel of L layers: a bar above each, and thin lines down its edges."""
+    """Mark spans of the text on a panel of draw_panels, of L layers: a bar above each, and thin lines down its edges."""
     for start, stop in spans:
         x, y = [start - 0.5, stop - 0.5], -0.5 - 0.09 * L
         axes.plot(x, [y, y], color=colour, lw=4, solid_capstyle="butt", clip_on=False)
@@ -245,7 +245,7 @@ def _point_at(axes: Axes, spans: Sequence[tuple[int, int]], colour: str, L: int)
 
 
 def _write_legend(figure: Figure, marks: Marks, title: str) -> None:
-    """Write the title, and below the panels a legend of the marked spans that there are."""
+    """Write the title of draw_panels, and below the panels a legend of the marked spans that there are."""
     from matplotlib.lines import Line2D
 
     labels = (
@@ -260,7 +260,7 @@ def _write_legend(figure: Figure, marks: Marks, title: str) -> None:
 
 
 def save(figure: Figure, path: str | PathLike[str]) -> None:
-    """Write a figure to a file. Raises KVPatchError if `path` cannot be written."""
+    """Write a figure to the file that a user names. Raises KVPatchError if `path` cannot be written."""
     target = Path(path)
     if not target.parent.is_dir():
         raise KVPatchError(f"path={str(path)!r}: the folder {str(target.parent)!r} does not exist.")

@@ -123,7 +123,7 @@ class Report:
 
     @classmethod
     def _take_snapshot(cls, snapshot: Snapshot) -> Report:
-        """Make the report of a cache from its snapshot; positions are copied, so that later passes do not change them."""
+        """Make the report of a cache that a user asks for; positions are copied, so that later passes do not change them."""
         settings, parts = snapshot.settings, snapshot.parts.values()
         return cls(
             **_describe_settings(settings),
@@ -220,7 +220,7 @@ class Report:
         return text.html_table(self._list_rows(), image)
 
     def _list_rows(self) -> list[tuple[str, str]]:
-        """List the rows of the table, a name and a value each; a row without a name goes on with the one above."""
+        """List the rows of str(report), a name and a value each; a row without a name goes on with the one above."""
         rows = [
             ("policy", text.format_policy(self.policy, self.schedule, self.budget)),
             ("budget", text.format_sized(self.size, self.schedule, self.answers_nbytes, self.policy, self.budget)),
@@ -332,7 +332,7 @@ class Report:
 
 
 def _count_answers(snapshot: Snapshot) -> int:
-    """Count the bytes of the tokens since the newest prompt, if the policy evicts after prompts alone and keeps them."""
+    """Count for a report the bytes of tokens since the newest prompt, which a policy of prompts keeps beside its budget."""
     settings = snapshot.settings
     if settings.policy.schedule != "prompt":
         return 0

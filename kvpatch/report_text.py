@@ -25,7 +25,7 @@ def block(share: float) -> str:
 
 
 def format_size(nbytes: int) -> str:
-    """Return bytes in binary units.
+    """Return bytes in binary units, for reports and plans.
 
     Example:
         >>> format_size(264 * 1024), format_size(1_155_072)
@@ -62,7 +62,7 @@ def format_policy(name: str, schedule: str, ks: Sequence[Any]) -> str:
 
 
 def format_budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
-    """Format the budgets `ks` of a policy's layers, as one where all agree."""
+    """Format for a report the budgets `ks` of a policy's layers, as one where all agree."""
     if name == "full":
         return "all tokens"
     budgets = [_format_budget(k) for k in ks]
@@ -85,7 +85,7 @@ def format_sized(given: str, schedule: str, answers: int, name: str, ks: Sequenc
 
 
 def _format_budget(k: Any) -> str:
-    """Write one budget: a rule, tokens, or a share of the prompt."""
+    """Write one layer's or head's budget for a report: a rule, tokens, or a share of the prompt."""
     if isinstance(k, Rule):
         return str(k)
     if isinstance(k, tuple | list):  # of one layer, head by head
@@ -96,7 +96,7 @@ def _format_budget(k: Any) -> str:
 
 
 def format_held(nbytes: int, full: int, peak: int) -> str:
-    """Format a cache's bytes, their share of a full cache's, the bytes of free slots, and the peak."""
+    """Format for a report a cache's bytes, their share of a full cache's, the bytes of free slots, and the peak."""
     spare = max(nbytes - full, 0) if full else 0
     share = f"{(nbytes - spare) / full:.0%}" if full else "nothing read"
     slots = f", and {format_size(spare)} in free slots for coming tokens" if spare else ""
@@ -167,7 +167,7 @@ def list_verified(verified: Verified) -> list[tuple[str, str]]:
 
 
 def format_times(seconds: Mapping[str, float]) -> str:
-    """Write the time of the last generate() to the first token and per further token, as far as they are known."""
+    """Write for a report the time of a generate() to the first token and per further token, as far as they are known."""
     if "first_token" not in seconds:
         return f"{_format_time(seconds['total'])} in all"
     further = f", {_format_time(seconds['per_token'])} for each further one" if "per_token" in seconds else ""

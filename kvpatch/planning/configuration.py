@@ -41,7 +41,7 @@ class Layer:
     latent: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are no counts; `refusing_values` adds the file's name to the error."""
+        """Refuse sizes that are no counts, as a plan reads them; `refusing_values` adds the file's name to the error."""
         for size in (self.heads, self.key, self.value, 1 if self.window is None else self.window):
             if type(size) is not int or size < 1:
                 raise ValueError(f"{size!r} is no number of heads or tokens, nor a head's size")
@@ -52,6 +52,7 @@ def refusing_values(read: Callable[..., Read]) -> Callable[..., Read]:
 
     @functools.wraps(read)
     def read_or_refuse(config: Configuration, *told: object) -> Read:
+        """Call the reader, and name the file in its errors."""
         try:
             return read(config, *told)
         except KVPatchError:
@@ -101,7 +102,7 @@ class Configuration:
     """
 
     def __init__(self, values: Mapping[str, Any], name: str, path: Path = Path()) -> None:
-        """Unite the values: the inner part's go before the file's, and both before the defaults of SPARSE."""
+        """Unite the values: those of the inner "text_config" go before the file's, and both before the defaults of SPARSE."""
         parts = (values.get(key) for key in ("text_config", "llm_config"))
         inner: Mapping[str, Any] = next((one for one in parts if isinstance(one, Mapping)), {})
         self.name, self.path, self.kind = name, path, str(inner.get("model_type") or values.get("model_type"))
@@ -110,7 +111,7 @@ class Configuration:
 
     @classmethod
     def read(cls, path: Path, name: str) -> Configuration:
-        """Read a config.json and make a Configuration of it. Raises KVPatchError if it is not one."""
+        """Read a config.json for a plan, and make a Configuration of it. Raises KVPatchError if it is not one."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -157,7 +158,7 @@ class Configuration:
 
     @property
     def kv_heads(self) -> int:
-        """KV heads, which some families count in another way than num_key_value_heads."""
+        """KV heads of the model or of a layer; some families count them in another way than num_key_value_heads."""
         if self.kind == "falcon":
             many = self.get("num_kv_heads") if self.get("new_decoder_architecture") else None
             return many or (
@@ -214,7 +215,7 @@ class Configuration:
         return Layer(self.kv_heads, self.head_size, self.get("v_head_dim") or self.head_size, window)
 
     def _list_kinds(self) -> list[str]:
-        """List the kind of each layer: by name, or by the rule that an older file has in place of names."""
+        """List the kind of each layer, such as "full_attention": by name, or by the rule that an older file has instead."""
         n, types = self.n_layers, self.get("layer_types", "layers_block_type")
         if types:
             return list(types)
@@ -234,7 +235,7 @@ class Configuration:
         return ["full_attention"] * n
 
     def _list_windows(self) -> Sequence[int | None]:
-        """List the window of each layer in tokens, None for full attention; families name it in different ways."""
+        """List for a plan the window of each layer in tokens, None for full attention; families name it in different ways."""
         n, types, window = self.n_layers, self.get("layer_types"), self.get("sliding_window")
         if self.kind == "gpt_neo":
             kinds = [

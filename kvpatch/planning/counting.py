@@ -45,7 +45,7 @@ class Counter:
         return [count_by_terms(terms, prompt, new, heads=layer.heads) for layer, terms in pairs]
 
     def count(self, prompt: int, new: int) -> Bytes:
-        """Count the bytes that the cache of one text takes: a prompt of so many tokens and `new` generated ones."""
+        """Count for a plan the bytes that the cache of one text takes: a prompt of so many tokens and `new` generated ones."""
         held = allocated = 0
         for layer, holding in zip(self.layers, self.hold(prompt, new), strict=True):
             entry = self._count_entry(layer, self.bits)
@@ -69,7 +69,7 @@ def count_full(shape: Shape, itemsize: int, tokens: int) -> int:
 
 
 def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, itemsize: int) -> Counter:
-    """Make the counter of a budget: find the terms on which each layer holds tokens. A layer with a window keeps that."""
+    """Make the counter of a plan: find the terms on which each layer holds tokens. A layer with a window holds its window."""
     free = [index for index, bound in enumerate(shape.bounds) if bound is None]
     terms = []
     for index, bound in enumerate(shape.bounds):
@@ -87,7 +87,7 @@ def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, it
 
 
 def find_most(fits: Callable[[int], bool], limit: int) -> int:
-    """Find by bisection the largest number up to `limit` for which `fits` is True; 0 if it is not even for 1."""
+    """Find by bisection the largest number up to `limit`, as of tokens, for which `fits` is True; 0 if it is not even for 1."""
     low, high = 0, min(limit, MAX_POSITION)
     while low < high:
         middle = (low + high + 1) // 2

@@ -13,7 +13,7 @@ CONFIG = "config.json"
 
 
 def find_configuration(name: str, revision: str | None = None) -> Configuration:
-    """Read the config.json of a folder, or of a model on the hub. Raises KVPatchError if there is none."""
+    """Read the config.json of a folder, or of a model on the hub, for a plan. Raises KVPatchError if there is none."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / CONFIG).is_file():
@@ -25,7 +25,7 @@ def find_configuration(name: str, revision: str | None = None) -> Configuration:
 
 
 def find_weights(name: str, revision: str | None = None) -> Weights | None:
-    """Read the bytes of the weights from the safetensors index or header, in a folder or on the hub; None without these."""
+    """Read for a plan the bytes of the weights from the safetensors index or header, of a folder or the hub; None without."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return read_weights(folder)
@@ -36,7 +36,7 @@ def find_weights(name: str, revision: str | None = None) -> Weights | None:
 
 
 def _ask_hub(name: str, revision: str | None) -> Weights | None:
-    """Read the bytes of the weights from the safetensors headers on the hub; None if that fails, for whatever reason."""
+    """Read the bytes of the weights from headers on the hub, where there is no index; None if that fails for any reason."""
     try:
         from huggingface_hub import get_safetensors_metadata
 

@@ -123,7 +123,7 @@ def write_remarks(plan: Plan) -> list[str]:
 
 
 def _write_tokens(fit: Fit, plan: Plan) -> str:
-    """Write the tokens of a prompt that fit, and whether the model's positions are the limit."""
+    """Write for a plan's table the tokens of a prompt that fit, and whether the model's positions are the limit."""
     if fit.tokens is None:
         return "any number"
     limited = plan.positions is not None and fit.tokens == plan.positions - plan.new

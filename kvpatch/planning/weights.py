@@ -19,7 +19,7 @@ class Weights(NamedTuple):
 
 
 def read_weights(folder: Path) -> Weights | None:
-    """Read the bytes from the index or the header of a folder's safetensors; None if it has neither."""
+    """Read for a plan the bytes of the weights from the index or the header of a folder's safetensors; None without."""
     try:
         if (folder / INDEX).is_file():
             return Weights(int(json.loads((folder / INDEX).read_text())["metadata"]["total_size"]), f"the index {INDEX}")
@@ -38,7 +38,7 @@ def _read_header(path: Path) -> int:
 
 
 def count_weights(config: Configuration, dtype: str) -> Weights:
-    """Count the bytes of the parameters of a model that transformers builds on the meta device; None if it builds none."""
+    """Count the bytes that no header tells in this dtype, of a model that transformers builds on the meta device; or None."""
     import torch
     import transformers as hf
 

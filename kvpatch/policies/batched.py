@@ -25,14 +25,17 @@ class Batched:
     """
 
     def map_rows(self: Owner, change: Callable[[Tensor], Tensor]) -> Owner:
-        """Return a copy with every tensor replaced by `change(tensor)`, which reorders, repeats or drops rows (axis 0)."""
+        """Return a copy with every tensor replaced by `change(tensor)`, which reorders, repeats or drops rows (axis 0).
+
+        Called when a cache is copied or its rows change, as in beam search; this object stays as it is.
+        """
         new = copy.copy(self)
         new.change_rows(change)
         return new
 
     @classmethod
     def cat(cls: type[Owner], parts: Sequence[Owner]) -> Owner:
-        """Return an object with the rows of several of one class, as caches are joined; other fields are the first one's."""
+        """Return an object with the rows of all `parts`, of one class, when caches are joined; other fields are the first's."""
         new = copy.copy(parts[0])
         for name, value in vars(parts[0]).items():
             if isinstance(value, Tensor):
@@ -46,7 +49,7 @@ class Batched:
 
 
 def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value with `change` applied to its tensors, also in lists, dicts and Batched objects; others are unchanged."""
+    """Return a value with `change` applied to its tensors, as rows change, also in lists, dicts and Batched objects. Pure."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Batched):

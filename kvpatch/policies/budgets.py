@@ -32,7 +32,7 @@ ONE_TOKEN = "[kvpatch] k=1 keeps one token per KV head. If all are meant, k=1.0 
 
 
 def share(value: int | float, of: int) -> int:
-    """Return a size in tokens: an int unchanged, a float as a share of `of` tokens.
+    """Return a budget or a protected size in tokens: an int unchanged, a float as a share of `of` tokens.
 
     Example:
         >>> share(0.29, 100), share(16, 100)
@@ -42,7 +42,7 @@ def share(value: int | float, of: int) -> int:
 
 
 def parse_bytes(text: str) -> int | None:
-    """Return the bytes of a size that a user gives, such as "512MB" or "2GiB"; None if `text` is not a size."""
+    """Return the bytes of a size that a user gives as k= or memory=, such as "512MB" or "2GiB"; None if `text` is no size."""
     match = _SIZE.fullmatch(text)
     if match is None or match[2].upper() not in _BYTES:
         return None
@@ -50,7 +50,7 @@ def parse_bytes(text: str) -> int | None:
 
 
 def check_count(name: str, value: object, unit: str, least: int = 1) -> None:
-    """Raise KVPatchError unless an option is an int between `least` and MAX_POSITION; `unit` names what it counts."""
+    """Raise KVPatchError unless a user's option is an int between `least` and MAX_POSITION; `unit` names what it counts."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_POSITION:
         most = f", at most {MAX_POSITION}" if isinstance(value, int) and value > MAX_POSITION else ""
         raise KVPatchError(f"{name}={value!r} must be a number of {unit}, at least {least}{most}.")
@@ -74,7 +74,7 @@ def check_k(k: object, shown: str | None = None) -> None:
 
 
 def as_python(k: object) -> object:
-    """Convert an argument that is a number or an array of numpy or torch to Python's numbers; return others unchanged."""
+    """Convert a user's argument that is a number or an array of numpy or torch to Python's numbers; return others unchanged."""
     if not hasattr(k, "tolist") or getattr(k, "is_meta", False):
         return k
     return k.tolist()
@@ -86,7 +86,7 @@ def is_list(k: object) -> TypeGuard[Sequence[object]]:
 
 
 def parse_k(k: object, where: str = "k") -> int | float | str:
-    """Return one budget as tokens (int), a share of the prompt (float) or a size such as "2GiB" (str).
+    """Check one budget that a user gives: return it as tokens (int), a share of the prompt (float) or a size as "2GiB" (str).
 
     Args:
         k: a number of Python, numpy or torch; or a text: digits are tokens, "0.5", "1e-1" and "50%" shares.
@@ -115,7 +115,7 @@ def says_one_token(k: object) -> bool:
 
 
 def read_number(text: str) -> int | float | str:
-    """Return the tokens or the share that a text of the user gives, in range or not; other texts, as sizes, unchanged."""
+    """Return the tokens or the share that a user gives as text, as `--k 50%`, in range or not; other texts, as sizes, stay."""
     digits, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
     if digits.isdecimal() and not percent and len(digits) < 20:
         return int(digits)
@@ -175,6 +175,8 @@ class Rule:
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
         """Count the tokens [B,H,1] that each head keeps at an eviction, and the scores lost so far, or None.
+
+        Called where a prompt or block ends, and at decode steps, under a budget that follows from the scores, such as Mass.
 
         keys_BHT: eviction keys by score alone, those of empty slots FIRST.
         """
@@ -259,7 +261,7 @@ class Budget:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """The rule of each layer."""
+        """The rule of each layer, which says how many tokens its KV heads keep: made of the layer's entry in `per_layer`."""
         return tuple(
             one if isinstance(one, Rule) else HeadSizes(one) if isinstance(one, tuple) else Size(one) for one in self.per_layer
         )
@@ -275,7 +277,7 @@ class Budget:
         extra: int = 0,
         fixed: int = 0,
     ) -> Budget:
-        """Check `k` and convert sizes in bytes to tokens.
+        """Check `k`, as the user gives it, and convert sizes in bytes to tokens: before a model is patched, or for a plan.
 
         Args:
             k: what `parse_k` takes, or a Rule such as `Mass`, or a sequence of these, one per layer; or a table k[layer][head].

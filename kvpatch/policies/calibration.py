@@ -107,7 +107,7 @@ class TriAttention(CalibratedScore):
         check_count("reach", self.reach, "positions")
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return how much coming queries will look at each key, from the calibrated mean query and spread (see the class)."""
+        """Return how much coming queries will look at each key, at an eviction, by the calibrated mean query and its spread."""
         keys = context.view(Held)[0]
         keys = keys.to(accumulator(keys.dtype))
         mean, norm, pairs, turn = self._read_statistics(context, keys)
@@ -133,7 +133,7 @@ class TriAttention(CalibratedScore):
 
 
 def _standardize_scores(x_BHGT: Tensor, context: EvictionContext) -> Tensor:
-    """Return x less its mean, divided by its standard deviation, both over the held tokens that are of no kept prompt."""
+    """Return logits less their mean, over their deviation, so that query heads compare; both over tokens of no kept prompt."""
     counted = context.positions_BHT >= (context.limits.prompt.clamp(min=0) if context.limits.any_prompt else 0)
     counted = counted[:, :, None]
     x, count = x_BHGT.masked_fill(~counted, 0.0), counted.sum(-1, keepdim=True).clamp(min=1)

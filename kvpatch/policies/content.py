@@ -145,7 +145,7 @@ class LagKV(Score):
         return torch.empty_like(score).scatter_(-1, order, score)
 
     def _rank_tokens(self, tensors: list[Tensor]) -> Tensor:
-        """Rank the tokens of all partitions but the last [B,H,(P-1)*lag]; tensors: keys and values [B,H,P*lag,D]."""
+        """Rank tokens within each partition but the last by deviation: [B,H,(P-1)*lag]; tensors: keys, values [B,H,P*lag,D]."""
         shares = []
         for tensor in tensors:
             parts = tensor.to(accumulator(tensor.dtype)).unflatten(2, (-1, self.lag))
@@ -185,7 +185,7 @@ class Leverage(Score):
         return self._find_leverage(context, context.positions_BHT >= 0)
 
     def _find_leverage(self, context: EvictionContext, among_BHT: Tensor) -> Tensor:
-        """Return the leverage [B,H,T] of each key among the keys of the tokens `among_BHT`; 0 for other tokens."""
+        """Return, at an eviction, the leverage [B,H,T] of each key among the keys of the tokens `among_BHT`; 0 for others."""
         keys, real = context.view(PlainKeys), among_BHT[..., None]
         keys = keys.masked_fill(~real, 0.0)
         keys = (keys - keys.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)).masked_fill(~real, 0.0)
@@ -198,7 +198,7 @@ class Leverage(Score):
         return (sketched * solved.transpose(-1, -2)).sum(-1).clamp_min(0).to(keys.dtype)
 
     def _draw_sketch(self, context: EvictionContext, H: int, D: int) -> Tensor:
-        """Draw the random matrix of each head [H,D,sketch], the same at every eviction; layers and heads draw independently."""
+        """Draw each head's random matrix [H,D,sketch], which shortens its keys: its own, and the same at every eviction."""
         device = context.positions_BHT.device
         head, row = (torch.arange(n, device=device) for n in (H, D))
         at = context.parallel.first(H) + head[:, None, None], row[:, None], torch.arange(self.sketch, device=device)
@@ -244,7 +244,7 @@ class Compactor(Leverage):
             raise KVPatchError(f"blend={self.blend!r} must be a number, 0 or more, that the leverage is multiplied by.")
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return the pooled attention inside chunks plus `blend` times the leverage, both standardized (see the class)."""
+        """Return, at an eviction, the pooled attention inside chunks plus `blend` times the leverage, both standardized."""
         position = context.positions_BHT
         among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)  # the candidates
         attention = context.view(ChunkAttention)
@@ -257,7 +257,7 @@ class Compactor(Leverage):
 
 
 def _standardize_scores(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
-    """Return x less its mean over its deviation, of the tokens `among_BHT` of all heads of a row; all processes call it."""
+    """Standardize one of Compactor's scores over the tokens `among_BHT` of all heads of a row; all processes must call it."""
     x = x_BHT.nan_to_num(0.0)  # one NaN would make all heads NaN
     among = everyone.gather_heads(among_BHT.to(x.dtype), empty=0)
     count, total = among.sum((1, 2), keepdim=True), everyone.gather_heads(x, empty=0) * among
@@ -267,7 +267,7 @@ def _standardize_scores(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) ->
 
 
 def sort_by_position(positions_BHT: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort the slots of each head by position: their indices [B,H,T], empty slots last, and the number of tokens [B,H,1]."""
+    """Sort slots into text order, for scores of neighbours or packing: indices [B,H,T], empty slots last; counts [B,H,1]."""
     real = positions_BHT >= 0
     last = torch.iinfo(positions_BHT.dtype).max
     return positions_BHT.masked_fill(~real, last).argsort(-1), real.sum(-1, keepdim=True)

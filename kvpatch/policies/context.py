@@ -137,7 +137,7 @@ class EvictionContext:
 
     @property
     def rows_seen(self) -> Tensor:
-        """Number of query rows that could see each token so far: c [B,H,T], in the sums' dtype. Computed once per eviction."""
+        """Number of query rows that could see each token so far, for means of sums: c [B,H,T]. Computed once per eviction."""
         if self._rows_seen is None:
             next_B11, positions = self.newest_B11 + 1, self.positions_BHT
             until = next_B11 if self.sliding is None else torch.minimum(next_B11, find_end(self.sliding, positions))
@@ -261,7 +261,7 @@ class Block:
 
     @property
     def group_NRM(self) -> Tensor:
-        """The probabilities' sum over the group, computed once."""
+        """The probabilities' sum over the group's query heads, computed once for all statistics of the block."""
         if self._group_NRM is None:  # no cached_property: torch.compile does not trace its lock
             self._group_NRM = self.p_NGRM.sum(1)
         return self._group_NRM

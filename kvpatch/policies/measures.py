@@ -36,7 +36,7 @@ class Rotation:
 
     @classmethod
     def of(cls, matrix_at: Callable[[int], Tensor], count: int) -> Rotation | None:
-        """Find the pairs of channels and their angles from a model's rotation matrices; None if nothing is turned.
+        """Find the pairs of channels and their angles in a model's rotations, for a calibration; None if nothing is turned.
 
         Args:
             matrix_at: matrix_at(p) returns the matrix [D,D] of position p: row d is what the d-th unit vector becomes.
@@ -124,7 +124,7 @@ class Sample:
 
     @property
     def kinds(self) -> tuple[Of, ...]:
-        """Kinds of statistics (Measure.kind) that can be measured of this sample."""
+        """Kinds of statistics (Measure.kind) that a calibration can measure of this sample."""
         if self.x_HTF is not None:
             return ("scores",)
         more: tuple[tuple[Of, object], ...] = (("turned", self.rotation), ("outputs", self.area_HT))
@@ -156,7 +156,7 @@ class Measure:
     adds_up: bool = True
 
     def add_piece(self, sums: Totals | None, sample: Sample) -> Totals:
-        """Return `sums`, those of a text so far, plus those of its next piece, on the CPU, in float64 unless integers."""
+        """Return a calibration's `sums` so far plus those of a text's next piece, on the CPU, in float64 unless integers."""
         if sums is not None and not self.adds_up:
             return sums
         found = tuple(one.double().cpu() if one.is_floating_point() else one.cpu() for one in self.of(sample))
@@ -169,14 +169,14 @@ def measure_pairs(x: Tensor, pairs_P2: Tensor) -> Tensor:
 
 
 def _sum_products(sample: Sample) -> Totals:
-    """Return the sums of q q^T [H,D,D] and of q [H,D] over a piece of text, the queries of a group under its KV head."""
+    """Return, for a calibration's "direction", the sums of q q^T [H,D,D] and q [H,D] over a piece of text, by KV head."""
     assert sample.q_HGQD is not None
     q = sample.q_HGQD.flatten(1, 2).float()
     return q.transpose(1, 2) @ q, q.sum(1)
 
 
 def _find_direction(sums: Totals) -> Tensor:
-    """Return each head's first right singular vector [H,D] from a text's sums, turned to the side of the queries' mean."""
+    """Return a calibration's "direction": each head's first right singular vector [H,D], turned to the queries' mean."""
     products, total = sums
     first = torch.linalg.eigh(products).eigenvectors[..., -1]  # in ascending order
     side = (first * total).sum(-1, keepdim=True)
@@ -202,7 +202,7 @@ def _divide_sums(sums: Totals) -> Tensor:
 
 
 def _sum_areas(sample: Sample) -> Totals:
-    """Return the number of queries after the first tokens, and the sum of the areas under their curves, for a piece of text."""
+    """Return, for a calibration's "area", a piece's queries after the first tokens, and the sum of areas under their curves."""
     assert sample.q_HGQD is not None and sample.area_HT is not None
     _, G, Q, _ = sample.q_HGQD.shape
     return torch.tensor(max(Q - FIRST, 0), device="cpu"), sample.area_HT[:, FIRST:].sum(1) / G
@@ -223,14 +223,14 @@ def _take_sums(sums: Totals) -> Tensor:
 
 
 def _sum_regression(sample: Sample) -> Totals:
-    """Return the sums X^T X [H,F,F] and X^T y [H,F] over a piece of text: x are features of tokens, y what is learned."""
+    """For `kvpatch learn`, return a piece's X^T X [H,F,F] and X^T y [H,F]: x are features of tokens, y what is learned."""
     assert sample.x_HTF is not None and sample.y_HT is not None
     x, y = sample.x_HTF.double(), sample.y_HT.double()
     return x.transpose(1, 2) @ x, (x * y[..., None]).sum(1)
 
 
 def _solve_regression(sums: Totals) -> Tensor:
-    """Return the least-squares weights [H,F] from a text's sums, with a ridge in units of each feature's size."""
+    """Return, for `kvpatch learn`, least-squares weights [H,F] by the sums, with a ridge in units of each feature's size."""
     products, total = sums
     size = products.diagonal(dim1=-2, dim2=-1).sqrt()
     size = torch.where(size > 0, size, 1.0)

@@ -233,7 +233,7 @@ def _weigh_tokens(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Ten
 
 
 def _check_sizes(rule: Rule, policy: Any, also: str = "") -> None:
-    """Raise KVPatchError for a protected size that is a share of the budget: this budget is no number of tokens.
+    """Refuse a protected size that is a share of the budget, before a model is patched: this budget is no number of tokens.
 
     also: another remedy, for the message.
     """

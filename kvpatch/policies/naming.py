@@ -29,7 +29,7 @@ class Division(NamedTuple):
 
 
 def split_combination(name: str) -> tuple[list[str], str]:
-    """Return the combinations around a policy's name, the outermost first, and the name.
+    """Split the name of a combination, before its parts are looked up: the combinations, outermost first, and the policy.
 
     Example:
         >>> split_combination("critical(adaptive(roco))")
@@ -95,7 +95,7 @@ def check_policy(name: str, options: Collection[str] | None = None) -> None:
 
 
 def check_options(policy: str, options: Collection[str], known: Collection[str]) -> None:
-    """Raise KVPatchError for an option that is not among those that the policy has (`known`)."""
+    """Raise KVPatchError for an option that a user gives but that is not among those of the policy (`known`)."""
     for option in options:
         if option not in known:
             raise KVPatchError(

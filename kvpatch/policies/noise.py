@@ -26,12 +26,12 @@ def _mix_bits(h: Tensor) -> Tensor:
 
 
 def uniform(seed: int, layer: int | Tensor, head: Tensor, query: Tensor | int, key: Tensor) -> Tensor:
-    """Return uniform numbers in (0, 1), float32, in the broadcast shape of `head`, `query` and `key` (int64 tensors).
+    """Return random numbers for scores and samples, uniform in (0, 1), float32, in the broadcast shape of head, query, key.
 
     Args:
         seed: the policy's seed.
         layer: index of the layer, or a tensor of them.
-        head: index of the query or KV head in the whole model.
+        head: index of the query or KV head in the whole model, int64, as `query` and `key` are.
         query: position of the query; -1 for a number that belongs to the key alone.
         key: position of the key.
     """

@@ -58,7 +58,7 @@ def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | N
 
 
 def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens, taken: Collection[str]) -> dict[str, Tensor]:
-    """Return what a user's score or need stores with new tokens, checked. taken: names under which other parts store something.
+    """Return what a user's score or need stores with tokens as they are cached, checked. taken: names that others store under.
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.

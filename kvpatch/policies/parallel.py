@@ -37,7 +37,7 @@ class Parallel:
         return self.rank * H
 
     def gather_heads(self, own_BH: Tensor, empty: int | None = None) -> Tensor:
-        """Gather [B,H,...] of each process into [B,size*H,...], all heads in order.
+        """Gather [B,H,...] of each process into [B,size*H,...], all heads in order, for decisions over the heads of a layer.
 
         All processes must call it. empty: fills the last axis up to the longest process' tokens; None promises that their
         axes are equally long.

@@ -235,7 +235,7 @@ _PARTS: tuple[tuple[str, type, bool], ...] = (
 
 
 def _explain_schedules(schedules: tuple[str, ...]) -> str:
-    """Write for an error why a score has these schedules alone."""
+    """Write why a score has these schedules alone, for the error about another one when a policy is made."""
     if "prompt" in schedules:
         return "scores tokens by the prompt's last rows, which a generated token does not have"
     if "both" in schedules:
@@ -244,7 +244,7 @@ def _explain_schedules(schedules: tuple[str, ...]) -> str:
 
 
 def _check_members(score: Score) -> None:
-    """Raise KVPatchError for a score without the method that all have."""
+    """Refuse a score without the method that all have, when a policy is made."""
     if score.evicts and type(score).value is Score.value:
         raise KVPatchError(
             f"Score {type(score).__name__} has no method value, which returns a number for each cached token [B,H,T], higher "

@@ -27,7 +27,7 @@ MESSAGES = "messages"  # the word of `quota=` for the messages of a chat
 
 
 def read_quota(quota: Any) -> list[Span] | Tensor:
-    """Convert `quota=`, as a user gives it, to spans (start, stop), or to an int64 tensor of span numbers.
+    """Convert `quota=`, the spans of a prompt that keep their share, to pairs (start, stop) or an int64 tensor of numbers.
 
     Args:
         quota: (start, stop) for each span, or the number of its span for each token, [n] or [B,n], -1 for none.
@@ -128,7 +128,7 @@ def share_out(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> 
 
 
 def count_quotas(span: Tensor, held: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> list[int]:
-    """Sum for each batch row the quotas of all spans of which some head holds a token; see share_out.
+    """Sum for each row the quotas of all spans of which a head holds a token, where a prompt or block ends; see share_out.
 
     span: [B,H,T], as encode_spans makes it. held: bool [B,H,T], tokens that are there.
     """

@@ -100,7 +100,7 @@ class _Looks:
 
     @classmethod
     def of(cls, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead, asked: Asked) -> _Looks:
-        """Attend from the queries `asked` to all tokens, some queries at a time, and gather the keys of the kept tokens."""
+        """Attend from the queries `asked` to all tokens, some at a time, where a prompt ends, and gather the kept keys."""
         (B, H, G, W, _), stays_BHT = asked.q_BHGWD.shape, kept.stays_BHT
         v_BHTD = v_BHTD.to(accumulator(v_BHTD.dtype))
         found = [
@@ -111,7 +111,7 @@ class _Looks:
         return cls(out.flatten(2, 3), lse, asked, kept.gather(k_BHTD), kept, layer)
 
     def iterate_blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the kept tokens, and the attention [B,H,N,M] that the queries give these, of kept tokens alone."""
+        """Yield slices of the kept tokens, and the attention [B,H,N,M] that queries give to these, were the kept tokens all."""
         kept, asked = self.kept, self.asked
         for some in _split_blocks(kept.index_BHK.shape[2], self.lse_BHGW.numel(), self.out_BHND):
             index, real = kept.index_BHK[:, :, some], kept.real_BHK[:, :, None, None, some]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def list_waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
-    """Return in how many steps heads evict, each number once. counts: slots of each head that are taken; goals: all of them.
+    """Return in how many steps heads evict, each number once, when their slots change. counts: slots taken of each; goals: all.
 
     Example:
         >>> list_waits([10, 10, 7], goals=[14, 14, 14])
@@ -23,7 +23,7 @@ def list_waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
 
 
 def advance_waits(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int, ...]:
-    """Return what `list_waits` would give `steps` later: a wait of 0 is an eviction, and begins again at `every`.
+    """Return what `list_waits` would give `steps` later, at each decode step: a wait of 0 evicts, and begins anew at `every`.
 
     Example:
         >>> advance_waits((4, 7), steps=4, every=4)

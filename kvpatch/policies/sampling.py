@@ -17,7 +17,7 @@ ROWS, READ = 16, 1024
 
 
 def sample_rows(rows_BQ: Tensor, seed: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Choose the query rows of a pass whose attention is summed (scores="sampled"); see the module. Pure.
+    """Choose the query rows whose attention is summed (scores="sampled"), as a layer reads a prompt; see the module. Pure.
 
     Args:
         rows_BQ: positions of a pass's rows, int64, ascending; -1 for padding.

@@ -21,7 +21,7 @@ TURNS = ("all", "each", "first")
 
 
 def check_size(name: str, value: object) -> None:
-    """Raise KVPatchError unless an option is a number of tokens (int >= 0) or a share of the budget (float in [0, 1])."""
+    """Refuse an option of a policy unless it is a number of tokens (int >= 0) or a share of the budget (float in [0, 1])."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise KVPatchError(f"{name}={value!r} must be a number of tokens (int) or a share of the budget (float).")
     if isinstance(value, float) and value > 1.0:
@@ -33,7 +33,7 @@ SYSTEM = "system"  # the word of `protect=` for the system message of a chat
 
 
 def fit_window(score: Score, room: int) -> int:
-    """Count the newest tokens that a score's window protects, at most `room`: the tokens that the budget has for it.
+    """Count, where a prompt ends, the newest tokens that a score's window protects: at most `room`, what the budget has for it.
 
     A window that would fill the room takes half of it, rounded up, so that the score chooses the rest. A window of the last
     queries (LastQueries), by which decode steps evict too, may fill it.
@@ -86,7 +86,7 @@ class Scope:
     ranked: ClassVar[str] = "protected"  # the option that `deviation` is
 
     def check(self) -> None:
-        """Raise KVPatchError for an option out of range."""
+        """Raise KVPatchError for an option out of range, when a policy is made."""
         if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
             raise KVPatchError(f"sinks={self.sinks!r} must be a number of tokens, 0 or more.")
         check_size("recent", self.recent)
@@ -258,7 +258,7 @@ class AllBut:
 
 
 def protect_tensor(protect: Any) -> Tensor:
-    """Convert `protect=` to a tensor: bool for a mask, int64 for token ids; of AllBut, the ids that are not protected.
+    """Convert `protect=`, as a user gives it, to a tensor: bool for a mask, int64 for token ids; of AllBut, the ids left out.
 
     Raises:
         KVPatchError: anything else, or nothing to protect.

@@ -85,7 +85,7 @@ class Score:
         return form(self) if callable(form) else form
 
     def budget(self, k: object, policy: Any, bounds: Sequence[int | None]) -> object:
-        """Return the budget of a policy with this score where the user asks for `k`.
+        """Return the budget of a policy with this score where the user asks for `k`, before a model is patched.
 
         bounds: sliding windows of layers, as in `Budget.parse`.
         """
@@ -130,7 +130,7 @@ class Random(Score):
 
 
 def draw_anew(context: EvictionContext) -> Tensor:
-    """Draw a uniform number for each token [B,H,T], another one at every eviction: a hash, so no generator changes."""
+    """Draw a uniform number for each token [B,H,T], for scores by chance: anew at every eviction, by hash, no generator."""
     H = context.positions_BHT.shape[1]
     head = context.parallel.first(H) + torch.arange(H, device=context.positions_BHT.device)
     return noise.uniform(context.seed, context.layer, head[None, :, None], context.newest_B11, context.positions_BHT)
@@ -312,7 +312,7 @@ class Last(Score):
 
 
 def check_pooling(kernel: object, pooling: object) -> None:
-    """Raise KVPatchError unless `kernel` is an odd number of tokens and `pooling` "max", "avg" or None."""
+    """Refuse a score, when a policy is made, unless `kernel` is an odd number of tokens and `pooling` "max", "avg" or None."""
     if type(kernel) is not int or not 1 <= kernel <= MAX_POSITION or kernel % 2 == 0:
         raise KVPatchError(f"kernel={kernel!r} must be an odd number of tokens, 1 to {MAX_POSITION}, so that lengths stay.")
     if pooling not in ("max", "avg", None):
@@ -411,7 +411,7 @@ class Defensive(ObservationWindow):
         return (pooled * (total / pooled_total.clamp_min(torch.finfo(pooled.dtype).tiny))).amax((1, 2))
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return the greatest pooled attention [B,H,T], raised to its mean over the tokens before the window."""
+        """Return where a prompt ends the greatest pooled attention [B,H,T], at least its mean over tokens before the window."""
         score, position = context.state["observed"], context.positions_BHT
         candidate = self._may_pool(position, context)
         mean = score.masked_fill(~candidate, 0.0).sum(-1, keepdim=True) / candidate.sum(-1, keepdim=True).clamp(min=1)

@@ -246,7 +246,7 @@ class TwoStage(Selection):
 
 
 def _one_for_all(count: Tensor) -> int | None:
-    """Return the one value that all entries have, or None if they differ or reading them would make the host wait."""
+    """Return the one value of all entries, for the faster mask_top; None if they differ or the host would have to wait."""
     if not at_hand(count) or torch.compiler.is_compiling():
         return None
     low, high = count.aminmax()

@@ -84,7 +84,7 @@ def refuse_pairs(asked: FeatureSet) -> None:
 
 
 def why_not(path: str, asked: FeatureSet, always: bool = False) -> str | None:
-    """Return why something that is asked for does not go with `path`, a feature of REFUSED; None if all does.
+    """Return why a feature that is asked for does not go with `path`, for an error or to do without `path`; None if all do.
 
     always: ask the policy's needs also where the budget evicts nothing.
     """
@@ -160,7 +160,7 @@ FEATURES: dict[str, Callable[[FeatureSet], object]] = {
 
 
 def _has_protect(it: FeatureSet, masked: bool) -> bool:
-    """Tell whether an evicting policy has `protect=` as a mask over columns (masked), or as token ids (not masked)."""
+    """Tell, for FEATURES, whether an evicting policy has `protect=` as a mask over columns (masked) or as token ids."""
     protect = it.policy.scope.protect
     if protect is None or isinstance(protect, str):  # a kind of tokens, before the model says which
         return False

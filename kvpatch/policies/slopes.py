@@ -73,7 +73,7 @@ class Sloped(Rule):
         return self.pyramid.split(self.uniform.tokens(n), self.n_layers, self.last, most)[self.layer]
 
     def highest(self, n: int, H: int, new: int | None = 0) -> list[int]:
-        """Return the most tokens of each of H heads after any prompt of at most n: the larger of the two ends, and one more.
+        """Return the most tokens of each of H heads after any prompt of up to n, to reserve memory: the larger end, plus one.
 
         The slope is least after the shortest prompt and greatest after the longest; rounding adds at most a token.
         """

@@ -44,7 +44,7 @@ def kernel_of(name: str) -> str | None:
 
 
 def check_names(names: tuple[str, ...], of: str) -> None:
-    """Raise KVPatchError for a name that is not in STATISTICS; `of` is the policy for the error message."""
+    """Refuse a name that is not in STATISTICS, when a policy is made; `of` is the policy for the error message."""
     for name in names:
         if not callable(STATISTICS.get(name)):
             raise KVPatchError(
@@ -65,7 +65,7 @@ def _sum_squares(block: Block, need: Any) -> Tensor:
 
 
 def _count_rows(block: Block, need: Any) -> Tensor:
-    """Count the rows, over all query heads of the group, that give a key more than an even share: [N,M]."""
+    """Count, for "count", the rows of all query heads of the group that give a key more than an even share: [N,M]."""
 
     def count(rows: slice) -> Tensor:
         ratio_NGRM = block.p_NGRM[:, :, rows] * block.keys_NR[:, None, rows, None]  # to an even share
@@ -94,6 +94,7 @@ def _sum_noisy(block: Block, need: Any) -> Tensor:
         return (p / p.sum(-1, keepdim=True).clamp_min(_TINY)).sum((1, 2))
 
     def add(rows: slice) -> Tensor:
+        """Sum over some of the block's rows, at a temperature other than 1."""
         # a row of padding is all -inf, so the softmax makes it NaN: set it to zero. A row that was NaN before stays NaN
         some_NGRM = p[:, :, rows]
         empty = some_NGRM.amax(-1, keepdim=True) == 0
@@ -103,7 +104,7 @@ def _sum_noisy(block: Block, need: Any) -> Tensor:
 
 
 def _sum_area(block: Block, need: Any) -> Tensor:
-    """Sum over rows and group, [N,M], the probability times (row - key + 1) / (row + 1): see calibration.WholeHeads."""
+    """Sum over rows and group, [N,M], the probability times (row - key + 1) / (row + 1), for a calibration of WholeHeads."""
     _, row_NR, key_NM = block.place()
 
     def weigh(rows: slice) -> Tensor:

@@ -44,7 +44,7 @@ def check_cache(cache: EvictingCache) -> None:
 
 
 def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
-    """Raise InvalidError for a number of held tokens that is not finite, or a negative weight."""
+    """Raise InvalidError if a loaded layer has a number of held tokens that is not finite, or a negative weight."""
     real, where = layer.positions >= 0, f"layer {index}"
     slots = layer.kv.spread_heads(real)
     if layer.kv.centre is not None:

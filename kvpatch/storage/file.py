@@ -18,14 +18,14 @@ from ..errors import InvalidError, KVPatchError
 
 
 def check_path(path: object, wanted: str) -> str | PathLike[str]:
-    """Return `path` if it can name a file, else raise KVPatchError; `wanted` tells the caller to give one."""
+    """Return `path`, as a user gives it, if it can name a file, else raise KVPatchError; `wanted` says what to give."""
     if not isinstance(path, str | PathLike) or not str(path) or "\0" in str(path):
         raise KVPatchError(f"path={path!r:.60} is no path: {wanted}.")
     return path
 
 
 def write_tensors(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], what: str) -> None:
-    """Write a safetensors file whole or not at all: see `write_whole`. what: names it in errors."""
+    """Write a cache, calibration or record as safetensors, whole or not at all: see `write_whole`. what: names it in errors."""
     from safetensors.torch import save_file
 
     write_whole(path, lambda part: save_file(tensors, part, metadata=metadata), what)
@@ -71,7 +71,7 @@ def _flush_to_disk(path: Path) -> None:
 
 
 def checksum(text: str, tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of a description and of the names, types, shapes and numbers of tensors on the CPU."""
+    """Return the SHA-256 that a file holds to tell damage: of its description, and its tensors' names, types, shapes, bytes."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())

@@ -43,7 +43,7 @@ def read_entries(file: Any) -> dict[str, Entry]:
 
 
 def _read_entry(name: str, about: Any) -> Entry:
-    """Return dtype and shape of one tensor; raise InvalidError for a dtype that kvpatch does not write, or an empty axis."""
+    """Return dtype and shape of a tensor not yet read; raise InvalidError for a dtype that kvpatch never writes, or no size."""
     dtype, shape = about.get_dtype(), about.get_shape()
     if dtype not in DTYPES:
         raise InvalidError(f"tensor {name!r:.40} is of type {dtype}")
@@ -53,7 +53,7 @@ def _read_entry(name: str, about: Any) -> Entry:
 
 
 def read_tensor(file: Any, name: str) -> Tensor:
-    """Copy a tensor out of an open file, while it is loaded; safetensors' own tensors would change with the file."""
+    """Copy a tensor out of an open file whose header was checked; safetensors' own tensors would change with the file."""
     tensor = file.get_tensor(name).clone()
     if tensor.dtype == torch.bool and (tensor.view(torch.uint8) > 1).any():
         raise InvalidError("a truth value is neither 0 nor 1")
@@ -61,7 +61,7 @@ def read_tensor(file: Any, name: str) -> Tensor:
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Tell whether `value` is an int from `least` to 2**31 - 1.
+    """Tell whether `value`, read from a file, is an int from `least` to 2**31 - 1.
 
     A head that keeps everything fills up in 2**30 steps, and in some more if it waits to evict (budgets.MAX_POSITION).
     """

@@ -81,7 +81,7 @@ def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str
 
 
 def check_names(what: str, value: object, names: tuple[str, ...]) -> Description:
-    """Return `value` if it is a dict with exactly these names, else raise InvalidError; `what` names it in the message."""
+    """Return `value`, read from a file, if it is a dict of exactly these names, else raise InvalidError; what: names it."""
     if not isinstance(value, dict) or set(value) != set(names):
         found = sorted(value) if isinstance(value, dict) else type(value).__name__
         raise InvalidError(f"{what} has {found!r:.80} where {list(names)} belong")
@@ -191,7 +191,7 @@ class FileKind:
         return Document(about, tensors, texts["checksum"])
 
     def parse_description(self, text: str, path: object, what: str = "its description") -> Description:
-        """Parse the description that a file has as `text`, and check its fields.
+        """Parse the JSON description of a file that is read, `text`, and check its fields.
 
         path, what: name the file and the description in errors.
 
@@ -207,7 +207,7 @@ class FileKind:
         return check_fields(what, about, (Field("format"), *self.fields))
 
     def check_shapes(self, found: Mapping[str, Entry]) -> None:
-        """Raise InvalidError for a declared tensor of another type or shape; sizes are shared in a layer, and with the file."""
+        """Raise InvalidError, before tensors are read, for one not of the declared type or shape; a layer shares its sizes."""
         order = list(self.tensors)
         sizes: dict[str, dict[str, int]] = {"": {}}  # by layer; "" is the file as a whole, whose tensors come first
         keys = [(*name.rpartition(".")[::2], name) for name in found]

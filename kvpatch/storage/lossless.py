@@ -19,7 +19,7 @@ ROWS = "rows"  # of a layer, by token
 
 
 def save_lossless(cache: LosslessCache, path: str | PathLike[str], model: Description) -> None:
-    """Write the keys and values of all tokens to the file `path`; `model` holds the values that identify the model.
+    """Write all tokens' keys and values to a file, for Patch.save_cache(); `model` holds values that identify the model.
 
     Raises:
         KVPatchError: the cache is empty, or the file cannot be written.
@@ -42,7 +42,7 @@ def load_lossless(
     shapes: list[LayerShape],
     devices: list[torch.device],
 ) -> LosslessCache:
-    """Read a file into `cache`, an empty one; the other arguments are those of `save_load.load`.
+    """Read a file into `cache`, an empty one, for Patch.load_cache(); the other arguments are those of `save_load.load`.
 
     Raises:
         KVPatchError: the file is missing, truncated or altered, or of another model.
@@ -66,7 +66,7 @@ def load_lossless(
 
 
 def _check_rows(found: dict[str, Entry], shapes: list[LayerShape]) -> None:
-    """Raise InvalidError unless a file's header lists the rows of all layers, alike in length and type, and nothing else."""
+    """Raise InvalidError, before tensors are read, unless a file has the rows of all layers, of one length and type, alone."""
     wanted = {f"{index}.{ROWS}": shape.heads * (shape.key + shape.value) for index, shape in enumerate(shapes)}
     if found.keys() != {"ids", "places", *wanted}:
         raise InvalidError(f"it holds {', '.join(sorted(found)):.80}, not ids, places and the rows of {len(shapes)} layers")
@@ -91,7 +91,7 @@ def _check_places(ids_T: Tensor, places_N: Tensor, edited: int) -> None:
 
 
 def _check_numbers(rows: list[Tensor]) -> None:
-    """Raise InvalidError for keys or values that are not finite. rows: of each layer, [N,E]."""
+    """Raise InvalidError for keys or values of a loaded file that are not finite. rows: of each layer, [N,E]."""
     for index, rows_NE in enumerate(rows):
         if not bool(rows_NE.isfinite().all()):
             raise InvalidError(f"layer {index}: keys or values are not finite")

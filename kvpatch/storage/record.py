@@ -14,7 +14,7 @@ from .kinds import RECORD, Description
 
 
 def save_record(record: Record, path: str | PathLike[str]) -> None:
-    """Write a record to a file, to free its memory until it is replayed.
+    """Write a record (when a run evicted which token) to a file, to free its memory until it is replayed.
 
     Args:
         record: what `Patch.record()` returned.
@@ -34,7 +34,7 @@ def save_record(record: Record, path: str | PathLike[str]) -> None:
 
 
 def load_record(path: str | PathLike[str]) -> Record:
-    """Read a record that `save_record` wrote, onto the CPU; a replay compares its model.
+    """Read a record that `save_record` wrote, onto the CPU, for `replay`, which compares its model.
 
     Args:
         path: the file.
@@ -54,14 +54,14 @@ def load_record(path: str | PathLike[str]) -> Record:
 
 
 def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
-    """Raise InvalidError unless a file's header lists token ids and the deaths (positions of eviction) of each layer."""
+    """Raise InvalidError, before tensors are read, unless a file has token ids and each layer's deaths (when tokens went)."""
     layers = about["layers"]
     if len(found) != layers + 1 or {*found} != {"ids", *(f"{layer}.deaths" for layer in range(layers))}:
         raise InvalidError(f"it holds {', '.join(sorted(found)):.80} where ids and the deaths of {layers} layers belong")
 
 
 def _check_numbers(ids_NT: Tensor, deaths: tuple[Tensor, ...]) -> None:
-    """Raise InvalidError for ids or deaths that no rollout has.
+    """Raise InvalidError for ids or deaths of a loaded record that no run can have.
 
     A text's ids are followed by -1 alone; a death, the position of the first query that no longer sees a token, is after the
     token's own query and within the text, or NEVER.

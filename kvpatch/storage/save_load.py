@@ -25,7 +25,7 @@ from .kinds import CACHE, Description, Document
 
 
 def save(cache: EvictingCache, path: str | PathLike[str], model: Description) -> None:
-    """Write `cache` to the file `path`; `model` holds the values that identify its model.
+    """Write `cache` to the file `path`, for Patch.save_cache(); `model` holds the values that identify its model.
 
     Raises:
         KVPatchError: the cache is empty, or in the middle of a prompt or of a forward pass, or the file cannot be written.
@@ -41,7 +41,7 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: Description) ->
 
 
 def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Description, dict[str, Tensor]]:
-    """Return the state of a cache as JSON values, and copies of all its tensors on the CPU. Changes nothing."""
+    """Return what a file holds of a cache: its state as JSON values, and copies of all its tensors on the CPU. Pure."""
     shortfall_B, gaps_B = cache.counters.shortfall_B, cache.rows.gaps_B
     rows = {"seen_B": cache.seen_B, "shared": cache.shared, "shortfall_B": shortfall_B, "gaps_B": gaps_B}
     rows["ids"] = cache.ids.ids_BT
@@ -74,7 +74,7 @@ def load(
     shapes: list[schema.LayerShape],
     devices: list[torch.device],
 ) -> EvictingCache:
-    """Read a saved cache into `cache`.
+    """Read a saved cache into `cache`, for Patch.load_cache().
 
     Its header is checked first, and memory is allocated for tensors only if the header fits the model and the patch; then the
     values are checked.
@@ -164,7 +164,7 @@ def _list_limits(limits: Limits | None) -> list[list[int]] | None:
 
 
 def _describe_history(cache: EvictingCache) -> Description:
-    """Return the step counters, turns and row history of a cache as plain values (schema.CACHE)."""
+    """Return, for a file, the step counters, turns and row history of a cache as plain values (schema.CACHE)."""
     turns, rows = cache.turns, cache.rows
     flags = {"joined": rows.joined, "padded": rows.padded, "by_columns": rows.by_columns}
     edited = {"edited": rows.edited} if rows.edited else {}
@@ -191,7 +191,7 @@ def _read_file(
 
 
 def compare_tables(what: str, saved: Description, mine: Description, path: object) -> None:
-    """Raise KVPatchError, naming the first value that differs, unless a file was saved under the same model or settings.
+    """Raise KVPatchError, naming the first value that differs, if a file that is loaded is of another model or settings.
 
     what: "model" or "settings". saved: the values in the file. mine: those of the patch that loads it.
     """

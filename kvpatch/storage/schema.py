@@ -86,7 +86,7 @@ def check_header(about: Description, entries: dict[str, Entry], cache: EvictingC
 
 
 def _check_states(left: dict[str, Entry], cache: EvictingCache, B: int) -> None:
-    """Check the states of a hybrid's other layers, and remove them from `left`; only the model's code knows their sizes."""
+    """Check in the header the states of a hybrid's other layers; remove them from `left`. Their sizes only the model knows."""
     for number, count in () if cache.settings.stack is None else cache.settings.stack.states:
         names = [f"states.{number}.{kind}.{key}" for kind in ("conv_states", "recurrent_states") for key in range(count)]
         held = [name for name in names if name in left]
@@ -107,7 +107,7 @@ class _Layer:
         self.on_budget = cache.settings.evicts[index] and has_prompt
 
     def check(self, described: object, left: dict[str, Entry]) -> None:
-        """Check the layer's description and its tensors' entries, and remove these from `left`. Raises InvalidError."""
+        """Check the layer's description and its tensors' header entries, before tensors are read; remove these from `left`."""
         mode = self._find_mode(described)
         fields = (*LAYER, *BESIDE, *map(Field.of_count, mode.saved), *SLOTS)
         about = check_fields(self.where, described, fields, where=f"{self.where}: ")
@@ -150,7 +150,7 @@ class _Layer:
         return _take_entry(left, f"{self.index}.{name}", dtypes, shape)
 
     def _find_shape(self, head_offsets: object, C: int, may_be_ragged: bool) -> tuple[int, ...]:
-        """Return the shape of keys and values without their last axis: [B,H,C], or [F] of heads stored end to end (ragged).
+        """Return the shape that stored keys and values must have but for the last axis: [B,H,C], or [F] of ragged heads.
 
         head_offsets: None, or the slots of each head and those that are filled. Raises InvalidError if they do not fit.
         """
@@ -168,7 +168,7 @@ class _Layer:
         return shape
 
     def _check_limits(self, limits: object) -> None:
-        """Raise InvalidError unless `limits`, the protected sizes, are counts per batch row; None if nothing is evicted."""
+        """Raise InvalidError unless a file's `limits`, protected sizes, are counts by row; None if nothing is evicted."""
         if not self.on_budget:
             _check_condition(limits is None, f"{self.where}: limits of a layer that the policy does not act on")
             return
@@ -177,7 +177,7 @@ class _Layer:
         _check_condition(rows, f"{self.where}: limits are {limits!r:.60}")
 
     def _check_state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
-        """Check the entries of tensors stored per key, which follow from the policy's parts, and remove them from `left`.
+        """Check the header entries of tensors stored per key, which follow from the policy's parts; remove them from `left`.
 
         evicting: whether later steps evict, so that they need the scores' states and notes.
         """

@@ -60,7 +60,7 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check policy and options, and convert k and options to the form that a file holds; see Raises above."""
+        """Check policy and options, and convert k and options to the form that a file holds; see Raises in the class."""
         if not isinstance(self.policy, str) or len(self.policy) > _LONGEST:
             shown = f"={self.policy!r:.60}" if isinstance(self.policy, str) else f" of type {type(self.policy).__name__}"
             raise KVPatchError(
@@ -185,14 +185,14 @@ def _normalize_option(name: object, value: object, depth: int = 0) -> Any:
 
 
 def _write_budget(k: Any) -> Any:
-    """Return a budget as JSON has it: a rule as a dict by its name, a tuple as a list."""
+    """Return a budget as JSON has it, when Settings are saved: a rule as a dict by its name, a tuple as a list."""
     if isinstance(k, Rule):
         return {type(k).__name__: dataclasses.asdict(k)}
     return [_write_budget(one) for one in k] if isinstance(k, tuple) else k
 
 
 def _read_budget(k: object, depth: int = 0) -> Any:
-    """Return a budget from JSON, with rules made of the dicts that name them. Raises InvalidError for other dicts."""
+    """Return a budget from JSON that is loaded, with rules made of the dicts that name them; InvalidError for other dicts."""
     if isinstance(k, list) and depth < _DEEPEST:
         return [_read_budget(one, depth + 1) for one in k]
     if not isinstance(k, dict):

@@ -64,7 +64,7 @@ class LayerRead(Protocol):
         """ALiBi's slopes; None without ALiBi."""
 
     def statistic(self, name: str) -> Tensor:
-        """Return the state tensor `name` of the used slots [B,H,T], which a need may write to; one of `states` begins as zero.
+        """Return the state tensor `name` of the used slots [B,H,T], for needs to read or write; one of `states` begins as zero.
 
         Raises:
             KVPatchError: no entry() returns it, and no need has it among its `states`.
@@ -85,8 +85,9 @@ class LayerRead(Protocol):
     def attend_to_slots(
         self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs [B,H,G,W,D] of queries after all used slots, and the log-sum-exps [B,H,G,W] over `kept` alone.
+        """Return the outputs [B,H,G,W,D] of queries after all used slots, and the log-sum-exps [B,H,G,W] over kept ones alone.
 
+        For values that are solved anew where a prompt ends (see Refit), before others go. kept_BHT: bool, slots that stay.
         k_BHTD, v_BHTD: of the used slots. positions_BW: of the queries. A row that sees nothing, as one at a position of -1,
         gives 0; one that sees no kept token has a log-sum-exp of infinity.
         """
@@ -94,7 +95,7 @@ class LayerRead(Protocol):
     def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
         """Return the attention [B,H,G,W,M] that queries after all used slots give to the slots `index_BHM`, of keys k_BHMD.
 
-        lse_BHGW: log-sum-exps, from attend_to_slots, of the tokens over which this attention sums to one.
+        For Refit. lse_BHGW: log-sum-exps, from attend_to_slots, of the tokens over which this attention sums to one.
         """
 
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, first_B1: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,7 +230,7 @@ class Need(Generic[View]):
         """Read a prompt, or a piece of one: called once a layer has attended to it; may change the layer's notes and states."""
 
     def read_again(self, layer: LayerRead, q_BHGQD: Tensor, positions_BQ: Tensor, repeated_B: Sequence[int]) -> None:
-        """Read queries of a second reading, whose keys are not kept; may change the layer's notes.
+        """Read queries of each piece of a second reading, whose keys are not kept; may change the layer's notes.
 
         repeated_B: tokens that each row repeats in all.
         """

@@ -25,7 +25,7 @@ class Calibrated(Need[None]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Features (served.py) that do not go with a calibration, and the reasons that a user reads."""
+        """Features (served.py) that a patch refuses beside a calibration, and the reasons that a user reads."""
         return {
             "renumbered": "whose calibration is of keys at original positions",
             "vllm": "it needs a calibration, which these settings cannot hold: use 'key_diff'",

@@ -37,7 +37,7 @@ class Needs(tuple[AnyNeed, ...]):
     """
 
     def __init__(self, needs: Iterable[AnyNeed]) -> None:
-        """Set the attributes; tuple.__new__ has stored the needs."""
+        """Set the attributes, when a policy is made; tuple.__new__ has stored the needs."""
         self.sums = tuple(need for need in self if isinstance(need, Sums))
         self.statistics = tuple(one.key for one in self.sums)
         asked = [need.rows for need in self]
@@ -84,7 +84,7 @@ class Needs(tuple[AnyNeed, ...]):
         return tuple(name for need in self for name in need.states)
 
     def check_state(self, name: str, known: Iterable[str]) -> None:
-        """Raise KVPatchError for a state tensor that no need keeps. known: names of those that entries have brought."""
+        """Refuse the name of a state tensor that a pass asks for and no need keeps. known: names that entries have brought."""
         if name not in self.states:
             there = ", ".join(sorted({*known, *self.states})) or "none"
             raise KVPatchError(f"layers keep no numbers {name!r}, but {there}; entry(new) of a need returns new ones.")

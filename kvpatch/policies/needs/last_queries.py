@@ -34,7 +34,7 @@ class Recent(Note):
         return cls(torch.zeros(B, H, G, width, D, dtype=dtype, device=device), positions)
 
     def read(self, q_BHGQD: Tensor, positions_BQ: Tensor) -> Recent:
-        """Return a record that also has the last queries of a prompt, or a piece of one; -1 in `positions_BQ` is padding."""
+        """Return a record with the last queries of a prompt, or a piece of one, just read; -1 in `positions_BQ` is padding."""
         W = self.positions_BW.shape[1]
         positions, index = positions_BQ.topk(min(W, positions_BQ.shape[1]), dim=1)
         q = q_BHGQD.gather(3, index[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
@@ -59,7 +59,7 @@ class Recent(Note):
         return column, self.q_BHGWD.gather(3, at), self.positions_BW.gather(1, column)
 
     def find_contradiction(self, seen_B11: Tensor) -> Tensor:
-        """Mask queries of unseen tokens or in a wrong column, where invariants are checked; all True if there is no query."""
+        """Return a bool mask of queries that cannot be (of unseen tokens, in a wrong column), for checks; all True of none."""
         width, known = self.positions_BW.shape[1], self.positions_BW >= 0
         placed = (self.positions_BW % width == torch.arange(width, device=known.device)) | (self.positions_BW == -1)
         return ~(placed & (self.positions_BW < seen_B11[:, 0]) & known.any())
@@ -107,7 +107,7 @@ class LastQueries(Need[Looks]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Features (served.py) that do not go with kept queries, and the reasons that a user reads."""
+        """Features (served.py) that a patch refuses beside kept queries, and the reasons that a user reads."""
         return {
             "insert": "it keeps a layer's last queries by their positions",
             "vllm": "it keeps a layer's last queries, for which a request claims no pages: use 'h2o'",

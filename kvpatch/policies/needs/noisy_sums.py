@@ -54,7 +54,7 @@ class NoisySums(Sums):
             raise KVPatchError(f"damping={self.decay!r} must be in [0, 1]; 1.0 does not damp.")
 
     def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
-        """Return the temperature tau at a decode step; a tensor if `step` is one.
+        """Return the temperature tau by which the logits of a decode step are summed; a tensor if `step` is one.
 
         Args:
             step: number of the decode step; 0 for the rows of the prompt.

@@ -30,7 +30,7 @@ class Moments(Note):
 
     @classmethod
     def of(cls, q_BHGQD: Tensor, counted_BQ: Tensor, spread: bool) -> Moments:
-        """Compute the moments of the queries where `counted_BQ` is True, in the dtype of the queries."""
+        """Compute the moments of a piece of a prompt, of the queries where `counted_BQ` is True, in their dtype."""
         counted = counted_BQ[:, None, None, :, None].to(q_BHGQD.dtype)
         count = counted.sum(3, keepdim=True)
         mean = (q_BHGQD * counted).sum(3, keepdim=True) / count.clamp(min=1)
@@ -49,7 +49,7 @@ class Moments(Note):
         return Moments(total, self.mean_BHG1D + apart * share, spread)
 
     def rotate_moments(self, rotation_B11DD: Tensor | None, factor: float) -> Queries:
-        """Return mean and covariance of `factor` times the queries, each rotated by a matrix for its batch row."""
+        """Return mean and covariance of `factor` times the queries, rotated by each row's matrix to where coming ones stand."""
         mean, spread = self.mean_BHG1D * factor, self.spread_BHGDD
         covariance = None if spread is None else spread / self.count_B1111.clamp(min=1) * factor**2
         if rotation_B11DD is not None:
@@ -123,7 +123,7 @@ _AT_ONCE = 2048  # queries that are held without rotation at a time
 
 
 def mean_rotation(rotate: Callable[[Tensor, Tensor], Tensor], places_BF: Tensor, like: Tensor) -> Tensor:
-    """Return the mean [B,1,D,D] of the rotations at positions `places_BF`: row d is what the d-th unit vector becomes.
+    """Return the mean [B,1,D,D] of the rotations at coming positions `places_BF`: row d is what the d-th unit vector becomes.
 
     rotate: applies positions [B,1,F] to vectors [B,D,F,D]. like: for dtype, device and D.
     """
