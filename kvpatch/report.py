@@ -249,7 +249,7 @@ class Report:
         return rows + [("" if i else "attention by", line) for i, line in enumerate(text.list_backends(self.backends))]
 
     def _list_tokens(self) -> list[tuple[str, str]]:
-        """List the table's rows on tokens, layers and bytes."""
+        """List the rows of str(report) on tokens, layers and bytes."""
         seen = f"{self.seen:,}"
         if self.lengths and min(self.lengths) != self.seen:
             seen += f" columns; the rows' own: {text.format_span(self.lengths)}"

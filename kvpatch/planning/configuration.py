@@ -127,7 +127,7 @@ class Configuration:
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def need(self, *names: str) -> int:
-        """Return the value of the first of these names that config.json has. Raises KVPatchError if it is no count."""
+        """Return, for a plan, the value of the first of these names in config.json. Raises KVPatchError if it is no count."""
         value = self.get(*names)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise KVPatchError(
@@ -196,7 +196,7 @@ class Configuration:
         return self.kind in ("bloom", "mpt") or bool(self.get("alibi"))
 
     def _read_layer(self, index: int, window: int | None) -> Configuration:
-        """Return a copy with the values of one layer; older files of Gemma 4, and MiMo's, do not list these by layer."""
+        """Return, for a plan, a copy with a layer's values; older files of Gemma 4, and MiMo's, do not list these by layer."""
         values = (self.get("per_layer_config") or {}).get(str(index), {})
         if self.kind == "gemma4_text" and window is None and not values:
             heads = self.get("num_global_key_value_heads") if self.get("attention_k_eq_v") else None
@@ -208,7 +208,7 @@ class Configuration:
         return layer
 
     def _make_layer(self, window: int | None) -> Layer:
-        """Return the cache of one layer from its configuration: of one latent vector, or of keys and values."""
+        """Return, for a plan, the sizes of a layer's cache by its configuration: of one latent vector, or keys and values."""
         rank, rotary = self.get("kv_lora_rank"), self.get("qk_rope_head_dim")
         if rank and rotary:
             return Layer(1, rank + rotary, rank, window, latent=True)

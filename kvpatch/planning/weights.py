@@ -31,7 +31,7 @@ def read_weights(folder: Path) -> Weights | None:
 
 
 def _read_header(path: Path) -> int:
-    """Add up the bytes of the tensors that a safetensors file's header lists."""
+    """Add up for a plan the bytes of the tensors that a safetensors file's header lists."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return sum(one["data_offsets"][1] - one["data_offsets"][0] for name, one in header.items() if name != "__metadata__")

@@ -187,7 +187,7 @@ class WholeHeads(CalibratedScore, Recency):
         return k if part == 1.0 else self._make_table(part, few, bounds)
 
     def _make_table(self, part: float, few: int, bounds: Sequence[int | None]) -> list[float | list[float | int]]:
-        """Return the table k[layer][head]: 1.0 for the share `part` of heads of the largest areas, else `few` tokens."""
+        """Return, for `budget`, the table k[layer][head]: 1.0 for the share `part` of largest areas, else `few` tokens."""
         assert self.calibration is not None
         areas = {layer: self.calibration.layers[layer]["area"] for layer, bound in enumerate(bounds) if bound is None}
         order = torch.cat([*areas.values()]).argsort(descending=True, stable=True)  # of equal areas the lower layer's

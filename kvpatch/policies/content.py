@@ -93,7 +93,7 @@ class Cur(Score):
         return torch.empty_like(combined).scatter_(-1, order, combined)
 
     def _compare_neighbours(self, square: Tensor, order: Tensor, context: EvictionContext) -> Tensor:
-        """Divide each token's squared norm by the sum over its window of neighbours; returns [B,H,T] in text order."""
+        """Divide at an eviction each token's squared norm by the sum over its window of neighbours: [B,H,T] in text order."""
         T = square.shape[-1]
         square = square.masked_fill(context.positions_BHT < 0, 0.0) if context.empty else square
         windows = F.pad(square.gather(-1, order), (0, -T % self.window)).unflatten(-1, (-1, self.window))
@@ -198,7 +198,7 @@ class Leverage(Score):
         return (sketched * solved.transpose(-1, -2)).sum(-1).clamp_min(0).to(keys.dtype)
 
     def _draw_sketch(self, context: EvictionContext, H: int, D: int) -> Tensor:
-        """Draw each head's random matrix [H,D,sketch], which shortens its keys: its own, and the same at every eviction."""
+        """Draw the random matrix [H,D,sketch] that shortens each head's keys: by layer and head, the same at every eviction."""
         device = context.positions_BHT.device
         head, row = (torch.arange(n, device=device) for n in (H, D))
         at = context.parallel.first(H) + head[:, None, None], row[:, None], torch.arange(self.sketch, device=device)

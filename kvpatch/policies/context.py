@@ -217,7 +217,7 @@ class Limits(Batched):
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]], device: torch.device) -> Limits:
-        """Make the limits of a batch, where a prompt ends, from a tuple of SIZES per row (Scope.limits)."""
+        """Make the limits (protected sizes) of a batch, where a prompt ends, from a tuple of SIZES per row (Scope.limits)."""
         first, newest, prompt, deviation, _, _ = zip(*rows, strict=True)
         count = deviation[0] if len(set(deviation)) == 1 else None
         sizes = on_device(rows, device).T.contiguous().view(6, len(rows), 1, 1)
@@ -227,7 +227,7 @@ class Limits(Batched):
 
     @classmethod
     def cat(cls, parts: Sequence[Limits]) -> Limits:
-        """Concatenate the rows of several limits, when caches are joined."""
+        """Concatenate the rows of several limits (protected sizes), when caches are joined."""
         found: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in SIZES}
         found |= {name: any(getattr(part, name) for part in parts) for name in FLAGS}
         counts = {part.deviation_count for part in parts}

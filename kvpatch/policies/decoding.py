@@ -144,7 +144,7 @@ class Redundancy(RecentScore):
         return self.weight * attention - (1 - self.weight) * self._find_redundancy(context)
 
     def _find_redundancy(self, context: EvictionContext) -> Tensor:
-        """Return at an eviction how much each key repeats others [B,H,T]: the softmax of its mean cosine to all other keys."""
+        """Return, at an eviction, how much each key repeats others [B,H,T]: the softmax of its mean cosine to the others."""
         keys, position = context.view(Held)[0], context.positions_BHT
         keys, real = keys.to(accumulator(keys.dtype)), position >= 0
         unit = (keys / (torch.linalg.vector_norm(keys, dim=-1, keepdim=True) + _TINY)).masked_fill(~real[..., None], 0.0)

@@ -15,7 +15,7 @@ def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.dev
 
 
 def running_sum(weight: Tensor) -> Tensor:
-    """Return the cumulative sums [...,T] of weights >= 0, for Mass.
+    """Return the cumulative sums [...,T] of weights >= 0, for a budget by scores (Mass) at an eviction.
 
     Where a device has no deterministic sum of floating-point numbers and one is asked for, it adds whole parts of the total.
     """

@@ -37,7 +37,7 @@ class OutputChange(ObservationWindow):
         return (WindowAttention(self.window, self._fold, "sum", protected=True),)
 
     def _fold(self, rows: Observed) -> Tensor:
-        """Return the squared change [N,M] of outputs if a key were lost, for WindowAttention: a weighted sum of |v - o|^2."""
+        """Return for WindowAttention, where a prompt ends, how far outputs move without a key [N,M], squared."""
         # differences of large numbers where a row looks at little else
         p_NGRM, v_NMD = rows.p_NGRM.double(), rows.values().double()
         out_NLD, p_NLM = p_NGRM @ v_NMD[:, None], p_NGRM.flatten(1, 2)

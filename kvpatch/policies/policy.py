@@ -73,7 +73,7 @@ class Policy:
     needs: Needs = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the parts, one by one and together, and gather their needs; see Raises above."""
+        """Check the parts, one by one and together, and gather their needs; see Raises in the class."""
         for name, kind, optional in _PARTS:
             part = getattr(self, name)
             if not isinstance(part, kind) and not (optional and part is None):
@@ -137,7 +137,7 @@ class Policy:
 
     @property
     def entry_by_position(self) -> bool:
-        """Tell whether all that is stored with a token follows from its position, so that it can be computed ahead."""
+        """Tell whether all that is stored with a token follows from its position, so that a step can compute it ahead."""
         storing: list[Score | AnyNeed] = [need for need in self.needs if type(need).entry is not Need.entry]
         if type(self.score).entry is not Score.entry:
             storing.append(self.score)

@@ -104,7 +104,7 @@ def number_columns(quota: Any, B: int, columns: int, device: torch.device) -> Te
 
 
 def encode_spans(numbers_BN: Tensor, real_BN: Tensor) -> Tensor:
-    """Encode span numbers as the state `span` (see the module), int64 [B,N], as a prompt is read.
+    """Encode each token's span, its number and its size in one int64, as the state `span` [B,N], as a prompt is read.
 
     real_BN: False for padding, which no span has.
     """

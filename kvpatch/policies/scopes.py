@@ -144,7 +144,7 @@ class Scope:
         return first, newest, fixed, deviation, observed, budget - free + newest + deviation
 
     def misfits(self, budget: int, score: Score) -> Iterator[tuple[str, int, int, int]]:
-        """Yield (option, size asked for, size that `limits` cuts it to, budget that would not cut it), for a warning.
+        """Yield (option, size asked for, size that `limits` cuts it to, budget that would not cut it), for a warning in a run.
 
         Sizes that are given as shares of the budget always fit; too large a `protect=` is an error of `limits`.
         """

@@ -78,7 +78,7 @@ class Score:
 
     @property
     def kernel_source(self) -> str | None:
-        """Name of the state that a fused decode kernel reads in place of `value`, by @kernel_value; None: torch computes it."""
+        """Name of the state that a fused decode kernel reads in place of `value` (@kernel_value); None: torch calls `value`."""
         value, form = getattr(type(self).value, "kernel_value", (None, None))
         if value is not type(self).value:  # a wrapper may copy the attributes of the function that it wraps
             return None
@@ -130,7 +130,7 @@ class Random(Score):
 
 
 def draw_anew(context: EvictionContext) -> Tensor:
-    """Draw a uniform number for each token [B,H,T], for scores by chance: anew at every eviction, by hash, no generator."""
+    """Draw for scores by chance a uniform number per token [B,H,T], anew at every eviction: a hash, so no generator changes."""
     H = context.positions_BHT.shape[1]
     head = context.parallel.first(H) + torch.arange(H, device=context.positions_BHT.device)
     return noise.uniform(context.seed, context.layer, head[None, :, None], context.newest_B11, context.positions_BHT)
@@ -367,7 +367,7 @@ class ObservationWindow(Score):
         return (position >= 0) & before if context.empty else before
 
     def _pool_scores(self, score: Tensor, position: Tensor, context: EvictionContext) -> Tensor:
-        """Pool scores [B,H,T], in text order, over `kernel` neighbouring tokens; those of the window are left out."""
+        """Pool scores [B,H,T], in text order, over `kernel` neighbouring tokens outside the window, where a prompt ends."""
         candidate = self._may_pool(position, context)
         if self.pooling == "avg":
             return F.avg_pool1d(score * candidate, self.kernel, stride=1, padding=self.kernel // 2)
@@ -399,7 +399,7 @@ class Defensive(ObservationWindow):
         return (WindowAttention(self.window, self._fold, "max", protected=True),)
 
     def _fold(self, rows: Observed) -> Tensor:
-        """Return the greatest pooled probability [N,M] of each key over query heads and some rows, for WindowAttention."""
+        """Return for WindowAttention, where a prompt ends, each key's greatest pooled probability [N,M] over heads, rows."""
         candidate_NM = rows.candidate_NM
         p_NGRM = rows.p_NGRM * candidate_NM[:, None, None]
         if self.pooling is None:

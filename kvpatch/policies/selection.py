@@ -45,7 +45,7 @@ def score_keys(score: Tensor, positions: Tensor, signed: bool) -> Tensor:
 
 
 def eviction_keys(keys: Tensor, *, protected: Tensor | None, dead: Tensor | None, empty: Tensor | None) -> Tensor:
-    """Return score keys with those of protected, dead and empty slots moved to the ends of the order. Pure.
+    """Return score keys with those of protected, dead and empty slots moved to the ends, at every eviction. Pure.
 
     Args:
         keys: result of `score_keys`.

@@ -86,7 +86,7 @@ def refuse_pairs(asked: FeatureSet) -> None:
 def why_not(path: str, asked: FeatureSet, always: bool = False) -> str | None:
     """Return why a feature that is asked for does not go with `path`, for an error or to do without `path`; None if all do.
 
-    always: ask the policy's needs also where the budget evicts nothing.
+    path: a feature of REFUSED, as "kernels". always: ask the policy's needs also where the budget evicts nothing.
     """
     name, why = repr(asked.policy.name), asked.policy.needs.refusal(path) if asked.acts or always else None
     why = why and why.replace("{name}", name)

@@ -123,7 +123,7 @@ USES = (
 
 
 def find_use(key: str) -> Use:
-    """Find a use by its key, for defaults of commands. Raises KVPatchError if there is none."""
+    """Find a use (policy and budget for it) by its key, for defaults of commands. Raises KVPatchError if there is none."""
     for use in USES:
         if use.key == key:
             return use

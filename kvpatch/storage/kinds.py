@@ -174,7 +174,7 @@ class FileKind:
         return explain_errors(checked, self.label, self.writer, self.again)
 
     def read_file(self, path: str | PathLike[str], check_header: Callable[[Description, dict[str, Entry]], None]) -> Document:
-        """Read a file; `check_header` refuses its description or the header's entries before tensors are read.
+        """Read a file that a user loads; `check_header` refuses its description or header's entries before tensors are read.
 
         Raises:
             InvalidError: it is none of this kind, or was altered.
@@ -217,7 +217,7 @@ class FileKind:
 
 
 def _check_shape(name: str, array: Array, entry: Entry, sizes: dict[str, int]) -> None:
-    """Raise InvalidError if a tensor's entry in the header has another type or shape than `array` declares.
+    """Raise InvalidError if a tensor's entry in a header that is read has another type or shape than `array` declares.
 
     sizes: of axes by letter, as earlier tensors had them; this tensor's new axes are added.
     """

@@ -80,7 +80,7 @@ def _check_rows(found: dict[str, Entry], shapes: list[LayerShape]) -> None:
 
 
 def _check_places(ids_T: Tensor, places_N: Tensor, edited: int) -> None:
-    """Raise InvalidError unless `places`, the positions of the entries, increase and hold every position from `edited` on."""
+    """Raise InvalidError unless a loaded file's `places`, positions of entries, increase and have all from `edited` on."""
     T, newest = len(ids_T), places_N[places_N >= edited]
     if bool((ids_T < 0).any()):
         raise InvalidError("ids holds a number that is no token")

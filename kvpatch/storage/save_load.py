@@ -104,7 +104,7 @@ def _restore_cache(
     shapes: list[schema.LayerShape],
     devices: list[torch.device],
 ) -> None:
-    """Fill an empty cache in place with a file's tensors, of a checked header. about: its description; devices: by layer."""
+    """Fill an empty cache in place with tensors of a file of checked header. about: its description; devices: by layer."""
     _restore_history(cache, about["cache"])
     cache.ids = TokenIds.of(tensors["ids"].to(devices[0]) if "ids" in tensors else None)
     for name in schema.ROWS:

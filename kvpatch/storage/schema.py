@@ -99,7 +99,7 @@ class _Layer:
     """Check of one layer; `has_prompt`: whether the cache has read a prompt to its end; `on_budget`: and the policy evicts."""
 
     def __init__(self, cache: EvictingCache, index: int, B: int, has_prompt: bool, shape: LayerShape) -> None:
-        """Gather what the layer `index` of the empty `cache` may have in a file of B rows."""
+        """Gather what the layer `index` of the empty `cache` may have in a file of B rows, to check the file's header."""
         self.cache, self.index, self.B, self.has_prompt = cache, index, B, has_prompt
         self.H, self.sizes, self.group, self.sliding = shape.heads, (shape.key, shape.value), shape.group, shape.sliding
         self.latent = shape.latent
@@ -136,7 +136,7 @@ class _Layer:
         self._check_state(left, dtype, C, mode.evicts)
 
     def _find_mode(self, described: object) -> type[Mode]:
-        """Return the class of the mode that a file names for a layer. Raises InvalidError if its policy cannot lead to it."""
+        """Return the class of the mode (how steps go on) that a file names; InvalidError if its policy cannot lead to it."""
         name = described.get("mode") if isinstance(described, dict) else None
         may: tuple[type[Mode], ...] = (Reading,)
         if self.has_prompt:
@@ -206,7 +206,7 @@ class _Layer:
 
 
 def _take_entry(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Entry:
-    """Remove the entry `name` from `left`, and return it if it has this dtype and shape (None: any size), else InvalidError."""
+    """Return a tensor's header entry, taken out of `left`; raise InvalidError unless of this dtype and shape (None: any)."""
     _check_condition(name in left, f"it holds no {name}")
     entry = left.pop(name)
     right = len(entry.shape) == len(shape) and all(one in (None, size) for one, size in zip(shape, entry.shape, strict=True))

@@ -134,7 +134,7 @@ class Settings:
 
     @classmethod
     def parse(cls, text: str) -> Settings:
-        """Return the Settings that a file's text holds. Raises InvalidError if it holds none."""
+        """Return the Settings that the text of a loaded file holds. Raises InvalidError if it holds none."""
         about = SETTINGS.parse_description(text, "", "it")
         try:
             return cls(about["policy"], _read_budget(about["k"]), about["options"])

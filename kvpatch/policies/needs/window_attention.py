@@ -52,7 +52,7 @@ class WindowAttention(Need[Tensor]):
         return self.width if self.protected else 0
 
     def read(self, prompt: PromptRead) -> None:
-        """Write the attention of a prompt's last `width` rows to the state "observed"; earlier pieces leave their queries."""
+        """Write, where a prompt ends, its last `width` rows' attention to the state "observed"; earlier pieces leave theirs."""
         layer, q_BHGQD, rows_BW, lse = prompt.layer, prompt.q_BHGQD, prompt.rows_BQ, prompt.lse_BHGQ
         if (earlier := layer.notes.pop(self.name, None)) is not None:
             # the log-sum-exp of earlier rows was not kept
