@@ -20,7 +20,10 @@ OwnMethod = Callable[[Any], Callable[..., Any]]
 
 
 def own_method(module: nn.Module, name: str, previous: Callable[..., Any] | None) -> OwnMethod:
-    """Return a function that finds a module's unpatched method `name`. previous: the instance's own; None: its class's."""
+    """Return a function by which the patch's own method finds the unpatched one, `name`, of its module or of a copy of that.
+
+    previous: the module's own value of the attribute before the patch; None: the method is its class's.
+    """
     if previous is None:
         return lambda one: functools.partial(getattr(type(one), name), one)
     if getattr(previous, "__self__", None) is module:
@@ -94,7 +97,7 @@ class HookUndo:
 
 
 def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[HookUndo], None], after: bool = False) -> None:
-    """Install a forward pre-hook, or with `after` a hook that runs after the forward. `register` gets the undo first."""
+    """Put a pre-hook (with `after` a hook after the forward) on a module that is patched. `register` gets the undo first."""
     register(HookUndo(hook, after))
     if after:
         module.register_forward_hook(hook, with_kwargs=True)
@@ -103,9 +106,9 @@ def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[Ho
 
 
 def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.device:
-    """Return the device on which a module computes, which may not be the device of its weights.
+    """Return the device on which a module computes, and so its layer's cache lies; its weights may lie on another.
 
-    A module without parameters (linear modules that pack int8 weights) computes on its decoder's device.
+    accelerate's hooks tell it. A module without parameters (linear modules that pack int8 weights) computes on its decoder's.
     """
     for one in module.modules():
         for hook in _list_hooks(one):
@@ -133,7 +136,7 @@ def list_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def list_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that a tensor is made of: itself, or the parts of a quantized or sharded one."""
+    """Yield the plain tensors of a weight, for a hash or stamp of its model: itself, or a quantized or sharded one's parts."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

@@ -31,6 +31,7 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
     names, taken_as = parameters(cls), cache_argument(cls.forward)  # type: ignore[arg-type]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with attention through the cache that its arguments bring; without one run its own forward."""
         call = {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
         cache = call.get(taken_as)
         if not isinstance(cache, EvictingCache):
@@ -48,6 +49,7 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
         hidden = call.pop(names[0])
 
         def attend_through(cache: EvictingCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """Attend through this layer of the cache, which changes it; the adapter calls this in place of attention."""
             now, compiling = cache.now, torch.compiler.is_compiling()
             if not (compiling or reads or now is None) and (steps := cache.steps) is not None and steps.now is now:
                 step = steps.running[layer]  # a bound step: all that stays the same from step to step was looked up before
@@ -95,7 +97,7 @@ class Courier(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on this mask, as torch asks for each one; a mask made from it gets the same `cache`."""
+        """Run an operation on this mask, as torch asks for each one; masks made from it carry the `cache` on to the layers."""
         out = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(out, Courier) and isinstance(args[0], Courier):
             if not hasattr(args[0], "cache"):  # the model's own attention has made it of scores
@@ -110,7 +112,7 @@ class Courier(Tensor):
 def _refuse_lost_mask(call: dict[str, Any], Q: int) -> None:
     """Raise KVPatchError for a one-entry mask without its cache, which would let each of Q tokens attend to all others.
 
-    A plain one-entry mask for one token may be the model's own.
+    Called where a patched module finds no cache. A plain one-entry mask for one token may be the model's own.
     """
     for value in call.values():
         one = isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (1, 1, 1, 1)

@@ -43,6 +43,7 @@ def wrap_generate_batch() -> Callable[..., Any]:
     """
 
     def generate_batch(self: Any, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
+        """Run the class's generate_batch(), while the manager that it starts finds the tokenizer."""
         given = _TOKENIZER.set(tokenizer)
         try:
             return type(self).generate_batch(self, *args, **kwargs)
@@ -71,6 +72,7 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
         conversations: Conversations | None = None,
         messages: bool = False,
     ) -> Any:
+        """Return the manager of this model's requests, with a budget for each where something is evicted."""
         if state.settings.transparent and conversations is None and not messages:
             return own(self)(generation_config, continuous_batching_config, workload_hints)
         check_engine(transformers.__version__)
@@ -97,7 +99,8 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
 def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
     """Return the most positions of a request, None if unlimited, and the sentence for requests that need more.
 
-    The limit is the model's number of positions, or a length from which it rotates all tokens otherwise (LongRoPE) if less.
+    Called when a manager of continuous batching is made. The limit is the model's number of positions, or a length from which
+    it rotates all tokens otherwise (LongRoPE) if less.
     """
     limit = None if state.settings.renumbered else position_limit(model.config.get_text_config())
     limit, switch = state.max_positions or limit, switch_length(model)
@@ -105,7 +108,10 @@ def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
 
 
 def _find_prefix(decoder: nn.Module, prefixes: Prefixes, ids: Sequence[int]) -> Prefix | None:
-    """Return the longest prefix that a request's text begins with; None without one, or if another model has read it."""
+    """Return the longest prefix (a text read before, for others to go on from) that a request's text begins with.
+
+    The engine calls this when it takes a request in. None without one, or if another model has read it.
+    """
     found = prefixes.longest(ids)
     same = found is None or found.read_by is None or found.read_by.decoder() is decoder or _is_read_alike(decoder, found)
     return found if same else None

@@ -20,7 +20,7 @@ from ..policies.context import Limits
 
 
 def round_capacity(slots: int) -> int:
-    """Return the number of slots of the smallest class that has at least so many.
+    """Round a number of slots up to a class's, so that caches after prompts of similar lengths have equal shapes.
 
     Example:
         >>> round_capacity(13), round_capacity(2001), round_capacity(2048)
@@ -51,7 +51,7 @@ def round_capacities(cache: EvictingCache) -> None:
 
 
 def _follows_prompt(cache: EvictingCache, index: int) -> bool:
-    """Tell if the number of a layer's slots depends on the prompt's length, and slots can be added.
+    """Tell if a layer's slots are to be rounded up for a graph: their number depends on the prompt's length, and can grow.
 
     Ragged layers are left out: how many entries each head has there follows from the text, not from its length alone.
     """
@@ -72,7 +72,7 @@ def _is_rounded(layer: SlotLayer) -> bool:
 
 
 def _widen(layer: SlotLayer, C: int) -> None:
-    """Enlarge a layer in place to C slots for each head; the new ones are empty."""
+    """Enlarge a layer in place to C slots for each head, before a graph takes it; the new ones are empty."""
     before = layer.positions.shape[2]
     layer.resize_slots([C])
     layer.used, layer.holes = C, True

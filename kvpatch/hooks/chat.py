@@ -52,7 +52,7 @@ class Chat:
 
     @property
     def system_tokens(self) -> int:
-        """Count the tokens of the system prompt, with its header."""
+        """Count the tokens of the system prompt with its header, which `keep_system=True` keeps; 0 without one."""
         if not self.messages or self.messages[0]["role"] != "system":
             return 0
         rendered = self._template.render([self.messages[0], {"role": "user", "content": ""}])
@@ -62,8 +62,8 @@ class Chat:
         return f"<Chat of {len(self.messages)} messages: {self.ids.shape[1]} tokens>"
 
     def _begin_again(self) -> None:
-        """Drop what was read, so that the next turn reads all messages into a new cache; a lossless one goes back by itself."""
-        if not isinstance(self.cache, LosslessCache):
+        """Let the next turn read all messages anew: in a new chat, after a failed turn, or where the template changed them."""
+        if not isinstance(self.cache, LosslessCache):  # which goes back by itself
             self.cache = self._new_cache()
         self.ids = torch.empty(1, 0, dtype=torch.long, device=self._model.device)
         self._read = Transcript(left_out=frozenset(i for i, one in enumerate(self.messages) if one.get("forgotten")))
@@ -175,7 +175,7 @@ class Chat:
         self._read.text, self.messages[index] = written, {"role": self.messages[index]["role"], "content": text}
 
     def _check_index(self, method: str, index: object) -> int:
-        """Return the number of messages that were read. Raises KVPatchError unless `index` is of one of them."""
+        """Return the number of messages read, for forget() and replace(); raise KVPatchError unless `index` is of one."""
         read = len(self.spans)
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < read:
             known = f"give 0 to {read - 1}, an index of chat.messages" if read else "send() one first"
@@ -183,7 +183,7 @@ class Chat:
         return read
 
     def _forget_span(self, index: int) -> None:
-        """Take from the cache what it has read of a message, and note in `_read.forgotten` up to where.
+        """Take from the cache what it has read of a message, for forget(), and note in `_read.forgotten` up to where.
 
         The last token of an answer is read with the next turn, whose end calls this again for what was left.
         """
@@ -214,7 +214,7 @@ class Chat:
         return torch.cat([self.ids, torch.tensor([unread], device=self.ids.device)], 1)
 
     def _drop_stripped(self, text: str) -> bool:
-        """Forget what the template takes from the newest answer, such as its thinking; False if more differs or it cannot."""
+        """Forget what a new turn's `text` lacks of the newest answer, such as thinking; False if more differs or it cannot."""
         if isinstance(self.cache, LosslessCache):
             return False  # what follows has seen these tokens
         before = self.ids.shape[1] - len(self._read.answer)
@@ -280,7 +280,7 @@ def begin_chat(
 
 
 def _check_kept(settings: CacheSettings, tokens: int) -> None:
-    """Raise KVPatchError unless this many first tokens are never evicted."""
+    """Raise KVPatchError unless so many first tokens are never evicted, before a chat with keep_system=True begins."""
     ks = [k for k, evicts in zip(settings.budget.per_layer, settings.evicts, strict=True) if evicts]
     sinks = getattr(settings.policy.scope, "sinks", 0)
     if ks and (sinks < tokens or not all(isinstance(k, int) and k > tokens for k in ks)):
@@ -291,7 +291,7 @@ def _check_kept(settings: CacheSettings, tokens: int) -> None:
 
 
 def _check_options(options: dict[str, Any], config: GenerationConfig) -> None:
-    """Raise KVPatchError for options of generate() that a chat gives itself, or that make several texts."""
+    """Raise KVPatchError, before a chat begins, for options of generate() that it gives itself or that make several texts."""
     for name in OWN:
         if name in options:
             raise KVPatchError(f"patch.chat() gives generate() its own {name}: leave it out.")

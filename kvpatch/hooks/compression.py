@@ -54,7 +54,7 @@ _EMPTY = "past has read nothing yet: call the model with it first."
 
 
 def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device]) -> None:
-    """Evict from each layer of `cache` in place, as the end of a prompt does when the patched model reads it."""
+    """Evict from each layer of `cache` in place for compress(), as the end of a prompt that the patched model reads does."""
     shapes, now = target.shapes(), cache.running
     for layer, (module, adapter) in enumerate(target.attentions):
         shape = shapes[layer]
@@ -67,7 +67,7 @@ def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device
 
 
 def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
-    """Return the keys and values of a cache that has evicted nothing, and its padding mask.
+    """Return the keys and values, and the padding mask, of a cache that is given to compress() and has evicted nothing.
 
     Raises:
         KVPatchError: it may have evicted something, or is empty.

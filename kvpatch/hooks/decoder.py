@@ -85,7 +85,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
 
 
 def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
-    """Check an ordinary pass, then begin it: change `call` and the cache. Return None to leave it to the model's own code."""
+    """Check an ordinary pass and begin it: change its arguments `call` and cache. None leaves it to the model's own code."""
     reader = state.merged.take_reader()
     if runs_own_code(decoder, call, state):
         return None
@@ -181,7 +181,7 @@ def _give_no_place(call: dict[str, Any], tokens: Tensor) -> None:
 
 
 def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> Callable[[int], Any] | None:
-    """Return a function that makes the rotary table of so many positions; None if the pass rotates no keys itself."""
+    """Return a maker of rotary tables for a pass that rotates keys itself (renumbered, or back for scores); else None."""
     if state.settings.renumbered:
         return functools.partial(state.adapter.rotary_table, decoder, device)
     if not state.settings.acts or state.settings.policy.needs.lookahead is None:
@@ -212,7 +212,7 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
 
 
 def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> bool:
-    """Tell if a pass is left to the model's own code: training and forwards without a cache, unless block= is set."""
+    """Tell before a pass if it is left to the model's own code: training and forwards without a cache, unless block= is set."""
     past = cache_of(call)
     unserved = past is not None or _own_attention(decoder, call)
     if state.settings.transparent and not isinstance(past, EvictingCache) and unserved:
@@ -221,7 +221,7 @@ def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -
 
 
 def _is_scratch(decoder: nn.Module, call: dict[str, Any]) -> bool:
-    """Tell if what a pass would put into a cache is dropped at its end: none is asked for, or the model is training."""
+    """Tell before a pass if no cache outlives it: none is asked for, or the model is training."""
     past, use_cache = cache_of(call), call.get("use_cache")
     if use_cache is None:
         use_cache = getattr(getattr(decoder, "config", None), "use_cache", True) if past is None else True
@@ -234,7 +234,7 @@ def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:
 
 
 def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
-    """Tell if a pass asks for attention matrices, or has an attention pattern of its own."""
+    """Tell before a pass if it asks for attention matrices or has a pattern of its own, which policy "full" leaves alone."""
     mask = call.get("attention_mask")
     unusual = inputs.reads_both_ways(call, decoder) or bool(call.get("return_shared_kv_states"))
     return unusual or _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)
@@ -265,7 +265,7 @@ def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, 
 
 
 def own_cache(past: object) -> EvictingCache:
-    """Return the caller's cache `past`; raise KVPatchError unless it is an EvictingCache (ownership.py checks whose)."""
+    """Return a caller's cache `past`, before a pass or generate(); raise KVPatchError unless it is an EvictingCache."""
     if isinstance(past, EvictingCache):
         return past
     kind = type(past).__name__

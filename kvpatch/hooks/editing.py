@@ -37,9 +37,9 @@ def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[i
 def _read_edit(
     reader: nn.Module, state: PatchState, cache: EvictingCache, call: dict[str, Any], edit: Edit, places_Q: Any
 ) -> None:
-    """Run the decoder over an edit's tokens, which go to positions `places_Q`, and put the cache's slots in text order.
+    """Run the decoder over the tokens that replace a span, at positions `places_Q`, then put the cache's slots in text order.
 
-    call: the decoder's arguments, which are updated.
+    call: the decoder's arguments, which are updated. edit: the span, for the pass.
     """
     tokens_BQ, before = call["input_ids"], cache.now
     with torch.no_grad():

@@ -38,13 +38,14 @@ DEFAULT_LENGTH = 20  # new tokens of a generate() that is told no number
 
 
 def wrap_generate(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Wrap generate() to pass its own EvictingCache, which knows the prompt's length and the number of new tokens.
+    """Make the generate() of a patched model: it passes a cache that knows the prompt's length and the number of new tokens.
 
     A caller's cache that has read another text raises an error: see texts.check_text.
     """
     steps = GenerateSteps(state)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own generate() with an EvictingCache; after an error remove hooks that PEFT leaves."""
         if "_kvpatch" not in vars(self):  # a shallow copy of the model has kept this method after the block
             return own(self)(*args, **kwargs)
         try:
@@ -116,14 +117,12 @@ def _run_with_cache(
 
 
 def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Wrap the method in which generate() makes a cache: an EvictingCache unless the caller passed one.
-
-    Its configuration is generate()'s own copy, and may be changed.
-    """
+    """Wrap the method in which a patched model's generate() makes a cache: an EvictingCache unless the caller passed one."""
 
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
+        """Put an EvictingCache into `model_kwargs`. The configuration is generate()'s own copy, and may be changed."""
         past = cache_of(model_kwargs)
         past = ownership.start_from_prefix(past, state) if isinstance(past, Prefix) else past
         if isinstance(past, LosslessCache):
@@ -146,7 +145,7 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
 
 
 def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState) -> None:
-    """Set a cache's `request` where generate() was called on the class, around our wrapper; unset when `config` is freed."""
+    """Tell a cache its prompt's length if generate() was called on the class, around our wrapper; until `config` is freed."""
     mask = model_kwargs.get("attention_mask")
     columns = mask_columns(config) if mask is None else mask.shape[1]
     if getattr(config, "is_assistant", False):
@@ -158,7 +157,7 @@ def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwarg
 
 
 def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
-    """Set on a cache's `request` the prompt's length: what it has read before and `virtual` tokens of PEFT are counted in."""
+    """Tell a cache, before generate() runs, the prompt's length, with what it has read before and PEFT's `virtual` tokens."""
     columns, seen = given.whole or 0, given.seen
     if not virtual:
         cache.request.prompt_len = columns
@@ -174,7 +173,7 @@ def _finish(cache: EvictingCache, state: PatchState) -> None:
 
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
-    """Return an EvictingCache to continue from `past`: None, an EvictingCache, or a cache that an unpatched run filled."""
+    """Return the cache of a generate() that is given `past`: None, an EvictingCache, or one that an unpatched run filled."""
     refuse("generate() of the class", state.combine())
     if past is None:
         text_config = model.config.get_text_config()
@@ -196,7 +195,7 @@ def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:
 
 
 def _cache_parameter(run: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:
-    """Return the name under which generate() takes a cache; None for a user's own that takes none, and makes one inside."""
+    """Return the name by which generate() (`run`) is passed a cache; None for a user's own that takes none, and makes one."""
     if isinstance(kwargs.get("custom_generate"), str):
         return None
     taken = inspect.signature(run).parameters
@@ -214,7 +213,7 @@ def find_option(name: str, kwargs: dict[str, Any], *configs: Any) -> Any:
 
 
 def _asks_for_others(kwargs: dict[str, Any], *configs: Any) -> bool:
-    """Tell if generate() is asked for the model's own cache, or to return attention matrices."""
+    """Tell if generate() is asked for the model's own cache or attention matrices: policy "full" then lets it run as it is."""
     past = cache_of(kwargs)
     if past is not None and not isinstance(past, EvictingCache | Prefix):
         return True
@@ -229,7 +228,7 @@ def _other_implementation(kwargs: dict[str, Any], *configs: Any) -> str | None:
 
 
 def _refuse_cache_implementation(kwargs: dict[str, Any], *configs: Any) -> None:
-    """Raise KVPatchError if another cache of transformers is asked for by name."""
+    """Raise KVPatchError, before generate() runs, if another cache of transformers is asked for by name."""
     implementation = _other_implementation(kwargs, *configs)
     if implementation is not None:
         instead = {
@@ -248,7 +247,7 @@ def _drafts_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
 
 
 def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
-    """Tell if generate() was asked to compile the decode step."""
+    """Tell if generate() was asked to compile the decode step: its cache then gets room for all new tokens at once."""
     if kwargs.get("disable_compile") or any(getattr(config, "disable_compile", None) for config in configs):
         return False
     return find_option("compile_config", kwargs, *configs) is not None
@@ -274,7 +273,7 @@ def _virtual_tokens(model: Any) -> int:
 
 
 def _count_new(kwargs: dict[str, Any], configs: tuple[Any, ...], prompt: int) -> int | None:
-    """Return the number of new tokens as generate() will resolve it; None if no option says so."""
+    """Return the number of new tokens as generate() will resolve it, to tell the cache before; None if no option says so."""
     new, longest = (find_option(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
     if new is None and longest is not None:
         return max(int(longest) - prompt, 1)
@@ -282,12 +281,10 @@ def _count_new(kwargs: dict[str, Any], configs: tuple[Any, ...], prompt: int) ->
 
 
 def wrap_make_masks(previous: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Wrap the method that makes masks before a step that may be compiled: for an EvictingCache, return the padding mask.
-
-    For a decode step only its newest column is returned, so that shapes stay constant.
-    """
+    """Wrap, for a patched model, the method by which generate() makes masks before a step that may be compiled."""
 
     def create_masks_for_generate(*args: Any, **kwargs: Any) -> Any:
+        """For an EvictingCache return the padding mask; for a step its newest column, so that shapes stay constant."""
         past, mask = cache_of(kwargs), kwargs.get("attention_mask")
         if not isinstance(past, EvictingCache):
             return (previous or make_masks)(*args, **kwargs)

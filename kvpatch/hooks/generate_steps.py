@@ -69,7 +69,7 @@ class GenerateSteps:
             self._lock.release()
 
     def _find_graph(self, model: nn.Module) -> StepGraph | None:
-        """Return the graphs of a model, new ones if it has changed; None if its steps are left to itself."""
+        """Return the graphs of a model before a generate(), new ones if it has changed; None if it runs its steps itself."""
         state, device = self.state, next(model.parameters()).device
         make = RECORDERS.get(device.type)
         if not state.options.graphs or make is None or STEP_CALL in vars(model):
@@ -121,7 +121,7 @@ class GenerateSteps:
 
 
 def _take_inputs(inputs: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """Return the tensors that a step depends on; None if the call is not one token for each row, or asks for more."""
+    """Return the tensors that a graph needs for a call of the model; None if that is no plain step of one token per row."""
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     others = any(value is not None and value is not False for name, value in inputs.items() if name not in INPUTS)
     if others or ids is None or ids.shape[1:] != (1,) or inputs.get("use_cache") is False:
@@ -138,7 +138,8 @@ def _take_inputs(inputs: Mapping[str, Any]) -> dict[str, Tensor] | None:
 def describe_model(model: nn.Module, device: torch.device, changing: Mapping[str, object]) -> object:
     """Describe all of a model that a captured step takes for constant; None if a graph would skip code that must run each step.
 
-    changing: names of attributes that passes change themselves.
+    Compared before each generate(): graphs of a model that has changed are dropped. changing: names of attributes that passes
+    change themselves.
     """
     watched = (
         torch._C._len_torch_dispatch_stack() or module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks
@@ -157,7 +158,7 @@ def describe_model(model: nn.Module, device: torch.device, changing: Mapping[str
 
 
 def _only_computes(module: nn.Module) -> bool:
-    """Tell if all of a module's code is of packages that are known, the functions that hook or replace its forward included."""
+    """Tell if a graph may skip a module's code: all of it, with what hooks or replaces its forward, is of known packages."""
     attributes = vars(module)
     code = [type(module), type(module).forward, attributes.get("forward"), attributes.get("_old_forward")]
     hooks = [*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()]
@@ -165,7 +166,7 @@ def _only_computes(module: nn.Module) -> bool:
 
 
 def _describe(value: object) -> object:
-    """Return plain values and containers of them in a form to compare; of any other object its id."""
+    """Return a module's attribute in a form to compare: plain values and containers of them; of any other object its id."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

@@ -74,7 +74,7 @@ class _Captured:
         return self.owner() is cache and all(holder[name] is tensor for (holder, name), tensor in pairs)
 
     def take_in(self, cache: EvictingCache) -> None:
-        """Move a cache's tensors into the graph's memory; the cache that used it before gets copies of its own."""
+        """Move a cache's tensors into the graph's memory before it is replayed on them; the cache there before gets copies."""
         before = self.owner()
         if before is not None and before is not cache:
             before.drop_stack(due=before.stacked)
@@ -89,7 +89,7 @@ class _Captured:
         self.owner = weakref.ref(cache)
 
     def replay(self, inputs: Inputs, cache: EvictingCache) -> None:
-        """Run the step on other inputs. It counts before it runs, so that an interrupt leaves counters that tensors correct."""
+        """Run the captured step on new inputs. It counts before, so that an interrupt leaves counters that tensors correct."""
         for name, tensor in inputs.items():
             self.inputs[name].copy_(tensor)
         cache.counters.stale, self.left = True, self.left - 1
@@ -173,7 +173,7 @@ class StepGraph:
         self.drop()
 
     def _find_captured(self, inputs: Inputs, cache: EvictingCache) -> _Captured | None:
-        """Return the graph for this step, with the cache's tensors in its memory; None for the first step of each kind."""
+        """Return the graph for this step, with the cache's tensors in it; None for the first step of a kind (see `_facts`)."""
         round_capacities(cache)
         kind = (_shapes(inputs), _facts(cache))
         if kind not in self._known:  # the first step compiles and loads what a capture may not
@@ -213,7 +213,7 @@ class StepGraph:
         return captured
 
     def _trace(self, inputs: Inputs, cache: EvictingCache) -> Tensor:
-        """Run the first step of a kind as it will be captured. After an error the cache refuses to go on."""
+        """Run the first step of a kind as it will be captured, to compile all before. An error leaves the cache unusable."""
         try:
             return self._call_model(inputs, cache, capturing=True)
         except NotCaptured:
@@ -223,7 +223,7 @@ class StepGraph:
             raise
 
     def _call_model(self, inputs: Inputs, cache: EvictingCache, capturing: bool = False) -> Tensor:
-        """Call the model, and return its logits; capturing: with everything that changes from step to step in tensors."""
+        """Call the model for a step that no graph replays; return its logits. capturing: with all that changes in tensors."""
         call: dict[str, Any] = {**inputs, self.cache_name: cache, "use_cache": True}
         if capturing and "position_ids" in self.state.decoder_parameters:
             call.setdefault("position_ids", _positions(cache, len(inputs["input_ids"])))
@@ -234,7 +234,7 @@ class StepGraph:
             self.state.capturing.cache = None
 
     def _count_steps(self, cache: EvictingCache, ids_B1: Tensor) -> int:
-        """Return how many of the next steps a graph can replay: until buffers move or positions end; 0 for none."""
+        """Return how many steps a graph can replay before the cache is looked at again: until buffers move or positions end."""
         # under autocast a capture would keep the casts that it finds
         varies = cache.settings.renumbered or cache.rows.joined or is_autocasting(ids_B1.device.type)
         if varies or ids_B1.ndim != 2 or not compiled.can_trace(cache, *ids_B1.shape):
@@ -269,7 +269,7 @@ def _shapes(inputs: Inputs) -> tuple[object, ...]:
 
 
 def _positions(cache: EvictingCache, B: int) -> Tensor:
-    """Return the positions [B,1] that the model would give the next token, which it would work out of a Python number."""
+    """Return the next token's positions [B,1] for a captured step, in which the model cannot work them out of a number."""
     if not cache.rows.by_columns:
         return cache.next_positions()
     return cache.counters.tensors.columns.expand(B, 1).clone()
@@ -282,7 +282,7 @@ def _places(cache: EvictingCache) -> list[Place]:
 
 
 def _facts(cache: EvictingCache) -> object:
-    """Return all of a cache that a captured step takes for constant: shapes and strides of tensors, and values but counts."""
+    """Return what tells kinds of steps apart, all that a captured one takes for constant: shapes, strides, values."""
     found: list[object] = [type(layer.mode) for layer in cache.layers]
     for holder in compiled.list_holders(cache):
         for name in sorted(holder):

@@ -48,7 +48,8 @@ def stack_of(decoder: Any) -> Stack | None:
 def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | None:
     """Return the stack with `readers`: layers that have no keys and use another's. Unchanged if every layer has keys.
 
-    stack: of a hybrid, or None. numbers: of the attention modules' layers.
+    Called before a patch is installed. stack: which layers of a hybrid attend or keep a state, or None. numbers: of the
+    attention modules' layers.
     """
     sources = {module: source_of(module, list(numbers)) for module in numbers}
     readers = {numbers[module]: numbers[source] for module, source in sources.items() if source is not None}
@@ -60,7 +61,7 @@ def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | 
 
 
 def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[nn.Module, int]:
-    """Return the number of each attention module's layer: its own, or the number of the layer in whose list it stands."""
+    """Return the number of each attention module's layer, by which caches order them: its own, or its place in the list."""
     names, numbers = {module: name for name, module in decoder.named_modules()}, dict[nn.Module, int]()
     for attn in attentions:
         place = next(filter(str.isdigit, names[attn].split(".")), "0")
@@ -69,7 +70,7 @@ def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[n
 
 
 def find_state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn.Module]) -> dict[int, nn.Module]:
-    """Return the module that keeps the state of each layer that has one, by the layer's number: the innermost that knows it."""
+    """Return, such as for its device, the module that keeps each state of a hybrid, by layer: the innermost that knows it."""
     numbers, found = dict(stack.states), dict[int, nn.Module]()
     for module in decoder.modules():
         number = getattr(module, "layer_idx", None)
@@ -79,7 +80,7 @@ def find_state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn
 
 
 def _refuse_own_cache(decoder: nn.Module) -> None:
-    """Raise KVPatchError if the decoder's Python module defines a cache, which an EvictingCache cannot stand for."""
+    """Raise KVPatchError before a hybrid is patched if its Python module defines a cache, which ours cannot stand for."""
     home = source_module(decoder)
     defined = [one.__name__ for one in vars(home).values() if isinstance(one, type) and one.__module__ == home.__name__]
     caches = [name for name in defined if issubclass(getattr(home, name), Cache)]

@@ -46,7 +46,7 @@ _PLAIN = (nn.Parameter, Tensor)
 
 
 def _walk_modules(decoder: nn.Module) -> tuple[list[Tensor], list[nn.Module]]:
-    """Return a decoder's parameters (none if FSDP or DeepSpeed hold them elsewhere), and the modules with PEFT's adapters."""
+    """Return, for its stamp, a decoder's parameters (none if FSDP or DeepSpeed hold them) and the modules with adapters."""
     weights, tuned, waiting, away = list[Tensor](), list[nn.Module](), [decoder], False
     while waiting:  # nn.Module.modules() takes several times as long
         module = waiting.pop()
@@ -79,7 +79,7 @@ def _read_first(part: Tensor) -> Tensor:
 
 
 def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
-    """Return the names of PEFT's adapters that act, and a hash of which act in each module and how strongly.
+    """Return, for a model's stamp, the names of PEFT's adapters that act, and a hash of which act where and how strongly.
 
     tuned: modules that have adapters. If generate() was given adapter_names, the names are one for each row.
     """
@@ -92,7 +92,7 @@ def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
 
 
 def _list_acting(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """Return the adapters that change what a module computes, each with its scale."""
+    """Return the adapters of PEFT that change what a module computes now, each with its scale, for the model's stamp."""
     attributes = vars(module)
     if attributes.get("_disable_adapters", False):
         return ()
@@ -108,7 +108,7 @@ def _list_acting(module: nn.Module) -> tuple[tuple[str, object], ...]:
 
 
 def adapter_names(module: nn.Module) -> list[str] | None:
-    """Return the adapter of each row, if generate() or a forward was given PEFT's adapter_names; else None."""
+    """Return the adapter of each row in the running pass, if generate() or a forward was given adapter_names; else None."""
     for hook in module._forward_pre_hooks.values():
         names = hook.keywords.get("adapter_names") if isinstance(hook, functools.partial) else None
         if names is not None:
@@ -119,7 +119,7 @@ def adapter_names(module: nn.Module) -> list[str] | None:
 def remove_adapter_hooks(model: nn.Module) -> None:
     """Remove the hooks of PEFT's adapter_names, which PEFT leaves on the model after an error: later calls would fail.
 
-    For a model of which no forward is running.
+    Called after a generate() that raised, for a model of which no forward is running.
     """
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):

@@ -34,7 +34,7 @@ MISPLACED = (
 
 
 def refuse_misspelt_arguments(known: Sequence[str], options: dict[str, Any], arguments: Sequence[str]) -> None:
-    """Raise KVPatchError for an option that is another library's name of an argument, or looks like a misspelt one.
+    """Raise KVPatchError for an option of patched() that is another library's name of an argument, or looks misspelt.
 
     Other unknown options are left to the policy. known: names of its options; arguments: those of patched() itself.
     """
@@ -52,7 +52,7 @@ def refuse_misspelt_arguments(known: Sequence[str], options: dict[str, Any], arg
 
 
 def _as_k(name: str, value: object) -> str:
-    """Return the advice to write k= for another library's option of a budget; "" if its value is no budget."""
+    """Return, for an error, the advice to write k= for another library's option of a budget; "" if its value is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     if name == "compression_ratio":
@@ -61,9 +61,9 @@ def _as_k(name: str, value: object) -> str:
 
 
 def find_tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
-    """Return the input_ids [B,Q] or inputs_embeds [B,Q,E] of a pass; raise KVPatchError if the model could not read them.
+    """Return the input_ids [B,Q] or inputs_embeds [B,Q,E] of a pass to begin; raise KVPatchError if they cannot be read.
 
-    None if there are both or neither: the model itself raises the right error.
+    call: the decoder's arguments. None if there are both or neither: the model itself raises the right error.
     """
     ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
     if (ids is None) == (embeds is None):
@@ -96,7 +96,7 @@ def find_tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
 
 
 def refuse_pass(call: dict[str, Any], decoder: Any) -> None:
-    """Raise KVPatchError if a pass makes an encoder of a decoder, brings what an encoder read, or asks for all keys."""
+    """Raise KVPatchError before a pass that makes an encoder of the decoder, brings what one read, or asks for all keys."""
     if call.get("return_shared_kv_states"):
         raise KVPatchError(
             "return_shared_kv_states=True: under a budget no pass has the keys and values of all tokens, so there are none to "
@@ -120,9 +120,9 @@ def reads_both_ways(call: dict[str, Any], decoder: Any) -> bool:
 
 
 def check_padding_mask(mask: object, B: int) -> Tensor | None:
-    """Return the caller's attention_mask [B,T], or None; raise KVPatchError if it is no padding mask.
+    """Return the caller's attention_mask [B,T] of a pass, or None; raise KVPatchError if it is no padding mask.
 
-    Its numbers are checked here on the CPU alone; on a GPU the host reads a prompt's later, with its lengths.
+    Called before the pass begins. Numbers are checked here on the CPU alone; on a GPU the host reads a prompt's later.
     """
     if mask is None:
         return None
@@ -141,7 +141,7 @@ def check_padding_mask(mask: object, B: int) -> Tensor | None:
 
 
 def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
-    """Raise KVPatchError for padding between a row's tokens: layers of a hybrid that keep a state would read it."""
+    """Raise KVPatchError before a pass with padding between a row's tokens: a hybrid's layers with a state would read it."""
     stack = None if cache.settings.transparent else cache.settings.stack
     if mask_BT is None or stack is None or not stack.states or not (Q > 1 or at_hand(mask_BT)):
         return
@@ -157,7 +157,7 @@ def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
 def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
     """Mark rows of padding alone as tokens, in the mask of a pass that keeps no cache.
 
-    Nobody reads their outputs, and no label counts them: the unpatched model computes some too.
+    Called before such a pass. Nobody reads their outputs, and no label counts them: the unpatched model computes some too.
     """
     return None if mask_BT is None else mask_BT.masked_fill(~mask_BT.bool().any(-1, keepdim=True), 1)
 
@@ -193,7 +193,7 @@ def drop_read(call: dict[str, Any], again: int, Q: int) -> Tensor:
 
 
 def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
-    """Raise KVPatchError for position_ids of another shape or dtype. learned: they index a table, so none may be negative."""
+    """Raise KVPatchError before a pass for position_ids of a wrong shape or dtype, or negative if they index a table (learned)."""
     if given is None:
         return
     wanted = f"give int64 positions of shape {[B, Q]} or {[1, Q]}, such as attention_mask.cumsum(-1) - 1, or leave them out."
@@ -209,7 +209,7 @@ def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
 
 
 def refuse_packed_rows(call: dict[str, Any]) -> None:
-    """Raise KVPatchError for several texts in one row, which transformers tells apart by position_ids that begin anew.
+    """Raise KVPatchError before a pass with several texts in a row, which transformers tells by position_ids that begin anew.
 
     It does so in a pass without a cache and without a mask; a budget is of one text. call: the decoder's arguments.
     """

@@ -98,7 +98,7 @@ class Installation:
             self._install_generate(generator, self._mark_module(generator))
 
     def _install_generate(self, generator: nn.Module, mark: Mark) -> None:
-        """Wrap a model's generate() and the methods that it calls, and drop what it has compiled before."""
+        """Wrap a model's generate() and the methods that it calls, when it is patched; drop what it has compiled before."""
         state, changes = self.state, dict[str, object]()
         originals = {name: own_method(generator, name, vars(generator).get(name)) for name in METHODS}
         changes["generate"] = MethodType(wrap_generate(originals["generate"], state), generator)
@@ -124,7 +124,7 @@ class Installation:
         put_attribute(module, name, value)
 
     def _mark_module(self, module: nn.Module) -> Mark:
-        """Mark a module as this patch's, or return the mark that it has from this patch."""
+        """Mark a module as this patch's before its first change, and return the mark; later calls return the same one."""
         for one, mark in self.marked:
             if one is module:
                 return mark
@@ -137,7 +137,8 @@ class Installation:
     def restore(self) -> None:
         """Put the model back, newest change first; modules that another call has restored stay as they are.
 
-        An interrupt is raised after everything is restored; the undo that it stopped is run again.
+        Called when the patch is removed, or its installation failed. An interrupt is raised after everything is restored; the
+        undo that it stopped is run again.
         """
         raised: BaseException | None = None
         failed = 0
@@ -159,7 +160,7 @@ class Installation:
 
 
 def _skip_undo(marked: list[tuple[nn.Module, Mark]]) -> None:
-    """Drop the newest undo of the module at the end of `marked`, since it failed twice; the module, if it has no undo left."""
+    """Drop the undo at which `restore` has failed twice, of the last module of `marked`; the module, if it has no undo left."""
     if marked[-1][1].undo:
         marked[-1][1].undo.pop()
     else:
@@ -169,7 +170,8 @@ def _skip_undo(marked: list[tuple[nn.Module, Mark]]) -> None:
 def unmark_module(module: nn.Module, mark: Mark) -> None:
     """Undo the changes that a mark lists, newest first, and take the mark off; nothing if the module has another or none.
 
-    If interrupted, call it again: the change that was being undone is undone once more, which every undo allows.
+    Called when a patch is removed, and by unpatch(). If interrupted, call it again: the change that was being undone is undone
+    once more, which every undo allows.
     """
     attributes = vars(module)
     if attributes.get("_kvpatch") is not mark:

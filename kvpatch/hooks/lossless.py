@@ -53,7 +53,7 @@ def new_cache(state: PatchState) -> LosslessCache:
 def check_lossless(lossless: object, folder: object) -> Offload | None:
     """Return where a lossless patch keeps the entries of all tokens; None for a patch that is not lossless.
 
-    lossless, folder: `lossless` and `offload_folder` of patched().
+    Called when patched() is. lossless, folder: `lossless` and `offload_folder` of patched().
 
     Raises:
         KVPatchError: they are no truth value and no folder, or a folder is given to a patch that is not lossless.
@@ -75,7 +75,7 @@ def check_lossless(lossless: object, folder: object) -> Offload | None:
 
 
 def own_lossless(past: object, state: PatchState) -> LosslessCache:
-    """Return the caller's cache `past`, or a new one for None.
+    """Return the caller's cache `past` of a lossless patch, or a new one for None, before it is read, filled or saved.
 
     Raises:
         KVPatchError: it is another kind of cache, or of another patch.
@@ -117,7 +117,7 @@ def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, st
 
 
 def check_room(reader: nn.Module, tokens_1N: Tensor, cache: LosslessCache, state: PatchState) -> None:
-    """Raise KVPatchError unless the host has room for the entries of these tokens."""
+    """Raise KVPatchError, before tokens are read, unless the host has room for their entries."""
     numbers = sum(shape.heads * (shape.key + shape.value) for shape in state.shapes)
     device = tokens_1N.device
     cache.check_room(tokens_1N.shape[1], numbers * keys_dtype(reader, device.type).itemsize, device)
@@ -138,7 +138,7 @@ def end_pass(output: Any, cache: LosslessCache) -> Any:
 
 
 def _check_rotations(model: Any, prompt: int, longest: int) -> None:
-    """Raise KVPatchError if a text of `longest` tokens must be rotated anew on the way: entries on the host are not."""
+    """Raise KVPatchError, before generate(), if a text of `longest` tokens is rotated anew on the way: host entries are not."""
     limit = switch_length(model)
     if limit is None or longest - 1 <= limit:  # the last token is not read
         return
@@ -151,7 +151,7 @@ def _check_rotations(model: Any, prompt: int, longest: int) -> None:
 
 
 def _check_processors(processors: Iterable[Any]) -> None:
-    """Raise KVPatchError for a processor of logits with a state, since tokens of rejected drafts would change it too."""
+    """Raise KVPatchError, before generate(), for a logits processor with a state: tokens of rejected drafts would change it."""
     for one in processors:
         if isinstance(one, STATEFUL):
             raise KVPatchError(
@@ -212,9 +212,10 @@ class Drafter(CandidateGenerator):
 
 
 def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Wrap the method by which a model makes the drafting object of assisted decoding: a Drafter for a lossless cache."""
+    """Wrap, for a lossless patch, the method by which a model makes the drafting object of assisted decoding."""
 
     def _get_candidate_generator(self: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
+        """Return a Drafter for a lossless cache, else the model's own object."""
         cache = cache_of(kwargs["model_kwargs"])
         if not isinstance(cache, LosslessCache):
             return own(self)(generation_config=generation_config, **kwargs)
@@ -245,7 +246,7 @@ def generate(
     taken_as: str,
     strings: str | list[str] | None,
 ) -> Any:
-    """Run generate() once with a lossless cache, by transformers' loop that drafts and verifies.
+    """Run generate() of a lossless patch once, by transformers' loop that drafts and verifies; its wrapper calls this.
 
     run: the function that is wrapped; args, kwargs: its arguments. given: the ids among them. taken_as: its name of the cache.
     strings: that end the text, of its arguments or of a configuration.
