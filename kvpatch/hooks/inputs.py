@@ -193,7 +193,7 @@ def drop_read(call: dict[str, Any], again: int, Q: int) -> Tensor:
 
 
 def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
-    """Raise KVPatchError before a pass for position_ids of a wrong shape or dtype, or negative if they index a table (learned)."""
+    """Raise KVPatchError before a pass for position_ids of a wrong shape or dtype, or negative ones for a `learned` table."""
     if given is None:
         return
     wanted = f"give int64 positions of shape {[B, Q]} or {[1, Q]}, such as attention_mask.cumsum(-1) - 1, or leave them out."

@@ -21,7 +21,7 @@ def has_offsets(model: nn.Module | None) -> bool:
 
 
 def note_offsets(model: nn.Module, cache: EvictingCache, B: int, device: torch.device) -> None:
-    """Copy the model's offsets [B,1] of this pass (its `rope_deltas`) to the cache, whose later passes need them."""
+    """Copy the model's offsets [B,1] of positions after images to the cache where a pass begins: later passes need them."""
     if not has_offsets(model):
         return
     given = vars(model)[NAME]
@@ -44,7 +44,7 @@ def forget_offsets(model: Any) -> None:
 
 
 def give_back_offsets(model: nn.Module, cache: EvictingCache, B: int | None) -> None:
-    """Set the offsets of a cache's text on the modules that keep them (`rope_deltas`), before the cache goes on.
+    """Set the offsets of a cache's positions (after images) on the modules that keep them, before the cache goes on.
 
     B: rows of the next pass, if known.
     """

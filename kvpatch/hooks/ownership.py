@@ -18,7 +18,7 @@ from .state import PatchState
 
 
 def check(cache: EvictingCache, state: PatchState) -> None:
-    """Raise KVPatchError if `cache` was made under a patch of other settings, or its layers have other shapes."""
+    """Raise KVPatchError, before `cache` goes on, if it was made under other settings, or its layers have other shapes."""
     if cache.settings is state.settings:
         return
     for name, there, here in cache.settings.list_differences(state.settings.first_layers(cache.settings.numbers[-1] + 1)):
@@ -54,7 +54,7 @@ def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) ->
 
 
 def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
-    """Raise KVPatchError if a policy needs one output projection, and PEFT's adapter_names give each row its own."""
+    """Raise KVPatchError before a prompt if the policy needs one output projection, and adapter_names give each row its own."""
     policy, name = state.settings.policy, state.adapter.projection
     if not policy.projects:
         return
@@ -64,7 +64,7 @@ def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
 
 
 def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:
-    """Raise KVPatchError if the stamp of who has read a cache differs from `now`, the stamp of the model that would go on."""
+    """Raise KVPatchError before a cache goes on or is saved, if the stamp of who has read it is not the model's (`now`)."""
     changed = None if cache.read_by is None else cache.read_by.differs(now)
     if changed is None:
         return
@@ -79,6 +79,8 @@ def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:
 def start_from_prefix(prefix: Prefix, state: PatchState) -> EvictingCache:
     """Return a new cache for texts that begin with `prefix`, of one row; the first pass repeats it for each text.
 
+    Called where a model or its generate() is given a Prefix in place of a cache.
+
     Raises:
         KVPatchError: the prefix was read under other settings.
     """
@@ -89,7 +91,7 @@ def start_from_prefix(prefix: Prefix, state: PatchState) -> EvictingCache:
 
 
 def check_own(cache: object, state: PatchState) -> None:
-    """Raise KVPatchError if `cache` is no EvictingCache of this patch."""
+    """Raise KVPatchError if `cache`, given to a method of the Patch, is no EvictingCache of this patch."""
     if isinstance(cache, Prefix):
         raise KVPatchError("Other texts share a Prefix: give its copy(), which is a cache of its own.")
     if not isinstance(cache, EvictingCache):
@@ -101,7 +103,7 @@ def check_own(cache: object, state: PatchState) -> None:
 
 
 def check_shape(found: tuple[int, int], state: PatchState) -> None:
-    """Raise KVPatchError if the KV heads and the head size of a layer are not the model's."""
+    """Raise KVPatchError if the KV heads and the head size `found` in a caller's cache are not the model's."""
     wanted, (H, D) = state.shapes[0][:2], found
     if found != wanted:
         raise KVPatchError(
@@ -111,7 +113,7 @@ def check_shape(found: tuple[int, int], state: PatchState) -> None:
 
 
 def check_layers(past: Cache, state: PatchState) -> None:
-    """Raise KVPatchError if the shapes of a transformers cache's entries show that another model has filled it."""
+    """Raise KVPatchError, before a transformers cache is converted, if its shapes show that another model has filled it."""
     if isinstance(past, EvictingCache) or not isinstance(past, Cache):
         return  # the conversion raises the error
     first = past.layers[0] if past.layers else None

@@ -29,7 +29,7 @@ class Timing:
     steps: int = 0
 
     def seconds(self) -> dict[str, float]:
-        """Return "total", "first_token" and "per_token" (of the further ones), as far as they are known."""
+        """Return, for the report, "total", "first_token" and "per_token" (of the further ones), as far as they are known."""
         if self.end is None:
             return {}
         found = {"total": self.end - self.begin}
@@ -69,7 +69,8 @@ class TextRecord:
     def note_prompt(self, cache: EvictingCache, now: Forward, Q: int) -> bool:
         """Tell if the budget acts in a pass of Q columns that reads some of a prompt, which may end in it.
 
-        Changes `evicted`, and at the prompt's end `base` and `room`, which tell of the steps that follow.
+        Called where such a pass begins. Changes `evicted`, and at the prompt's end `base` and `room`, which tell of the steps
+        that follow.
         """
         settings, seen = cache.settings, cache.seen
         acted = self.evicted = self.evicted or seen - self.base > self.room
@@ -94,7 +95,7 @@ class TextRecord:
 
 
 def _count_kept(settings: CacheSettings, now: Forward) -> list[int]:
-    """Return how many tokens each row may hold in the layer with the smallest budget."""
+    """Return how many tokens each row may hold, once its prompt has ended, in the layer with the smallest budget."""
     layers = evicting(settings)
     known = {n: min((settings.rules[layer].least(n) for layer in layers), default=MAX_POSITION) for n in set(now.budget_n_B)}
     fixed_B = now.n_B if settings.policy.schedule == "decode" else now.fixed_B or [0] * len(now.n_B)

@@ -44,7 +44,7 @@ def renew_prefix(target: Target, owner: weakref.ref[PatchState], prefix: Prefix)
 
 
 def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> Prefix:
-    """Read tokens into a new cache by one pass of the patched decoder, and make the Prefix of that cache."""
+    """Read tokens into a new cache by one pass of the patched decoder, for a prefix that is new or stale; return its Prefix."""
     cache, ids_1N = state.new_cache(), torch.tensor([tokens], device=target.devices()[0])
     with torch.no_grad():
         target.decoder(input_ids=ids_1N, use_cache=True, **{state.cache_name: cache})
@@ -53,7 +53,7 @@ def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> 
 
 
 def _refuse_images(target: Target, tokens: tuple[int, ...]) -> None:
-    """Raise KVPatchError for a text with images or sounds, of which a prefix gets the tokens alone."""
+    """Raise KVPatchError, before a prefix is read, for a text with images or sounds, of which it gets the tokens alone."""
     kinds = target.list_placeholders()
     found = next((token for token in tokens if token in kinds), None)
     if found is not None:
@@ -81,7 +81,7 @@ def _refuse_invoked(target: Target, tokens: tuple[int, ...]) -> None:
 
 
 def _read_ids(ids: object) -> tuple[int, ...]:
-    """Return the token ids of one text. Raises KVPatchError if it is no such text."""
+    """Return the token ids of one text, given to Patch.prefix as a tensor or list; raise KVPatchError if it is none."""
     listed = ids.tolist() if isinstance(ids, Tensor) else ids
     if isinstance(listed, Sequence) and len(listed) == 1 and isinstance(listed[0], Sequence):
         listed = listed[0]

@@ -24,7 +24,8 @@ from .state import Changed, PatchState, by_kind, pass_mask, put_aside
 def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, record: Record) -> Changed:
     """Begin a pass in which queries see what they saw when `record` was made; the decoder's pre-hook calls it in a replay.
 
-    Changes `call`, the decoder's arguments: a mask that carries the ReplayPass to the layers, and positions if it has none.
+    A record holds texts, and at which position each head evicted each token. Changes `call`, the decoder's arguments: a mask
+    that carries the ReplayPass to the layers, and positions if it has none.
     """
     if cache_of(call) is not None:
         raise KVPatchError(
@@ -62,7 +63,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
 
 
 def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
-    """Return the number of the recorded text that begins with a row's ids, the last apart. Raises KVPatchError if none does."""
+    """Return the number of the recorded text that begins with a replayed row's ids, the last apart; else raise KVPatchError."""
     n = len(ids_Q)
     width = min(n, known_NT.shape[1])
     same_NT = known_NT[:, :width] == ids_Q[:width]

@@ -58,7 +58,7 @@ class RunLog:
     # ---- called by the hooks ----
 
     def count_own_code(self, call: dict[str, Any], training: bool) -> None:
-        """Count a pass that the model's own code runs, and warn once if the policy would have evicted. call: its arguments."""
+        """Count a pass that the decoder's hook leaves to the model's code, and warn once if the policy would have evicted."""
         tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.ndim < 2 or not tokens.shape[1]:
             return  # the model raises the error
@@ -91,7 +91,7 @@ class RunLog:
             self._warn_once(kind, max(now.n_B))
 
     def record(self, cache: EvictingCache, made_here: bool = False) -> TextRecord:
-        """Return the record of a cache's passes; one that has none of this log gets a new one, as `cache.record`."""
+        """Return the record in which a cache's passes are counted; one that has none of this log gets a new `cache.record`."""
         record = cache.record
         if not isinstance(record, TextRecord) or record.log is not self:
             record = cache.record = TextRecord(self, cache, made_here)
@@ -104,13 +104,13 @@ class RunLog:
         self.record(cache, made_here).timing = Timing(time.perf_counter())
 
     def time_step(self, cache: EvictingCache) -> None:
-        """Note the time of a step that a graph runs, if it is the first of a generate()."""
+        """Note the time of a decode step if it is the first of a generate(); called for each, also one that a graph runs."""
         timing = self.record(cache).timing
         if timing is not None and timing.step is None:
             timing.step = time.perf_counter()
 
     def finish(self, cache: EvictingCache) -> None:
-        """Stop the time of a generate(), and count its steps inside graphs of torch.compile."""
+        """Stop the time of a generate() at its end, also after an error, and count its steps inside graphs of torch.compile."""
         record = self.record(cache)
         end = time.perf_counter()
         if not cache.unfinished:
@@ -130,7 +130,7 @@ class RunLog:
         self._note_unused(cache, record)
 
     def warn_not_compared(self, why: str | None) -> None:
-        """Warn once that generate() goes on without comparing its text with what the cache has read; None: it was compared."""
+        """Warn once, before a generate(), that its text is not compared with what the cache has read. None: it was compared."""
         with self._lock:
             if why is None or "texts" in self._warned:
                 return
@@ -153,7 +153,7 @@ class RunLog:
         return {kind: (one.total, one.acted) for kind, one in self.passes.items() if one.total}
 
     def snapshot(self) -> Snapshot | None:
-        """Return a snapshot of the latest pass's cache, or the one kept of a cache that is gone; None before any."""
+        """Return, for a report or record, a snapshot of the latest pass's cache, or the one kept of a cache that is gone."""
         cache = self._find_cache()
         if cache is None:
             return self.last
@@ -181,7 +181,7 @@ class RunLog:
             self._count_pass("decode", missed, acted)
 
     def _count_pass(self, kind: str, count: int, acted: bool, record: TextRecord | None = None) -> None:
-        """Count passes of a kind. acted: something may have been evicted. record: of the cache that they used."""
+        """Count passes of a kind that begin, or that a graph ran. acted: the budget acts in them. record: of their cache."""
         with self._lock:
             passes = self.passes[kind]
             passes.total += count

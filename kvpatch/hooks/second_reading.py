@@ -42,7 +42,7 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> None:
-    """End a pass in all layers; if the policy reads the prompt a second time, run the decoder over it before."""
+    """End a pass in all layers after the decoder has run; if the policy reads the prompt a second time, run it again before."""
     now = cache.running
     if now.reread_BN is not None:
         read_again(decoder, cache, state, now.reread_BN)
@@ -56,7 +56,7 @@ def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> No
 def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_BN: Tensor) -> None:
     """Run the decoder over texts that repeat the prompt `ids_BN` (as KVzip asks), chunk by chunk, then evict in all layers.
 
-    Changes the cache; a hybrid's states are put back after each chunk.
+    Called where the prompt has ended. Changes the cache; a hybrid's states are put back after each chunk.
     """
     now, need = cache.running, cache.settings.policy.needs.find(Rereading)
     assert need is not None

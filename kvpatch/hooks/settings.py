@@ -39,7 +39,7 @@ UNNAMED = "\n".join(
 
 
 def check_model(model: object, policy: object) -> None:
-    """Raise KVPatchError unless `model` is a module; policy: what was given in the second place."""
+    """Raise KVPatchError unless patched() was given a module as `model`; policy: its second argument, maybe swapped."""
     if isinstance(policy, nn.Module) and not isinstance(model, nn.Module):
         name = repr(model) if isinstance(model, str) else "policy"
         raise KVPatchError(f"patched() takes the model first: patched(model, {name}, k=0.5).")
@@ -50,7 +50,7 @@ def check_model(model: object, policy: object) -> None:
 
 
 def positions_of(positions: object) -> str:
-    """Return "original" or "renumbered".
+    """Return patched()'s `positions` as "original" or "renumbered".
 
     Raises:
         KVPatchError: `positions` is neither.
@@ -63,7 +63,7 @@ def positions_of(positions: object) -> str:
 
 
 def bits_of(bits: object) -> int:
-    """Return `bits` as an int, also a number of numpy, or raise KVPatchError."""
+    """Return patched()'s `bits` as an int, also if it is a number of numpy, or raise KVPatchError."""
     if not isinstance(bits, Integral) or int(bits) not in BITS:
         raise KVPatchError(
             f"bits={bits!r} must be 16 (keys and values in the model's own precision), 8 or 4 (rounded, so that a budget in "
@@ -73,7 +73,7 @@ def bits_of(bits: object) -> int:
 
 
 def check_options(seed: object, block: object, **switches: object) -> None:
-    """Raise KVPatchError for values of patched()'s arguments that no model and no policy could take."""
+    """Raise KVPatchError, before a model is looked at, for values of patched()'s arguments that none could take."""
     if block is not None:
         check_count("block", block, "tokens")
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -151,7 +151,7 @@ def settings_of(  # noqa: PLR0913 - those of patched()
 def _parse_budgets(
     k: object, target: Target, bits: int, bounds: tuple[int | None, ...], policy: Policy
 ) -> tuple[Budget, dict[torch.dtype, Budget]]:
-    """Return the budget for keys of the model's dtype; and, if k is in bytes, one for each dtype that keys may have.
+    """Return the budget `k` of patched() for keys of the model's dtype; if k is in bytes, also one for each dtype of keys.
 
     bounds: window of each layer, or None. Under autocast keys have another dtype than the model.
     """
@@ -170,7 +170,7 @@ def _parse_budgets(
 
 
 def _resolve_protected(policy: Policy, target: Target) -> Policy:
-    """Return the policy with the word "image" or "text" in its `protect=` replaced by this model's token ids of images."""
+    """Return a new patch's policy with the "image" or "text" of its `protect=` replaced by this model's token ids of images."""
     kind = policy.scope.protect
     if not isinstance(kind, str) or policy.scope.keeps_system:
         return policy

@@ -48,7 +48,7 @@ def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -
 
 
 def _find_mesh(holder: Any, attentions: list[tuple[nn.Module, Adapter]]) -> Any:
-    """Return the one-dimensional device mesh of tensor parallelism."""
+    """Return the one-dimensional device mesh of tensor parallelism, whose processes share a layer's heads."""
     module, adapter = attentions[0]
     weight = getattr(getattr(module, str(adapter.projection)), "weight", None)
     mesh = getattr(weight, "device_mesh", None) or holder._device_mesh  # versions before DTensor weights
@@ -56,7 +56,7 @@ def _find_mesh(holder: Any, attentions: list[tuple[nn.Module, Adapter]]) -> Any:
 
 
 def _refuse_unknown(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -> None:
-    """Raise KVPatchError for weights sharded by hand, which do not tell the heads of each process."""
+    """Raise KVPatchError before a model is patched if its weights are sharded by hand: they do not tell each process' heads."""
     if not torch.distributed.is_available():
         return
     from torch.distributed.fsdp import FSDPModule
@@ -73,7 +73,7 @@ def _refuse_unknown(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]
 
 
 def check_layers(layers: list[int], expected: Sequence[int] | None = None) -> None:
-    """Raise KVPatchError if only some of the decoder's layers are on this process.
+    """Raise KVPatchError before a model is patched if only some of its decoder's layers are on this process.
 
     layers: their numbers, ascending. expected: numbers of a hybrid's attention layers.
     """

@@ -30,7 +30,7 @@ Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def makes_masks(module: nn.Module) -> bool:
-    """Tell if the forward of a model makes attention masks with functions of its Python module."""
+    """Tell if a model's forward makes attention masks by its module's functions: a pass under a patch then begins there."""
     if not isinstance(module, PreTrainedModel):
         return False
     home = vars(source_module(module))
@@ -39,7 +39,7 @@ def makes_masks(module: nn.Module) -> bool:
 
 
 def list_hooks(shell: nn.Module | None, decoder: nn.Module, state: PatchState) -> list[tuple[nn.Module, Hook]]:
-    """Return the pre-hooks that begin a pass, and the modules that they belong to."""
+    """Return the pre-hooks by which a patch begins a pass, each with its module. shell: a model that makes masks, or None."""
     if shell is None:
         return [(decoder, functools.partial(before_decoder, state=state))]
     inner = next(name for name, module in shell.named_modules() if module is decoder)  # by name: a copy has its own
@@ -93,7 +93,7 @@ def _before_inner(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _refuse_open_masks(shell: nn.Module, call: dict[str, Any]) -> None:
-    """Raise KVPatchError if token types make the shell's masks show later tokens, as the tokens of an image see each other."""
+    """Raise KVPatchError before a pass if token types let the shell's masks show later tokens, as those of an image."""
     name, types = next(((n, v) for n, v in call.items() if n.endswith("token_type_ids") and v is not None), ("", None))
     if types is None:
         return

@@ -166,7 +166,7 @@ class PatchState:
 
 
 def pass_mask(device: torch.device) -> Tensor:
-    """Make the mask of a pass under the patch.
+    """Make the mask that a pass under the patch gets in place of the caller's.
 
     The decoder takes a 4-D mask as it is: no n x n mask is built, and its size need not match the cache's length.
     """
@@ -176,7 +176,7 @@ def pass_mask(device: torch.device) -> Tensor:
 def by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: int) -> Tensor | dict[str, Tensor | None]:
     """Return the mask of a pass of Q columns as its decoder takes it: one tensor, or for a hybrid one by kind of layer.
 
-    Layers with a state must not read padding: they get the padding mask of the new columns, or None where there is none.
+    Called where a pass begins. Layers with a state must not read padding: they get the padding mask of the new columns, if any.
     stack: of a hybrid, or None. mask: for the layers that attend. real_BT: the caller's padding mask.
     """
     if stack is None or not stack.states:
@@ -186,7 +186,7 @@ def by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: int) -
 
 
 def put_attribute(module: nn.Module, name: str, value: object) -> None:
-    """Set an attribute of a module's own, or take it away if the value is MISSING."""
+    """Set an attribute of a module's own for a patch, or undo that; the value MISSING takes it away."""
     if value is MISSING:
         vars(module).pop(name, None)
     else:

@@ -35,7 +35,7 @@ from .shell import makes_masks
 
 
 def already_patched(module: nn.Module) -> KVPatchError:
-    """Make the error for a model of which `module` is patched."""
+    """Make the error for patched() of a model of which `module` is patched already."""
     mark = vars(module)["_kvpatch"]
     return KVPatchError(
         f"This model is already patched with policy {mark.policy!r}: leave that block or call its Patch.remove() first. Patch "
@@ -162,7 +162,7 @@ class Target:
         return dict.fromkeys(self.image_tokens(), "an image") | dict.fromkeys(self.sound_tokens(), "a sound")
 
     def check_projection(self, policy: Policy) -> None:
-        """Raise KVPatchError if an adapter has no plain output projection, which the policy multiplies values with."""
+        """Raise KVPatchError before a patch if an adapter has no plain output projection, for a policy that needs one."""
         for module, adapter in self.attentions:
             automatic = isinstance(adapter, AutomaticAdapter)
             obstacle = None if adapter.projects else "more than a projection"
@@ -243,7 +243,7 @@ class Target:
         return {**self.describe_class(), "dtype": str(dtype_of(self.decoder)), **describe_weights(self.decoder)}
 
     def describe_class(self) -> dict[str, Any]:
-        """Describe what a record must agree with: class and shapes, but not weights, which training changes."""
+        """Describe the model for a record, for replays to compare: class and shapes, not weights, which training changes."""
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
         part = {"part": str(self.parallel)} if self.parallel.size > 1 else {}
@@ -251,7 +251,7 @@ class Target:
         return {"class": type(self.decoder).__name__, **part, **shape}
 
     def shapes(self) -> list[LayerShape]:
-        """Return the shape that the cache of each layer must have, with the heads that this process holds."""
+        """Return the shape that each layer's cache must have, to check caches and files; with the heads of this process."""
         queries, shapes = query_heads(getattr(self.decoder, "config", None)), []
         for module, adapter in self.attentions:
             H, D = adapter.kv_shape(module)
@@ -277,13 +277,13 @@ class Target:
             yield replace(layer, fresh=fresh, renumbered=renumbered)
 
     def list_mixers(self) -> list[nn.Module]:
-        """Return the modules that mix tokens: attention, and a hybrid's other layers."""
+        """Return the modules that mix tokens, at which `kvpatch check` measures rounding: attention, a hybrid's others."""
         attentions = [module for _, _, (module, _) in self.modules()]
         others = {} if self.stack is None else find_state_modules(self.decoder, self.stack, attentions)
         return [*attentions, *others.values()]
 
     def counts_columns(self) -> bool:
-        """Tell if attention measures distances in columns of the batch: for windows, and for ALiBi by default."""
+        """Tell if attention measures distances in columns of the batch (windows, most ALiBi); caches under "full" then do."""
         return any(
             not adapter.distances_from_mask and (adapter.sliding(module) is not None or adapter.slopes(module) is not None)
             for module, adapter in self.attentions
@@ -311,13 +311,13 @@ class Target:
         return [device_of(module, self.decoder) for module, _ in self.attentions]
 
     def state_devices(self) -> dict[int, torch.device]:
-        """Return the device of each layer of a hybrid that has a state, by its number."""
+        """Return the device of each layer of a hybrid that has a state, by its number, for states that a file brings."""
         attentions = [module for module, _ in self.attentions]
         found = {} if self.stack is None else find_state_modules(self.decoder, self.stack, attentions)
         return {number: device_of(module, self.decoder) for number, module in found.items()}
 
     def bytes_per_token(self, bits: int, dtype: torch.dtype) -> int:
-        """Return the bytes of keys and values of one token in a layer, over all processes: the mean of layers that differ."""
+        """Return the bytes of a token in a layer, over all processes, for a budget in bytes: the mean of layers that differ."""
         total = 0
         for module, adapter in self.attentions:
             heads, key = adapter.kv_shape(module)
@@ -332,7 +332,7 @@ class Target:
 
 
 def _check_decoder(decoder: nn.Module) -> None:
-    """Raise KVPatchError if a decoder outside transformers does not take the arguments that the patch passes."""
+    """Raise KVPatchError when a decoder is patched whose forward does not take the arguments that the patch passes."""
     takes = inspect.signature(type(decoder).forward).parameters
     named = next((name for name in CACHE_NAMES if name in takes), CACHE)
     missing = [name for name in (named, "attention_mask", "use_cache") if name not in takes]
@@ -350,7 +350,7 @@ def _read_token_ids(model: Any, names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _refuse_prefix_tuning(model: nn.Module) -> None:
-    """Raise KVPatchError for a model with a PEFT adapter that makes keys and values of its own."""
+    """Raise KVPatchError when a model is patched that has a PEFT adapter with keys and values of its own."""
     for config in getattr(model, "peft_config", {}).values() if hasattr(model, "peft_config") else ():
         kind = str(getattr(config, "peft_type", ""))
         if "PREFIX" in kind or "CARTRIDGE" in kind:

@@ -102,7 +102,7 @@ def check_text(given: Given, cache: EvictingCache) -> str | None:
 
 
 def _check_ids(ids_BT: Tensor, known_BT: Tensor) -> None:
-    """Raise KVPatchError if token ids differ from those that the cache has read in the same columns."""
+    """Raise KVPatchError before generate() if token ids differ from those that the cache has read in the same columns."""
     given_BT = _rows_like(ids_BT, known_BT)
     if given_BT is None:
         return  # another batch, which the pass refuses

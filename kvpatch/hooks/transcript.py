@@ -57,7 +57,7 @@ class Template:
         return self._tokenizer.apply_chat_template(cleaned, tokenize=False, add_generation_prompt=answer, **self._arguments)
 
     def render(self, messages: list[Message], left_out: frozenset[int] = frozenset()) -> Rendered:
-        """Return the text of messages with the header of an answer, and where in it each message begins. Changes nothing.
+        """Write a chat's messages and the header of an answer by the template; tell where in the text each message begins.
 
         left_out: indices of messages that are not written; such a one begins where the next one does.
         """
@@ -80,7 +80,7 @@ class Template:
         return rendered
 
     def _find_end(self, text: str, messages: list[Message]) -> int:
-        """Return the index in a rendered text at which its first messages, `messages`, end.
+        """Return the index in a rendered text at which its first messages, `messages`, end: where the next one begins.
 
         Where the template writes them otherwise if nothing follows, one and two more messages tell the end; where it refuses
         two, the next one's header is taken for theirs.
@@ -96,7 +96,7 @@ class Template:
         return count_common(text, once)
 
     def rewrite(self, messages: list[Message], index: int, content: str, read: Transcript) -> tuple[str, list[int]] | None:
-        """Return what replaces a message: the whole text that was read with the new `content`, and the message's new ids.
+        """Return what Chat.replace() puts for a message: the whole text read with the new `content`, and the message's new ids.
 
         The ids have the message's header. None: the template then writes other messages differently. Nothing is changed.
         """
@@ -117,7 +117,7 @@ class Template:
             return ""
 
     def tokenize(self, rendered: Rendered, read: Transcript) -> tuple[list[int], list[int]]:
-        """Return the token ids of what follows the text that was read, and where in them each unread message begins."""
+        """Return the ids of what a new turn has to read after the text that was read, and where in them its messages begin."""
         known = len(read.text)
         begins = [max(one - known, 0) for one in rendered.begins[len(read.starts) :]]
         unread = rendered.text[known:]
@@ -140,8 +140,8 @@ def count_common(one: str, other: str) -> int:
 def find_dropped(read: str, text: str, pieces: list[str]) -> tuple[tuple[int, int], str] | None:
     """Find the tokens of the newest answer that a template left out: without them the text `read` begins the new `text`.
 
-    pieces: text of each token of that answer. Returns the span of tokens to forget, as indices in `pieces`, and the text that
-    is left; None if there is no such span.
+    Called where a new turn's text does not begin with what was read. pieces: text of each token of that answer. Returns the
+    span of tokens to forget, as indices in `pieces`, and the text that is left; None if there is no such span.
     """
     before = len(read) - sum(map(len, pieces))
     if read[before:] != "".join(pieces):

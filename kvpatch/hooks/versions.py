@@ -35,7 +35,7 @@ def check_versions(transformers: str, torch: str) -> None:
 def find_untested(transformers: str, torch: str) -> tuple[str, str]:
     """Return a sentence that names the versions above the newest tested, and the command that installs tested ones.
 
-    Two empty strings where there is none.
+    Called before a model is patched. Two empty strings where there is none.
     """
     installed = {"transformers": transformers, "torch": torch}
     newer = {name: version for name, version in installed.items() if _parse_release(version)[:2] > _parse_release(TESTED[name])}
@@ -51,7 +51,7 @@ def _find_next_release(minor: str) -> str:
 
 
 def check_engine(transformers: str) -> None:
-    """Raise KVPatchError for a version whose continuous batching cannot be put on a budget."""
+    """Raise KVPatchError, before an engine starts, for a version whose continuous batching cannot be put on a budget."""
     if _parse_release(transformers) < _parse_release(ENGINE):
         raise KVPatchError(
             f"Continuous batching under a budget needs transformers {ENGINE} or newer; this is {transformers}: "
@@ -60,7 +60,7 @@ def check_engine(transformers: str) -> None:
 
 
 def check_prompt_tuning(peft: str) -> None:
-    """Raise KVPatchError for a PEFT whose prompts are put before every token, since it looks for the cache by its old name."""
+    """Raise KVPatchError before generate() for a PEFT that puts prompts before every token, as it looks for no `cache`."""
     if CACHE == "cache" and _parse_release(peft) <= _parse_release(PEFT_BY_OLD_NAME):
         raise KVPatchError(
             f"PEFT {peft} puts its tuned prompt before every generated token under transformers 5.24, without a patch too: "

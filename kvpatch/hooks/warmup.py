@@ -19,7 +19,7 @@ STEPS = 2
 def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: int) -> None:
     """Read made-up prompts of `batch_size` rows of `tokens` tokens and decode after them, so that kernels are compiled.
 
-    Called by Patch.warm_up. Caches are dropped afterwards, and the patch's log of passes stays as it is.
+    Called by Patch.warmup. Caches are dropped afterwards, and the patch's log of passes stays as it is.
 
     Raises:
         KVPatchError: the budget would keep the whole prompt, so that nothing is scored or evicted, or these are no numbers.
