@@ -77,7 +77,7 @@ class Adapter:
     def project(self, attn: Any, hidden_BQE: Tensor, *args: Any, **call: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Project hidden states to queries [B,H*G,Q,D], keys and values [B,H,Q,D], and apply positions to queries and keys.
 
-        call: the other arguments of the module's forward.
+        `run` calls this before it attends. call: the other arguments of the module's forward.
         """
         raise NotImplementedError
 
@@ -107,7 +107,7 @@ class Adapter:
         return self.projection is not None or type(self).output is not Adapter.output
 
     def output(self, attn: nn.Module, y_BQE: Tensor) -> Tensor:
-        """Apply the output projection to attention's output [B,Q,H*G*D]."""
+        """Apply the output projection to attention's output [B,Q,H*G*D], in `run`, or to unit vectors to measure it."""
         if self.projection is None:
             raise NotImplementedError
         return getattr(attn, self.projection)(y_BQE)
@@ -126,7 +126,7 @@ class Adapter:
     def slopes(self, attn: nn.Module) -> Tensor | None:
         """Return the ALiBi slopes [H*G], on any device, or None for other positions.
 
-        Key i's logit for the query at t gets slope * (i - t) added.
+        Asked when a model is patched, and for each new cache. Key i's logit for the query at t gets slope * (i - t) added.
         """
         return None
 
@@ -137,12 +137,13 @@ class Adapter:
     def sliding(self, attn: nn.Module) -> int | None:
         """Return the number of tokens that a query sees, itself included, or None if it sees all.
 
-        A Chunk stands for chunks of so many positions, of which a query sees its own (policies/windows.py).
+        Asked when a model is patched, and for each new cache. A Chunk stands for chunks of so many positions, of which a query
+        sees its own (policies/windows.py).
         """
         return None
 
     def counts_columns(self, attn: nn.Module) -> bool:
-        """Tell if the module's own code works with columns of the batch, whatever position_ids say.
+        """Tell, when a model is patched, if the module's own code works with columns of the batch, whatever position_ids say.
 
         Rows of a cache that are at different places of their texts are then refused, as where a decoder takes no position_ids.
         """
@@ -287,7 +288,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def keys_dtype(model: nn.Module, device: str) -> torch.dtype:
-    """Return the dtype of the keys that the model makes on a device now: under autocast its dtype, else the model's."""
+    """Return the dtype of keys that a pass makes on a device, to count bytes: under autocast its dtype, else the model's."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return dtype_of(model)

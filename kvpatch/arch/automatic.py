@@ -88,7 +88,7 @@ def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -
 
 
 def _take_model_for_twin(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:
-    """Return the decoder to be checked itself, if the model is small and has its numbers; else raise KVPatchError.
+    """Return the decoder to be checked itself where it has no twin, if small and with numbers; else raise KVPatchError.
 
     error: raised when its tiny twin was built.
     """
@@ -105,7 +105,7 @@ def _take_model_for_twin(model: nn.Module, decoder: nn.Module, attn: nn.Module, 
 def _judge_rows(
     model: nn.Module, decoder: nn.Module, twin: nn.Module, attentions: list[nn.Module]
 ) -> InterfaceAdapter | KVPatchError:
-    """Return the first derived row under which the twin passes its checks; else the error that the user reads."""
+    """Return the first row derived for a family without one under which the tiny twin passes its checks; else the error."""
     failures = list[tuple[str, str]]()
     # what the attributes of a module do not tell: positions by the padding mask, a window that is in the mask alone, queries
     # that are scaled before attention
@@ -179,7 +179,7 @@ def derive_row(
 
 
 def _causal_attentions(model: Any) -> list[nn.Module]:
-    """Return the attention modules of the text decoder that call the attention interface."""
+    """Return the attention modules of a text decoder without an adapter that a derived row might serve (interface callers)."""
     config: Any = getattr(model, "config", None)
     text = type(config.get_text_config(decoder=True)) if hasattr(config, "get_text_config") else object
     return [

@@ -20,7 +20,7 @@ from .upstream import Conv1D
 
 @contextmanager
 def _set_evaluating(attn: nn.Module) -> Iterator[None]:
-    """Switch a module and all inside it to evaluation for a with-block, and those that were training back after it."""
+    """Switch a module and all inside it to evaluation for a with-block that measures its projection, and back after it."""
     training = [module for module in attn.modules() if module.training]
     for module in training:
         module.training = False
@@ -38,7 +38,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _plain_weight(module: Any, inputs: int) -> Tensor | None:
-    """Return the weight [inputs,E] of a plain projection, this process' part if it is sharded; None for other modules."""
+    """Return the weight [inputs,E] of a plain output projection, this process' part if sharded; None if it must be measured."""
     weight = getattr(module, "weight", None)
     if type(module) not in (nn.Linear, Conv1D) or hasattr(module, "_hf_hook") or not isinstance(weight, Tensor):
         return None
@@ -65,7 +65,7 @@ class BoundAdapter:
         self._rows: tuple[Any, Tensor] | None = None  # of a plain projection: its weight, and `output_rows`
 
     def geometry(self, device: torch.device) -> Geometry:
-        """Return the layer's scale, ALiBi slopes, sliding window, softcap and sinks, as tensors on `device`."""
+        """Return what attention needs to know of a layer (scale, slopes, window, softcap, sinks), once for each cache."""
         slopes = self.adapter.slopes(self.attn)
         if slopes is not None:
             slopes = slopes.to(device).unflatten(0, (self.H, -1))
@@ -86,7 +86,7 @@ class BoundAdapter:
         return self.adapter.rotate_back(self.attn, x_BHTD, places_BHT, table)
 
     def mean_rotation(self, places_BF: Tensor, like: Tensor, table: Any) -> Tensor:
-        """Return the mean of the rotations at positions `places_BF` [B,1,D,D]; beyond the model's own table its last one."""
+        """Return the mean rotation [B,1,D,D] at coming positions `places_BF`, for policies that foresee queries."""
         limit = self.adapter.max_positions(getattr(self.attn, "config", None))
         places_BF = places_BF if limit is None else places_BF.clamp(max=limit - 1)
         return mean_rotation(functools.partial(self.rotate, table=table), places_BF, like)

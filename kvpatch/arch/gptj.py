@@ -32,7 +32,7 @@ class GPTJAdapter(Adapter):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states to queries, keys and values [B,heads,Q,D], and rotate queries and keys."""
+        """Project hidden states to queries, keys and values [B,heads,Q,D] before attention, and rotate queries and keys."""
         q, k, v = self.project_unrotated(attn, hidden_BQE)
         if position_embeddings is None:  # before transformers 5.24 each module has the table
             table, places = attn.embed_positions.to(hidden_BQE.device), position_ids.to(hidden_BQE.device)
@@ -46,14 +46,14 @@ class GPTJAdapter(Adapter):
         return q, k, v
 
     def unplaced(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return changed arguments of the module's forward, by which nothing is rotated: sines of 0, cosines of 1."""
+        """Return changed arguments of a forward, where keys are rotated later: sines of 0 and cosines of 1 rotate nothing."""
         if call.get("position_embeddings") is None:
             return {**call, "position_ids": torch.zeros_like(call["position_ids"])}  # position 0 has these
         sin, cos = call["position_embeddings"]
         return {**call, "position_embeddings": (torch.zeros_like(sin), torch.ones_like(cos))}
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
-        """Return the model's own table of sines and cosines on `device`; raise KVPatchError for positions beyond it."""
+        """Return the model's own table on `device`, by which `rotate` turns cached keys; raise KVPatchError beyond its end."""
         if count > decoder.config.max_position_embeddings:
             raise KVPatchError(
                 f"A head would hold {count} tokens, but this model has {decoder.config.max_position_embeddings} positions: "
@@ -88,7 +88,7 @@ class GPTJAdapter(Adapter):
 
 
 def _rotate_pairs(attn: Any, x_BHTD: Tensor, sin_BHTP: Tensor, cos_BHTP: Tensor) -> Tensor:
-    """Rotate the first 2P elements of queries or keys, pair by pair."""
+    """Rotate the first 2P elements of queries or keys, pair by pair, as the model does: before attention, or cached ones."""
     sin, cos = sin_BHTP.repeat_interleave(2, -1), cos_BHTP.repeat_interleave(2, -1)
     turned = x_BHTD[..., : sin.shape[-1]]
     return torch.cat([turned * cos + source_module(attn).rotate_every_two(turned) * sin, x_BHTD[..., sin.shape[-1] :]], -1)

@@ -118,7 +118,7 @@ class InterfaceAdapter(Adapter):
         return out
 
     def attributes(self, attn: Any) -> dict[str, Any]:
-        """Return attributes for a patched module: a copy of its config that asks for our attention function."""
+        """Return attributes for a module when it is patched: a copy of its config that asks for our attention function."""
         AttentionInterface.register(NAME, attention)  # not at import: transformers would take and list the name for any model
         config = copy.copy(attn.config)
         config._kvpatch_own = attn.config  # which set_attn_implementation() changes
@@ -129,7 +129,7 @@ class InterfaceAdapter(Adapter):
         return _find_value(attn, self._scale) if isinstance(self._scale, str) else self._scale
 
     def sliding(self, attn: nn.Module) -> int | None:
-        """Return the window of the module's layer as its configuration says: a Chunk if it is cut in chunks, None for none."""
+        """Return the window of the module's layer by its configuration (Chunk: in chunks; None: none), to mask and compare."""
         config: Any = attn.config
         types = getattr(config, "layer_types", None)
         slides = self._slides
@@ -150,7 +150,7 @@ class InterfaceAdapter(Adapter):
         return _find_value(attn, self._dropout) or 0.0
 
     def kv_shape(self, attn: Any) -> tuple[int, int]:
-        """Return KV heads (0 if layers differ in them) and the head size of keys, from the module's and its config's names."""
+        """Return KV heads (0 if layers differ in them) and key size, by which caches are sized, from the module and its config."""
         if self.latent(attn):
             return 1, latents.read_sizes(attn)[0]
         config = attn.config
@@ -222,7 +222,7 @@ class InterfaceAdapter(Adapter):
 
 
 def _refuse_arguments(attn: nn.Module) -> KVPatchError:
-    """Return the error for a module whose forward drops the argument by which our attention function gets the core."""
+    """Return the error, at patched() or in a pass, for a forward that drops the argument that brings our function the core."""
     return KVPatchError(
         f"The forward of {type(attn).__name__} does not hand its further arguments (**kwargs) on to its attention function, "
         "which kvpatch reaches by one of them: hand them on, or write an adapter (kvpatch.Adapter)."
@@ -258,7 +258,7 @@ def routes_through_interface(module: nn.Module) -> bool:
 
 
 def _find_value(attn: Any, name: str | None) -> Any:
-    """Return a module's attribute by its dotted name, such as "config.x"; None without a name or the attribute."""
+    """Return the module's attribute that a family's row names, such as "config.x"; None without a name or the attribute."""
     try:
         return attrgetter(name)(attn) if name is not None else None
     except AttributeError:

@@ -14,7 +14,7 @@ NO_DECODER = "is_decoder=False of its configuration"
 
 
 def source_of(attn: nn.Module, attentions: list[nn.Module]) -> nn.Module | None:
-    """Return the module whose keys and values `attn` uses; None if it computes its own.
+    """Return, when a model is patched, the module whose keys and values `attn` uses; None if it computes its own.
 
     Raises:
         KVPatchError: nothing says which module that is.
@@ -44,7 +44,7 @@ def is_cross_attention(name: str, module: nn.Module) -> bool:
 
 
 def make_encoder_error(model: nn.Module, sign: str) -> KVPatchError:
-    """Return the error for a model that attends to later tokens too. sign: what shows that, such as "is_causal=False of X"."""
+    """Return the error for patched() of a model that sees later tokens too. sign: what shows it, as "is_causal=False of X"."""
     return KVPatchError(
         f"{type(model).__name__} attends in both directions ({sign}): an encoder reads its text at once and keeps no cache "
         "that could be put on a budget. Give a causal decoder, or set is_decoder=True if it was trained as one."

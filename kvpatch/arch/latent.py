@@ -25,10 +25,10 @@ def read_sizes(attn: Any) -> tuple[int, int]:
 
 
 def is_latent(attn: Any) -> bool:
-    """Tell whether the cache of an attention module can hold latents.
+    """Tell whether the cache of an attention module can hold latents, in place of expanded keys and values.
 
-    The weight that expands them is read: a projection that is quantized, wrapped (LoRA), offloaded or shared out over
-    processes is not, and its module's keys and values are held expanded.
+    Asked when a model is patched, and in each pass. The weight that expands them is read: a projection that is quantized,
+    wrapped (LoRA), offloaded or shared out over processes is not, and its module's keys and values are held expanded.
     """
     expands = getattr(attn, "kv_b_proj", None)
     if type(expands) is not nn.Linear or not hasattr(attn, "expand_kv"):
@@ -58,7 +58,7 @@ def expand_kv(attn: Any, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor
 
 
 def attend(attn: Any, core: Core, q_BNQD: Tensor, entry_B1QD: Tensor, latent_B1QR: Tensor) -> Tensor:
-    """Attend to latents by `core`, from the module's own queries; return the heads' expanded outputs [B,Q,N,E]."""
+    """Attend to latents by `core` in a pass, from the module's own queries; return the heads' expanded outputs [B,Q,N,E]."""
     (up_NDR, value_NER), split = _find_weights(attn), [attn.qk_nope_head_dim, attn.qk_rope_head_dim]
     unrotated, rotary = q_BNQD.split(split, -1)
     q = torch.cat([unrotated @ up_NDR, rotary], -1)

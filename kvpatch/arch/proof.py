@@ -19,7 +19,7 @@ _PROVING: ContextVar[bool] = ContextVar("proving", default=False)
 
 
 def check_twin(twin: nn.Module) -> Any:
-    """Run the checks of `kvpatch check` on a twin, whose decoder is patched inside; the random state is left as it was."""
+    """Run `kvpatch check` on a twin (a tiny model in another's place), which it patches; the random state is left as it was."""
     import kvpatch  # the checks are a layer above: taken by their public name
 
     token = _PROVING.set(True)
@@ -56,7 +56,7 @@ def prove_class(decoder: nn.Module, attentions: list[nn.Module], untested: str, 
 
 
 def _find_failure(decoder: nn.Module, attentions: list[nn.Module]) -> str:
-    """Return the reason that a decoder's twin does not pass the checks; an empty string if it does."""
+    """Build a decoder's twin and run the checks on it, before the decoder is patched; return why it fails, "" if it passes."""
     try:
         twin = make_twin(decoder, attentions)
     except Exception as error:  # a class of any shape

@@ -22,7 +22,7 @@ HOMES = ("transformers", "torch", "peft", "accelerate", "kvpatch")
 
 
 def refuse_other_kinds(model: nn.Module) -> None:
-    """Raise KVPatchError for a model without an adapter that none could serve: it is no causal decoder with a KV cache."""
+    """Raise KVPatchError, at patched(), for a model that no adapter could serve: it is no causal decoder with a KV cache."""
     name, text = type(model).__name__, _text_part(model)
     attentions = innermost_attentions(text)
     if "diffusion" in type(model).__module__:
@@ -51,7 +51,7 @@ def refuse_other_kinds(model: nn.Module) -> None:
 
 
 def _may_take_cache(attn: nn.Module) -> bool:
-    """Tell if the forward of an attention module may take a cache; outside transformers it may come in any way."""
+    """Tell, of a model to be refused or not, if an attention's forward may take a cache; outside transformers any may."""
     if not type(attn).__module__.startswith("transformers."):
         return True
     takes = inspect.signature(type(attn).forward).parameters.values()
@@ -77,7 +77,7 @@ def _is_lone_decoder(model: nn.Module, cross_attention: nn.Module) -> bool:
 
 
 def home_of(code: Any) -> str:
-    """Return the name of the package that a class or function comes from; a wrapped one's is that of the wrapper."""
+    """Return the package that a class or function comes from (a wrapped one: its wrapper), to tell code of the user's own."""
     if isinstance(code, functools.partial):
         return home_of(code.func)
     defined_in = getattr(getattr(code, "__func__", code), "__globals__", {}).get("__name__")
@@ -87,7 +87,8 @@ def home_of(code: Any) -> str:
 def refuse_replaced(attn: nn.Module, adapter: Adapter) -> None:
     """Raise KVPatchError if a module of transformers attends by a function of the user's, which a budget leaves out.
 
-    A replaced forward is left out too where the adapter does not run it; that is logged, for the code may compute the same.
+    Called when a model is patched, and before each prompt. A replaced forward is left out too where the adapter does not run
+    it; that is logged, for the code may compute the same.
     """
     if home_of(type(attn)) != "transformers" or home_of(type(adapter)) != "kvpatch":
         return
@@ -110,7 +111,7 @@ def _warn_once(message: str) -> None:
 
 
 def make_unknown_error(model: nn.Module) -> KVPatchError:
-    """Make the error for a model without an adapter: the row or the adapter to write."""
+    """Make the error for patched() of a model without an adapter: it names the row or the adapter to write."""
     name, known = type(model).__name__, f"Known architectures: {', '.join(list_architectures())}."
     for module in innermost_attentions(model):
         if routes_through_interface(module) and not attends_both_ways(module):
@@ -126,21 +127,21 @@ def make_unknown_error(model: nn.Module) -> KVPatchError:
 
 
 def row_of(attn: nn.Module) -> str:
-    """Return the line that registers a row for the class of an attention module."""
+    """Return, for errors, the line of code that registers a row (an InterfaceAdapter) for the class of an attention module."""
     cls = type(attn)
     family = cls.__module__.split(".")[-2]
     return f"kvpatch.register_arch(kvpatch.InterfaceAdapter({family!r}, '{cls.__module__}.{cls.__qualname__}'))"
 
 
 def innermost_attentions(model: nn.Module) -> list[nn.Module]:
-    """Return modules with "attention" in their class name, except those that contain another one."""
+    """Return, for a model without an adapter, modules with "attention" in their class name that contain no other such one."""
     named = {module for module in model.modules() if "attention" in type(module).__name__.lower()}
     holders = {module for module in named if any(child in named for child in module.modules() if child is not module)}
     return [module for module in model.modules() if module in named - holders]
 
 
 def holder_of(model: nn.Module, parts: list[nn.Module]) -> nn.Module | None:
-    """Return the innermost model of transformers that contains all `parts`, or None."""
+    """Return the innermost model of transformers that contains all `parts` (attention modules), or None: their decoder."""
     wanted = {id(part) for part in parts}
     holders = (m for m in model.modules() if isinstance(m, PreTrainedModel) and wanted <= {id(child) for child in m.modules()})
     return max(holders, key=lambda holder: -sum(1 for _ in holder.modules()), default=None)

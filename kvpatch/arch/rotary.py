@@ -21,7 +21,7 @@ def switch_length(model: nn.Module) -> int | None:
 
 
 def _list_switches(rotary: Any) -> list[int]:
-    """Return the text lengths from which a module's rotary tables change, one for each kind of layer that has its own table."""
+    """Return the text lengths from which a rotary module's tables change, for `switch_length`: one for each kind of layer."""
     kinds, config = vars(rotary).get("rope_type"), vars(rotary).get("config")
     asked = getattr(config, "rope_parameters", None) or {}
     one_kind = not isinstance(kinds, dict)
@@ -42,13 +42,13 @@ class Rotary:
         return {**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
 
     def obstacle(self, decoder: Any, renumbered: bool) -> str | None:
-        """Return the reason that rotations cannot be undone, or None: a scaling that changes as the text grows."""
+        """Return, before a patch, the reason that rotations cannot be undone, or None: a scaling that changes as text grows."""
         kind = getattr(decoder.rotary_emb, "rope_type", None)
         follows = not renumbered and kind in BY_LENGTH
         return f"rope_type={kind!r} rotates tokens otherwise once a text is longer" if follows else None
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
-        """Return the cosines and sines of positions below `count`, built by a copy of the decoder's module for a new text."""
+        """Return cosines and sines below position `count` for `rotate`, built by a copy of the decoder's module for a new text."""
         rotary = copy.deepcopy(decoder.rotary_emb)
         if hasattr(rotary, "original_inv_freq"):  # dynamic scaling remembers the longest text: start anew
             rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq, rotary.original_max_seq_len
@@ -56,7 +56,7 @@ class Rotary:
         return [table[0] for table in rotary(like, torch.arange(count, device=device)[None])]
 
     def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
-        """Apply positions `places_BHT` to queries or keys."""
+        """Rotate queries or keys by positions `places_BHT`: cached keys under positions="renumbered", or in scores."""
         cos, sin = (one.to(x_BHTD.device)[places_BHT] for one in table)
         size = cos.shape[-1]
         if size < x_BHTD.shape[-1]:
@@ -65,7 +65,7 @@ class Rotary:
         return turned.to(x_BHTD.dtype)  # some families have tables in float32
 
     def rotate_back(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
-        """Undo `rotate` exactly, also where its table scales."""
+        """Undo `rotate` exactly, also where its table scales, for scores of keys or queries without positions."""
         cos, sin = (one.to(x_BHTD.device, x_BHTD.dtype) for one in table)  # divided in the precision of x
         size = cos.square() + sin.square()
         return self.rotate(attn, x_BHTD, places_BHT, [cos / size, -sin / size])

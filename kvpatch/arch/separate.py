@@ -112,7 +112,7 @@ class RoFormerAdapter(BertAdapter):
             )
 
     def project(self, attn: Any, hidden_BQE: Tensor, sinusoidal_pos: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states, and rotate queries and keys; values too if the configuration says so."""
+        """Project hidden states before attention, and rotate queries and keys; values too if the configuration says so."""
         q, k, v = super().project(attn, hidden_BQE)
         if attn.rotary_value:
             return attn.apply_rotary_position_embeddings(sinusoidal_pos, q, k, v)

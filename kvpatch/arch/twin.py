@@ -130,7 +130,7 @@ def _is_layer(key: object) -> bool:
 
 
 def _count_kinds(fields: dict[str, Any], layers: int) -> int:
-    """Return how many of a model's first layers show each kind of layer, at least two. own: its configuration's values."""
+    """Return how many of a model's first layers show each kind of layer, at least two. fields: its configuration's values."""
     count = min(_LAYERS, layers)
     for value in fields.values():
         if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):

@@ -45,7 +45,7 @@ def cache_argument(takes: Callable[..., Any]) -> str:
 
 
 def cache_of(call: Mapping[str, Any]) -> Any:
-    """Return the cache among keyword arguments or in a model's output, under any of its names; None if there is none."""
+    """Return the cache in a call's keyword arguments or a model's output, by any name it has had in transformers; or None."""
     for name in CACHE_NAMES:
         if name in call and call[name] is not None:
             return call[name]
@@ -53,7 +53,7 @@ def cache_of(call: Mapping[str, Any]) -> Any:
 
 
 def set_cache(call: dict[str, Any], cache: Any, name: str) -> None:
-    """Make `cache` the one that keyword arguments hold, under `name` alone."""
+    """Make `cache` the one that a call's keyword arguments hold, under `name` alone, before the model gets them."""
     for other in CACHE_NAMES:
         call.pop(other, None)
     call[name] = cache
