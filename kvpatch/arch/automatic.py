@@ -156,7 +156,7 @@ def derive_row(
     slides: bool = False,
     scaled: bool = False,
 ) -> InterfaceAdapter:
-    """Derive a row (an adapter) from the attention modules of a decoder, by the names of attributes that other families use.
+    """Derive a row (an adapter) for a family without one, from a decoder's attention modules, by attributes of other families.
 
     positions_from_mask, slides: as in InterfaceAdapter, which attributes do not tell. scaled: whether the module scales its
     queries before attention, so that logits get no further factor.

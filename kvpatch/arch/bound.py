@@ -65,7 +65,7 @@ class BoundAdapter:
         self._rows: tuple[Any, Tensor] | None = None  # of a plain projection: its weight, and `output_rows`
 
     def geometry(self, device: torch.device) -> Geometry:
-        """Return what attention needs to know of a layer (scale, slopes, window, softcap, sinks), once for each cache."""
+        """Return for attention what the layer's module says: scale, slopes, window, softcap and sinks, on `device`."""
         slopes = self.adapter.slopes(self.attn)
         if slopes is not None:
             slopes = slopes.to(device).unflatten(0, (self.H, -1))
@@ -88,7 +88,7 @@ class BoundAdapter:
     def mean_rotation(self, places_BF: Tensor, like: Tensor, table: Any) -> Tensor:
         """Return the mean rotation [B,1,D,D] at coming positions `places_BF`, for policies that foresee queries."""
         limit = self.adapter.max_positions(getattr(self.attn, "config", None))
-        places_BF = places_BF if limit is None else places_BF.clamp(max=limit - 1)
+        places_BF = places_BF if limit is None else places_BF.clamp(max=limit - 1)  # beyond the model's table its last one
         return mean_rotation(functools.partial(self.rotate, table=table), places_BF, like)
 
     def head_values(self, v_BHTD: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ class InterfaceAdapter(Adapter):
         return _find_value(attn, self._dropout) or 0.0
 
     def kv_shape(self, attn: Any) -> tuple[int, int]:
-        """Return KV heads (0 if layers differ in them) and key size, by which caches are sized, from the module and its config."""
+        """Return KV heads (0 if layers differ in them) and key size, for caches, by the names of the module and its config."""
         if self.latent(attn):
             return 1, latents.read_sizes(attn)[0]
         config = attn.config

@@ -48,7 +48,7 @@ class Rotary:
         return f"rope_type={kind!r} rotates tokens otherwise once a text is longer" if follows else None
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
-        """Return cosines and sines below position `count` for `rotate`, built by a copy of the decoder's module for a new text."""
+        """Return cosines and sines below position `count`, for `rotate`, by a copy of the decoder's module for a new text."""
         rotary = copy.deepcopy(decoder.rotary_emb)
         if hasattr(rotary, "original_inv_freq"):  # dynamic scaling remembers the longest text: start anew
             rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq, rotary.original_max_seq_len

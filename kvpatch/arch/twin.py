@@ -73,7 +73,7 @@ def kind_of(attn: nn.Module) -> tuple[Any, ...]:
 
 
 def _draw_weights(parameter: nn.Parameter) -> None:
-    """Fill a twin's parameter with random numbers so large that attention is uneven: in even attention mistakes hardly show."""
+    """Fill a parameter of a twin (a tiny test model) with numbers so large that attention is uneven, which shows mistakes."""
     if parameter.ndim >= 2 and not parameter.requires_grad:  # a table of sines
         return
     if parameter.ndim >= 2:
@@ -83,7 +83,7 @@ def _draw_weights(parameter: nn.Parameter) -> None:
 
 
 def shrink_config(config: Any) -> Any:
-    """Copy a configuration with few layers, heads and experts and small widths; what shapes attention stays.
+    """Copy a model's configuration for its tiny twin: few layers, heads and experts, small widths; what shapes attention stays.
 
     Head sizes, scales, caps, sinks and rotary parameters stay; sliding windows become so short that they matter.
     """
@@ -130,7 +130,7 @@ def _is_layer(key: object) -> bool:
 
 
 def _count_kinds(fields: dict[str, Any], layers: int) -> int:
-    """Return how many of a model's first layers show each kind of layer, at least two. fields: its configuration's values."""
+    """Return how many first layers a twin takes to show each of its model's kinds, at least two. fields: its configuration's."""
     count = min(_LAYERS, layers)
     for value in fields.values():
         if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):

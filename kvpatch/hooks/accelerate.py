@@ -106,7 +106,7 @@ def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[Ho
 
 
 def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.device:
-    """Return the device on which a module computes, and so its layer's cache lies; its weights may lie on another.
+    """Return the device on which a module computes, and where its layer's cache lies; its weights may lie on another.
 
     accelerate's hooks tell it. A module without parameters (linear modules that pack int8 weights) computes on its decoder's.
     """

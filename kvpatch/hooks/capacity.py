@@ -20,7 +20,7 @@ from ..policies.context import Limits
 
 
 def round_capacity(slots: int) -> int:
-    """Round a number of slots up to a class's, so that caches after prompts of similar lengths have equal shapes.
+    """Round a number of slots up to the next class (16 to a doubling), so that caches after similar prompts have equal shapes.
 
     Example:
         >>> round_capacity(13), round_capacity(2001), round_capacity(2048)

@@ -139,7 +139,7 @@ class StepGraph:
     def step(self, inputs: Inputs, cache: EvictingCache) -> Tensor | None:
         """Run a step by a graph, and return its logits [B,1,V]; None if the caller must call the model.
 
-        inputs: input_ids [B,1], and position_ids where they are not the cache's next ones.
+        Changes the cache. inputs: input_ids [B,1], and position_ids where they are not the cache's next ones.
         """
         with torch.inference_mode(False), torch.no_grad():
             captured = self._newest

@@ -54,7 +54,7 @@ class Installation:
         return any(vars(module).get("_kvpatch") is mark for module, mark in self.marked)
 
     def install(self) -> None:
-        """Change the model; if that fails or is interrupted, the model is as before.
+        """Change the model where a patch comes into force; if that fails or is interrupted, the model is as before.
 
         Raises:
             KVPatchError: the model is patched already.

@@ -167,7 +167,7 @@ class Drafter(CandidateGenerator):
     """
 
     def __init__(self, model: Any, cache: LosslessCache, processors: Any, config: GenerationConfig, state: PatchState) -> None:
-        """Begin a generate(), of which `config` is the configuration, with drafts of FIRST tokens. processors: of logits."""
+        """Begin the drafts of one generate(), by its configuration `config`, with FIRST tokens. processors: of logits."""
         self.model, self.cache, self.processors, self.state = model, cache, processors, state
         self.samples = bool(config.do_sample)
         self.longest: int = config.max_length
@@ -270,7 +270,7 @@ def generate(
         kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
 
     def decode(model: Any, input_ids: Tensor, generation_config: GenerationConfig, **others: Any) -> Any:
-        """Stand for the loop that generate() would choose, with arguments that it has prepared."""
+        """Stand for the loop that generate() would choose, as its `custom_generate`, with arguments that it has prepared."""
         if generation_config.get_generation_mode(None) not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise KVPatchError("lossless=True generates greedily or by sampling: leave beams and other searches out.")
         if len(input_ids) != 1:

@@ -19,7 +19,7 @@ from .target import Target
 
 
 def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) -> Prefix:
-    """Return the prefix of these tokens; read it if the patch does not have it, or the model has changed. For Patch.prefix.
+    """Return the prefix of these tokens, whose cache other texts start from; read it if it is new or stale. For Patch.prefix.
 
     Raises:
         KVPatchError: these are no tokens of one text, or the patch is not in force.
@@ -66,7 +66,7 @@ def _refuse_images(target: Target, tokens: tuple[int, ...]) -> None:
 
 
 def _refuse_invoked(target: Target, tokens: tuple[int, ...]) -> None:
-    """Raise KVPatchError for a text that invokes PEFT's aLoRA: generate() finds where it begins to act, a prefix cannot."""
+    """Raise KVPatchError, before a prefix is read, if it invokes PEFT's aLoRA: only generate() finds where that begins."""
     acting = stamp_model(target.decoder).adapters[0].split(" + ")
     for model in target.generators:
         for name, config in getattr(model, "peft_config", {}).items():

@@ -70,7 +70,8 @@ class RunLog:
     def begin(self, cache: EvictingCache, training: bool, made_here: bool) -> None:
         """Count a pass through `cache` that has just begun, by its kind, and note if the budget acts in it.
 
-        The decoder's pre-hook calls this once for each pass. training: of the decoder. made_here: the caller gave no cache.
+        The decoder's pre-hook calls this for each pass. The budget acts if tokens of the pass come after an eviction. training:
+        of the decoder. made_here: the caller gave no cache.
         """
         record, now = self.record(cache, made_here), cache.running
         Q, missed = now.positions_BQ.shape[1], cache.seen - record.columns

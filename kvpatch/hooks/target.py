@@ -69,7 +69,7 @@ class Target:
         stack: Stack | None,
         given: nn.Module,
     ) -> None:
-        """Hold what `find` has found."""
+        """Hold what `find` has found, before a model is patched; the class explains it."""
         self.attentions, self.readers = attentions, readers
         self.decoder, self.generators, self.parallel = decoder, generators, parallel
         self.shell, self.outer, self.stack, self.given = shell, outer, stack, given

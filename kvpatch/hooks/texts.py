@@ -132,7 +132,7 @@ def check_seen_mask(mask_BT: Tensor, cache: EvictingCache, Q: int) -> None:
 
 
 def _check_padding(mask_BT: Tensor, known_BT: Tensor, edited: int = 0) -> None:
-    """Raise KVPatchError if a mask has 0 where the cache has read a token, or 1 where it has read padding.
+    """Raise KVPatchError, before generate() or a pass, if a mask has 0 where the cache has read a token, or 1 for padding.
 
     known_BT: ids that the cache has read, PADDING or UNKNOWN. edited: first columns, of which tokens may have been forgotten.
     """
