@@ -130,7 +130,7 @@ def _is_layer(key: object) -> bool:
 
 
 def _count_kinds(fields: dict[str, Any], layers: int) -> int:
-    """Return how many first layers a twin takes to show each of its model's kinds, at least two. fields: its configuration's."""
+    """Return how many first layers a twin takes to show each of its model's kinds, at least 2. fields: its configuration's."""
     count = min(_LAYERS, layers)
     for value in fields.values():
         if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):
