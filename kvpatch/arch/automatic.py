@@ -156,7 +156,7 @@ def derive_row(
     slides: bool = False,
     scaled: bool = False,
 ) -> InterfaceAdapter:
-    """Derive a row (an adapter) for a family without one, from a decoder's attention modules, by attributes of other families.
+    """Derive a row (an adapter) for a family without one from its attention modules, by attributes that other families name.
 
     positions_from_mask, slides: as in InterfaceAdapter, which attributes do not tell. scaled: whether the module scales its
     queries before attention, so that logits get no further factor.

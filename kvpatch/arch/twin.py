@@ -141,7 +141,7 @@ def _count_kinds(fields: dict[str, Any], layers: int) -> int:
 
 
 def _with_readers(fields: dict[str, Any], layers: int) -> list[int]:
-    """Return the numbers of layers that a twin takes if the model's last layers use the keys of others; [] if all have keys.
+    """Return the layers that a tiny twin takes of a model whose last layers use the keys of others; [] if all have keys.
 
     They are one of each kind with keys, the last of each kind that stores its keys, and one of each kind without keys.
     """
@@ -165,7 +165,7 @@ def _list_derived(config: Any) -> set[str]:
 
 
 def _of_hybrid(kinds: Sequence[str]) -> int:
-    """Return how many first layers a hybrid's twin needs: each kind of layer, and two with attention. 0: no hybrid."""
+    """Return how many first layers a hybrid's tiny twin needs: each kind of layer, and two with attention. 0: no hybrid."""
     if not set(kinds) & (OTHERS | STATES):
         return 0
     attention = [number for number, kind in enumerate(kinds) if kind not in STATES | {"moe", "mlp"}]
@@ -173,14 +173,14 @@ def _of_hybrid(kinds: Sequence[str]) -> int:
 
 
 def _few_heads(heads: int, kv_heads: int, most: int) -> tuple[int, int]:
-    """Return a twin's numbers of KV heads and of query heads: at most `most` KV heads and query heads for each of them."""
+    """Return a tiny twin's numbers of KV heads and query heads: at most `most` KV heads, and query heads for each of them."""
     group = max(heads // kv_heads, 1)
     few = min(kv_heads, most if group == 1 else 2)
     return few, few * min(group, most)
 
 
 def _choose_size(key: str, value: Any) -> Any:
-    """Return a twin's value of a configuration's field: an integer is cut to the limit that `_LIMITS` has for its name."""
+    """Return a tiny twin's value of a configuration's field: an integer is cut to the limit that `_LIMITS` has for its name."""
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     return min(value, next((limit for parts, limit in _LIMITS if any(part in key for part in parts)), value))

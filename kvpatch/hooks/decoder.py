@@ -181,7 +181,7 @@ def _give_no_place(call: dict[str, Any], tokens: Tensor) -> None:
 
 
 def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> Callable[[int], Any] | None:
-    """Return a maker of rotary tables for a pass that rotates keys itself (renumbered, or back for scores); else None."""
+    """Return a maker of rotary tables for a pass that turns cached keys (renumbered, or back for scores); None for others."""
     if state.settings.renumbered:
         return functools.partial(state.adapter.rotary_table, decoder, device)
     if not state.settings.acts or state.settings.policy.needs.lookahead is None:
@@ -234,7 +234,7 @@ def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:
 
 
 def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
-    """Tell before a pass if it asks for attention matrices or has a pattern of its own, which policy "full" leaves alone."""
+    """Tell before a pass if it wants attention matrices or a pattern of its own: policy "full" lets the model's code run it."""
     mask = call.get("attention_mask")
     unusual = inputs.reads_both_ways(call, decoder) or bool(call.get("return_shared_kv_states"))
     return unusual or _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)

@@ -185,7 +185,7 @@ def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None)
 
 
 def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:
-    """Prepare an assistant's cache before it drafts: its tokens may be taken back, and the prompt's last token with them."""
+    """Prepare the cache of a model that drafts for another, before it does: drafts may be taken back, with the prompt's end."""
     cache.activate_past_recording()
     cache.request.drafts = True
     if columns is not None and cache.get_seq_length() >= columns:
@@ -263,7 +263,7 @@ def _refuse_checkpointing(model: Any) -> None:
 
 
 def _virtual_tokens(model: Any) -> int:
-    """Count the tokens that PEFT's prompt tuning puts before the prompt in this generate(); 0 without it."""
+    """Count, for the prompt's length, the tokens that PEFT's prompt tuning puts before it in this generate(); 0 without it."""
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     config: Any = getattr(wrapper, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False):

@@ -79,7 +79,7 @@ def _read_first(part: Tensor) -> Tensor:
 
 
 def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
-    """Return, for a model's stamp, the names of PEFT's adapters that act, and a hash of which act where and how strongly.
+    """Return, for a model's stamp or file, the names of PEFT's adapters that act, and a hash of which act where, how strongly.
 
     tuned: modules that have adapters. If generate() was given adapter_names, the names are one for each row.
     """

@@ -193,7 +193,10 @@ def drop_read(call: dict[str, Any], again: int, Q: int) -> Tensor:
 
 
 def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
-    """Raise KVPatchError before a pass for position_ids of a wrong shape or dtype, or negative ones for a `learned` table."""
+    """Raise KVPatchError before a pass for position_ids of another shape or dtype.
+
+    learned: they index the model's table of positions, so none may be negative.
+    """
     if given is None:
         return
     wanted = f"give int64 positions of shape {[B, Q]} or {[1, Q]}, such as attention_mask.cumsum(-1) - 1, or leave them out."

@@ -96,7 +96,7 @@ def own_lossless(past: object, state: PatchState) -> LosslessCache:
 def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, state: PatchState) -> EvictingCache:
     """Begin a pass over a lossless cache, which reads all entries and fills the budgeted cache (`drafts`), which is returned.
 
-    Called by the decoder's pre-hook. reader: the decoder. call: its arguments, which are updated.
+    Called by the decoder's pre-hook. Entries: keys and values on the host. reader: the decoder. call: its changed arguments.
     """
     tokens = call.get("input_ids")
     if tokens is None or tokens.shape[0] != 1:

@@ -226,7 +226,7 @@ class Target:
                     )
 
     def check_identity(self, model: Mapping[str, Any], what: str, command: str) -> None:
-        """Raise KVPatchError unless `model`, an identity noted in a file, is this model's.
+        """Raise KVPatchError, when a model is patched, unless `model`, an identity noted in a file, is this model's.
 
         what: the argument that has the file, such as "calibration=". command: makes such a file.
         """
@@ -277,7 +277,7 @@ class Target:
             yield replace(layer, fresh=fresh, renumbered=renumbered)
 
     def list_mixers(self) -> list[nn.Module]:
-        """Return the modules that mix tokens, at which `kvpatch check` measures rounding: attention, a hybrid's others."""
+        """Return the attention modules and a hybrid's other layers that mix tokens, where `kvpatch check` measures rounding."""
         attentions = [module for _, _, (module, _) in self.modules()]
         others = {} if self.stack is None else find_state_modules(self.decoder, self.stack, attentions)
         return [*attentions, *others.values()]

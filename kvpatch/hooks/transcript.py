@@ -43,7 +43,7 @@ class Template:
     """A tokenizer's chat template, with what it takes besides the messages (such as tools, or enable_thinking)."""
 
     def __init__(self, tokenizer: Any, arguments: dict[str, Any]) -> None:
-        """Take a tokenizer that has a chat template. arguments: of apply_chat_template(), besides the messages."""
+        """Take a chat's tokenizer, which must have a template. arguments: of apply_chat_template(), besides the messages."""
         if getattr(tokenizer, "chat_template", None) is None:
             raise KVPatchError(
                 "This tokenizer has no chat template: give that of an instruct model, or set tokenizer.chat_template before "
@@ -110,7 +110,7 @@ class Template:
         return new.text[:new_stop] + read.text[old_stop:], list(ids)
 
     def _try_to_write(self, messages: list[Message]) -> str:
-        """Return the text of messages, or "" where the template refuses them, such as a system message alone."""
+        """Return the text of messages, to find where they end; "" where the template refuses them (a system message alone)."""
         try:
             return self._write(messages, False)
         except Exception:
