@@ -20,7 +20,7 @@ from .upstream import Conv1D
 
 @contextmanager
 def _set_evaluating(attn: nn.Module) -> Iterator[None]:
-    """Switch a module and all inside it to evaluation for a with-block that measures its projection, and back after it."""
+    """Switch a module and all inside it to evaluation while its projection is measured, and those that were training back."""
     training = [module for module in attn.modules() if module.training]
     for module in training:
         module.training = False

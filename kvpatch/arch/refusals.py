@@ -51,7 +51,7 @@ def refuse_other_kinds(model: nn.Module) -> None:
 
 
 def _may_take_cache(attn: nn.Module) -> bool:
-    """Tell, of a model to be refused or not, if an attention's forward may take a cache; outside transformers any may."""
+    """Tell if an attention's forward may take a cache, for else its model is refused; outside transformers any may."""
     if not type(attn).__module__.startswith("transformers."):
         return True
     takes = inspect.signature(type(attn).forward).parameters.values()

@@ -73,7 +73,7 @@ def kind_of(attn: nn.Module) -> tuple[Any, ...]:
 
 
 def _draw_weights(parameter: nn.Parameter) -> None:
-    """Fill a parameter of a twin (a tiny test model) with numbers so large that attention is uneven, which shows mistakes."""
+    """Fill a parameter of a twin (a tiny test model) with random numbers so large that uneven attention shows mistakes."""
     if parameter.ndim >= 2 and not parameter.requires_grad:  # a table of sines
         return
     if parameter.ndim >= 2:
@@ -141,7 +141,7 @@ def _count_kinds(fields: dict[str, Any], layers: int) -> int:
 
 
 def _with_readers(fields: dict[str, Any], layers: int) -> list[int]:
-    """Return the layers that a tiny twin takes of a model whose last layers use the keys of others; [] if all have keys.
+    """Return the numbers of layers that a twin takes of a model whose last layers use others' keys; [] if all have keys.
 
     They are one of each kind with keys, the last of each kind that stores its keys, and one of each kind without keys.
     """

@@ -108,7 +108,7 @@ def _list_acting(module: nn.Module) -> tuple[tuple[str, object], ...]:
 
 
 def adapter_names(module: nn.Module) -> list[str] | None:
-    """Return the adapter of each row in the running pass, if generate() or a forward was given adapter_names; else None."""
+    """Return each row's adapter in the running pass, if generate() or a forward was given PEFT's adapter_names; else None."""
     for hook in module._forward_pre_hooks.values():
         names = hook.keywords.get("adapter_names") if isinstance(hook, functools.partial) else None
         if names is not None:

@@ -154,7 +154,7 @@ class RunLog:
         return {kind: (one.total, one.acted) for kind, one in self.passes.items() if one.total}
 
     def snapshot(self) -> Snapshot | None:
-        """Return, for a report or record, a snapshot of the latest pass's cache, or the one kept of a cache that is gone."""
+        """Return, for a report or record, a snapshot of the latest pass's cache (kept, if that is gone); None before any."""
         cache = self._find_cache()
         if cache is None:
             return self.last
