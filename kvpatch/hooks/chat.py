@@ -62,7 +62,7 @@ class Chat:
         return f"<Chat of {len(self.messages)} messages: {self.ids.shape[1]} tokens>"
 
     def _begin_again(self) -> None:
-        """Drop what was read, for the next turn to read anew: in a new chat, after a failed turn, or if the template changed it."""
+        """Drop what was read, in a new chat, after a failed turn, or if a template changed it; the next turn reads anew."""
         if not isinstance(self.cache, LosslessCache):  # which goes back by itself
             self.cache = self._new_cache()
         self.ids = torch.empty(1, 0, dtype=torch.long, device=self._model.device)

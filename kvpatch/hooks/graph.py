@@ -234,7 +234,7 @@ class StepGraph:
             self.state.capturing.cache = None
 
     def _count_steps(self, cache: EvictingCache, ids_B1: Tensor) -> int:
-        """Return how many steps a graph can replay, with no new look at the cache, until buffers move or positions end; or 0."""
+        """Return how many steps a graph can replay without a look at the cache: until buffers move or positions end; or 0."""
         # under autocast a capture would keep the casts that it finds
         varies = cache.settings.renumbered or cache.rows.joined or is_autocasting(ids_B1.device.type)
         if varies or ids_B1.ndim != 2 or not compiled.can_trace(cache, *ids_B1.shape):
