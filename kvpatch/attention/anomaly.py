@@ -22,7 +22,7 @@ def check_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
-    """Raise if attention's output, or the state that the policy keeps beside the keys, has a NaN or infinite number."""
+    """Raise after a layer's pass if its output, or the state that the policy keeps per key, has a NaN or infinite number."""
     bad_BHQ = ~out_BHGQD.isfinite().all(-1).flatten(1, 2)
     _refuse_bad(call, "probabilities (attention's output)", bad_BHQ, call.positions_BQ[:, None], "")
     if not call.slots.is_initialized:
@@ -35,14 +35,14 @@ def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
 
 
 def check_value(call: Call, value_BHT: Tensor) -> None:
-    """Raise if value() of the score is NaN for a token in use although the state that it reads is finite."""
+    """Raise at an eviction if value() of the score is NaN for a token in use although the state that it reads is finite."""
     given = [tensor for tensor in call.slots.state_view().values() if tensor.is_floating_point()]
     if all(bool(tensor.isfinite().all()) for tensor in given):  # else check_outcome names it
         _refuse_bad(call, "scores (of value())", value_BHT.isnan(), call.slots.view()[2], "")
 
 
 def check_cache(cache: TextState) -> None:
-    """Check after the last layer that the cache satisfies its invariants."""
+    """Check after a pass's last layer that the cache satisfies its invariants; else raise KVPatchError: a defect of kvpatch."""
     try:
         invariants.check_cache(cache)
     except InvalidError as error:

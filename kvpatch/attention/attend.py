@@ -31,7 +31,7 @@ def attend(
     bound_adapter: BoundAdapter,
     reads: bool = False,
 ) -> Tensor:
-    """Attend with new tokens through the cache, and evict what the policy chooses.
+    """Attend with new tokens through the cache, and evict what the policy chooses; each patched layer calls it in a pass.
 
     q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
     prompt are attended together; the others one after another, each as a decode step. Autocast is off throughout: scores,
@@ -54,7 +54,7 @@ def is_autocasting(device: str) -> bool:
 def _attend_writing(
     cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter
 ) -> Tensor:
-    """Attend by a record or through a cache, outside inference mode: decode steps write in place to the tensors made here."""
+    """Attend in a layer with keys of its own: in a replay, or through a cache, whose tensors later passes write to in place."""
     if isinstance(cache, ReplayPass):
         return cache.attend(layer, q, k, v, bound_adapter)
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
@@ -69,7 +69,7 @@ def _attend_layer(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor,
 
 
 def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend in one layer, store its new keys and values, evict, and count the layer's pass as done; return [B,Q,H*G*D]."""
+    """Run a pass in one layer: attend, store new keys and values, evict, and count the layer as done; return [B,Q,H*G*D]."""
     cache, layer, slots = call.cache, call.layer, call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: a cache keeps its first one
     if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
@@ -97,7 +97,7 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the output [B,H,G,Q,D] of a pass of several columns, or of a prompt's."""
+    """Return the output [B,H,G,Q,D] of a prompt, or of several columns: the prompt's at once, each other as a decode step."""
     P, Q = call.now.prompt, k.shape[2]
     repeat = call.now.repeat
     read: Callable[..., Tensor] = blockwise.attend if call.now.blocks else prefill.attend
@@ -110,7 +110,7 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 
 def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:
-    """Return the layer's Call for this pass: decode steps take the one that their prompt has made, set to the new pass."""
+    """Return the Call (layer and pass in one) of a layer that begins: decode steps take their prompt's, set to the new pass."""
     now = cache.running
     call = None if now.prompt or now.traced else find_steps(cache).calls.get(layer)
     if call is not None and call.bound_adapter.attn is bound_adapter.attn and call.device == q.device:

@@ -17,8 +17,8 @@ from .layer_call import Call
 def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
     """Return the output [B,H,G,Q,D] of a prompt under `block=`: the layer reads and compresses one block after the other.
 
-    `attend.py` calls this in place of prefill.attend, which each block goes through. Padding is moved after each row's tokens,
-    so that blocks count these alone, and the output is moved back.
+    `attend.py` calls this in place of prefill.attend, which each block goes through. Blocks count each row's tokens alone:
+    its padding is moved behind them first, and the output is moved back. block.prompt: columns of a block.
     """
     now = call.now
     if now.packing_BQ is not None:

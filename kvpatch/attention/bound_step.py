@@ -36,7 +36,7 @@ class BoundStep:
     """
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Bind what does not change from step to step."""
+        """Look up what does not change from step to step, so that a step costs little Python; made by `bind_steps`."""
         self.call, self.stack = call, stack
         self.attn, self.slots, self.geometry = call.bound_adapter.attn, call.slots, call.geometry
         self.find_kv = weakref.ref(call.slots.kv)
@@ -72,7 +72,7 @@ class Fused(BoundStep):
         self.norms_NB = None if stack is None or stack.norms_LNB is None else stack.norms_LNB[call.layer]
 
     def count(self, v: Tensor) -> None:
-        """Count the new token in the layer, and write the norms of its value for the stack to read."""
+        """Begin a step: count its token in the layer, and write norms of its projected value if the stack selects by them."""
         self.slots.seen += 1
         if self.norms_NB is not None:
             self.call.write_norms(v, self.norms_NB)
@@ -82,7 +82,7 @@ class FusedByTorch(Fused):
     """Writes key and value and attends; where the stack observes, the probabilities are left in its buffer."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Bind the step, and views of the layer's buffers."""
+        """Bind the step as BoundStep does, and views of the layer's buffers, which every step writes to and reads."""
         super().__init__(call, stack)
         self.observes, self.slotted = stack is not None and call.observes, self.mode.slotted
         B, H, G, D = self.query
@@ -100,7 +100,7 @@ class FusedByTorch(Fused):
         self.key_codec, self.value_codec = kv.codecs[0].of(slice(None)), kv.codecs[1].of(slice(None))
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Run the step: count the token, write its key and value, and return the attention [B,1,H*G*D]."""
+        """Run the layer's decode step: count the token, write its key and value, and return the output [B,1,H*G*D]."""
         self.count(v)
         T = self._write_token(cache, k, v)
         if not self.observes and self.key_codec.exact:
@@ -136,14 +136,14 @@ class FusedByKernels(Fused):
     """Kernels write, attend, add to the statistics and may name the victims."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Bind the step, and the kernels' rule: if they observe and evict."""
+        """Bind the step, and the rule of its kernels: the sums to add to, and whom to evict; neither without a stack."""
         super().__init__(call, stack)
         kernels, acts = backend("triton"), stack is not None
         self.step = kernels.step
         self.rule = kernels.rule(call.policy, call.slots, acts and call.observes, acts and call.evicting)
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Run the step in kernels, which write the token too; return the attention [B,1,H*G*D]."""
+        """Run the layer's decode step in Triton's kernels, which write the token too; return the output [B,1,H*G*D]."""
         slots, stack = self.slots, self.stack
         tau: float | Tensor = 1.0
         self.count(v)
@@ -157,9 +157,9 @@ class FusedByKernels(Fused):
 
 
 def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
-    """Bind the steps of a pass's other layers, all but the last, once its first layer has run; none if some need the whole way.
+    """Bind a decode step's layers, all but the first, which has run, and the last; none if the step needs all of attend.attend.
 
-    The attention modules find them in `steps.running`.
+    The attention modules find them in `steps.running`, and call them instead.
     """
     now, cache = first.now, first.cache
     whole = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered
@@ -171,7 +171,7 @@ def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
 
 
 def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | None) -> BoundStep | None:
-    """Return the step of a layer, bound once for each stack or mode; None for a layer that has not run yet."""
+    """Return a layer's bound step: the old one unless stack, mode or buffers have changed; None before the layer has run."""
     call = steps.calls.get(layer)
     if call is None:
         return None
@@ -187,7 +187,7 @@ def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | No
 
 
 def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
-    """Return the step of a layer in a stack: fused where the stack's backend can run it, else decode.attend's."""
+    """Bind the step of a stacked layer: fused (in few calls) where the stack's backend can, else decode.attend's."""
     slotted, kernels = call.slots.mode.slotted, stack.backend == "triton"
     alone = call.policy.stores and not call.policy.entry_by_position  # else written for all layers at once
     if alone or (kernels and not slotted) or not (kernels or _is_plain_softmax(call)):
@@ -196,7 +196,7 @@ def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
 
 
 def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
-    """Return the step of a layer that is in no stack: fused where it appends, and neither scores nor evicts."""
+    """Bind the step of a layer in no stack: fused (in few calls) where it appends, and neither scores nor evicts."""
     slots = call.slots
     entry = call.policy.stores or call.policy.keeps_norms
     scores = call.observes or slots.statistics or (call.evicts and entry)
@@ -208,7 +208,7 @@ def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
 
 
 def _is_plain_softmax(call: Call) -> bool:
-    """Tell if a step's attention is a softmax over scaled products of all slots, without masks and in one precision."""
+    """Tell if FusedByTorch can run a step: its attention is a softmax of scaled products, without masks, in one precision."""
     slots, geometry = call.slots, call.geometry
     masked = slots.holes or geometry.slopes_HG is not None or geometry.sliding is not None
     return slots.dtype == accumulator(slots.dtype) and slots.kv.in_place and geometry.plain and not masked

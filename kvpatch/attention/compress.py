@@ -66,7 +66,10 @@ class PromptEnd:
         return self.call.rule.weighs and not self.call.now.keeps_all
 
     def count(self, everyone: Parallel) -> None:
-        """Set `budget_B`, `held`, `fixed` and `keep`; waits for the device if the host does not know them (`_count_held`)."""
+        """Set, as a prompt's end begins, `budget_B`, `held`, `fixed` and `keep`, which the class describes.
+
+        It waits for the device if the host does not know them (`_count_held`). everyone: the processes whose heads are counted.
+        """
         self.budget_B = _list_budgets(self.call)
         self.held, self.fixed = _count_held(self.call, self.past, everyone)
         most_B = [self.call.rule.heads(n, len(row)) for n, row in zip(self.call.now.budget_n_B, self.fixed, strict=True)]
@@ -89,7 +92,7 @@ class PromptEnd:
         self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _warn_of_scores, self.call)
 
     def rank(self) -> Tensor:
-        """Compute the eviction keys [B,H,T] by score alone, for heads whose numbers of tokens follow from the scores."""
+        """Set and return the eviction keys [B,H,T] by score alone, which decide how many each head keeps; lowest go first."""
         self.context.keep_BH1 = None  # heads share by score alone
         self.keys = self.call.policy.eviction_keys(self.context, self.empty)
         return self.keys
@@ -106,7 +109,7 @@ class PromptEnd:
         return [count if n_queries else held for count, held, n_queries in rows]
 
     def order(self, count: list[list[int]], everyone: Parallel) -> Tensor:
-        """Return the eviction keys [B,H,T] once it is known how many tokens (`count`) each head keeps."""
+        """Return the eviction keys [B,H,T], lowest go first, once it is known how many tokens (`count`) each head keeps."""
         policy = self.call.policy
         if self.keys is not None and policy.selection is None:
             return self.keys
@@ -115,7 +118,7 @@ class PromptEnd:
 
 
 def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> None:
-    """Evict the layer's tokens down to its budget, and move the kept ones to buffers with room for the tokens that follow.
+    """End a prompt in a layer that has attended to it: evict down to its budget, and move the kept tokens to new buffers.
 
     Layers that share one budget wait until the last of them has come here. If the prompt is to be read a second time, all
     layers wait, and the second reading calls `finish`. nominal_B: tokens of each row that the policy protects. The host waits
@@ -135,7 +138,10 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
 
 
 def finish(cache: TextState, now: Forward) -> None:
-    """Evict in all layers that wait in `now.waiting`: those that share one budget together, the others one by one."""
+    """Evict in all layers that wait in `now.waiting`: those that share one budget together, the others one by one.
+
+    Called when the last layer of a shared budget has attended to the prompt, or when the prompt was read a second time.
+    """
     together = [one for one in now.waiting if one.call.layer in cache.settings.together]
     for group in (*([one] for one in now.waiting if one not in together), *([together] if together else [])):
         finish_group(group)
@@ -143,7 +149,7 @@ def finish(cache: TextState, now: Forward) -> None:
 
 
 def finish_group(group: list[PromptEnd]) -> None:
-    """Evict in layers whose heads share one budget, or in a single layer, and choose the backends of the coming steps."""
+    """End a prompt, block or edit in a layer, or in all that share a budget: evict, and choose backends of coming steps."""
     if group[0].call.evicts:
         _compress_group(group)
     else:
@@ -239,7 +245,8 @@ def _keep_all(call: Call) -> None:
 def _count_held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], list[list[int]]]:
     """Return how many tokens each head holds, and how many of them are kept outside the budget, by row.
 
-    They are read from the device only where earlier evictions have left heads with different tokens.
+    They are read from the device only where earlier evictions have left heads with different tokens. past: slots in use before
+    the prompt that ends. everyone: the processes whose heads are counted.
     """
     slots, now = call.slots, call.now
     B, H, _ = slots.positions.shape
@@ -279,7 +286,7 @@ def _are_equal(rows: list[list[int]]) -> bool:
 def _compress_layer(
     call: Call, order: Tensor | None, count: list[list[int]], keep: list[list[int]], uneven: bool, scored: bool
 ) -> None:
-    """Move a layer's kept tokens into new buffers, and set its mode and budgets for the tokens that follow.
+    """End a layer's prompt: move kept tokens into new buffers, and set its mode (where next tokens go) and budgets.
 
     count: tokens that each head keeps, the first ones of `order`; None: all. uneven: heads may hold different numbers,
     perhaps only because of heads on other processes. This process then runs the eviction at every step as they do, because
@@ -336,11 +343,10 @@ def _compress_layer(
 
 
 def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tensor | None:
-    """Return new values of the kept tokens that make up for the evicted ones [B,H,K,D].
+    """Return new values [B,H,K,D] for the tokens to be kept, which make up for those that a prompt's end is about to evict.
 
-    None if the policy has no merging, or if nothing is evicted.
-
-    A head whose new values are not all finite keeps its own and is marked in slots.unfitted_BH.
+    None if the policy has no merging, or if nothing is evicted. A head whose new values are not all finite keeps its own and
+    is marked in slots.unfitted_BH. index: slots of the kept tokens; real: False where a head has fewer than others.
     """
     slots, merging = call.slots, call.policy.merging
     if merging is None or index is None:
@@ -416,7 +422,7 @@ def set_limits(call: Call) -> list[int]:
 
 
 def _set_quotas(call: Call) -> list[int]:
-    """Set the quotas of the held tokens' spans; return the sum of the spans' quotas, by row."""
+    """Set how many tokens each span of the text keeps (`quota=`), before a prompt's end evicts; return the sums by row."""
     slots, given = call.slots, (_list_budgets(call), call.now.budget_n_B)
     span, held = slots.state["span"][:, :, : slots.used], slots.positions[:, :, : slots.used] >= 0
     slots.statistic("quota", slots.state["span"])[:, :, : slots.used] = share_out(span, *given)
@@ -462,7 +468,7 @@ def _list_budgets(call: Call) -> list[int]:
 
 
 def find_newest(call: Call) -> Tensor:
-    """Return the position of the newest token that each row has read in this pass, [B,1,1]; after an edit, of its last."""
+    """Return the position [B,1,1] that ages count from as a prompt ends: of each row's newest token, or of an edit's last."""
     edit = call.now.edit
     return call.now.copy([(n if edit is None else edit.stop) - 1 for n in call.now.n_B], call.slots.positions.device)[
         :, None, None

@@ -67,7 +67,7 @@ _NOTHING = None, None, None
 def _run_torch(
     call: Call, q_BHGD: Tensor, positions_B1: Tensor, name: str, stack: LayerStack | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Attend by torch, or FlashAttention's kernel, over slots that hold the new token already.
+    """Attend in a step that Triton does not run, by torch or a flash kernel; the slots hold the new token already.
 
     Returns the output, the probabilities if the policy needs them (else None), and the keys' positions.
     """
@@ -85,7 +85,7 @@ def _run_torch(
 
 
 def _write_token(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-    """Make room for a token and count it; return what the score keeps of it, which is to be written with its key."""
+    """Begin a step without a stack: make room for the token, count it; return what the score stores, to write with its key."""
     slots = call.slots
     if not call.now.traced:
         slots.make_room()
@@ -104,7 +104,7 @@ def _end_step(
     t: int,
     named: bool,
 ) -> None:
-    """End a decode step: add its attention to the sums, let the policy's needs read it, evict, and record the deaths.
+    """End a decode step: add its attention to the sums, let the policy's needs read it, evict, and note who was evicted when.
 
     named: kernels have evicted, and named the slots for the next token, already. new: queries, key and value of the token;
     None for stacked layers.
@@ -130,7 +130,7 @@ def _end_step(
 
 
 def choose_backend(call: Call, q_BHGD: Tensor) -> str:
-    """Return the name of the backend that runs the step, and record it with the reason."""
+    """Return the name of the backend that is to run a layer's decode step, and record it with the reason for the report."""
     if call.no_kernels is not None:
         call.cache.choice.record(_name_task(call), "torch", call.no_kernels)
         return "torch"
@@ -205,7 +205,7 @@ def _run_kernels(
 
 
 def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
-    """Add the probabilities of a step, which are one row of attention, to the layer's sums."""
+    """Add a decode step's probabilities, one row of attention that torch has computed, to the sums that scores read."""
     policy, (B, H, _, T) = call.policy, p_BHGT.shape
     seen = UNCOUNTED
     if "count" in policy.needs.statistics:  # keys that the new token attends to

@@ -21,7 +21,7 @@ class Hidden:
     """Tokens of a layer after an edit, which its queries do not see, and their state. Their columns are empty until `show`."""
 
     def __init__(self, slots: SlotLayer, edit: Edit) -> None:
-        """Hide the tokens from position `edit.stop` on: copy their positions and state, and mark their columns as empty."""
+        """Hide the tokens after an edit before its queries attend: copy positions and state, mark their columns as empty."""
         self.slots, self.holes = slots, slots.holes
         self.positions = slots.positions.clone()
         self.hidden = self.positions >= edit.stop
@@ -62,14 +62,14 @@ class EditEnd(PromptEnd):
         return self.call.policy.every - 1
 
     def count(self, everyone: Parallel) -> None:
-        """Set `held`, `fixed` and `keep`: tokens that heads hold, none beside the budget, and each head's old budget."""
+        """Set, as an edit's end begins, `held`, `fixed`, `keep`: heads' tokens, none outside the budget, their old budgets."""
         slots = self.call.slots
         self.held = (slots.positions[:, :, : slots.used] >= 0).sum(-1).tolist()
         self.fixed = [[0] * len(row) for row in self.held]
         self.keep = slots.own_budget_BH1[..., 0].tolist()
 
     def make_context(self) -> None:
-        """Make the eviction context: ages are counted from the newest token of the text, recent ones to the edit's last."""
+        """Make the context that scores read: ages count from the text's newest token, recent ones from the edit's last."""
         now, slots = self.call.now, self.call.slots
         newest_B11 = now.copy([n - 1 for n in now.n_B], slots.positions.device)[:, None, None]
         self.context = self.call.eviction_context(newest_B11, -1)
@@ -101,7 +101,7 @@ class EditEnd(PromptEnd):
 
 
 def end_edit(call: Call, past: int, q_BHGQD: Tensor) -> None:
-    """Evict the layer's tokens down to each head's old budget after an edit, in buffers with room for tokens that follow."""
+    """End an edit (tokens read into the middle of a text) in a layer: evict down to each head's old budget, in new buffers."""
     if call.evicts and call.policy.needs.sums:
         _count_unseen(call, past, q_BHGQD.shape[3])
     finish_group([EditEnd(call, past, [], q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))])

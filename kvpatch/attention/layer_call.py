@@ -38,7 +38,7 @@ class Call(LayerRead):
     def __init__(
         self, cache: TextState, now: Forward, layer: int, bound_adapter: BoundAdapter, group: int, device: torch.device
     ) -> None:
-        """Bind a layer of `cache` to its module. group: query heads per KV head. device: of the module."""
+        """Bind a layer of `cache` to its module, on `device`; decode steps reuse it. group: query heads per KV head."""
         # the cache owns its calls, which must not keep it alive; a traced pass makes calls of its own
         self._find_cache: Callable[[], TextState | None] = (lambda: cache) if now.traced else weakref.ref(cache)
         self.bound_adapter, self.group, self.device = bound_adapter, group, device
@@ -78,7 +78,7 @@ class Call(LayerRead):
         return cache
 
     def copy_for_stack(self, slots: SlotLayer, layer_B: Tensor) -> Call:
-        """Return this call for stacked layers: `slots` has their rows, layer_B [B] the layer of each row."""
+        """Return this call for layers stacked for decode steps: `slots` has their rows, layer_B [B] the layer of each row."""
         other = copy.copy(self)
         other.slots, other.layer_B = slots, layer_B
         return other
@@ -91,7 +91,7 @@ class Call(LayerRead):
 
     @property
     def observes(self) -> bool:
-        """True if a decode step's probabilities are needed."""
+        """True if a decode step's probabilities are needed, to score tokens for this or a later eviction."""
         if not self.evicts:
             return False
         return (self.slots.mode.evicts and self.policy.needs.rows != "none") or self.policy.remembers
@@ -128,7 +128,7 @@ class Call(LayerRead):
         return {"norm": self._project_norms(self.slots.kv.codecs[1].cached(v_BHQD), None)}
 
     def write_norms(self, v_BH1D: Tensor, out_NB: Tensor) -> None:
-        """Write the norms of a decoded token for each query head into out_NB [H*G,B]; readers take the mean over a group."""
+        """Write a decoded token's ||v W_O||, which the policy selects by, for each query head to out_NB [H*G,B]."""
         assert isinstance(self.policy.selection, TwoStage)
         v_BN1D = self.bound_adapter.head_values(self.slots.kv.codecs[1].cached(v_BH1D))
         rows = self._output_rows(v_BN1D, len(out_NB) // v_BN1D.shape[1])
@@ -137,7 +137,7 @@ class Call(LayerRead):
     def _project_norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
         """Return the norms of values after the output projection, ||v W_O|| [B,H,Q], the mean over a group of query heads.
 
-        wanted: the values that count.
+        For selections that weigh tokens by them. wanted: the values that count, if not all.
         """
         assert isinstance(self.policy.selection, TwoStage)
         norm, H = self.policy.selection.norm, v_BHQD.shape[1]
@@ -149,14 +149,14 @@ class Call(LayerRead):
         return norms if per_head == 1 else norms.unflatten(1, (H, per_head)).mean(2)
 
     def head_norms(self, v_BHTD: Tensor) -> Tensor:
-        """Return ||v W_O|| of each query head [B,H,G,T]."""
+        """Return ||v W_O|| of each query head [B,H,G,T], for a second reading that scores tokens by their share of outputs."""
         v_BNTD = self.bound_adapter.head_values(v_BHTD)
         group = self.group * v_BHTD.shape[1] // v_BNTD.shape[1]
         rows = self._output_rows(v_BNTD, group).flatten(0, 1)[:, None]
         return projected_norms(v_BNTD.repeat_interleave(group, 1), rows, 2).unflatten(1, (-1, self.group))
 
     def _output_rows(self, like_BNTD: Tensor, group: int) -> Tensor:
-        """Return the rows of the output projection by head, which the layer keeps if they had to be computed."""
+        """Return the output projection's rows W_O by head, for norms of values; the layer keeps them if they were computed."""
         rows = self.slots.output_rows
         if rows is None:
             rows, worked_out = self.bound_adapter.output_rows(like_BNTD, group, self.settings.parallel)
@@ -164,7 +164,7 @@ class Call(LayerRead):
         return rows
 
     def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-        """Compute `entry` of one decoded token; what depends on positions alone comes from `entry_ahead`."""
+        """Compute what score and selection store with one decoded token before it is written, as `entry` for a prompt's."""
         if not self.evicts:
             return {}
         entry = {**self.selection_entry(v_BH1D), **self.slots.make_blanks()}
@@ -173,7 +173,7 @@ class Call(LayerRead):
         return {**self.entry_ahead(k_BH1D, positions_B1), **entry}
 
     def entry_ahead(self, like_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-        """Return the part of an entry that depends on a token's position alone, computed for AHEAD tokens at once."""
+        """Return what a decoded token's entry takes from its position alone, computed for AHEAD steps at once to save time."""
         slots = self.slots
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
@@ -183,7 +183,7 @@ class Call(LayerRead):
         return {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
 
     def keys(self, past: int, contents: bool = True) -> Keys:
-        """Return the used slots in the form that a backend takes. contents: False where shapes are enough."""
+        """Return the used slots for a backend to attend to. past: those before a prompt. contents: False if shapes suffice."""
         slots = self.slots
         keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline_view()
         grown = None if self.now.traced else slots.mode.count_new_slots()  # a traced step knows it from the positions only
@@ -261,7 +261,7 @@ class Call(LayerRead):
         self.now.shown.setdefault(self.layer, []).append(keys)
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
-        """Return the eviction context that scores and scopes read. t: column of the pass, for values that all layers share."""
+        """Return what scores and scopes read to decide whom to evict. t: column of the pass, for values that layers share."""
         slots, limits = self.slots, self.slots.own_limits
         positions, state = self.positions_BHT, slots.state_view()
         for one in self.policy.needs.sums:
@@ -294,13 +294,13 @@ class Call(LayerRead):
         return self.now.once(name, self.device, make)
 
     def note_deaths(self, newest_B11: Tensor) -> None:
-        """Record the deaths of evicted tokens after an eviction, if the patch records lifetimes."""
+        """Note after an eviction at which position each evicted token died, if the patch records lifetimes for a replay."""
         lifetimes, slots = self.cache.lifetimes, self.slots
         if lifetimes is not None:
             lifetimes.note(self.layer, slots.positions[:, :, : slots.used], newest_B11 + 1)
 
     def rotated_back(self, x_BHTD: Tensor, positions_BHT: Tensor) -> Tensor:
-        """Return queries or keys without their rotation, in the scores' dtype; anything for padding."""
+        """Return queries or keys unrotated, in the scores' dtype, for scores without positions; anything for padding."""
         x_BHTD = x_BHTD.to(accumulator(x_BHTD.dtype))
         if self.now.table is None:
             return x_BHTD
@@ -336,7 +336,7 @@ class Call(LayerRead):
         return self.rotated_back(self.held()[0], self.positions_BHT)
 
     def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
-        """Return the mean rotary matrix [B,1,1,D,D] of the next `future` positions, the same for all layers, or None."""
+        """Return the mean rotation [B,1,1,D,D] of `future` coming positions, for scores by expected queries, or None."""
         now = self.now
         if now.table is None:
             return None
@@ -347,7 +347,7 @@ class Call(LayerRead):
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, first_B1: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [B,H,G,W,T] of stored queries, and the candidates: the tokens before `first_B1`, bool [B,H,T].
 
-        A logit is the least number where the query does not see a candidate.
+        For scores by the attention of the last queries. A logit is the least number where the query does not see a candidate.
         """
         slots, geometry = self.slots, self.geometry
         (k, v), positions = self.held(), self.positions_BHT
@@ -366,7 +366,7 @@ class Call(LayerRead):
     def attend_to_slots(
         self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attend with queries that come after the used slots; return the outputs, and the log-sum-exps over `kept` alone."""
+        """Attend from queries after the used slots, to refit kept values: return outputs, and log-sum-exps of `kept` alone."""
         x, seen = self._find_logits(q_BHGWD, k_BHTD, positions_BW, self.positions_BHT)
         x_kept, sees_kept = _mask_seen(x, seen & kept_BHT[:, :, None, None])
         x, sees_any = _mask_seen(x, seen)
@@ -375,12 +375,12 @@ class Call(LayerRead):
         return (p.flatten(2, 3) @ v_BHTD).unflatten(2, p.shape[2:4]), lse
 
     def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
-        """Return the attention that such queries give to the slots `index_BHM`, by the log-sum-exps of all that count."""
+        """Return the attention that queries of `attend_to_slots` give to slots `index_BHM`; lse_BHGW: over all that count."""
         x, seen = self._find_logits(q_BHGWD, k_BHMD, positions_BW, self.positions_BHT.gather(2, index_BHM))
         return (x - lse_BHGW[..., None]).masked_fill(~seen, -torch.inf).exp()
 
     def _find_logits(self, q_BHGWD: Tensor, k: Tensor, positions: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits [B,H,G,W,M] of queries that come after all used slots, and a mask of the slots that they see."""
+        """Return logits [B,H,G,W,M] of queries at `positions`, after all slots, and keys at `at`, and a mask of those seen."""
         place, rows = at[:, :, None, None], positions[:, None, None, :, None]
         seen = keep_in_window((place >= 0) & (rows >= 0), self.geometry.sliding, place, rows)
         return window_logits(q_BHGWD, k, at, positions, self.geometry), seen
@@ -391,7 +391,7 @@ class Call(LayerRead):
         return slots.kv.make_dense(*slots.positions.shape[:2]).numbers(slots.used)
 
     def live(self, newest_B11: Tensor) -> Tensor:
-        """Return the tokens of the used slots that a later query can see, bool [B,H,T]."""
+        """Return which used slots a later query can see, bool [B,H,T]: merging makes up for no other evicted ones."""
         positions, sliding = self.positions_BHT, self.geometry.sliding
         live = positions >= 0
         return live if sliding is None else live & (positions >= find_oldest(sliding, newest_B11 + 1))
@@ -403,14 +403,14 @@ class Call(LayerRead):
         return slots.positions if slots.used == slots.positions.shape[2] else slots.positions[:, :, : slots.used]
 
     def _stored_norms(self, known: Tensor, out: Tensor | None) -> Tensor:
-        """Return the stored norms of projected values; else compute those of tokens neither `known` to stay nor `out`."""
+        """Return norms of projected values for a selection: stored ones, else of tokens neither `known` to stay nor `out`."""
         if "norm" in self.slots.state:
             return self.slots.state_view()["norm"]
         unwanted = known if out is None else known | out
         return self._project_norms(self.slots.view()[1], ~unwanted)
 
     def sums(self, rows: ProbabilityRows, rows_BQ: Tensor, tau: float | Tensor) -> dict[str, Tensor]:
-        """Return by name the policy's sums [N,M] over a block of rows' probabilities; nothing is stored.
+        """Return by name what a block of rows' probabilities adds to the policy's sums [N,M] in a pass; nothing is stored.
 
         rows_BQ: positions of all rows of the pass. tau: temperature.
         """
@@ -424,7 +424,7 @@ class Call(LayerRead):
         noise = slots.state.get("noise")
 
         def place() -> tuple[Tensor, Tensor, Tensor]:
-            """Return the numbers of the block's query heads, and the positions of its rows and of its keys."""
+            """Return the block's query heads and the positions of its rows and keys, for statistics that depend on them."""
             H = slots.positions.shape[1]
             n = torch.arange(rows.n0, rows.n1, device=rows_BQ.device)
             head_N = self.settings.parallel.first(H) + n % H
@@ -493,13 +493,13 @@ class Call(LayerRead):
 
 
 def _mask_seen(x_BHGWT: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits with -inf for unseen keys, except in rows that see none; and which rows see any."""
+    """Return logits with -inf for unseen keys, except in rows that see none, which would be NaN; and which rows see any."""
     sees_any = seen.any(-1, keepdim=True)
     return x_BHGWT.masked_fill(~seen & sees_any, -torch.inf), sees_any
 
 
 def _rank_positions(positions_BHT: Tensor) -> Tensor:
-    """Return the rank of each position among a head's real ones, oldest first; 0 for empty slots."""
+    """Return each token's rank in its head, oldest first, its position under positions="renumbered"; 0 for empty slots."""
     order = positions_BHT.argsort(-1)
     count = torch.arange(positions_BHT.shape[-1], device=positions_BHT.device).expand_as(order)
     ranks = torch.empty_like(order).scatter_(-1, order, count)

@@ -68,7 +68,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
 
 
 def _write_columns(call: Call, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> None:
-    """Write a prompt's columns into the layer, and set the fields of the layer that describe its columns."""
+    """Write a prompt's columns into the layer before they attend, and set the layer's fields that describe its columns."""
     slots, now, past = call.slots, call.now, call.slots.used
     with torch.no_grad():
         entry = call.entry(k_BHQD, v_BHQD, positions_BQ)
@@ -86,7 +86,7 @@ def _write_columns(call: Call, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Ten
 def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
     """Give the new entries to the store of all tokens (lossless=True), and append all earlier tokens' entries to the layer.
 
-    The prompt's end evicts these again, down to the budget.
+    Called before a prompt's columns are written. Its end evicts these again, down to the budget.
     """
     assert call.now.lender is not None
     earlier = call.now.lender.exchange(call.layer, k_BHQD, v_BHQD)
@@ -130,7 +130,7 @@ def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: N
 
 
 def _attend_and_sum(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
-    """Attend as `attend_to` does, and add the policy's sums over all rows, or over a sample of them, to the layer's state."""
+    """Attend as `attend_to` does, and add what a prompt's rows, or a sample of them, give each key to the policy's sums."""
     sampled = any(one.sampled for one in call.policy.needs.sums)
     if sampled and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
         return _attend_and_sample(call, q_BHGQD, keys, rows_BQ)
@@ -169,7 +169,7 @@ def _find_spans(call: Call, name: str, rows_BQ: Tensor) -> Tensor:
 
 
 def _find_noise(call: Call, keys: Keys) -> Noise:
-    """Return Keyformer's noise of all keys; ones, which are exp(0), if its distribution is "none"."""
+    """Return Keyformer's noise of all keys, for a prompt's sum "gumbel"; ones (exp(0)) if its distribution is "none"."""
     weights_BHTG = call.slots.state_view().get("noise")
     if weights_BHTG is None:
         weights_BHTG = torch.ones(*keys.positions_BHT.shape, call.group, device=keys.positions_BHT.device)
@@ -184,7 +184,7 @@ def _find_temperature(call: Call) -> float:
 
 
 def _make_observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor], Observer]:
-    """Return zeros for the policy's sums [B,H,T] by name, and a function that adds the sums of a block of rows to them."""
+    """Return zeros for the policy's sums [B,H,T] by name, and a function that adds to them each block of a prompt's rows."""
     tau, dtype = _find_temperature(call), accumulator(keys.k_BHTD.dtype)
     shape, names = keys.k_BHTD.shape[:3], call.policy.needs.statistics
     sums = {name: torch.zeros(shape, dtype=dtype, device=rows_BQ.device) for name in names}
@@ -215,7 +215,7 @@ def _attend_and_sample(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor)
 def _sum_rows(
     call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse_BHGQ: Tensor | None, column_BR: Tensor
 ) -> dict[str, Tensor]:
-    """Return the policy's sums [B,H,T] by name over the rows at some columns of the prompt; a column of -1 is left out."""
+    """Return the policy's sums [B,H,T] by name over a sample of a prompt's rows, at these columns; one of -1 is left out."""
     index_BR = column_BR.clamp(min=0)
     read_BR = rows_BQ.gather(1, index_BR).masked_fill(column_BR < 0, -1)
     q, lse_BHGR = pick_rows(q_BHGQD, lse_BHGQ, index_BR)
@@ -236,7 +236,7 @@ def _score_by_window(
 ) -> Tensor:
     """Return each used slot's score [B,H,T]: the attention that an observation window's rows pay it, summed or folded.
 
-    fold, join: see PromptRead.attention.
+    The policy's needs call it as PromptRead.attention where they read a prompt; fold, join: see there.
     """
     choice, arguments = call.cache.choice, (q_BHGWD, keys, rows_BW, call.geometry, lse_BHGW)
     if fold is not None:

@@ -22,7 +22,7 @@ from .replay import ReplayPass
 
 
 def attend(cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    """Attend over what the queries of `layer` saw in this pass: q [B,H*G,Q,D] -> [B,Q,H*G*D].
+    """Attend in a layer without keys of its own, over what queries of `layer` saw in this pass: q [B,H*G,Q,D] -> [B,Q,H*G*D].
 
     q may be of the last columns of the pass alone. k and v [B,H,N,D] are of all its new tokens, which the source has written.
     """
@@ -46,7 +46,7 @@ def attend(cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: T
 
 
 def _attend_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, first: int) -> Tensor:
-    """Return the output [B,H,G,Q,D] of a prompt's columns from `first` on."""
+    """Return the output [B,H,G,Q,D] of a prompt's columns from `first` on, over the `keys` that another layer's queries saw."""
     rows_BQ = call.rows_BQ[:, first : call.now.prompt]
     if not first:
         return prefill.attend_to(call, q_BHGQD, keys, rows_BQ).out
@@ -54,7 +54,7 @@ def _attend_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, first: int) -> Tenso
 
 
 def _attend_replay(cache: ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    """Attend by the record; columns that the model has left out are put in front and cut off again."""
+    """Attend in a replay in a layer without own keys; columns that the model left out are put in front and cut off again."""
     missing = k.shape[2] - q.shape[2]
     out = cache.attend(layer, torch.nn.functional.pad(q, (0, 0, missing, 0)), k, v, bound_adapter)
     return out[:, missing:]

@@ -31,19 +31,22 @@ class ReplayPass:
     def __init__(
         self, settings: CacheSettings, record: Record, text_B: Tensor, positions_BQ: Tensor, padded: bool, ordered: bool
     ) -> None:
-        """Make the pass, and count its first columns that see all columns before them."""
+        """Make the pass as the decoder begins. record: who was evicted when. `whole`: first columns, which see all before."""
         self.settings, self.record, self.text_B, self.positions_BQ = settings, record, text_B, positions_BQ
         self.padded, self.ordered, self.choice = padded, ordered, Choice(settings.backend)
         self.whole = 0 if padded else min(int(record.first_N[text_B].min()), positions_BQ.shape[1])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-        """Attend by the record: q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]."""
+        """Attend in a layer: each query sees the keys that the recorded run still held then. Changes nothing.
+
+        q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D].
+        """
         q, k = q.to(v.dtype), k.to(v.dtype)
         positions_BQ, H, Q = self.positions_BQ.to(q.device), k.shape[1], q.shape[2]
         q_BHGQD, geometry = rearrange(q, "b (h g) q d -> b h g q d", h=H), bound_adapter.geometry(q.device)
-        positions_BHQ, n = positions_BQ[:, None].expand(-1, H, -1), self.whole
+        positions_BHQ, n = positions_BQ[:, None].expand(-1, H, -1), self.whole  # n: first rows, of which none lacks a key
         if not geometry.plain or geometry.slopes_HG is not None or (geometry.sliding is not None and geometry.sliding < n):
-            n = 0  # it needs masks too
+            n = 0  # these rows need masks too
         deaths_BHQ = self._find_deaths(layer, positions_BQ) if n < Q else None
         keys = Keys(k, v, positions_BHQ, self.padded, 0, self.ordered, deaths_BHT=deaths_BHQ)
         out = None if deaths_BHQ is None else self._by_kernels(q_BHGQD, keys, positions_BQ, geometry)
@@ -52,7 +55,7 @@ class ReplayPass:
         return rearrange(out, "b h g q d -> b q (h g d)")
 
     def _by_kernels(self, q_BHGQD: Tensor, keys: Keys, positions_BQ: Tensor, geometry: Geometry) -> Tensor | None:
-        """Return the output [B,H,G,Q,D] of kernels that follow deaths, or None if torch is to compute it."""
+        """Return the output [B,H,G,Q,D] of kernels that hide each key from its death (eviction) on; None: torch computes it."""
         _, _, group, Q, head_dim = q_BHGQD.shape
         case = Case(
             device=q_BHGQD.device.type, dtype=q_BHGQD.dtype, head_dim=head_dim, group=group, padding=self.padded,
@@ -68,7 +71,7 @@ class ReplayPass:
         )
 
     def _find_deaths(self, layer: int, positions_BQ: Tensor) -> Tensor:
-        """Return the death of each column's token [B,H,Q]; of tokens after the record's end, NEVER."""
+        """Return each column's death, the position [B,H,Q] of the first query that no longer saw its token; NEVER if none."""
         deaths_BHT = self.record.deaths[layer].to(positions_BQ.device)[self.text_B.to(positions_BQ.device)]
         T = deaths_BHT.shape[-1]
         at = positions_BQ.clamp(0, T - 1)[:, None].expand(-1, deaths_BHT.shape[1], -1)
@@ -103,7 +106,7 @@ class _Kernels(torch.autograd.Function):
 
 
 def _by_torch(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, whole: int = 0) -> Tensor:
-    """Return the output [B,H,G,Q,D]: of the first `whole` rows as of any causal pass, of the others by masks."""
+    """Return a replay's output [B,H,G,Q,D]: of the first `whole` rows as of a causal pass, of the others by masks of deaths."""
     outs, n = [], whole
     if n:
         first = replace(keys.columns(0, n), past=0, holes=False, ordered=True, deaths_BHT=None)

@@ -20,9 +20,9 @@ from .layer_call import Call
 def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
     """Return the output [B,H,G,Q,D] of rows that repeat a chunk of the prompt; their own keys and values are not kept.
 
-    The layer's slots stay as they are, but the scores of the chunk's tokens rise. Attention to the chunk and to the rows' own
-    keys is computed first: its log-sum-exp makes the scores' probabilities, and joins its output with that over the rest of the
-    prompt.
+    Called for policies that read a prompt twice (KVzip). The layer's slots stay as they are, but the scores of the chunk's
+    tokens rise. Attention to the chunk and to the rows' own keys is computed first: its log-sum-exp makes the scores'
+    probabilities, and joins its output with that over the rest of the prompt.
     """
     held = call.keys(call.slots.used)
     if call.shows:
@@ -52,7 +52,7 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
 
 
 def _join_keys(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
-    """Return the held keys followed by those of the repeated rows themselves."""
+    """Return the held keys followed by those of the repeated rows themselves, for these rows to attend to."""
     return replace(
         keys,
         k_BHTD=torch.cat([keys.k_BHTD, k_BHQD], 2),
@@ -62,7 +62,7 @@ def _join_keys(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
 
 
 def _raise_scores(call: Call, part: _Part, most_BHGM: Tensor) -> None:
-    """Set each score of the chunk's tokens to the greatest attention that any row and query head has paid so far."""
+    """Raise in place each score of the repeated chunk's tokens to the greatest attention that any row and query head paid."""
     scores, most = call.slots.state["repeated"], most_BHGM.amax(2).masked_fill(~part.inside_BHM, 0.0)
     scores.scatter_reduce_(-1, part.index_BHM, most.to(scores.dtype), "amax")
     call.cache.choice.record("statistics", "torch", "kernels read a prompt's rows once, this score reads it twice")

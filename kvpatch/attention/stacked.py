@@ -33,7 +33,7 @@ class LayerStack:
     """
 
     def __init__(self, cache: TextState, call: Call, backend: str) -> None:
-        """Join the layers' positions and state; the layers keep views of the joined tensors."""
+        """Join the layers' positions and state as a decode step begins; the layers keep views of the joined tensors."""
         self.backend = backend
         self.layers, self.L = cache.layers, len(cache.layers)
         first = self.layers[0]
@@ -54,7 +54,7 @@ class LayerStack:
         self.share_free()
 
     def _join_layers(self, first: SlotLayer) -> SlotLayer:
-        """Return a layer that has the positions, scores and free slots of all layers as rows, and no keys and values."""
+        """Return a layer with positions, scores and free slots of all layers as rows, to evict in all at once, and no keys."""
         slots, layers = _JoinedLayer(self.layers, first), self.layers
         slots.dtype, slots.device, slots.geometry = first.dtype, first.device, first.geometry
         slots.contiguous, slots.used, slots.seen = False, first.used, first.seen
@@ -71,7 +71,7 @@ class LayerStack:
 
     @classmethod
     def of(cls, cache: TextState, call: Call, backend: str) -> LayerStack | None:
-        """Stack the layers of `cache`; None if they differ or do not evict one token per step."""
+        """Stack the layers of `cache` as a decode step begins; None if they differ or do not evict one token per step."""
         first = cache.layers[0]
         if why_not("stack", cache.settings.combine()) is not None:
             return None
@@ -91,7 +91,7 @@ class LayerStack:
         return cls(cache, call, backend) if alike else None
 
     def share_free(self) -> None:
-        """Give each layer its part of the free slots that the stack has named for the next token."""
+        """Give each layer, after an eviction, its part of the free slots that the stack has named for the next token."""
         if not self.slots.mode.slotted:
             for layer in self.layers:
                 layer.used, layer.floor, layer.mode.filling = self.slots.used, self.slots.floor, self.slots.mode.filling
@@ -130,7 +130,7 @@ class LayerStack:
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))
 
     def close(self) -> None:
-        """End the layers' parts of a step: write the new token's norms in all layers and count its column."""
+        """End the layers' parts of a step, before the stack evicts: write the token's norms in all, and count its column."""
         if self.norms_LNB is not None:
             norm_LBH = self.norms_LNB.unflatten(1, (self.H, -1)).mean(2).transpose(1, 2)
             self.slots.write_entry({"norm": norm_LBH.reshape(-1, self.H, 1)})
@@ -142,7 +142,7 @@ class LayerStack:
         self.slots.write_position(self.call.positions_BQ)
 
     def view_probabilities(self, call: Call, dtype: torch.dtype) -> Tensor:
-        """Return the layer's part [B,H,G,T] of the buffer that holds a step's probabilities of all layers."""
+        """Return the layer's part [B,H,G,T] of the buffer for a step's probabilities of all layers, which torch writes to."""
         T = self.slots.used + self.slots.mode.adds
         if self.p_BHGT is None or self.p_BHGT.shape[-1] != T:
             shape = len(self.slots.positions), self.H, call.group
