@@ -37,7 +37,7 @@ def backend(name: str) -> Any:
 
 
 def check_name(name: object) -> str:
-    """Return "auto" or the backend's name, in its own spelling.
+    """Return "auto" or the backend's name in its own spelling, for `backend=` of patched().
 
     Raises:
         KVPatchError: there is no such backend.

@@ -90,7 +90,7 @@ class Rounded:
         return count_rounded_bytes(self.bits, self.D, self.groups, self.dtype.itemsize)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return the entries of numbers [...,D]: scales, zeros and codes as the class describes them. Changes nothing."""
+        """Round numbers [...,D] to entries, bytes as the cache stores them: scales, zeros and codes. Changes nothing."""
         x = x.detach().to(accumulator(self.dtype))
         x = (x if self.centre is None else x - self.centre).unflatten(-1, (self.groups, -1))
         low, high = x.aminmax(dim=-1, keepdim=True)
@@ -102,13 +102,13 @@ class Rounded:
         return torch.cat([numbers.view(torch.uint8), self._pack_codes(codes.flatten(-2).to(torch.uint8))], -1)
 
     def decode(self, entries: Tensor) -> Tensor:
-        """Return the numbers [...,D] of entries, rounded to the model's dtype. Changes nothing."""
+        """Unpack entries of the cache to numbers [...,D] in the model's dtype, where codes will not do. Changes nothing."""
         scale, zero, codes = self._read(entries)
         x = codes.mul_(scale[..., None]).add_(zero[..., None]).flatten(-2)
         return (x if self.centre is None else x + self.centre).to(self.dtype)
 
     def dot(self, q_NGD: Tensor, entries_NTW: Tensor) -> Tensor:
-        """Return the products [...,G,T] of queries with keys, from codes: no key is unpacked to a number, nor rounded.
+        """Return the products [...,G,T] of a decode step's queries with keys, from codes: no key is unpacked, nor rounded.
 
         A group of channels adds (query . codes) * scale + (sum of the query) * zero; the centre is added once.
         """
@@ -122,14 +122,14 @@ class Rounded:
         return x
 
     def mix(self, p_NGT: Tensor, entries_NTW: Tensor) -> Tensor:
-        """Return the sums [...,G,D] of values weighted by `p`, from codes as in `dot`."""
+        """Return the sums [...,G,D] of values weighted by a decode step's probabilities `p`, from codes as in `dot`."""
         scale_NTg, zero_NTg, codes_NTgd = self._read(entries_NTW)
         sums = [torch.matmul(p_NGT * scale_NTg[..., None, :, g], codes_NTgd[..., g, :]) for g in range(self.groups)]
         out = (torch.stack(sums, -2) + torch.matmul(p_NGT, zero_NTg)[..., None]).flatten(-2)
         return out if self.centre is None else out + p_NGT.sum(-1, keepdim=True) * self.centre
 
     def _read(self, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scales and zeros [...,g] and codes [...,g,d] of g groups of d channels, in a dtype to compute with."""
+        """Take entries apart: scales and zeros [...,g], codes [...,g,d] of g groups of d channels, in a dtype for products."""
         dtype = accumulator(self.dtype)
         numbers = entries[..., : self.header_bytes].clone(memory_format=torch.contiguous_format).view(self.dtype).to(dtype)
         scale, zero = numbers.unflatten(-1, (2, self.groups)).unbind(-2)
@@ -148,7 +148,7 @@ class Rounded:
         return self if self.centre is None else replace(self, centre=self.centre.flatten(0, 1)[heads_N])
 
     def _pack_codes(self, codes: Tensor) -> Tensor:
-        """Pack codes [...,D] of 4 bits in pairs: one of the first half of D is the low half of its byte."""
+        """Pack codes [...,D] to bytes, those of 4 bits in pairs: one of the first half of D is the low half of its byte."""
         if self.bits == 8:
             return codes
         half = (self.D + 1) // 2
@@ -194,7 +194,7 @@ class Latent:
         return self.whole.mix(p_NGT, entries_NTW)[..., : self.D]
 
     def cached(self, x: Tensor) -> Tensor:
-        """Return values as attention will find them in the cache: rounded like the first D channels of their keys."""
+        """Return new values as they will be in the cache, for scores: rounded like the first D channels of their keys."""
         if isinstance(whole := self.whole, Exact):  # below: no group of channels that share a scale reaches beyond D
             return x
         centre = None if whole.centre is None else whole.centre[..., : self.D]
@@ -216,9 +216,9 @@ EXACT: Codecs = (Exact(), Exact())
 
 @lru_cache(maxsize=64)
 def codecs(bits: int, D: int, E: int, dtype: torch.dtype, latent: bool = False) -> Codecs:
-    """Return the codecs of keys of D numbers and values of E: keys have a scale for each group of channels, values have one.
+    """Return the codecs, by which keys of D numbers and values of E are rounded and read, for a cache of so many `bits`.
 
-    latent: a value is the first E numbers of its key.
+    Keys have a scale for each group of channels, values have one. latent: a value is the first E numbers of its key.
     """
     if latent:
         whole = Exact() if bits == FULL else Rounded(bits, D, count_groups(D, E, latent), dtype)
@@ -227,7 +227,7 @@ def codecs(bits: int, D: int, E: int, dtype: torch.dtype, latent: bool = False) 
 
 
 def centre_codecs(codecs: Codecs, centre_BH1D: Tensor | None) -> Codecs:
-    """Return the codecs of keys around a centre; codecs in full precision have none."""
+    """Return the codecs with the centre that a prompt's end has fixed for rounding keys; those in full precision have none."""
     key, value = codecs
     if isinstance(key, Exact):
         return codecs
@@ -249,7 +249,8 @@ def map_centre(codecs: Codecs, change: Callable[[Tensor], Tensor]) -> Codecs:
 def find_midrange(k_BHTD: Tensor, real_BHT: Tensor) -> Tensor:
     """Return the centre [B,H,1,D] of a prompt's keys: midway between each channel's least and greatest over the real keys.
 
-    It is the same in any order of the keys and with any padding. Where it is no number, 0 takes its place.
+    Called where the prompt ends, before keys are rounded around it. It is the same in any order of the keys and with any
+    padding. Where it is no number, 0 takes its place.
     """
     empty, dtype = ~real_BHT[..., None], accumulator(k_BHTD.dtype)
     low = k_BHTD.masked_fill(empty, torch.inf).amin(2, keepdim=True).to(dtype)
@@ -263,7 +264,7 @@ def in_full(codecs: Codecs) -> Codecs:
 
 
 def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
-    """Return the products [...,G,T] of queries with keys; of rounded keys in float32 at least."""
+    """Return the products [...,G,T] of a decode step's queries with keys of a cache; of rounded keys in float32 at least."""
     assert not isinstance(codec, Latent)  # which is of values
     if codec.exact:
         return codec.dot(q_NGD, entries_NTW)
@@ -273,7 +274,7 @@ def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
 
 
 def mix(p_NGT: Tensor, entries_NTW: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
-    """Return the sums [...,G,D] of values weighted by `p`, in `dtype`."""
+    """Return the sums [...,G,D] of a cache's values weighted by a decode step's probabilities `p`, in `dtype`."""
     if codec.exact:
         return codec.mix(p_NGT.to(dtype), entries_NTW)
     p_NGT = p_NGT.to(accumulator(dtype))

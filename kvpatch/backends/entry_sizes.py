@@ -20,7 +20,7 @@ def count_rounded_bytes(bits: int, size: int, groups: int, itemsize: int) -> int
 
 
 def count_entry_bytes(bits: int, key: int, value: int, itemsize: int, latent: bool = False) -> int:
-    """Return the bytes of a token's key and value in one head; itemsize: bytes of a number of the model's dtype.
+    """Return the bytes of a token's key and value in one head, for plans and reports; itemsize: of the model's dtype.
 
     latent: as in `count_groups`; the key's entry then holds the value too.
     """

@@ -95,7 +95,7 @@ class HeadOffsets:
     def _cut_blocks(self) -> Blocks:
         """Cut the entries into blocks of BLOCK, and list apart those of blocks in which two heads meet (the edges).
 
-        Pure: returns a new Blocks, whose attributes are explained there.
+        For products of all heads at once in decode steps. Pure: returns a new Blocks, whose attributes are explained there.
         """
         F, N, device = self.rows, len(self.capacities), self.begin_N.device
         whole, head_F = F - F % BLOCK, self.slot_F.long() // self.width
@@ -119,7 +119,7 @@ class HeadOffsets:
         return Blocks(whole, head_P, inner, head_P[inner], edge_NE, self.slot_F[edge_NE], real_NE, at_S)
 
     def multiply_keys(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
-        """Return the products of each head's queries with its keys [N,G,width]; anything past a head's end."""
+        """Return the products of a step's queries with their head's keys [N,G,width]; anything past a head's end."""
         blocks, (N, G, _) = self.blocks(), q_NGD.shape
         inner, edges = self._split_entries(k_FD, codec, q_NGD.dtype)
         of_P, of_N = self._split_codecs(codec)
@@ -142,14 +142,14 @@ class HeadOffsets:
         return codec.of(self.blocks().head_P), codec.of(slice(None))
 
     def _split_entries(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return entries in blocks [P,BLOCK,D] and at the heads' edges [N,E,D]; rounded ones are unpacked later."""
+        """Return entries in blocks [P,BLOCK,D] and at heads' edges [N,E,D], for a product; rounded ones are unpacked in it."""
         blocks = self.blocks()
         inner = entries_FD[: blocks.whole].view(-1, BLOCK, entries_FD.shape[-1])
         edges = entries_FD.index_select(0, blocks.edge_NE.flatten()).view(*blocks.edge_NE.shape, entries_FD.shape[-1])
         return (inner.to(dtype), edges.to(dtype)) if codec.exact else (inner, edges)
 
     def view_sequences(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the segments in the form that variable-length attention kernels take.
+        """Return the segments as kernels for sequences of several lengths take them, in a decode step; made at the first call.
 
         Returns:
             Heads in the order of their segments, int64 [N]; first entry of each segment and the end of the last, int32 [N+1];
@@ -162,7 +162,7 @@ class HeadOffsets:
         return self._sequences
 
     def pack_entries(self, tensor_BHTD: Tensor, index_BHK: Tensor, kept_BHK: Tensor) -> Tensor:
-        """Gather dense slots into flat entries [F,D].
+        """Gather dense slots into flat entries [F,D], where a prompt's end leaves heads with different numbers of tokens.
 
         Args:
             tensor_BHTD: dense keys or values.
@@ -176,7 +176,10 @@ class HeadOffsets:
         return rows.masked_fill_(~real[:, None], 0)
 
     def unpack_entries(self, entries_FD: Tensor, B: int, H: int, width: int) -> Tensor:
-        """Return flat entries as dense slots [B,H,width,D], zero past each head's end; width: self.width or more."""
+        """Scatter flat entries [F,D] into dense slots [B,H,width,D], zero past each head's end.
+
+        Called where heads must have equally many slots: to append a prompt, or to score keys. width: self.width or more.
+        """
         head, column = self.places()
         padded = entries_FD.new_zeros(B * H * width, entries_FD.shape[-1])
         padded[head * width + column] = entries_FD
@@ -197,7 +200,7 @@ class HeadOffsets:
         return HeadOffsets(capacities, filled, self.begin_N.device)
 
     def move(self, entries_FD: Tensor, new: HeadOffsets) -> Tensor:
-        """Return entries copied to the segments of `new`, which has the same heads; what does not fit must be free slots."""
+        """Return entries copied, as slots are resized, to `new` segments of the same heads; what does not fit must be free."""
         head, column = self.places()
         stays = column < new.capacity_N[head]
         moved = entries_FD.new_zeros(new.rows, entries_FD.shape[-1])

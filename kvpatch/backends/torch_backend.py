@@ -72,7 +72,7 @@ def fuses(q_BHGQD: Tensor) -> bool:
 
 
 def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
-    """Compute exact attention of a prompt.
+    """Compute a layer's exact attention of a prompt or a replay, where no faster backend was chosen.
 
     Args:
         q_BHGQD: queries.
@@ -126,14 +126,14 @@ def attends_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> bool:
 
 
 def attend_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Return output [B,H,G,Q,D] and log-sum-exp [B,H,G,Q] of rows that see all of these keys, where `attends_before`."""
+    """Return output [B,H,G,Q,D] and log-sum-exp [B,H,G,Q] of rows that see all of these keys, as one part for `join_parts`."""
     out, lse = _call_flash(rearrange(q_BHGQD, "b h g q d -> b (h g) q d"), keys, geometry, causal=False)
     H = q_BHGQD.shape[1]
     return rearrange(out, "b (h g) q d -> b h g q d", h=H), rearrange(lse, "b (h g) q -> b h g q", h=H)
 
 
 def join_parts(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the output [...,D] and log-sum-exp [...] over all keys, of those of the same rows over two sets of keys."""
+    """Join attention of the same rows over two sets of keys, computed apart: output [...,D] and log-sum-exp [...] over all."""
     (out, lse), (more, its_lse) = one, other
     total = torch.logaddexp(lse, its_lse)
     base = total.masked_fill(total == -torch.inf, 0.0)  # a row that sees no key
@@ -142,9 +142,9 @@ def join_parts(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tupl
 
 
 def _call_flash(q_BNQD: Tensor, keys: Keys, geometry: Geometry, causal: bool) -> tuple[Tensor, Tensor]:
-    """Call the CPU's flash kernel: return output [B,N,Q,D] and log-sum-exp [B,N,Q], -inf where all of `keys` are empty.
+    """Call the CPU's flash kernel for a prompt: return output [B,N,Q,D], and log-sum-exp [B,N,Q], by which parts are joined.
 
-    causal: row i sees the keys up to column i; else all rows see all keys.
+    causal: row i sees the keys up to column i; else all rows see all keys, and the log-sum-exp is -inf if all are empty.
     """
     bias = _key_bias(keys, geometry, q_BNQD.dtype, causal)
     if bias is not None and bias.shape[1] != 1:
@@ -165,7 +165,7 @@ def _of_one_size(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) -> Tensor | None:
-    """Return the bias of each key's logit for all queries (ALiBi, and -inf for empty slots), or None if there is none.
+    """Return each key's bias for the CPU's flash kernel, alike for all queries: ALiBi, -inf for empty slots; None: neither.
 
     It is [B|1,H*G|1,1,T], or [B,H,1,T] if heads have different positions: not `shared`.
     """
@@ -180,7 +180,7 @@ def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) 
 
 
 def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """Attend from a prompt by scaled_dot_product_attention, in blocks of rows whose explicit masks have a bounded size."""
+    """Attend from a prompt by scaled_dot_product_attention where a causal mask will not do: in blocks with explicit masks."""
     B, H, G, Q, _ = q_BHGQD.shape
     k_BHTD, v_BHTD, dtype = keys.k_BHTD, keys.v_BHTD, q_BHGQD.dtype
     if geometry.slopes_HG is not None:  # ALiBi's bias exceeds half precision
@@ -189,6 +189,7 @@ def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geome
     heads = H * G if geometry.slopes_HG is not None else (1 if alike else H)
 
     def attend_rows(q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, start: int, stop: int) -> Tensor:
+        """Return the output of rows [start, stop), a block of the prompt; `_attend_in_blocks` calls it for each."""
         lo, hi = _find_columns(keys, geometry, start, stop)
         visible = _find_visible(keys, rows_BQ, geometry, start, stop, lo, hi)
         q = rearrange(q_BHGQD[:, :, :, start:stop], "b h g r d -> b (h g) r d")
@@ -220,7 +221,7 @@ def _attend_in_blocks(
 
 
 def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry) -> Iterator[tuple[int, int]]:
-    """Split rows into blocks whose masks of `heads` heads have a bounded size: taller where rows see fewer keys."""
+    """Split a prompt's rows into blocks whose masks of `heads` heads have a bounded size: taller where rows see fewer keys."""
     entries, start = (MASK_BLOCK if device == "cpu" else DEVICE_BLOCK) // heads, 0
     while start < Q:
         lo, hi = _find_columns(keys, geometry, start, start)  # a block of R rows sees R more
@@ -255,6 +256,7 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
     k, v = (t.to(dtype)[:, :, None] for t in (keys.k_BHTD, keys.v_BHTD))
 
     def attend_rows(q_BHGQD: Tensor, k: Tensor, v: Tensor, start: int, stop: int) -> Tensor:
+        """Return the output of rows [start, stop), a block of the prompt; `_attend_in_blocks` calls it for each."""
         lo, hi = _find_columns(keys, geometry, start, stop)
         x = q_BHGQD[:, :, :, start:stop].to(dtype) * geometry.scale @ k[:, :, :, lo:hi].transpose(-1, -2)
         visible = _find_visible(keys, rows_BQ, geometry, start, stop, lo, hi)[:, :, None]
@@ -300,7 +302,7 @@ def sum_logits(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _find_columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tuple[int, int]:
-    """Return the range of key columns that rows [start, stop) can see."""
+    """Return the range of key columns that a block of a prompt's rows, [start, stop), can see: others are not computed."""
     lo = 0
     if geometry.sliding is not None and keys.ordered:  # no window reaches further back, and a chunk's may reach less far
         lo = max(keys.past + start - geometry.sliding + 1, 0)
@@ -308,7 +310,7 @@ def _find_columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tupl
 
 
 def _find_visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: int, lo: int, hi: int) -> Tensor:
-    """Return a bool mask [B,1|H,R,M] of visible keys; a row that sees none, which is padding, sees itself, to give no NaN."""
+    """Return a block's mask [B,1|H,R,M] of visible keys; a row that sees none, which is padding, sees itself: no NaN."""
     positions = keys.positions_BHT[:, :1] if keys.past == 0 else keys.positions_BHT
     positions, rows = positions[:, :, None, lo:hi], rows_BQ[:, None, start:stop, None]
     column = torch.arange(lo, hi, device=rows.device)
@@ -420,7 +422,7 @@ def _clear_smallest(p_NGRM: Tensor) -> None:
 def _multiply_rows(
     a_NLK: Tensor, b_NKM: Tensor, parts: int, out_NLM: Tensor, scale: float = 1.0, minus: bool = False
 ) -> Tensor:
-    """Write scale * a @ b to `out_NLM`, less its old contents if `minus`, and return it.
+    """Write scale * a @ b to `out_NLM`, less its old contents if `minus`, and return it, for a block of `observe`.
 
     parts: a single matrix (N = 1) is cut into so many blocks of rows, a batch: the CPU's library gives each matrix of a batch
     to a thread of its own, and shares out a single one less well.
@@ -434,7 +436,7 @@ def _multiply_rows(
 
 
 def _row_blocks(ends: Sequence[int], entries: int, G: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows [start, stop) of blocks of about `entries` probabilities: taller where rows see fewer keys.
+    """Yield the rows [start, stop) of `observe`'s blocks of about `entries` probabilities: taller where rows see fewer keys.
 
     A block reads all keys and values that it sees, so it has 128 queries of the group or more; it also computes logits of keys
     that its first rows do not see, so its rows are an eighth of its keys or fewer, but for the first blocks. Blocks do not
@@ -485,7 +487,7 @@ class _Mask:
             x_NGRM.masked_fill_(gone, -torch.inf)
 
     def count(self, x_NGRM: Tensor, start: int, stop: int) -> Tensor:
-        """Return the number of keys [N,R] that each row of a masked block attends to."""
+        """Return the number of keys [N,R] that each row of a masked block attends to, for the statistic "count"."""
         if self.ends is None and not self.padded and self.geometry.sliding is None:
             row_R = torch.arange(start, stop, device=x_NGRM.device)
             return (self.keys.past + 1 + row_R).expand(len(x_NGRM), -1)
@@ -506,9 +508,9 @@ def find_greatest(
     lse_BHGQ: Tensor | None,
     factor_BQ: Tensor | None = None,
 ) -> Tensor:
-    """Return the greatest probability that a row of each query head gives each earlier key, [B,H,G,past].
+    """Return the greatest probability that a row of each query head gives each earlier key of a prompt, [B,H,G,past].
 
-    All rows see the earlier keys, so that with the rows' log-sum-exp their own keys are not needed.
+    For KVzip's score. Rows repeat a chunk: all see the earlier keys, so their own are not needed, given their log-sum-exp.
 
     Args:
         q_BHGQD: queries.
@@ -551,6 +553,7 @@ def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geo
         factor_NQ = factor_BQ.masked_fill(rows_BQ < 0, 0.0).to(most_NGT.dtype).repeat_interleave(H, 0)
 
     def keep_highest(rows: ProbabilityRows) -> None:
+        """Raise `most_NGT` in place to the probabilities of a block; `observe` calls it for each."""
         block = most_NGT[rows.n0 : rows.n1, :, rows.lo : rows.hi]
         p = rows.p_NGRM[..., : block.shape[2]]
         if factor_NQ is not None:
@@ -562,7 +565,7 @@ def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geo
 
 
 def _size_blocks(N: int, keys: int, on_cpu: bool) -> tuple[int, int]:
-    """Return how many of N heads, and how many of their rows, make a block of logits with so many keys."""
+    """Return how many of N heads, and of their rows, make a block of logits with so many keys, for `find_greatest`."""
     if on_cpu:
         return 1, max(32, min(256, CPU_BLOCK // keys))
     heads = max(1, min(N, DEVICE_BLOCK // (64 * keys)))
@@ -570,7 +573,7 @@ def _size_blocks(N: int, keys: int, on_cpu: bool) -> tuple[int, int]:
 
 
 def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
-    """Return the attention of an observation window per key: summed over its rows, averaged over the group, [B,H,T].
+    """Return a window's attention per key, for scores such as SnapKV's: sum over rows, mean over the group, [B,H,T].
 
     Args:
         q_BHGWD: queries of the window.
@@ -616,6 +619,7 @@ def window_folds(
     v_NTD = keys.v_BHTD.flatten(0, 1)
 
     def fold_rows(rows: ProbabilityRows) -> None:
+        """Join to `found_NT` in place what `fold` makes of a block of rows; `observe` calls it for each."""
         heads = slice(rows.n0, rows.n1)
         p = F.pad(rows.p_NGRM, (rows.lo, T - rows.hi))
         p = p.gather(-1, order_NT[heads, None, None].expand_as(p))  # columns in text order
@@ -631,7 +635,7 @@ def window_folds(
 
 
 def window_logits(q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_BW: Tensor, geometry: Geometry) -> Tensor:
-    """Return unmasked logits [B,H,G,W,T] of queries at positions `rows_BW`, in the dtype of scores. Changes nothing."""
+    """Return unmasked logits [B,H,G,W,T] of stored queries at `rows_BW`, for scores and in their dtype. Changes nothing."""
     dtype = accumulator(q_BHGWD.dtype)
     q = q_BHGWD.to(dtype) * geometry.scale
     x = (q.flatten(2, 3) @ k_BHTD.to(dtype).mT).unflatten(2, q.shape[2:4])  # keys are not copied for each query head

@@ -66,7 +66,7 @@ def _choose_block(device: torch.device) -> int:
 
 
 def _multiply_values(v_NTD: Tensor, rows_NDE: Tensor) -> Tensor:
-    """Return v W_O, with the sums and the result in the dtype of scores (float32 for a 16-bit model)."""
+    """Return v W_O for norms of it, with the sums and the result in the dtype of scores (float32 for a 16-bit model)."""
     dtype, device = accumulator(v_NTD.dtype), v_NTD.device
     if v_NTD.dtype == rows_NDE.dtype != dtype and device.type in WIDE_SUMS:
         return torch.bmm(v_NTD, rows_NDE.to(device), out_dtype=dtype)
@@ -74,7 +74,7 @@ def _multiply_values(v_NTD: Tensor, rows_NDE: Tensor) -> Tensor:
 
 
 def _norm_many(v_TD: Tensor, weight: Tensor, G: int, norm: int) -> Tensor:
-    """Return the norms [T] of many tokens of one KV head, averaged over its group; weight: [D,G*E], side by side."""
+    """Return the norms ||v W_O|| [T] of many tokens of one KV head, averaged over its group; weight: [D,G*E], side by side."""
     y_TE = _multiply_values(v_TD[None], weight[None])[0]
     if norm == 1:  # the mean over the group is one sum over all its elements, faster than vector_norm
         return y_TE.abs_().sum(-1) / G

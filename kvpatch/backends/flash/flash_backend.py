@@ -34,7 +34,7 @@ class Refused(RuntimeError):
 
 
 def reason(task: Task, case: Case) -> str | None:
-    """Return an error message if no flash kernel can perform the task, or None if one can."""
+    """Return an error message if no flash kernel can perform the task, or None if one can; asked when a backend is chosen."""
     if case.special:
         return f"it has no {' and no '.join(SPECIAL[name] for name in case.special)}"
     if case.bits != FULL:
@@ -97,7 +97,7 @@ def _ragged_reason(case: Case) -> str | None:
 
 
 def find_misfit(keys: Keys, geometry: Geometry) -> str | None:
-    """Return the reason why a kernel cannot attend to these keys although it takes their case, or None."""
+    """Return why a kernel cannot attend to these keys although it takes their case, or None; asked for each prompt."""
     if keys.past and keys.holes:
         return "keys before this piece lie in slots of their own per head"
     if keys.past and not keys.ordered and (geometry.sliding is not None or geometry.slopes_HG is not None):
@@ -111,7 +111,7 @@ def find_misfit(keys: Keys, geometry: Geometry) -> str | None:
 def attend(
     q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, real_B: list[int] | None = None
 ) -> tuple[Tensor, Tensor, str]:
-    """Compute attention of a prompt.
+    """Compute a layer's attention of a prompt, or a piece of one, where this backend was chosen for it.
 
     Args:
         q_BHGQD: queries.
@@ -170,7 +170,7 @@ def _attend_padded(
 
 
 def _find_real(real_BQ: Tensor, real_B: list[int]) -> tuple[Tensor, Tensor]:
-    """Return row and column of every real query, as real_BQ.nonzero() does, but without a wait for the device."""
+    """Return row and column of every real query, to pack them, as real_BQ.nonzero() does, but without a wait for the device."""
     device, total = real_BQ.device, sum(real_B)
     counts, begins = (on_device(list(numbers), device) for numbers in (real_B, itertools.accumulate([0, *real_B[:-1]])))
     row = torch.arange(len(real_B), device=device).repeat_interleave(counts, output_size=total)
@@ -179,7 +179,7 @@ def _find_real(real_BQ: Tensor, real_B: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _call_kernel(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case) -> tuple[Tensor, Tensor, str]:
-    """Call the first kernel that takes the case and does not refuse; a refusal is remembered and logged.
+    """Attend to a prompt by the first kernel that takes the case and does not refuse; a refusal is remembered and logged.
 
     packing: of sequences laid end to end, or None.
     """
@@ -205,7 +205,7 @@ def _call_kernel(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | Non
 
 
 def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None:
-    """Attend from one token over heads of different lengths, or return None if no kernel can.
+    """Attend in a decode step over heads of different lengths, or return None if no kernel can.
 
     For the kernel, every KV head is a sequence, and the queries of its group are the heads of one token. The kernel takes the
     used length of every sequence, so free slots need no mask. There is no result if slots must be masked (ALiBi, a window,

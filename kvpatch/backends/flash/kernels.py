@@ -48,10 +48,7 @@ class Packing:
 class Mask:
     """Scale and mask besides the causal one.
 
-    Attributes:
-        scale: factor of the logits.
-        left: columns that a row sees before its own; None for all.
-        slopes: ALiBi slopes [N], or None.
+    scale: factor of the logits. left: columns that a row sees before its own; None for all. slopes: ALiBi slopes [N], or None.
     """
 
     scale: float
@@ -95,11 +92,8 @@ class Kernel:
 class Generation:
     """A generation of FlashAttention, found by the arguments of its two functions.
 
-    Attributes:
-        arguments: those that tell it from other generations, besides COMMON.
-        asks: argument that asks for the log-sum-exp; None if it is always returned.
-        endless: side of a window without a limit.
-        limits: fields of its Kernel.
+    arguments: those that tell it from other generations, besides COMMON. asks: argument that asks for the log-sum-exp; None if
+    it is always returned. endless: side of a window without a limit. limits: fields of its Kernel.
     """
 
     arguments: frozenset[str]
@@ -108,16 +102,17 @@ class Generation:
     limits: dict[str, Any] = field(default_factory=dict)
 
     def find_kernels(self, modules: dict[str, Any]) -> Iterator[Kernel]:
-        """Yield a kernel for each of the modules, by name, that is of this generation."""
+        """Yield a kernel for each of the `modules`, by name, of this generation, when `kernels` looks for what is installed."""
         for name, module in modules.items():
             functions = [getattr(module, function, None) for function in ("flash_attn_func", "flash_attn_varlen_func")]
             if all(callable(f) and self.arguments | COMMON <= set(inspect.signature(f).parameters) for f in functions):
                 yield self._make_kernel(name, module)
 
     def _make_kernel(self, name: str, module: Any) -> Kernel:
-        """Return the Kernel that calls a module's functions with the arguments of this generation."""
+        """Return the Kernel that calls the functions of a module just found, with the arguments of this generation."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
+            """Attend to a prompt by the module: Kernel.attend of this kernel, which says what goes in and out."""
             left = mask.left
             if mask.slopes is not None:
                 # Under a causal mask flash-attn 2 adds slope * column, so that its log-sum-exp belongs to other logits and is
@@ -143,6 +138,7 @@ class Generation:
         def ragged(
             q: Tensor, k: Tensor, v: Tensor, once: Tensor, starts: Tensor, used: Tensor, longest: int, scale: float
         ) -> Tensor:
+            """Attend in a decode step over heads of different lengths by the module: Kernel.ragged of this kernel."""
             ends = {"cu_seqlens_q": once, "cu_seqlens_k": starts, "seqused_k": used}
             lengths = {"max_seqlen_q": 1, "max_seqlen_k": longest}
             out = module.flash_attn_varlen_func(q, k, v, **ends, **lengths, softmax_scale=scale)
@@ -169,7 +165,7 @@ MODULES = {"flash_attn_interface": "flash-attn-3", "flash_attn.cute": "flash-att
 
 
 def _import_installed() -> dict[str, Any]:
-    """Import the modules of MODULES that are installed; returns them by name and version."""
+    """Import the modules of MODULES that are installed, when kernels are first looked for; returns them by name and version."""
     found = {}
     for name, distribution in MODULES.items():
         try:
@@ -204,6 +200,7 @@ def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
         return
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
+        """Attend to a prompt by the operator: Kernel.attend of this kernel, which says what goes in and out."""
         options: dict[str, Any] = {"softmax_scale": mask.scale, "is_causal": True, "num_splits": 1}
         if mask.left is not None:
             options |= {"window_size_left": mask.left, "window_size_right": 0}
@@ -227,6 +224,7 @@ def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
         return
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
+        """Attend to a whole prompt by cuDNN: Kernel.attend of this kernel, which says what goes in and out."""
         inputs = (t.transpose(1, 2) for t in (q, k, v))
         call = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse, *_ = call(*inputs, None, True, 0.0, True, False, scale=mask.scale)
@@ -257,6 +255,7 @@ def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
     takes = {argument.name for argument in operator.default._schema.arguments}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
+        """Attend to a prompt by torch's operator: Kernel.attend of this kernel, which says what goes in and out."""
         starts = None if packing is None else packing.starts
         longest_q, longest_k = (q.shape[1], k.shape[1]) if packing is None else (packing.longest,) * 2
         window = {} if mask.left is None else {"window_size_left": mask.left, "window_size_right": 0}
@@ -267,6 +266,7 @@ def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
     def ragged(
         q: Tensor, k: Tensor, v: Tensor, once: Tensor, starts: Tensor, used: Tensor, longest: int, scale: float
     ) -> Tensor:
+        """Attend in a decode step over heads of different lengths by torch's operator: Kernel.ragged of this kernel."""
         return torch.ops.aten._flash_attention_forward(
             q, k, v, once, starts, 1, longest, 0.0, False, False, scale=scale, seqused_k=used
         )[0]

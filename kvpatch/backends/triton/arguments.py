@@ -18,7 +18,7 @@ LENGTHS = ["positions_b", "positions_h", "Q", "T", "past", "sliding"]
 
 
 def reason(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return the reason that the kernels do not support these queries, or None."""
+    """Return why the kernels of a prompt do not take such queries, or None; asked when a backend is chosen."""
     if dtype not in DTYPES:
         return f"the Triton kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if head_dim > WIDEST:
@@ -27,7 +27,7 @@ def reason(dtype: torch.dtype, head_dim: int) -> str | None:
 
 
 def check(q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor | None = None, noise_BHTG: Tensor | None = None) -> None:
-    """Raise ValueError for tensors that the kernels would misread."""
+    """Raise ValueError, before a launch, for tensors that the kernels of a prompt would misread."""
     why = reason(q_BHGQD.dtype, q_BHGQD.shape[-1])
     if why is not None:
         raise ValueError(f"{why}; use the torch backend")

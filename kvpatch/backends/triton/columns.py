@@ -67,7 +67,7 @@ def column_statistics(
 ) -> dict[str, Tensor]:
     """Return sums of probabilities over a prompt's rows for each key, [B,H,T] float32 by name, by one kernel.
 
-    A key that no row sees has zero.
+    For policies that score by the attention of a prompt's rows. A key that no row sees has zero.
 
     lse_BHGQ: log-sum-exp of the same logits (with attention sinks, if there are any); its values for padding and for rows
     that see nothing are ignored. noise_BHTG: exp(noise). spans_B4: `spans` of the rows, if they are known.
@@ -147,7 +147,7 @@ def _row_splits(programs: int, row_blocks: int, group: int) -> int:
 
 
 def _column_tile(dtype: torch.dtype, padded: int, Q: int) -> tuple[int, int, int, int]:
-    """Return keys, rows, warps and stages of a tile. padded: head size of a tile. Q: query rows."""
+    """Return keys, rows, warps and stages of a tile for a launch. padded: head size of a tile. Q: query rows."""
     rows = max(16, triton.next_power_of_2(Q))
     if dtype == torch.float32:  # no tensor cores: taller tiles, or fewer warps, spill registers
         return 64, min(rows, 32), 8, 2

@@ -77,7 +77,7 @@ known_rule = lru_cache(maxsize=256)(Rule)
 
 
 def reason(dtype: torch.dtype, head_dim: int, group: int, value_dim: int | None = None, bits: int = FULL) -> str | None:
-    """Return the reason that the kernels do not support such queries, or None.
+    """Return why the kernels of a decode step do not take such queries, or None; asked when a backend is chosen.
 
     value_dim: head size of the values; None if it is the keys'. bits: of keys and values.
     """
@@ -121,7 +121,7 @@ def step(
     codecs: Codecs = EXACT,
     splits: int | None = None,
 ) -> Tensor:
-    """Write one token per head into its slot, attend, observe and evict, all in place; return the output [B,H,G,D].
+    """Run a layer's decode step: write a token per head, attend, observe and evict in place; return the output [B,H,G,D].
 
     Args:
         q_BHGD: the new token's queries; any strides, but the last dimension is contiguous.

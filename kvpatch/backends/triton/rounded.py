@@ -39,7 +39,7 @@ class Columns(NamedTuple):
 
 
 def columns(codec: Codec, D: int) -> Columns:
-    """Return how a kernel lays out a tile of keys or values of D numbers; unrounded entries have one piece without groups."""
+    """Return how a decode step lays out a tile of keys or values of D numbers; unrounded ones have one piece without groups."""
     if not isinstance(codec, Rounded):
         return Columns(D, 0, D, _round_width(D), _round_width(D))
     return _make_columns(codec.bits, D // codec.groups, codec.header_bytes, D)

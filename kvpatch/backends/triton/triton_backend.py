@@ -39,7 +39,7 @@ ADVICE = (  # pattern of an error, and what to do about it
 
 
 def reason(task: Task, case: Case) -> str | None:
-    """Return the reason that the Triton kernels cannot do a task for such a layer, or None if they can."""
+    """Return why the Triton kernels cannot do a task for such a layer, or None if they can; asked when a backend is chosen."""
     served = () if task == "replay" else ("softcap", "sinks")
     unknown = [SPECIAL[name] for name in case.special if name not in served]
     if unknown:
@@ -94,7 +94,7 @@ def driver_problem() -> str | None:
 
 
 def advice(error: Exception) -> str | None:
-    """Return what the user can do about a kernel that does not compile or launch, "" if nothing is known.
+    """Return what the user can do about a kernel whose first launch has failed, "" if nothing is known.
 
     None: the error is of another kind, or comes from Triton's interpreter, where nothing is launched.
     """
@@ -155,7 +155,7 @@ def statistics(
     noise: Noise | None = None,
     spans_B4: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return statistics [B,H,T] by name of all rows of a prompt; policies/statistics.py defines them.
+    """Return the sums [B,H,T] by name, over all rows of a prompt, by which policies score; policies/statistics.py defines them.
 
     attended: what attention returned; normalizers that it lacks are computed. noise: of "gumbel". spans_B4: `spans`.
     """
@@ -187,7 +187,7 @@ def window_sums(
     lse_BHGW: Tensor | None = None,
     spans_B4: Tensor | None = None,
 ) -> Tensor:
-    """Return the probabilities [B,H,T] that the rows of a window give to each key: sum over rows, mean over G.
+    """Return the attention [B,H,T] of a window's rows to each key, for scores such as SnapKV's: sum over rows, mean over G.
 
     rows_BW: positions of the rows; -1: no row. lse_BHGW: their log-sum-exp if attention returned it, which saves a slow launch:
     few rows make few programs, each over many keys. spans_B4: `spans` of the rows, if they are known.
@@ -214,7 +214,7 @@ def _describe_noise(noise: Noise | None) -> dict[str, Any]:
 
 
 def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """Count the keys that each row of a prompt attends to, [B,H,Q]."""
+    """Count the keys that each row of a prompt attends to, [B,H,Q], for the statistic "count"."""
     B, H, _ = keys.positions_BHT.shape
     prompt_keys = rows_BQ - rows_BQ.masked_fill(rows_BQ < 0, torch.iinfo(torch.int64).max).amin(-1, keepdim=True) + 1
     past = keys.positions_BHT[:, :, : keys.past].sort(-1).values.contiguous()
@@ -270,7 +270,7 @@ def step(
     chosen: Rule,
     tau: float | Tensor,
 ) -> Tensor:
-    """Run a decode step of one token per row, written to each head's free slot; return the output [B,H,G,D].
+    """Run a layer's decode step of one token per row, written to each head's free slot; return the output [B,H,G,D].
 
     Statistics, positions and, if the rule chooses a victim, the next free slot are updated in place.
     """
