@@ -108,7 +108,7 @@ def end_edit(call: Call, past: int, q_BHGQD: Tensor) -> None:
 
 
 def _count_unseen(call: Call, past: int, new: int) -> None:
-    """Add to the state "unseen" how many rows too many `context.rows_seen`, which goes by positions, counts for each token.
+    """Add to the state "unseen", after an edit, by how many rows `context.rows_seen`, by positions, is too high for each token.
 
     A token is seen by the queries (rows) after it. But the rows after an edit have not seen its tokens, and the tokens before
     an edit are seen by its rows, of which positions count only the opened ones, so that there the number is negative.

@@ -325,7 +325,7 @@ class Call(LayerRead):
         return self.geometry.slopes_HG
 
     def statistic(self, name: str) -> Tensor:
-        """Return the state tensor `name` of the used slots, for a need to write to; one that does not exist begins as zero."""
+        """Return the state tensor `name` of the used slots, where a policy adds up what it sees; a new one begins as zero."""
         slots = self.slots
         if name not in slots.state:
             self.policy.needs.check_state(name, slots.state)
@@ -445,7 +445,7 @@ class Call(LayerRead):
         return {one.key: STATISTICS[one.key](block, one) for one in self.policy.needs.sums}
 
     def add(self, sums: dict[str, Tensor]) -> None:
-        """Add the sums [B,H,T] of a pass to the layer's, in place; the old ones are first multiplied by their decay."""
+        """Add a pass's sums [B,H,T], which scores read, to the layer's in place; old ones are first multiplied by decay."""
         slots = self.slots
         for one in self.policy.needs.sums:
             increment = sums[one.key]

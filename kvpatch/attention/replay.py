@@ -37,9 +37,10 @@ class ReplayPass:
         self.whole = 0 if padded else min(int(record.first_N[text_B].min()), positions_BQ.shape[1])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-        """Attend in a layer: each query sees the keys that the recorded run still held then. Changes nothing.
+        """Attend in a layer of a replay: each query sees the keys that the recorded run still held then. Changes nothing.
 
-        q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D].
+        q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. A replay reads recorded texts again in one pass,
+        as in training; the death of a key is the position at which it was evicted.
         """
         q, k = q.to(v.dtype), k.to(v.dtype)
         positions_BQ, H, Q = self.positions_BQ.to(q.device), k.shape[1], q.shape[2]
@@ -85,7 +86,7 @@ class _Kernels(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, name: str, case: Case
     ) -> Tensor:
-        """Return the output of the kernels, and save what the gradients need."""
+        """Attend in a layer of a replay by kernels, and save what the gradients need (autograd calls `backward` for them)."""
         found = backend(name).attend(q, keys, rows_BQ, geometry)
         ctx.save_for_backward(q, k, v, found.out, found.lse)
         ctx.rest = keys.positions_BHT, keys.deaths_BHT, keys.holes, keys.ordered, rows_BQ, geometry, name, case
@@ -94,7 +95,7 @@ class _Kernels(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v, by kernels, or by torch if these cannot be launched."""
+        """Return the gradients of q, k and v of a replay in training, by kernels, or by torch if these cannot be launched."""
         (q, k, v, out, lse), (positions, deaths, holes, ordered, rows_BQ, geometry, name, case) = ctx.saved_tensors, ctx.rest
         keys = Keys(k, v, positions, holes, 0, ordered, deaths_BHT=deaths)
         run = functools.partial(backend(name).gradients, q, keys, rows_BQ, geometry, Attended(out, lse), grad)

@@ -35,7 +35,7 @@ class Steps(BoundSteps):
 
 
 def find_steps(cache: TextState) -> Steps:
-    """Return what a cache keeps of its bound decode steps; an empty one is made at the first call."""
+    """Return what a cache keeps between decode steps (bound calls and steps, stacked layers); empty at the first call."""
     steps = cache.steps
     if steps is None:
         steps = cache.steps = Steps()

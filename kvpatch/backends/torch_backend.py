@@ -213,7 +213,8 @@ def _attend_in_blocks(
 ) -> Tensor:
     """Return the outputs of attend_rows(*inputs, start, stop) for all blocks of rows, joined.
 
-    In a replay masks differ by head; with gradients they are not kept but made again in the backward pass.
+    Only one block's masks or logits exist at a time: in a replay with gradients, whose masks differ by head, they are made
+    again in the backward pass.
     """
     if keys.deaths_BHT is not None and torch.is_grad_enabled():
         attend_rows = functools.partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=False)
@@ -284,7 +285,7 @@ def _cap_logits(x: Tensor, geometry: Geometry) -> Tensor:
 def weigh_logits(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> Tensor:
     """Return the softmax of logits over their last axis [B,H,G,...,M], with attention sinks in the denominator.
 
-    With sinks a row's weights add up to less than 1: their own weights are left out.
+    Called wherever torch needs probabilities. With sinks a row's add up to less than 1: those of sinks are left out.
 
     sinks: the sinks' logits, which broadcast to `x[..., :1]`; by default the geometry's. Models without sinks ignore them.
     """
@@ -465,7 +466,7 @@ class _Mask:
             self.slopes_NG = geometry.slopes_HG.repeat(B, 1)
 
     def apply(self, x_NGRM: Tensor, n0: int, n1: int, start: int, stop: int, lo: int, hi: int) -> None:
-        """Add ALiBi and masks to a block of logits in place: heads [n0, n1), rows [start, stop), key columns [lo, hi)."""
+        """Add ALiBi and masks to a block of `observe` in place: heads [n0, n1), rows [start, stop), key columns [lo, hi)."""
         R = stop - start
         positions = self.positions_NT[n0:n1, None, None, lo:hi]
         if self.geometry.slopes_HG is not None:

@@ -60,7 +60,7 @@ def reason(task: Task, case: Case) -> str | None:
 
 
 def _find_lack(kernel: Kernel, case: Case) -> str | None:
-    """Return the reason why a kernel cannot take a prompt of this case, or None if it can."""
+    """Return why a kernel cannot take a prompt of this case, or None; asked as a backend, then a kernel is chosen."""
     for asked, given, word in (
         (case.alibi, kernel.alibi, "ALiBi"),
         (case.window, kernel.window, "sliding window"),
@@ -80,7 +80,7 @@ def _find_lack(kernel: Kernel, case: Case) -> str | None:
 
 
 def _ragged_reason(case: Case) -> str | None:
-    """Return why flash kernels cannot attend over heads of different lengths; None if they can."""
+    """Return why flash kernels cannot run decode steps over heads of different lengths; None if they can."""
     if case.scores:
         return "a flash kernel returns no probabilities, and the scores of this step need them"
     for asked, word in (

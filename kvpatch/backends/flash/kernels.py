@@ -193,7 +193,7 @@ def _list_loaded() -> dict[str, Any]:
 
 
 def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
-    """Yield the operator of flash-attn 3, whose functions before 2026 return no log-sum-exp. It has no gradients."""
+    """Yield flash-attn 3's operator, if loaded: before 2026 its functions return no log-sum-exp. It has no gradients."""
     operator = getattr(torch.ops.flash_attn_3, "fwd", None)
     wanted = {"cu_seqlens_q", "max_seqlen_k", "softmax_scale", "is_causal", "window_size_left", "num_splits"}
     if operator is None or not wanted <= {argument.name for argument in operator.default._schema.arguments}:
@@ -248,7 +248,7 @@ def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
 
 
 def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
-    """Yield the flash kernel that torch brings, if this build has one that runs."""
+    """Yield the flash kernel that torch brings, if this build has one that runs; the last that `kernels` looks for."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     if operator is None or not torch.backends.cuda.is_flash_attention_available():
         return

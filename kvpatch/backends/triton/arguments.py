@@ -66,7 +66,7 @@ def flatten_float(tensor: Tensor | None) -> Tensor | None:
 
 
 def noise_tiles(noise_BHTG: Tensor | None, tau: float, logarithm: bool) -> Tensor | None:
-    """Return noise [B,H,G,T'] as tiles of keys read it: exp(noise), or its logarithm in base 2 over the temperature tau.
+    """Return Keyformer's noise [B,H,G,T'] as kernels read it: exp(noise), or its logarithm in base 2 over the temperature tau.
 
     T' is a multiple of NOISE_BLOCK: so that a tile's loads are wide and need no mask.
     """

@@ -47,7 +47,7 @@ def columns(codec: Codec, D: int) -> Columns:
 
 @lru_cache(maxsize=64)
 def _make_columns(bits: int, group: int, head: int, D: int) -> Columns:
-    """Return the layout of rounded entries. group: channels that share a scale. head: bytes before the codes."""
+    """Return how a kernel's tile lays out rounded entries. group: channels that share a scale. head: bytes before the codes."""
     piece = (D + 1) // 2 if bits == 4 else D
     step = math.gcd(group, piece)
     steps = _round_width(piece // step, 1)

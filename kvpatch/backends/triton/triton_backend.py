@@ -116,7 +116,7 @@ def attend(
     noise: Noise | None = None,
     spans_B4: Tensor | None = None,
 ) -> Attended:
-    """Compute attention of a prompt or a replay, without a graph; arguments and results as in torch_backend.attend.
+    """Compute a layer's attention of a prompt or a replay, without gradients; arguments and results as in torch_backend.attend.
 
     noise: to return the log-sum-exp of the noisy logits too. spans_B4: `spans` of the rows, if they are known.
     """
