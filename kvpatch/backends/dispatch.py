@@ -105,9 +105,11 @@ class Choice:
         if torch.compiler.is_compiling():
             return run()
         found = refusals.attempt(f"{name} {task}", case, run, backend(name).advice, written)
-        if found is None:
+        if found is None and name == self.known[task, case][0]:
             del self.known[task, case]
             self.of(task, case)
+        elif found is None:  # `instead` chose it: other calls keep their backend
+            self.record(task, "torch", f"{self.ran[task][1]}; {name}: {refusals.known[f'{name} {task}', case]}")
         return found
 
     def foresee(self, task: Task, case: Case) -> None:

@@ -10,7 +10,7 @@ from triton.runtime.errors import InterpreterError, OutOfResources, PTXASError
 
 import kvpatch
 from kvpatch.backends import refusals
-from kvpatch.backends.dispatch import Choice
+from kvpatch.backends.dispatch import Choice, backend
 from kvpatch.backends.protocol import Case
 from kvpatch.backends.triton import columns, decode, triton_backend
 from tests.helpers.marks import slow_but
@@ -162,3 +162,18 @@ def test_a_driver_that_does_not_load_is_refused_with_what_to_do(kind, monkeypatc
     reason = triton_backend.reason("decode", CUDA)
     triton_backend.driver_problem.cache_clear()
     assert told in reason and str(error) in reason
+
+
+def test_a_backend_chosen_instead_that_fails_is_not_said_to_have_run(monkeypatch):
+    """Flash cannot take one call, Triton fails at it: torch serves that call, and flash the next ones."""
+    monkeypatch.setattr(backend("flash"), "reason", lambda task, case: None)
+    chosen, (error, _) = Choice(), FAILURES["shared memory"]
+
+    def fail():
+        raise error
+
+    assert chosen.of("prompt", CUDA) == "flash" and chosen.instead("prompt", CUDA, "flash", "keys are out of order") == "triton"
+    assert chosen.attempt("prompt", CUDA, fail, name="triton") is None
+    served, why = chosen.ran["prompt"]
+    assert served == "torch" and why.startswith("flash: keys are out of order; triton: ") and "shared memory" in why
+    assert chosen.of("prompt", CUDA) == "flash"
