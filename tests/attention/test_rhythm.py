@@ -90,8 +90,8 @@ def test_held_tokens_rise_to_the_budget_and_m_minus_one_and_fall_back(model, pol
 @pytest.mark.usefixtures("no_gradients")
 def test_steps_between_evictions_choose_nothing(model, monkeypatch):
     """And a stack of layers takes all steps, whose Call stays bound."""
-    chosen, real = [], kvpatch.attention.decode.victims
-    monkeypatch.setattr(kvpatch.attention.decode, "victims", lambda *given: chosen.append(given) or real(*given))
+    chosen, real = [], kvpatch.attention.decode.find_victims
+    monkeypatch.setattr(kvpatch.attention.decode, "find_victims", lambda *given: chosen.append(given) or real(*given))
     for every, times in ((5, 3), (2, 7)):
         _, cache = run(model, prompt(2, 30), prompt(2, 15, seed=2), "h2o", 0.4, every=every)
         assert len(chosen) == times and cache.stacked

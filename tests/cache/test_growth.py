@@ -327,7 +327,7 @@ def test_what_is_too_large_is_found():
         "growing is not what": lambda layer: setattr(layer.mode, "growing", False),
         "fewer slots are free": lambda layer: setattr(layer.mode, "slack", layer.mode.slack + 1),
         "a head holds a token twice": lambda layer: layer.positions[1, 0, :2].fill_(0),
-        "filling is wrong": lambda layer: setattr(layer.mode, "filling", 0),
+        "filling is not the steps to go": lambda layer: setattr(layer.mode, "filling", 0),
     }
     with kvpatch.patched(model, "h2o", WIDE, strict=True):
         for words, spoil in spoils.items():

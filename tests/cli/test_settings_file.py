@@ -90,7 +90,7 @@ def test_check_takes_policy_and_seed(folder, file, tmp_path, monkeypatch):  # no
 
 def test_serve_hands_on_what_the_file_has(folder, file, monkeypatch):  # noqa: F811
     given = []
-    monkeypatch.setattr(serving, "run", lambda *arguments, keeping: given.append(arguments))
+    monkeypatch.setattr(serving, "run", lambda *arguments, conversations: given.append(arguments))
     assert run("serve", folder, "--settings", file, "--backend", "torch").exit_code == 0
     (_, policy, k, how, *_), = given  # fmt: skip
     assert (policy, k) == (kvpatch.get_policy("h2o").with_options("prompt", recent=4), 9)
