@@ -45,7 +45,7 @@ def test_the_table_names_policies_and_options_that_are_there():
 
 def test_a_use_is_found_by_its_key_and_a_slip_is_answered():
     assert find_use("chat").policy == "streaming_llm" and {use.key for use in list_uses("h2o")} == {"server"}
-    assert [use.key for use in list_uses("adakv")] == ["question"] and list_uses("window") == ()
+    assert [use.key for use in list_uses("tova")] == ["long"] and list_uses("window") == ()
     with pytest.raises(KVPatchError, match="Unknown use 'chatt'. Did you mean 'chat'.* Known: question, later"):
         find_use("chatt")
 

@@ -65,16 +65,16 @@ USES = (
         "snapkv",
         0.3,
         "It keeps what the prompt's last tokens look at: good for a fact that they ask for. Of code and of a system prompt's "
-        "rules it keeps less than eviction at random does, of a long list no more.",
-        also=("adakv",),
+        "rules it keeps less than the null, of one entry in a list of forty as much.",
     ),
     Use(
         "later",
         "read now, ask later",
         "kvzip",
         0.3,
-        "It reads the text twice and keeps what repeating it needs, whatever will be asked. No server takes it. Of policies "
-        "that read once `cur` keeps the most of facts, half, and less than eviction at random of how the text goes on.",
+        "It reads the text twice, holds all of it until then, and keeps what repeating it needs, whatever will be asked. No "
+        "server takes it. Of policies that read once `cur` keeps the most of facts, half, and less than the null of how the "
+        "text goes on.",
         {"floor": 0.2},
     ),
     Use(
@@ -82,8 +82,8 @@ USES = (
         "code, asked for in the prompt or later",
         "keyformer",
         0.5,
-        "Of policies that read once it keeps most of a function: half of the gain at a fifth of the prompt. `kvzip` keeps all "
-        "of it, and reads the prompt twice. For long answers take `roco`.",
+        "Of policies that read once it keeps the most of a function, half of the gain at a fifth of the prompt. `kvzip` keeps "
+        "all of it, and reads the prompt twice. For long answers take `roco`.",
         {"noise": "none"},
     ),
     Use(
@@ -91,24 +91,25 @@ USES = (
         "a chat",
         "streaming_llm",
         4096,
-        "It keeps the newest turns whole, and older facts hardly; protect the system prompt. Take as many tokens as memory "
-        "allows. `h2o` keeps more of code, and `kvzip` nearly all, by reading each turn twice.",
+        "It keeps the newest turns whole, and of facts in older turns a fifth; protect the system prompt. Take as many tokens "
+        "as memory allows. `h2o` keeps more of code, and `kvzip` nearly all, by reading each turn twice.",
     ),
     Use(
         "server",
         "a server",
         "h2o",
         4096,
-        "Requests are of all kinds: it keeps some of code, of rules as `random` does, little of facts. Where all end with a "
-        "question about a fact, take `snapkv`; where all are chats, `streaming_llm`; where answers are long, `roco`.",
+        "Requests are of all kinds: it keeps more than the null of code and of rules, no more of facts, and less of a chat's "
+        "older turns. Where all end with a question about a fact, take `snapkv`; where all are chats, `streaming_llm`; where "
+        "answers are long, `roco`.",
     ),
     Use(
         "long",
         "a long answer",
         "roco",
         4096,
-        "The budget also holds while the model writes. `roco` scores by mean attention, `tova` by the newest token's; `h2o` is "
-        "a little behind. `snapkv` stays nearer to the full cache, but keeps the whole answer.",
+        "The budget also holds while the model writes. `roco` scores by mean attention, `tova` by the newest token's; `h2o` "
+        "is farther from the full cache. `snapkv` is nearer, but evicts no token of the answer.",
         also=("tova",),
     ),
     Use(
@@ -116,7 +117,7 @@ USES = (
         "an endless stream",
         "streaming_llm",
         4096,
-        "It keeps the first four tokens and the newest ones, and computes no scores. `roco` stays nearer to the full cache.",
+        "It keeps the first four tokens and the newest ones, and computes no scores. `roco`, which does, keeps more.",
     ),
 )
 """The table, in the order in which it is shown."""

@@ -232,7 +232,7 @@ def test_the_chooser_names_what_the_lines_say(tmp_path):
     share, tokens = find_use("question"), find_use("server")
     measured = {(share.policy, share.k): [1 + x for x in noise], (tokens.policy, 0.2): [2 + x for x in noise]}
     write_lines(tmp_path / "asked.jsonl", losses | measured)
-    assert chooser.describe_use(tokens, folder=tmp_path) == "fact asked in the prompt: 50% [50, 50], null 25%"
+    assert chooser.describe_use(tokens, folder=tmp_path) == "at k=0.2: fact asked in the prompt: 50% [50, 50], null 25%"
     said = chooser.describe_use(find_use("question"), folder=tmp_path)
     assert said == "fact asked in the prompt: 75% [75, 75], null 25%"
     assert chooser.describe_use(find_use("long"), folder=tmp_path) == "not measured"

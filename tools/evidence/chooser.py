@@ -33,8 +33,8 @@ MEASURED = {
     "question": (0, 3, 8, 12),
     "later": (1, 4, 9, 13),
     "code": (3, 4),
-    "chat": (5, 7, 11),
-    "server": (0, 3, 5),
+    "chat": (11, 5, 7),
+    "server": (3, 5, 2, 0, 11),
     "stream": (2, 14),
 }
 """By key of kvpatch/policies/uses.py the measured uses that are nearest to it."""
@@ -50,7 +50,7 @@ def describe_use(use: UseOfTable, folder: Path = LINES) -> str:
             said.append(f"{WORDS[at]}: {shown_share(pair[0])}, null {100 * pair[1].mean:.0f}%")
     if use.key == "long" and label is not None and (own := describe_answers(folder / "answers.jsonl", label)):
         said.append(own)
-    return "; ".join(said) or "not measured"
+    return (f"at k={k}: " if said and k != use.k and use.key != "long" else "") + "; ".join(said) or "not measured"
 
 
 def find_pair(use: Use, label: str, k: float, folder: Path) -> tuple[Estimate, Estimate] | None:
