@@ -4,9 +4,9 @@ BFCL's conversations (tasks/tools.py) with prose and code as the results of thei
 the user's last message all results but the newest STAY go:
 
     kept            nothing is dropped: the full cache
-    read anew       what stands behind the first of them is read again without them, on what stands before
-    forgotten       `cache.forget()`: what was read behind a result has seen it, and stays
-    summary         `patch.replace()`: each result's first tokens stay in its place, and some tokens behind are read again
+    read anew       what comes after the first of them is read again without them, on what stands before
+    forgotten       `cache.forget()`: what was read after a result has seen it, and stays
+    summary         `patch.replace()`: each result's first tokens stay in its place, and some tokens after it are read again
     budget          h2o with 1,024 tokens a head, which evicts by itself; the same, and results are forgotten too
 
 Judged are the right calls after the last message. Time is that of the process from the edit to the end of this message; bytes
@@ -39,7 +39,7 @@ from .texts import functions, group_parts, sentences
 STAY, SUMMARY, BUDGET, LEAST, MOST = 3, 48, 1024, 4000, 4800
 ANEW = "read anew"
 AGAIN = {"summary in place": 0, "summary, and 64 tokens read again": 64, "summary, and 256 read again": 256}
-"""Tokens behind a result that are read again."""
+"""Tokens after a result that are read again."""
 WHOLE, BUDGETED = ("kept", "forgotten", *AGAIN), ("budget", "budget, forgotten")
 WAYS = ("kept", ANEW, "forgotten", *AGAIN, *BUDGETED)
 
@@ -81,7 +81,7 @@ def make_loops(tokenizer: Any, count: int) -> list[Loop]:
 
 
 def _put_results(tokenizer: Any, sample: Sample, calls: list[list[str]], pages: list[list[int]]) -> Loop:
-    """Put a page behind each call of a conversation."""
+    """Put a page after each call of a conversation."""
     encode = Frame(tokenizer).encode
     end, ids, spans, left, message = "<|im_end|>\n<|im_start|>", sample.turns[0], list[Span](), iter(pages), Ids()
     for turn, own in zip(sample.turns[1:], calls, strict=True):
@@ -116,7 +116,7 @@ class Meter:
         self.found[way] = {name: round(value, 5) for name, value in found.items()} | {"seconds": seconds, "bytes": size}
 
     def read_anew(self) -> None:
-        """Read what stands behind the first result without those that go, by the unpatched model: others stand beside it."""
+        """Read what comes after the first result without those that go, by the unpatched model: others stand beside it."""
         (start, at), *others = self.loop.dropped
         _, cache = read_ids(self.model, self.history[:start], None)
         left: Ids = ()

@@ -49,7 +49,7 @@ class CountedLayer(DynamicLayer):
 
 
 def count_offloaded(model: Any, ids_1N: torch.Tensor, tokens: int) -> tuple[float, float]:
-    """Return the full caches that an offloaded cache reads and writes for a token, of `tokens` behind the first.
+    """Return the full caches that an offloaded cache reads and writes for a token, of `tokens` after the first.
 
     The text of N tokens is read first. What is read and written is divided by what the cache holds at the end.
     """

@@ -31,12 +31,12 @@ leaves these out.
 
 **How to read the tables.** Loss: nats of the right answer per token (or digit) above the full cache's, the mean over
 samples with its 95% interval (bootstrap over samples). The model is given the start of the right answer, and only the
-tokens behind it count, so that all of them are predicted from what is left of the cache. Gain kept: 1 for the full cache, 0
+tokens after it count, so that all of them are predicted from what is left of the cache. Gain kept: 1 for the full cache, 0
 for a model that has not read the text. Bytes are a share of the full cache's once the prompt is evicted. **Bold** loses
 less than the null, *slanted* more: paired over samples, p below 0.05 after Holm's correction over the table. The null,
 `{null}`, evicts at random and spares the first four and the last 64 tokens: it shows how much these
 alone explain. `k` is a share of the prompt; at k = 0.1 they fill the null's budget, which makes it a window. Samples are
-counted at a fifth; other budgets have 16 or more.
+counted at a fifth; other budgets have 16 or more, of which the shares of the table of uses are.
 """
 LINK = "https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct"
 

@@ -30,7 +30,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def append(path: Path, groups: Iterable[list[Line]]) -> Iterator[Line]:
-    """Append lines, a whole group at once, and yield them; what a stopped run left behind the last whole line is removed."""
+    """Append lines, a whole group at once, and yield them; what a stopped run left after the last whole line is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
         path.write_bytes(text[: text.rfind(b"\n") + 1])

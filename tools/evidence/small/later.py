@@ -1,6 +1,6 @@
 """Which policy for questions that come later? Recall's, after compression, under policies made for them and the best others.
 
-`kvzip` repeats the context behind <rec>, which is how these models were taught to copy. `learned` learns from `kvzip_plus`, on
+`kvzip` repeats the context after <rec>, which is how these models were taught to copy. `learned` learns from `kvzip_plus`, on
 contexts of the same kind that no sample has.
 """
 

@@ -36,8 +36,8 @@ Versions: {versions}.
 LATER = """\
 ## Questions after compression
 
-Recall's eight questions once its context is compressed. kvzip repeats the context behind the token that these models copy
-behind. roco, keyformer, h2o, window and random hold their budget while they answer; the others evict the context once and
+Recall's eight questions once its context is compressed. kvzip repeats the context after the token that asks these models
+to copy. roco, keyformer, h2o, window and random hold their budget while they answer; the others evict the context once and
 keep all that follows.
 """
 

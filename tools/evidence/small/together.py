@@ -62,7 +62,7 @@ def feed_answers(model: PreTrainedModel, setting: Setting, samples: list[Sample]
     """Which answers of each sample's row are right, bool [A]. The prompt is read at once, all that follows one by one.
 
     The true tokens are fed: an answer that is right throughout is the one that greedy decoding gives. A token alone is
-    a decode step, so policies that evict once leave a question behind the prompt whole, and under the others the budget
+    a decode step, so policies that evict once leave a question after the prompt whole, and under the others the budget
     holds.
     """
     for batch, draw in together(samples, setting):
