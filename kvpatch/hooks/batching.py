@@ -14,6 +14,7 @@ from transformers import GenerationMixin
 
 from ..arch.kinds import position_limit
 from ..arch.rotary import switch_length
+from ..backends.entry_sizes import count_entry_bytes
 from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix, Prefixes
 from ..policies.served import refuse
@@ -81,7 +82,8 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
         refuse("continuous batching", state.combine(chunks=chunks, sharded=sharded, messages=messages))
         from ..serving import engine
 
-        kv_bytes = sum(one.heads * (one.key + one.value) for one in state.shapes) * self.dtype.itemsize
+        bits, size, layers = state.settings.bits, self.dtype.itemsize, zip(state.shapes, state.settings.latent, strict=True)
+        kv_bytes = sum(one.heads * count_entry_bytes(bits, one.key, one.value, size, latent) for one, latent in layers)
         positions, limit = _limit_positions(self, state)
         reader = self.get_submodule(decoder)
         find = functools.partial(_find_prefix, reader, state.prefixes)

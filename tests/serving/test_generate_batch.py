@@ -98,6 +98,21 @@ def test_chunks_of_whole_blocks():
         assert batched(model, texts, max_batch_tokens=60) == [alone(model, ids) for ids in texts]
 
 
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_rounded_entries_leave_room_for_more_blocks(bits):
+    """The engine divides its memory by the bytes that a token takes: those of rounded entries are fewer."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 99, bits=bits) as patch, torch.no_grad():
+        manager = model.init_continuous_batching(continuous_batching_config=engine(num_blocks=8))
+        sizes = []
+        for n in (20, 61):
+            cache = patch.new_cache()
+            model(torch.tensor(prompts((n,))), past_key_values=cache)
+            sizes.append((sum(layer.kv.nbytes for layer in cache.layers), sum(layer.kv.width for layer in cache.layers)))
+        (less, slots), (more, slots_of_more) = sizes
+        assert (more - less) * len(cache.layers) == manager.terms.kv_bytes * (slots_of_more - slots)
+
+
 def test_a_large_request_is_not_overtaken():
     """Small ones that come later would leave it no room as long as any come."""
     model, texts = make("llama_gqa"), prompts((12, 60, *[12] * 12))
