@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..backends.entry_sizes import FULL
 from ..cache.cache import EvictingCache
 from ..cache.holding import count_held, keeps_new
 from ..cache.messages import Messages
@@ -47,8 +48,14 @@ def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: 
             f"This request has no limit of new tokens, and schedule={settings.policy.schedule!r} keeps all that are generated: "
             "give max_new_tokens, or schedule='both'."
         )
-    held = [max(*count_held(settings, layer, prompt, new, read=read).heads, prompt if whole else 0) for layer in layers]
+    unrounded = _count_unrounded(settings, prompt) if whole else 0
+    held = [max(*count_held(settings, layer, prompt, new, read=read).heads, unrounded) for layer in layers]
     return -(-sum(held) // len(held))
+
+
+def _count_unrounded(settings: CacheSettings, tokens: int) -> int:
+    """Count at least so many rounded tokens as take the memory of these, which are rounded only where their prompt ends."""
+    return tokens * FULL // settings.bits
 
 
 def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, rest: int, new: int, whole: bool) -> int:
@@ -65,7 +72,7 @@ def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, r
             count = before + max(count_held(settings, layer, rest, new).heads)
         else:
             count = before + rest + new
-        most.append(max(count, before + rest if whole else 0))
+        most.append(max(count, _count_unrounded(settings, before + rest) if whole else 0))
     return -(-sum(most) // len(most))
 
 

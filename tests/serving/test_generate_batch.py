@@ -113,6 +113,15 @@ def test_rounded_entries_leave_room_for_more_blocks(bits):
         assert (more - less) * len(cache.layers) == manager.terms.kv_bytes * (slots_of_more - slots)
 
 
+@pytest.mark.parametrize(("options", "held"), [({}, 12), ({"schedule": "decode"}, 90 * 4)])
+def test_a_prompt_that_waits_to_be_rounded_claims_its_memory(options, held):
+    """Where no block can end before the prompt does, its tokens are rounded, and evicted, only there."""
+    with kvpatch.patched(make("llama_gqa"), "h2o", 12, bits=4, **options) as patch:
+        pool = RequestPool(patch.settings, 1000, 1, 32, torch.device("cpu"))
+        assert pool.count_blocks(90, 5) == held
+        assert pool.count_blocks(20, 5) <= 25, "of one pass: a layer is rounded before the next one is read"
+
+
 def test_a_large_request_is_not_overtaken():
     """Small ones that come later would leave it no room as long as any come."""
     model, texts = make("llama_gqa"), prompts((12, 60, *[12] * 12))
