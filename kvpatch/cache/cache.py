@@ -33,7 +33,8 @@ class EvictingCache(TextState):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens SEEN (columns, padding included), so that positions go on as if none were evicted.
 
-        Models and transformers ask, a hybrid's by the number of any of its layers. Under torch.compile it is a 0-d tensor.
+        Models and transformers ask; of a hybrid, which has recurrent layers too, by any layer's number. Steps of compiled code
+        are counted first; inside such code the result is a 0-d tensor.
         """
         if torch.compiler.is_compiling() and self.counters.device is not None:
             return self.counters.device.columns  # type: ignore[return-value]
@@ -183,9 +184,9 @@ class EvictingCache(TextState):
     # ---- rows of the batch ----
 
     def _map_rows(self, what: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change`, which selects, reorders or repeats rows, in place to every tensor that has the batch first.
+        """Replace every tensor that has the batch first by `change` of it, which selects, reorders or repeats rows.
 
-        what: the method that calls, for errors.
+        what: the calling method, for errors. Joined texts get the longest row's columns and counters; unused slots are freed.
         """
         with self.changing(what):
             self.catch_up()
@@ -222,7 +223,7 @@ class EvictingCache(TextState):
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put row `beam_idx[i]` at row i. Beam search of transformers calls this after each step."""
+        """Put row `beam_idx[i]` at row i, for beam search after each step; dropped rows' lifetimes are kept for replays."""
         self.check_finished()
         checks.check_beams(beam_idx, self.seen_B)
         lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.select_dropped(beam_idx, self.seen_B)
@@ -245,7 +246,7 @@ class EvictingCache(TextState):
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def _may_shrink(self, before_B: Tensor | None) -> bool:
-        """Tell if fewer slots may be enough after rows were selected. before_B: lengths before; reordered beams keep theirs."""
+        """Tell if fewer slots may be enough after rows were selected: not if beams were reordered. before_B: lengths before."""
         if before_B is None or self.seen_B is None or not any(layer.holes for layer in self.layers):
             return False
         uneven = any(layer.every > 1 or isinstance(layer.mode, Moving) for layer in self.layers)  # rows of equal length, too

@@ -82,7 +82,7 @@ def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Ten
 
 
 def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
-    """Raise KVPatchError if a user's row number is below `low`, or not below the number of rows B."""
+    """Raise KVPatchError if a user's row number is below `low`, or not below B; an `index` on a GPU is not read."""
     if not at_hand(index):
         return  # the copy itself checks this on the device, without a wait
     wrong = index[(index < low) | (index >= B)]
@@ -94,7 +94,7 @@ def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
 
 
 def read_whole(value: Any) -> Any:
-    """Return a user's whole number of any library (torch, numpy) as an int of Python; anything else, a bool too, as it is."""
+    """Return a whole number of any library (torch, numpy) as Python's int; anything else as it is, for the caller to refuse."""
     value = as_python(value)
     try:
         return value if isinstance(value, bool) else operator.index(value)

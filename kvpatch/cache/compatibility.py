@@ -63,7 +63,10 @@ def _check_same(index: int, first: TextState, cache: TextState) -> None:
 
 
 def _check_reader(index: int, first: TextState, cache: TextState) -> None:
-    """Raise KVPatchError if caches to be joined were read by two models, or weights have changed. Adapters may differ."""
+    """Raise KVPatchError if caches to be joined were read by two models, or weights have changed; adapters may differ.
+
+    `read_by`: a fingerprint of the model that has read a cache; None: not known.
+    """
     there, here = cache.read_by, first.read_by
     changed = None if there is None or here is None else there.with_adapters(here.adapters).differs(here)
     if changed is not None:

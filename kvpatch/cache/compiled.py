@@ -60,7 +60,8 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
 def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | None, ids_B1: Tensor | None = None) -> None:
     """Begin a decode step that torch.compile traces, as passes.begin() begins any other; its checks run on the device.
 
-    The decoder's pre-hook calls this; sets `cache.now`. real_BT: the attention mask. ids_B1: the new tokens.
+    The decoder's pre-hook calls this. Sets `cache.now`, marks each layer as `traced`, and writes the ids of the new tokens,
+    `ids_B1`, to the counters' tape. max_positions: of the model, or None. real_BT: the attention mask.
     """
     if real_BT is not None:
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")

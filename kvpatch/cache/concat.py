@@ -99,9 +99,10 @@ def _make_blank(cache: Text) -> Text:
 
 
 def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
-    """Set the counters of a joined cache: decode steps of each row since its prompt, and the steps that it was asked for.
+    """Set `new.counters` of a joined cache: decode steps of each row since its prompt (`steps` less the row's `shortfall_B`).
 
-    They are kept per row only if the policy's temperature depends on them.
+    `span_B`: steps over which a policy's softmax temperature changes, such as those that the row was asked for. Both are kept
+    per row only if that temperature depends on them.
     """
     policy, steps, spans = new.settings.policy, [], list[Tensor]()
     for cache in caches:
@@ -172,7 +173,7 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _JoinedLimits) -
 
 
 def lay_out_anew(cache: TextState, layer: SlotLayer, part: SlotLayer) -> None:
-    """Replace a layer's tokens by those of `part`, after an edit of the text.
+    """Replace a layer's tokens by those of `part`, its copy after an edit of the text, where removed tokens' positions are -1.
 
     They are copied in text order to new slots, as many as the end of a prompt would allocate. Changes `layer` in place.
     """
@@ -191,7 +192,10 @@ def _list_goals(parts: list[SlotLayer]) -> list[int] | None:
 
 
 def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: list[int] | None) -> None:
-    """Make a joined layer's empty buffers for heads of `counts` tokens, ragged (heads differ) if dense ones waste too much."""
+    """Set a joined layer's `kv`, `positions` and `state` to empty buffers, ragged (heads differ) if dense ones waste too much.
+
+    counts: tokens of each head. goals: its slots at its budget; None: nothing is evicted.
+    """
     like = parts[0]
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
     centres = [part.kv.centre for part in parts if part.kv.centre is not None]
@@ -236,7 +240,10 @@ def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
 
 
 def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: bool) -> None:
-    """Set the mode of a joined layer: where its next token goes. moved: tokens fill the first slots of each head."""
+    """Set the mode of a joined layer: where its next token goes. moved: tokens fill the first slots of each head.
+
+    counts: tokens of each head. goals: its slots at its budget; None: nothing is evicted.
+    """
     C, held = new.positions.shape[2], max(counts)
     next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
     if goals is not None:

@@ -98,7 +98,7 @@ def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: st
 
 
 def read_span(span: object, empty: bool = False) -> Span:
-    """Return the user's span as (start, stop). Raises KVPatchError for anything else; one without tokens needs `empty`."""
+    """Return the user's span as (start, stop). Raises KVPatchError for anything else. empty: it may have no tokens (insert)."""
     wanted = "give (start, stop), positions of the text with stop left out, such as (12, 80)."
     given = as_python(span)
     ends = [checks.read_whole(one) for one in given] if isinstance(given, Sequence) and not isinstance(given, str) else []
@@ -113,7 +113,7 @@ def read_span(span: object, empty: bool = False) -> Span:
 
 
 def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
-    """Take the positions that an edit has marked in each row out of a layer; its other tokens are copied to new buffers."""
+    """Take the positions that an edit marks in `gone_BT` out of a layer, which gets new buffers with copies of the others."""
     positions = layer.positions[:, :, : layer.used]
     at_BHT = positions.clamp(0, gone_BT.shape[1] - 1)
     gone_BHT = gone_BT[:, None].expand(-1, positions.shape[1], -1).gather(2, at_BHT) & (positions >= 0)
@@ -129,7 +129,10 @@ def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
 
 
 def crop(cache: TextState, tokens_to_remove: int) -> None:
-    """Roll back the last tokens: see EvictingCache.crop."""
+    """Roll back the last tokens of all layers, counters and ids, for EvictingCache.crop, which says what the argument means.
+
+    A cache of drafts (`request.drafts`) that cannot do it is emptied instead.
+    """
     cache.check_finished()
     cache.catch_up()
     count = checks.count_removed(tokens_to_remove, cache.seen)
@@ -183,7 +186,11 @@ def drop_last(cache: TextState, count: int) -> None:
 
 
 def can_crop(cache: TextState, count: int) -> bool:
-    """Tell if crop() can take back the last `count` tokens exactly: they were recorded, or had no effect on other tokens."""
+    """Tell if crop() can take back the last `count` tokens exactly: they were recorded, or had no effect on other tokens.
+
+    A policy `remembers` if its sums take up the attention of later tokens, and `revises` if later tokens of a prompt change
+    what is stored with earlier ones.
+    """
     settings = cache.settings
     inside = cache.counters.steps < count < cache.seen  # a prompt, whose other tokens stay
     pairs = zip(settings.evicts, settings.policies, strict=True)

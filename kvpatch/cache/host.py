@@ -82,7 +82,7 @@ class MappedRows:
         self.rows_NE = torch.frombuffer(self._map, dtype=self.dtype).view(count, self.width)
 
     def release(self) -> None:
-        """Let the system take the memory of the file's pages."""
+        """Let the system take the memory of the file's pages, once attention has read a layer: the file keeps the rows."""
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -99,7 +99,10 @@ def _reserve(file: int, size: int) -> None:
 
 
 def find_free(folder: Path | None, device: torch.device) -> tuple[str, int | None]:
-    """Return where rows of layers on a device lie, in words for errors, and the bytes free there; None if nothing tells."""
+    """Return the place to which entries of layers on `device` are offloaded, as a phrase for errors, and its free bytes.
+
+    The place is a folder on disk, or host memory for a GPU. None: nothing tells the bytes. Called before tokens are read.
+    """
     if folder is not None or device.type == "cpu":
         place = folder or Path(tempfile.gettempdir())
         return str(place), shutil.disk_usage(place).free
@@ -160,7 +163,7 @@ class HostLayer(CacheLayerMixin):
         self.length = stop
 
     def count_rows(self, count: int) -> int:
-        """Return the rows of the store once it has room for `count`."""
+        """Return how many rows the store has once it has grown to take `count`: for `append`, and to check memory before."""
         held = len(self.store.rows_NE) if self.is_initialized else 0
         return held if count <= held else max(count, int(self.length * GROWTH), FEWEST)
 

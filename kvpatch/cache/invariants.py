@@ -175,7 +175,7 @@ class _LayerState:
             self._check_filling(mode)
 
     def _check_appended(self) -> None:
-        """Check a layer whose tokens are appended after the used columns."""
+        """For `check`: raise InvalidError if a layer whose tokens are appended has empty slots, or old tokens at the end."""
         layer, real = self.layer, self.occupied
         must(layer.holes or (self.held_BH == layer.used), "slots are empty that should not be")
         later = real.long().flip(-1).cumsum(-1).flip(-1)  # the newest tokens, so that they can be rolled back
@@ -183,14 +183,14 @@ class _LayerState:
         must(newest, "what was appended is not the newest")
 
     def _check_filling(self, mode: Filling) -> None:
-        """Check that all heads reach their budget after the same number of steps."""
+        """For `check`: raise InvalidError unless all heads reach their budget after the same number of steps."""
         layer = self.layer
         most = layer.used + mode.filling - (layer.every - 1)
         leads = layer.keep_BH1 is not None and bool((layer.keep_BH1 == most).all())
         must(not layer.holes and leads, "filling does not lead to the budget")
 
     def _check_evicting(self, mode: Evicting) -> None:
-        """Check a layer that evicts: each head has one slot free for the next token, or is below its budget."""
+        """For `check`: raise InvalidError unless each head has one slot free for the next token, or is below its budget."""
         layer, free_BH = self.layer, mode.free_BH
         keep_BH = layer.own_budget_BH1[..., 0] + layer.every - 1  # between steps
         must(self.held_BH <= keep_BH, "a head holds more than its budget")
@@ -210,7 +210,7 @@ class _LayerState:
             must(full and (self.held_BH == layer.used - 1), "slots are empty that should not be")
 
     def _check_moving(self, mode: Moving) -> None:
-        """Check a layer under a budget that follows the text: a head may evict none, one or several tokens at a step.
+        """For `check`: raise InvalidError if a head holds more than a budget that follows the text ever lets it.
 
         Every column is a slot. Each head has an empty one for the next token, or larger buffers are allocated before it.
         """
@@ -222,7 +222,7 @@ class _LayerState:
         must(mode.growing or mode.slack == mode.grown == 0, "slack where no head may need more slots")
 
     def _check_free(self, mode: Slotted, short_BH: Tensor, full_BH: Tensor) -> None:
-        """Check the free slots of heads, and how many tokens still find one.
+        """For `check`: raise InvalidError if a head's free slot is taken, or fewer slots are free than the mode counts.
 
         short_BH: the head may need more slots than it has. full_BH: it may have no free slot.
         """
@@ -234,7 +234,7 @@ class _LayerState:
         must(~short_BH | (self.limit_BH - self.held_BH >= mode.slack - mode.grown), "fewer slots are free than it says")
 
     def _check_growing(self, mode: Growing) -> None:
-        """Check the free slots after each head's tokens, in a layer that evicts nothing."""
+        """For `check`: raise InvalidError if slots after each head's tokens are not free, in a layer that evicts nothing."""
         layer, free_BH = self.layer, mode.free_BH
         must(layer.holes, "no slot may be empty where tokens go into free slots")
         self._check_all_used()
@@ -247,7 +247,7 @@ class _LayerState:
         must(~recent | (layer.positions == self.seen_B11 - age), "what was appended is not the newest")
 
     def _check_all_used(self) -> None:
-        """Check that each column is a slot in use, as in every layer that names free slots."""
+        """Raise InvalidError unless each column is a slot in use, as in every layer that names free slots."""
         must(self.layer.used == len(self.column), f"{self.layer.used} of {len(self.column)} columns are in use as slots")
 
 

@@ -323,7 +323,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     # ---- evicting ----
 
     def allocate(self, index_BHK: Tensor | None, kept_BHK: Tensor | None, layout: Layout) -> None:
-        """End a prompt: allocate slots by `layout` and move the entries at `index` (None: all used ones) into them."""
+        """End a prompt: allocate slots by `layout` and move the entries at `index_BHK` (None: all used ones) into them.
+
+        kept_BHK: False where a head keeps fewer than K, so that the slot is empty; None: each keeps K.
+        """
         if index_BHK is None:
             self.round()
             self.resize_slots([max(*layout.capacities, self.used)])
@@ -345,7 +348,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.state["protect"][:, :, :K] &= kept_BHK
 
     def replace_values(self, values_BHKD: Tensor, kept_BHK: Tensor | None) -> None:
-        """Replace the values of the kept tokens by merged ones, where a prompt or a block of it ends."""
+        """Replace the kept tokens' values by merged ones, where a prompt or a block ends. kept_BHK: False for an empty slot."""
         columns = torch.arange(values_BHKD.shape[2], device=values_BHKD.device).expand(values_BHKD.shape[:3])
         rows, values = self.kv.rows_of(columns), values_BHKD.detach().flatten(0, 2)
         if kept_BHK is not None:
@@ -454,7 +457,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.update_pace(counts, goals)
 
     def update_pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Update the steps until each head evicts, if it evicts several tokens at once. counts, goals: see `measure_room`."""
+        """Set the mode's steps until heads evict, after slots changed, if `every` > 1. counts, goals: see `measure_room`."""
         if isinstance(self.mode, Evicting) and self.every > 1:
             self.mode.every = self.every
             self.mode.waits = list_waits(counts or self.counts(), goals or self.list_goals() or ())
@@ -513,7 +516,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.measure_room()
 
     def pack(self) -> None:
-        """Move each head's tokens, in text order, to new slots as of a prompt's end: a moving budget's are too few or many."""
+        """Move each head's tokens, in text order, to new slots, where a moving budget's are too few or too many for them."""
         counts, goals = self.counts(), self.list_goals()
         with torch.inference_mode(False), torch.no_grad():
             (B, H, _), old = self.positions.shape, self.positions
@@ -565,7 +568,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.graph = (gather_entries(self.graph[0], index_BHK), gather_entries(self.graph[1], index_BHK))
 
     def _round_graph(self) -> None:
-        """Let the next block attend to rounded keys and values; gradients pass the rounding unchanged."""
+        """Round `graph` (keys and values with gradients) for the next block's attention; gradients pass unchanged."""
         if self.graph is not None and not all(codec.exact for codec in self.kv.codecs):
             keys, values = self.kv.numbers(self.used)
             with torch.enable_grad():

@@ -185,7 +185,7 @@ def check_same_model(recorded: dict[str, Any], wanted: dict[str, Any], what: str
 
 
 def _widen_tensor(tensor: Tensor, columns: int, value: int) -> Tensor:
-    """Return a tensor of at least so many columns, those added holding `value`."""
+    """Return a tensor of at least so many columns, those added holding `value`; some more, for tokens to come."""
     more = columns - tensor.shape[-1]
     return tensor if more <= 0 else F.pad(tensor, (0, more + slack(columns)), value=value)
 

@@ -76,7 +76,10 @@ class ReadingSlots(DenseSlots):
 
 
 def make_prompt_slots(keys: Tensor, values: Tensor, bits: int, latent: bool = False) -> DenseSlots:
-    """Make the slots of a first prompt from its columns [B,H,C,D]; if bits < 16, they are rounded where it ends."""
+    """Make the slots of a first prompt from its columns [B,H,C,D]; if bits < 16, they are rounded where it ends.
+
+    latent: values are a part of their keys, and not stored.
+    """
     rounding = codecs(bits, keys.shape[-1], values.shape[-1], keys.dtype, latent)
     if bits == FULL:
         return DenseSlots(keys, values, rounding)

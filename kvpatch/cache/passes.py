@@ -31,8 +31,9 @@ def begin(
     repeatable: bool = False,
     merged_ids: Tensor | None = None,
 ) -> None:
-    """Begin a pass of Q columns, before the decoder runs: positions of the new tokens, and how many belong to the prompt.
+    """Begin a pass of Q columns, before the decoder runs: set `cache.now` to its Forward, and count its tokens in the cache.
 
+    `finish` ends it. The Forward tells positions of the new tokens, how many belong to the prompt, and what the budget counts.
     table: makes the rotary table for so many positions, if keys are cached without them or the score undoes rotations.
     repeatable: see Forward. merged_ids: of tokens that are given as embeddings, images merged into them.
 
@@ -157,7 +158,10 @@ def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: in
 
 
 def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
-    """Begin a prompt or a further piece of it, where a pass brings one; decode steps count anew from its end."""
+    """Begin a prompt or a further piece of it, where a pass brings one: set `cache.turns`, drop stacked layers and undo logs.
+
+    Where it ends, decode steps count anew.
+    """
     turns, counters = cache.turns, cache.counters
     cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)
     cache.drop_stack(due=cache.request.room is None if now.ends_prompt else cache.stack_due)
@@ -390,7 +394,10 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
 
 
 def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: bool) -> Any:
-    """Return the rotary table of renumbered keys for as many ranks as a head may hold now; a cache at its budget keeps one."""
+    """Return the rotary table of renumbered keys for as many ranks as a head may hold now, made anew if that number changes.
+
+    `cache.rotary` keeps it; at its budget a cache keeps one for good.
+    """
     ranks = _count_most_held(cache, Q, prompt)
     if cache.rotary is None or cache.rotary[0] != ranks:
         cache.rotary = (ranks, make(ranks))

@@ -150,8 +150,8 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         parts = [(one.needs.statistics if on else (), settings.bits, one.every, latent) for one, on, latent in each]
         super().__init__(layers=[SlotLayer(*part) for part in parts])
         self.settings = settings
-        self.scratch = False
-        self.operations, self.changes, self.was_read = {}, 0, False
+        self.scratch = False  # True: serves one pass without use_cache
+        self.operations, self.changes, self.was_read = {}, 0, False  # of MutationGuard
         self._empty()
 
     def _empty(self) -> None:
@@ -181,7 +181,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
             record.release(self)
 
     def reset(self) -> None:
-        """Empty the cache, even after an interrupted change."""
+        """Empty the cache, even after an interrupted change; `room`, `drafts` and `make_table` stay."""
         self.operations = {"change": ["reset()"]}
         self.changes += 1
         super().reset()
@@ -262,7 +262,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.request.new_tokens or self.settings.policy.needs.span
 
     def temperature(self, ahead: int) -> float | Tensor:
-        """Return, in a decode step, the score's temperature `ahead` steps after the pass's first one; [B] if rows differ."""
+        """Return, in a decode step, a score's softmax temperature, `ahead` steps after the pass's first; [B] if rows differ."""
         policy, counters, now = self.settings.policy, self.counters, self.running
         shortfall_B, span_B = counters.shortfall_B, None if self.request.new_tokens else counters.span_B
         if now.traced:

@@ -101,7 +101,7 @@ def make_settings(name: str, k: str, policy: Policy, schedule: str | None, seed:
 
 
 def _list_options(name: str, policy: Policy, schedule: str | None, seed: int, bits: int) -> dict[str, Any]:
-    """Return the keyword arguments of `patched` in which a setting differs from the defaults."""
+    """Return the keyword arguments of `patched` in which an advised setting differs from the defaults."""
     options = find_changes(name, policy)
     if schedule is not None:
         options["schedule"] = schedule
@@ -113,7 +113,7 @@ def _list_options(name: str, policy: Policy, schedule: str | None, seed: int, bi
 
 
 def find_changes(name: str, policy: Policy) -> dict[str, Any]:
-    """Return a policy's options to write out: not its name's defaults, nor the length of text, which generate() sets."""
+    """Return the options in which a policy differs from the one of that name, but for the length, which generate() sets."""
     defaults = get_policy(name).options()
     changed = {option: value for option, value in policy.options().items() if option in defaults and value != defaults[option]}
     changed.pop("generation_length", None)

@@ -51,7 +51,7 @@ class DemoOutcome:
         return cells | {"KV kB": f"{self.nbytes / 1000:,.0f}", "of full": f"{self.nbytes / full.nbytes:.0%}"}
 
     def to_dict(self, full: DemoOutcome) -> dict[str, Any]:
-        """Return the row as plain values that JSON can hold; figures that were not measured are left out."""
+        """Return the row of --json as plain values, without figures that were not measured. full: the unpatched model's."""
         values: dict[str, Any] = {"policy": self.policy, "k": self.k, "questions": len(self.right)}
         values["right"] = int(self.right.sum())
         if self.later is not None:

@@ -43,7 +43,7 @@ class PolicyAnswers:
     share_T: Tensor
 
     def to_dict(self, full: PolicyAnswers) -> dict[str, Any]:
-        """Return the row as plain values that JSON can hold."""
+        """Return the row of --json as plain values. full: the answers under the full cache."""
         row: dict[str, Any] = {"policy": self.policy, "answers": self.answers, "right": self.right, "held": self.held}
         return row | {"nbytes": self.nbytes, "full_nbytes": full.nbytes, "seconds": self.seconds}
 

@@ -184,7 +184,10 @@ def divergence(log_p_SV: Tensor, log_q_SV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def list_cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
-    """Return protected sizes that the budget of n prompt tokens cut, for notes: option -> (requested, left), the least."""
+    """Return protected sizes that the budget of n prompt tokens cut, for notes below a table: option -> (requested, left).
+
+    Of several layers the least size that was left counts.
+    """
     policy = cache.settings.policy
     scope = policy.scope
     cut: dict[str, tuple[int, int]] = {}

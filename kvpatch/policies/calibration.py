@@ -133,7 +133,10 @@ class TriAttention(CalibratedScore):
 
 
 def _standardize_scores(x_BHGT: Tensor, context: EvictionContext) -> Tensor:
-    """Return logits less their mean, over their deviation, so that query heads compare; both over tokens of no kept prompt."""
+    """Return each query head's logits less their mean, divided by their deviation, so that the heads of a group compare.
+
+    Mean and deviation leave out empty slots, and a prompt that the schedule keeps.
+    """
     counted = context.positions_BHT >= (context.limits.prompt.clamp(min=0) if context.limits.any_prompt else 0)
     counted = counted[:, :, None]
     x, count = x_BHGT.masked_fill(~counted, 0.0), counted.sum(-1, keepdim=True).clamp(min=1)

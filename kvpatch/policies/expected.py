@@ -68,7 +68,11 @@ class ExpectedAttention(Score):
 
 
 def _expect_attention(queries: Queries, keys_BHTD: Tensor, context: EvictionContext, outside: Tensor) -> Tensor:
-    """Return, where a prompt ends, the attention [B,H,T] expected of coming queries, 0 `outside`; averaged over the group."""
+    """Return, where a prompt ends, the attention [B,H,T] expected of coming queries, averaged over the group's query heads.
+
+    queries: their mean and covariance, already scaled; slopes are ALiBi's. outside: True at sinks and empty slots, which get
+    0; a row that is all outside becomes uniform, and has nothing to rank.
+    """
     total = torch.zeros_like(keys_BHTD[..., 0])
     for g in range(context.group):  # one query head at a time holds one matrix of the keys' size
         x = (keys_BHTD @ queries.mean_BHGD[:, :, g, :, None]).squeeze(-1)

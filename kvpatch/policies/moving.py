@@ -152,6 +152,7 @@ class Mass(Rule):
         """Return the tokens [B,H,1] that each head keeps, and the sum of the scores that it has lost so far, or None.
 
         Called when tokens are evicted: it counts the fewest best tokens that have `share` of all scores, lost ones included.
+        keys_BHT: eviction keys, which sort tokens by score, protected ones first (selection.py).
         """
         weight = _weigh_tokens(score, context, keys_BHT)
         order = keys_BHT.argsort(dim=-1, descending=True)  # protected tokens first, dead ones and empty slots last
@@ -212,7 +213,10 @@ class Threshold(Rule):
 
 
 def _clamp_counts(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:
-    """Return the counts, but no fewer than protected tokens, and no more than tokens that a later query can see, at least 1."""
+    """Return the counts of tokens to keep, raised to the protected ones, cut to those that a later query can see; at least 1.
+
+    keys_BHT: eviction keys: LAST for protected tokens, below 0 for empty slots and tokens that left a sliding window.
+    """
     protected, live = (keys_BHT == LAST).sum(-1, keepdim=True), (keys_BHT >= 0).sum(-1, keepdim=True)
     return torch.minimum(torch.maximum(count_BH1, protected), live).clamp(min=1)
 

@@ -201,16 +201,20 @@ class DeviationScope(Scope):
         return self.protected
 
     def mask(self, context: EvictionContext) -> Tensor | None:
-        """Mask the tokens whose attention deviates most, and those that Scope protects, bool [B,H,T], at each eviction."""
+        """Return True for the tokens that this eviction must not drop, bool [B,H,T].
+
+        These are the `limits.deviation` tokens whose attention varies most between query rows, and those that Scope protects.
+        A prompt that the schedule keeps (`any_prompt`: in some row) does not count among the former.
+        """
         position, limits = context.positions_BHT, context.limits
         mean, seen = context.mean, context.rows_seen
         # variances rank tokens as their square roots do
         variance = (context.state["squares"] / seen).sub_(mean * mean).clamp_min_(0)
-        keys = score_keys(variance, position, signed=False)
-        if limits.any_prompt:  # an empty slot's key is -1 already, since its position is -1
-            keys = keys.masked_fill(position < limits.prompt, -1)
-        steady, others = mask_top(keys, limits.deviation, limits.deviation_count), super().mask(context)
-        return steady if others is None else steady | others
+        ranked = score_keys(variance, position, signed=False)
+        if limits.any_prompt:  # an empty slot ranks at -1 already, since its position is -1
+            ranked = ranked.masked_fill(position < limits.prompt, -1)
+        deviating, others = mask_top(ranked, limits.deviation, limits.deviation_count), super().mask(context)
+        return deviating if others is None else deviating | others
 
 
 @dataclass(frozen=True)
@@ -239,15 +243,18 @@ class RangeScope(Scope):
         return self.ranges
 
     def mask(self, context: EvictionContext) -> Tensor | None:
-        """Mask the tokens whose values have a large range, and those that Scope protects, bool [B,H,T], at each eviction."""
+        """Return True for the tokens that this eviction must not drop, bool [B,H,T].
+
+        These are the `limits.deviation` tokens whose values have the largest range, and those that Scope protects.
+        """
         position, limits, values = context.positions_BHT, context.limits, context.view(Held)[1]
-        keys = score_keys(values.amax(-1) - values.amin(-1), position, signed=False)
+        ranked = score_keys(values.amax(-1) - values.amin(-1), position, signed=False)
         if limits.any_first:
-            keys = keys.masked_fill(position < limits.first, LAST)
+            ranked = ranked.masked_fill(position < limits.first, LAST)
         # an empty slot's position is -1
-        keys = keys.masked_fill((position > context.recent_B11) | (position < limits.prompt.clamp(min=0)), -1)
-        ranges, others = mask_top(keys, limits.deviation, limits.deviation_count), super().mask(context)
-        return ranges if others is None else ranges | others
+        ranked = ranked.masked_fill((position > context.recent_B11) | (position < limits.prompt.clamp(min=0)), -1)
+        wide, others = mask_top(ranked, limits.deviation, limits.deviation_count), super().mask(context)
+        return wide if others is None else wide | others
 
 
 @dataclass(frozen=True)

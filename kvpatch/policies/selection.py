@@ -95,10 +95,10 @@ def find_victims(keys: Tensor, empty: Tensor | None, count: int) -> Tensor:
 
 
 def mask_top(keys: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
-    """Mask the tokens with the highest keys of each head, bool [B,H,T]; scopes and selections call it at an eviction.
+    """Return True for the tokens with the highest keys of each head, bool [B,H,T], for scopes and selections at an eviction.
 
     Args:
-        keys: [B,H,T], all different within a head.
+        keys: eviction or score keys (the module says what they are) [B,H,T], all different within a head.
         count_B11: number of tokens, [B,1,1] or [B,H,1].
         count: the same number if all heads share it, which is faster; else None.
     """
@@ -224,7 +224,10 @@ class TwoStage(Selection):
     def eviction_keys(
         self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
     ) -> Tensor:
-        """Return keys that rank the first stage's tokens as protected ones, others by the second's bound; at each eviction."""
+        """Return eviction keys: the first stage's tokens rank as protected ones, others by the second stage's bound.
+
+        Called at each eviction. first: eviction keys by score alone, which are returned where heads share a budget.
+        """
         if context.keep_BH1 is None:
             return first
         empty = context.positions_BHT < 0 if context.empty else None

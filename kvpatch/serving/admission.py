@@ -82,7 +82,7 @@ class Admission:
         state.remaining_prefill_tokens, state.position_offset = state.initial_tokens[read:], read
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-        """Schedule the coming pass. Clears the engine's list of requests without room, to be offloaded: each has its blocks."""
+        """Schedule the coming pass, as the engine asks. Empties its list of requests to offload: each has its blocks."""
         self.cache.full = False
         scheduled = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
         self.starved_requests = []

@@ -42,8 +42,9 @@ def load_lossless(
     shapes: list[LayerShape],
     devices: list[torch.device],
 ) -> LosslessCache:
-    """Read a file into `cache`, an empty one, for Patch.load_cache(); the other arguments are those of `save_load.load`.
+    """Read a file into `cache`, an empty one, for Patch.load_cache(), and return it.
 
+    model: values that identify the model. shapes, devices: of each of its layers.
     Raises:
         KVPatchError: the file is missing, truncated or altered, or of another model.
     """
