@@ -195,7 +195,7 @@ def draw_divergence(
 def draw_text(
     text: str, spans: Sequence[tuple[int, int]], pages: Sequence[tuple[str, Tensor]], asked: Sequence[str], title: str
 ) -> Figure:
-    """Draw a text once for each policy: the larger the share of heads that kept a token, the darker its letters.
+    """Draw a text once for each policy, for `kvpatch demo MODEL`: letters are the darker the more heads kept their token.
 
     Args:
         text: the text.

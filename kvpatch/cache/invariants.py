@@ -102,7 +102,10 @@ def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
 
 
 def _bound_held(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, ever: bool) -> Tensor:
-    """Return the most tokens [B,H] that each head may hold now, or at any later step (`ever`); a mean for heads that share."""
+    """Return, for the checks of budgets, the most tokens [B,H] that each head may hold now, or at any later step (`ever`).
+
+    Of heads that share a budget it is their mean.
+    """
     settings, H = cache.settings, layer.positions.shape[1]
     known = settings.policies[index].schedule == "decode"  # else the prompt's length is not
     prompt_B = layer.own_limits.prompt.flatten() if known else seen_B

@@ -169,7 +169,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.resize_slots([max(capacities([columns], most, self.count_spare(columns))[0], columns)])
 
     def resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
-        """Move used columns to more or fewer slots: these capacities. goals: the most slots of each head, if heads differ."""
+        """Move used columns to buffers of these capacities, more or fewer slots, as tokens come or go; `kv` and others change.
+
+        goals: the most slots of each head, if heads differ.
+        """
         with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
             self.kv = self.kv.resized(capacities, goals, self.used)
             C = self.kv.width
@@ -534,7 +537,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.start_moving(counts, goals)
 
     def _move_slots(self, capacities: list[int]) -> None:
-        """Move into more or fewer slots: these capacities, all of them in use; slot indices stay."""
+        """Move a layer whose tokens go into free slots to buffers of these capacities, more or fewer; slot indices stay."""
         self.resize_slots(capacities, self.list_goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)

@@ -80,7 +80,7 @@ class Lifetimes(Batched):
         super().change_rows(change)
 
     def select_dropped(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
-        """Return the beams that `index` leaves out, and their lengths: generate() may return them once it stops."""
+        """Return the beams that `index` leaves out as it reorders rows, and their lengths: generate() may return them later."""
         dropped = torch.ones(len(seen_B), dtype=torch.bool, device="cpu").index_fill_(0, index.cpu().long(), False)
         if not dropped.any():
             return None

@@ -157,7 +157,7 @@ class LosslessCache(Unpicklable, Cache):
         return rows_TE
 
     def _stage(self, layer: HostLayer, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start to copy a layer's rows to a device, on a stream beside its work; return them and the copy's end."""
+        """Start to copy a layer's rows (its tokens' keys and values) to a device, beside its work; return them, and the end."""
         if device.type != "cuda":
             return layer.used_TE.to(device), None
         rows_TE = torch.empty_like(layer.used_TE, device=device)
@@ -187,7 +187,7 @@ class LosslessCache(Unpicklable, Cache):
         return torch.arange(len(self.ids), len(self.ids) + Q, device="cpu")[None]
 
     def check_invariants(self) -> None:
-        """Check the budgeted cache, and that each layer has the entries of all tokens there."""
+        """Raise InvalidError unless the budgeted cache is sound, and each layer has the entries of all tokens there."""
         for index, layer in enumerate(self.whole):
             if layer.length < len(self.kept_positions):  # an interrupted pass leaves more
                 raise InvalidError(

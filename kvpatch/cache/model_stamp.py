@@ -35,7 +35,10 @@ class ModelStamp:
         return self
 
     def differs(self, now: ModelStamp) -> Difference | None:
-        """Before a cache goes on: return what differs in the model `now`: (name, there, here); None if nothing visible does."""
+        """Before a cache goes on: compare the model that has read it with `now`, the stamp of the one that is to go on.
+
+        Returns what differs as (name, there, here); None if nothing visible does.
+        """
         if now is self:
             return None
         for one, other in zip(*_of_each_row(self.adapters, now.adapters), strict=True):
@@ -55,7 +58,7 @@ class ModelStamp:
         return self if adapters == self.adapters else replace(self, adapters=adapters, acting=0)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> ModelStamp:
-        """Return the stamp of a cache's rows once `change` selects or repeats them, along the first axis of tensors."""
+        """Return the stamp (which model and adapters read them) of a cache's rows once `change` selects or repeats them."""
         if len(self.adapters) == 1:  # the same for all rows
             return self
         rows = change(torch.arange(len(self.adapters), device="cpu")).tolist()

@@ -344,7 +344,10 @@ def check_batch(cache: TextState, B: int, Q: int, mask_BT: Tensor | None) -> Non
 
 
 def _count_prompt_columns(cache: TextState, seen: int, Q: int) -> int:
-    """Return how many columns of this pass belong to a prompt (docs/policies/definitions.md, Budgets)."""
+    """Return, as a pass of Q columns begins, how many of them belong to a prompt (docs/policies/definitions.md, Budgets).
+
+    seen: columns before them. The others are generated tokens.
+    """
     if cache.request.prompt_len is not None:
         return min(max(cache.request.prompt_len - seen, 0), Q)
     # a prompt taken over from an unpatched cache, or left open by an interrupted generate(), ends with the first tokens that
@@ -396,7 +399,7 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
 def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: bool) -> Any:
     """Return the rotary table of renumbered keys for as many ranks as a head may hold now, made anew if that number changes.
 
-    `cache.rotary` keeps it; at its budget a cache keeps one for good.
+    `cache.rotary` keeps it; at its budget a cache keeps one for good. prompt: some of the pass's Q columns are a prompt's.
     """
     ranks = _count_most_held(cache, Q, prompt)
     if cache.rotary is None or cache.rotary[0] != ranks:

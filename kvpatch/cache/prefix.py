@@ -59,7 +59,7 @@ class Prefix(Unpicklable):
         return self._cache.held(layer)
 
     def copy(self) -> EvictingCache:
-        """Return a cache of its own for a text that begins with this one, as its first own tokens need."""
+        """Return a cache of its own for a text that begins with this one, when its first own tokens are read; count it."""
         new = self._cache.clone()
         self.copies += 1
         return new

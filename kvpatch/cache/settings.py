@@ -109,7 +109,9 @@ class CacheSettings:
         return dataclasses.replace(self, budget=budget, budgets=budgets, bounds=bounds, latent=latent, stack=stack)
 
     def in_dtype(self, dtype: torch.dtype) -> CacheSettings:
-        """Return the settings of a cache whose first keys have this dtype: a size in bytes holds as many tokens as fit.
+        """Return the settings of a cache whose first keys have this dtype, as a text begins or is loaded.
+
+        They differ where the budget is a size in bytes, which holds more tokens of a narrower dtype.
 
         Raises:
             KVPatchError: the size holds no token in this dtype.

@@ -115,7 +115,7 @@ class TokenIds(Batched):
 
     @staticmethod
     def join_parts(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:
-        """Join rows of caches, ids given with their rows' lengths [B]; all end in the last of so many columns."""
+        """Join rows of concatenated caches, ids given with their rows' lengths [B]; all end in the last of so many columns."""
         rows = [_align_right(ids, lengths_B, columns) for ids, lengths_B in parts]
         new = TokenIds.of(torch.cat([one.to(rows[0].device) for one in rows]))
         known = [ids.offsets_B1 for ids, _ in parts]

@@ -238,7 +238,7 @@ def find_model_and_files(
     more: list[str] | None = None,
     more_given: str = "--prompt-file",
 ) -> tuple[str, list[TextFile]]:
-    """Return the model and the files; after --model every argument is a file.
+    """Return the model and the files of prompts that a command's arguments name; after --model every argument is a file.
 
     more: files given by the option `more_given`.
 

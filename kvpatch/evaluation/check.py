@@ -220,7 +220,7 @@ class Checks:
         return {"position_ids": torch.arange(T, device=self.model.device)[None].expand(len(self.ids_BT), -1)}
 
     def check_padding(self) -> Outcome:
-        """Compare a shorter row, left-padded in a batch with a longer one, with the same row alone, or as _predict_padded."""
+        """Compare a left-padded row of a batch with it alone; with masking, if the model's positions count padding."""
         pads = self.n // 3
         mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0

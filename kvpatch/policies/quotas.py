@@ -104,9 +104,9 @@ def number_columns(quota: Any, B: int, columns: int, device: torch.device) -> Te
 
 
 def encode_spans(numbers_BN: Tensor, real_BN: Tensor) -> Tensor:
-    """Encode each token's span, its number and its size in one int64, as the state `span` [B,N], as a prompt is read.
+    """Encode, as a prompt is read, each token's span (a part with a share of the budget) as the state `span` [B,N].
 
-    real_BN: False for padding, which no span has.
+    Its number and its size are one int64. numbers_BN: -1 for none. real_BN: False for padding, which no span has.
     """
     numbers = torch.where(real_BN, numbers_BN + 1, 0)
     ranked, place = numbers.sort(-1)

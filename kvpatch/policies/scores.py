@@ -399,7 +399,7 @@ class Defensive(ObservationWindow):
         return (WindowAttention(self.window, self._fold, "max", protected=True),)
 
     def _fold(self, rows: Observed) -> Tensor:
-        """Return for WindowAttention, where a prompt ends, each key's greatest pooled probability [N,M] over heads, rows."""
+        """Return for WindowAttention, where a prompt ends, the greatest pooled probability of each key of a KV head [N,M]."""
         candidate_NM = rows.candidate_NM
         p_NGRM = rows.p_NGRM * candidate_NM[:, None, None]
         if self.pooling is None:

@@ -65,7 +65,7 @@ def _sum_squares(block: Block, need: Any) -> Tensor:
 
 
 def _count_rows(block: Block, need: Any) -> Tensor:
-    """Count, for the statistic "count", the rows of a group's query heads that give a key more than an even share: [N,M]."""
+    """Count, for the statistic "count", the rows of a group's query heads that give a key [N,M] more than an even share."""
 
     def count(rows: slice) -> Tensor:
         ratio_NGRM = block.p_NGRM[:, :, rows] * block.keys_NR[:, None, rows, None]  # to an even share

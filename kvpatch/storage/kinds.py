@@ -207,7 +207,10 @@ class FileKind:
         return check_fields(what, about, (Field("format"), *self.fields))
 
     def check_shapes(self, found: Mapping[str, Entry]) -> None:
-        """Raise InvalidError, before tensors are read, for one not of the declared type or shape; a layer shares its sizes."""
+        """Raise InvalidError, before tensors are read, for one of another dtype or shape than this kind of file declares.
+
+        A letter of the declared shape is any size, but the same for all tensors of a layer.
+        """
         order = list(self.tensors)
         sizes: dict[str, dict[str, int]] = {"": {}}  # by layer; "" is the file as a whole, whose tensors come first
         keys = [(*name.rpartition(".")[::2], name) for name in found]

@@ -28,7 +28,7 @@ class Local(Note):
         return Local(*(torch.cat([getattr(self, name), getattr(later, name)], axis) for name, axis in axes))
 
     def take_columns(self, at_BM: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the queries [B,H,G,M,D] and keys [B,H,M,D] at these columns of each row."""
+        """Return the queries [B,H,G,M,D] and keys [B,H,M,D] at these columns of each row, to attend or to keep for later."""
         b = torch.arange(len(at_BM), device=at_BM.device)[:, None]
         return self.q_BHGCD.movedim(3, 1)[b, at_BM].movedim(1, 3), self.k_BHCD.movedim(2, 1)[b, at_BM].movedim(1, 2)
 

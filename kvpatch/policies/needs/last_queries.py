@@ -59,7 +59,10 @@ class Recent(Note):
         return column, self.q_BHGWD.gather(3, at), self.positions_BW.gather(1, column)
 
     def find_contradiction(self, seen_B11: Tensor) -> Tensor:
-        """Mask queries that cannot be (of unseen tokens, in a wrong column), where a cache is checked; all True without any."""
+        """Return True [B,W] for queries that cannot be, where a cache is checked: of unseen tokens, or in a wrong column.
+
+        All are True if no query is there.
+        """
         width, known = self.positions_BW.shape[1], self.positions_BW >= 0
         placed = (self.positions_BW % width == torch.arange(width, device=known.device)) | (self.positions_BW == -1)
         return ~(placed & (self.positions_BW < seen_B11[:, 0]) & known.any())

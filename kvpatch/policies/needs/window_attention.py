@@ -52,7 +52,10 @@ class WindowAttention(Need[Tensor]):
         return self.width if self.protected else 0
 
     def read(self, prompt: PromptRead) -> None:
-        """Write, where a prompt ends, its last `width` rows' attention to the state "observed"; earlier pieces leave theirs."""
+        """Write, where a prompt ends, its last `width` rows' attention to the state "observed".
+
+        An earlier piece of the prompt leaves its last queries in the layer's notes instead, for the next piece.
+        """
         layer, q_BHGQD, rows_BW, lse = prompt.layer, prompt.q_BHGQD, prompt.rows_BQ, prompt.lse_BHGQ
         if (earlier := layer.notes.pop(self.name, None)) is not None:
             # the log-sum-exp of earlier rows was not kept

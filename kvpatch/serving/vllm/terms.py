@@ -177,7 +177,7 @@ def make_terms(given: object) -> RequestTerms:
 
 
 def _check_values(positions: object, seed: object) -> None:
-    """Raise KVPatchError for wrong values of these two settings, as vLLM's are read."""
+    """Raise KVPatchError for wrong values of the settings `positions` and `seed`, as vLLM's are read."""
     if positions not in (None, "original", "renumbered"):
         raise KVPatchError(f"positions={positions!r} is unknown; use 'original'.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):

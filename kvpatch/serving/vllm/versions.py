@@ -79,7 +79,7 @@ def refuse_configurations(asked: bool) -> None:
 def refuse_parallel(parallel: Any, asked: bool) -> None:
     """Raise KVPatchError, as an engine starts, for processes that no budget reaches. parallel: its arguments or ParallelConfig.
 
-    asked: the variable asks for the budget.
+    asked: the environment variable KVPATCH_VLLM asks for the budget.
     """
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         raise KVPatchError("kvpatch in vLLM: layers are on several processes. Use tensor_parallel_size.")
