@@ -225,7 +225,7 @@ def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
 
 
 def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
-    """Join `parts`: copy each head's tokens to the front of its segment in the new buffers, in text order."""
+    """Join layers of concatenated caches: copy each head's tokens to the front of its segment in new buffers, in text order."""
     heads, C = 0, new.positions.shape[2]
     for part in parts:
         positions = part.positions[:, :, : part.used].flatten(0, 1)

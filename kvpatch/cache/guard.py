@@ -52,7 +52,10 @@ class MutationGuard:
 
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
-        """Run a block between `begin_change` and `end_change`; an exception leaves the mark."""
+        """Run a block that changes the cache, which is marked as unfinished meanwhile.
+
+        An exception leaves the mark, so that the next use raises an error.
+        """
         self.begin_change(what)
         yield
         self.end_change()

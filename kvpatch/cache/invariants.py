@@ -76,7 +76,7 @@ def check_bytes(cache: TextState) -> None:
 
 @contextmanager
 def _name_layer(index: int) -> Iterator[None]:
-    """Put a layer's number in front of error messages."""
+    """Run checks of one layer in a block that puts its number in front of the message of an InvalidError."""
     try:
         yield
     except InvalidError as error:
@@ -135,7 +135,7 @@ class _LayerState:
     """One layer's slots during the checks. limit_BH: slots of each head that may hold a token, not its budget."""
 
     def __init__(self, layer: SlotLayer, seen_B: Tensor) -> None:
-        """Derive the tensors that several checks compare."""
+        """Derive the tensors that several checks compare, from a layer and its rows' tokens seen, before `check`."""
         self.layer, self.seen_B11 = layer, seen_B[:, None, None]
         self.occupied = layer.positions >= 0
         self.held_BH = self.occupied.sum(-1)

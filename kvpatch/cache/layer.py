@@ -146,7 +146,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return new
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor that has the batch first by `change` of it, which selects, reorders (beams) or repeats rows."""
+        """Replace, as the cache's rows change, each tensor with the batch first by `change` of it.
+
+        `change` selects, reorders (beams) or repeats rows. The undo log is emptied.
+        """
         if not self.is_initialized:
             return
         self.kv = self.kv.map_rows(change, *self.positions.shape[:2])
@@ -208,7 +211,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(start)
 
     def statistic(self, name: str, like: Tensor | None = None) -> Tensor:
-        """Return the tensor `name` that a score keeps per slot; a new one is zero, one number a slot or shaped as `like`."""
+        """Return the tensor `name` that a score keeps per slot, to be read or changed in place.
+
+        A new one is zero, one number a slot or shaped as `like`.
+        """
         if name not in self.state:
             dtype, rest = (accumulator(self.dtype), ()) if like is None else (like.dtype, like.shape[3:])
             self.state[name] = torch.zeros(*self.positions.shape, *rest, dtype=dtype, device=self.positions.device)
@@ -376,7 +382,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     # ---- transitions ----
 
     def begin_prompt(self) -> None:
-        """Begin a prompt, or a piece of one: tokens are appended after the used columns, of which some may be empty."""
+        """Begin a prompt, or a piece of one, before its keys are written: tokens are appended after the used columns.
+
+        Some of these may be empty. Sets the mode, and storage that can be appended to in full precision.
+        """
         if not isinstance(self.mode, Reading):
             if self.mode.slotted:
                 self.kv = self.kv.make_dense(*self.positions.shape[:2])
@@ -585,7 +594,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.free_BH = slot_BH
 
     def follow_kernels(self) -> None:
-        """Follow a kernel that has written the next free slots in place: drop cached indices, and count the token."""
+        """End a decode step whose kernel has written the next free slots in place: drop cached indices, and count the token."""
         if not self.traced:
             self.refresh_free_slots()
             self.mode.count(1)

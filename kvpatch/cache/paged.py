@@ -220,7 +220,10 @@ class PromptSlots(DenseSlots):
         return self._store_columns(gather_entries(self.keys, index_BHK), gather_entries(self.values, index_BHK), width)
 
     def _store_columns(self, k_BHKD: Tensor, v_BHKD: Tensor, width: int) -> PagedSlots:
-        """End a prompt: write columns to the rows' strips, zeros to the rest of the last; return their slots in the pages."""
+        """End a prompt: write columns to the rows' strips (a strip is a page of one head), and return their slots in the pages.
+
+        The rest of the last strip gets zeros.
+        """
         K, (_, _, P, D) = k_BHKD.shape[2], self.pool.shape
         slots = PagedSlots(self.pool, Strips(self.strips_BHN, self.place_B2), max(min(width, self.strips_BHN.shape[2] * P), K))
         N = -(-slots.width // P)

@@ -376,7 +376,10 @@ def nothing() -> DenseSlots:
 
 
 def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | None) -> Slots:
-    """Make zeros to move B * H heads' tokens into, of `like`'s dtype, device and head sizes, with keys around this centre."""
+    """Make slots of zeros to move tokens into, as layers are joined or packed: of B * H heads, with keys around this centre.
+
+    like: of the same dtype, device and head sizes.
+    """
     codecs = centre_codecs(like.codecs, centre_BH1D)
 
     def zeros(*rows: int) -> tuple[Tensor, Tensor]:
@@ -405,7 +408,7 @@ def gather_entries(tensor: Tensor, index_BHK: Tensor) -> Tensor:
 
 
 def collect_entries(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,T,...] -> [B,H,columns,...]: copy heads' kept entries, at `index`, to new buffers, padded with `empty`."""
+    """[B,H,T,...] -> [B,H,columns,...]: as a prompt ends, copy kept entries, at `index`, to new buffers padded with `empty`."""
     (B, H, K), rest = index_BHK.shape, tensor.shape[3:]
     new = tensor.new_empty(B, H, columns, *rest)
     torch.gather(tensor, 2, index_BHK.view(B, H, K, *(1 for _ in rest)).expand(B, H, K, *rest), out=new[:, :, :K])

@@ -277,7 +277,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return policy.needs.temperature(step - shortfall_B, shortfall_B.new_tensor(self.span()) if span_B is None else span_B)
 
     def limits(self, sizes: Sequence[Sequence[int]], device: torch.device) -> Limits:
-        """Return the sizes of what is protected from eviction, one tuple per row; layers of equal sizes share one object."""
+        """Return, where a prompt ends, what is protected, a tuple of sizes per row; layers of equal sizes share one object."""
         key = (tuple(map(tuple, sizes)), device)
         if key not in self.limits_of:
             self.limits_of[key] = Limits.of(key[0], device)

@@ -127,7 +127,10 @@ class TokenIds(Batched):
 
 
 def _align_right(ids: TokenIds, lengths_B: Tensor, columns: int) -> Tensor:
-    """Return a part's ids [B,columns], to join, at the right: PADDING before a row's text, UNKNOWN for tokens without id."""
+    """Return a cache's ids, to join, aligned at the right of so many columns [B,columns].
+
+    PADDING is before a row's text; tokens without an id have UNKNOWN.
+    """
     ids_BT, column = ids.ids_BT, torch.arange(columns, device=lengths_B.device)
     token_BT = column >= columns - lengths_B[:, None]
     blank_BT = torch.full((len(lengths_B), columns), PADDING, device=lengths_B.device).masked_fill(token_BT, UNKNOWN)

@@ -145,7 +145,7 @@ def _encode_text(model: Any, tokenizer: Any, text: str) -> Tensor:
 
 
 def ask(model: Any, tokenizer: Any, reading: StoryText, policy: str) -> view.PolicyAnswers:
-    """Read the text under a policy, and ask all questions of what is left; "full" evicts nothing."""
+    """Read the text under a policy, and ask all questions of what is left, for a row of the table; "full" evicts nothing."""
     start = time.perf_counter()
     with patched(model, policy, 1.0 if policy == "full" else K, **POLICIES[policy]) as patch, torch.no_grad():
         cache = patch.new_cache()

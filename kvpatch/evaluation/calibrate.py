@@ -123,7 +123,10 @@ class _LayerReader:
         return Sample(q_HGQD, area_HT, self.rotation, at_0[0].view(q_HGQD.shape))
 
     def _measure_areas(self, layer: SlotLayer, group: int) -> Tensor | None:
-        """Return each token's "area" [H,T], attention weighed by reach, times its projected value's norm; None if unknown."""
+        """Return, for a piece that was read, each token's "area" [H,T]: attention weighed by reach, times its value's norm.
+
+        The norm is of the value after the output projection; None if that is not known.
+        """
         if not self.bound.adapter.projects:
             return None
         v_BHTD = layer.view()[1]

@@ -144,7 +144,7 @@ class Comparison:
             return Row(name, text, None, str(error), bits)
 
     def measure_policy(self, policy: Policy, k: Any, bits: int = FULL) -> DivergenceFigures:
-        """Measure one policy under one budget.
+        """Measure one policy under one budget: feed the text under it, and compare its predictions with the unpatched model's.
 
         Raises:
             KVPatchError: the policy refuses the budget or schedule, or predictions are NaN.

@@ -175,7 +175,10 @@ class Chunked(Selection):
     def eviction_keys(
         self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
     ) -> Tensor:
-        """Return keys by the mean score of each token's chunk, then by position; called where a prompt ends (see the base)."""
+        """Return eviction keys (int64, the lowest goes first) by the mean score of each token's chunk, then by position.
+
+        Called where a prompt ends; see the base for the arguments.
+        """
         position, everyone = context.positions_BHT, context.parallel
         candidate = position >= 0
         for mask in (protected, dead):

@@ -122,7 +122,7 @@ class LastQueries(Need[Looks]):
         notes[self.name] = note.read(q, prompt.positions_BQ)
 
     def step(self, step: StepRead) -> None:
-        """Put the query of a decode step into the layer's note, in place of the one W positions before."""
+        """Put the query of a decode step that has attended into the layer's note of the last W ones, in the oldest's place."""
         note = step.layer.notes.get(self.name)
         if note is None:  # steps evict nothing
             return

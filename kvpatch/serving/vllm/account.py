@@ -52,7 +52,10 @@ class Account:
         _LOG.info(terms.describe_start(" and ".join(sizes), whole, fit, piece))
 
     def note_pass(self, request: Any, tokens: int, begins: bool) -> None:
-        """Count a coming pass that ends within a prompt, at `tokens` in all; in a request's first warn of a k not served."""
+        """Before a request's pass: count it in the figures if it ends within the prompt, at `tokens` of the text.
+
+        begins: it is the request's first pass, in which a k of its own that is not served is warned of.
+        """
         asked = get_asked(request.sampling_params)
         if begins and OWN in asked and not read_own(request.sampling_params, self.groups[0][1].held.most):
             _LOG.warning("[kvpatch] %s=%r of a request is not served: it has the k of the start.", OWN, asked[OWN])

@@ -222,7 +222,10 @@ class Worker:
         return budgeted
 
     def _note_holder(self, module: nn.Module, name: str, child: Any) -> None:
-        """Note the module that gets a layer's attention as a child: it has the output projection. torch calls this for any."""
+        """Note the module that gets a layer's attention as a child: it has the output projection too.
+
+        torch calls this for each child that any module gets, while vLLM makes the model.
+        """
         layer = getattr(child, "impl", None)
         if isinstance(layer, BudgetedAttention) and layer.worker is self:
             layer.holder = weakref.ref(module)
