@@ -148,14 +148,14 @@ class Forward:
         return self.positions_BQ if self.positions_BQ.device == device else self.positions_BQ.to(device)
 
 
-def find_places(real_BQ: Tensor, before_B: Tensor, columns: bool) -> Tensor:
+def find_places(real_BQ: Tensor, before_B: Tensor, counts_padding: bool) -> Tensor:
     """Return the position of each column of a pass [B,Q]; -1 before a row's first token. Called where it begins.
 
-    real_BQ: False for padding. before_B: each row's next position. columns: padding after a token has a position of its own, as
-    in unpatched models that count columns (`CacheSettings.by_columns`); else it has that of the token before it.
+    real_BQ: False for padding. before_B: each row's next position. counts_padding: padding after a token has its own position,
+    as in unpatched models that count columns (`CacheSettings.by_columns`); else it has that of the token before it.
     """
     counted = real_BQ.long()
-    if columns:
+    if counts_padding:
         counted = ((counted.cumsum(-1) > 0) | (before_B > 0)[:, None]).long()
     return before_B[:, None] + counted.cumsum(-1) - 1
 
