@@ -78,7 +78,7 @@ def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | No
 
 
 def end_step(cache: TextState) -> None:
-    """End a traced step after the last layer: count it in tensors. `cache.catch_up()` adds it to the other counters later."""
+    """End a compiled step after the last layer: count it in tensors. `cache.catch_up()` adds it to the other counters later."""
     cache.lengths_B.add_(1)
     cache.counters.tensors.advance(1, 1, False)
     cache.now = None  # else its tensors would be outputs of the graph
@@ -94,7 +94,7 @@ def mark_static(cache: TextState) -> None:
 
 
 def list_holders(cache: TextState) -> list[dict[str, Any]]:
-    """Return, for CUDA graphs, the attributes by name of every object that holds tensors which a traced step uses."""
+    """Return, for CUDA graphs, the attributes by name of every object that holds tensors which a compiled step uses."""
     found: list[dict[str, Any]] = [vars(cache.counters.tensors), vars(cache), vars(cache.counters), vars(cache.rows)]
     for layer in cache.layers:
         offsets = layer.kv.head_offsets

@@ -313,7 +313,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.heads_at[1]
 
     def view(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what queries attend to: keys, values, positions of the used slots; in a ragged layer entries [F,D]."""
+        """Return what queries attend to: keys, values, positions of the used slots; as entries [F,D] where heads differ."""
         T = self.used
         if T == self.positions.shape[2]:
             return self.kv.keys, self.kv.values, self.positions
@@ -587,7 +587,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.graph = (_pass_gradient(self.graph[0], keys), _pass_gradient(self.graph[1], values))
 
     def set_free(self, slot_BH: Tensor) -> None:
-        """Set the slot of each head for the next token; in place in a traced step, since graphs know tensors by address."""
+        """Set the slot of each head for the next token; in place in a compiled step, whose graph knows tensors by address."""
         if self.traced:
             self.mode.free_BH.copy_(slot_BH)
         else:
@@ -637,7 +637,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     @property
     def settled(self) -> bool:
-        """True if the coming decode steps need no more slots than there are, so that layers can be stacked."""
+        """True if the coming decode steps need no more slots than there are, so that layers can be stacked, to step as one."""
         mode = self.mode
         if not isinstance(mode, Filling):
             return mode.slotted

@@ -112,7 +112,7 @@ class PagedSlots(DenseSlots):
 
     @functools.cached_property
     def _together(self) -> slice | None:
-        """The strips of all rows in the pool, if they follow each other, so that torch takes a view; else None."""
+        """The strips (pages of one head) of all rows in the pool, if they follow each other, so that torch takes a view."""
         heads, (n, first) = self.strips_BHN.shape[1], self.place_B2[0].tolist()
         begins = range(first, first + len(self.place_B2) * n * heads, n * heads)
         follow = first > 0 and self.place_B2.tolist() == [[n, begin] for begin in begins]
@@ -138,7 +138,10 @@ class PagedSlots(DenseSlots):
 
     @functools.cached_property
     def _pool_memory(self) -> Memory:
-        """Addresses for kernels: the entries of the pool, and the first one of each head's run of strips, or of each strip."""
+        """Addresses for kernels: the entries of the pool, and the first one of each head's run of strips, or of each strip.
+
+        A strip is a page of one head; a run are strips that follow each other in memory.
+        """
         P, C = self.pool.shape[2], self.width
         if C <= self.strips.run * P:
             return Memory(*self.flat(), self.find_begins())

@@ -397,9 +397,9 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
 
 
 def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: bool) -> Any:
-    """Return the rotary table of renumbered keys for as many ranks as a head may hold now, made anew if that number changes.
+    """Return the rotary table of renumbered keys, whose positions are their ranks among those held, for all possible ranks.
 
-    `cache.rotary` keeps it; at its budget a cache keeps one for good. prompt: some of the pass's Q columns are a prompt's.
+    `cache.rotary` keeps it until that number changes. prompt: some of the pass's Q columns are a prompt's.
     """
     ranks = _count_most_held(cache, Q, prompt)
     if cache.rotary is None or cache.rotary[0] != ranks:

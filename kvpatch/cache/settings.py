@@ -62,7 +62,7 @@ class CacheSettings:
     untraced: str | None = field(init=False)
 
     def __post_init__(self) -> None:
-        """Fill in the fields of layers that were left out, and why no step can be traced."""
+        """Fill in the fields of layers that were left out, and why torch.compile can trace no step."""
         object.__setattr__(self, "bounds", self.bounds or (None,) * len(self.budget.per_layer))
         object.__setattr__(self, "latent", self.latent or (False,) * len(self.budget.per_layer))
         object.__setattr__(self, "untraced", why_not("trace", self.combine()))

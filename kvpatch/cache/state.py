@@ -219,7 +219,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return not self.scratch
 
     def note_ids(self, ids_BQ: Tensor | None, Q: int, real_BQ: Tensor | None = None) -> None:
-        """Note the ids of Q columns that a pass or traced steps read, after those that were seen; see TokenIds.write."""
+        """Note the ids of Q columns that a pass or compiled steps read, after those that were seen; see TokenIds.write."""
         B, device = len(self.lengths_B), self.lengths_B.device
         self.ids.skip_columns(B, self.seen, device)
         self.ids.write(ids_BQ, B, Q, device, real_BQ)

@@ -68,7 +68,7 @@ class Admission:
         return super()._infer_request_tokens(state, *rest)  # type: ignore[misc]
 
     def _choose_beginning(self, state: Any) -> None:
-        """Choose the conversation with which a waiting request begins, else its prefix; set what is left to read in `state`.
+        """Choose a kept conversation with which a waiting request begins, else its prefix; set what is left to read in `state`.
 
         Called before each pass until the request is admitted: a conversation may have been dropped meanwhile.
         """

@@ -180,7 +180,7 @@ class Conversations:
 
 
 def count_bytes(cache: EvictingCache) -> int:
-    """Count the bytes of a conversation, which a store limits: keys, values, positions, ids, scores, a hybrid's states."""
+    """Count the bytes of an ended request's cache, which a store limits: keys, values, positions, ids, scores, other states."""
     others = [cache.ids.nbytes, 0 if cache.shared is None else cache.shared.nbytes, cache.states.nbytes]
     for layer in cache.layers:
         tensors: list[Any] = [layer.positions, *layer.state.values()]
@@ -189,7 +189,7 @@ def count_bytes(cache: EvictingCache) -> int:
 
 
 def _can_cut(one: Conversation, length: int) -> bool:
-    """Tell if a copy of a conversation can be cut to the `length` tokens that a new text shares, as if it had read no more."""
+    """Tell if a copy of a kept cache can be cut to the `length` tokens that a new text shares, as if it had read no more."""
     if length == len(one.ids):
         return True
     if not one.cache.settings.transparent and length < one.answer:  # a first reading would have evicted by another prompt

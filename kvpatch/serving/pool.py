@@ -150,7 +150,7 @@ class RequestPool:
         return True
 
     def find_beginning(self, state: Any, positions: int | None) -> Beginning | None:
-        """Return the conversation that a waiting request goes on from, if it reuses more than its prefix and there is room.
+        """Return a kept conversation that a waiting request goes on from, if it reuses more than its prefix and there is room.
 
         positions: that the model has, or None.
         """

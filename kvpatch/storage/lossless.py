@@ -45,6 +45,7 @@ def load_lossless(
     """Read a file into `cache`, an empty one, for Patch.load_cache(), and return it.
 
     model: values that identify the model. shapes, devices: of each of its layers.
+
     Raises:
         KVPatchError: the file is missing, truncated or altered, or of another model.
     """

@@ -86,7 +86,7 @@ def check_header(about: Description, entries: dict[str, Entry], cache: EvictingC
 
 
 def _check_states(left: dict[str, Entry], cache: EvictingCache, B: int) -> None:
-    """Check in the header the states of a hybrid's other layers; remove them from `left`. Their sizes only the model knows."""
+    """Check in the header a hybrid's recurrent states; remove them from `left`. Their sizes only the model knows."""
     for number, count in () if cache.settings.stack is None else cache.settings.stack.states:
         names = [f"states.{number}.{kind}.{key}" for kind in ("conv_states", "recurrent_states") for key in range(count)]
         held = [name for name in names if name in left]

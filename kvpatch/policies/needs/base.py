@@ -230,7 +230,7 @@ class Need(Generic[View]):
         """Read a prompt, or a piece of one: called once a layer has attended to it; may change the layer's notes and states."""
 
     def read_again(self, layer: LayerRead, q_BHGQD: Tensor, positions_BQ: Tensor, repeated_B: Sequence[int]) -> None:
-        """Read queries of each piece of a second reading, whose keys are not kept; may change the layer's notes.
+        """Read queries of each piece of a second reading, whose keys are not kept; may change the layer's notes for needs.
 
         repeated_B: tokens that each row repeats in all.
         """
@@ -246,7 +246,7 @@ class Need(Generic[View]):
         raise NotImplementedError(f"{type(self).__name__} has no view")
 
     def end(self, layer: LayerRead, state: dict[str, Tensor], evicts: bool) -> None:
-        """Remove from notes and state what nothing will read; called after a prompt's end, or a block's, has evicted.
+        """Remove from a layer's notes for needs, and from its state, what nothing will read, once a prompt's end has evicted.
 
         state: the layer's state tensors. evicts: whether more of this text may be evicted.
         """
