@@ -186,7 +186,7 @@ class Adapter:
 
 
 def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:
-    """Return a view [B,heads,Q,D] of a tensor [B,Q,heads*D]."""
+    """Return a view [B,heads,Q,D] of a projection's output [B,Q,heads*D]."""
     return tensor_BQE.view(*tensor_BQE.shape[:-1], -1, head_dim).transpose(1, 2)
 
 

@@ -65,7 +65,7 @@ def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]
 
 
 def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> InterfaceAdapter:
-    """Return the row that passes the checks for a decoder's class, or raise the error that says why none does.
+    """Return the row (a derived adapter) that passes the checks for a decoder's class, or raise the error that says why not.
 
     The first call for a class and configuration runs the checks; the result is remembered in `_VERDICTS`.
     """
@@ -88,9 +88,9 @@ def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -
 
 
 def _take_model_for_twin(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:
-    """Return the decoder to be checked itself where it has no twin, if small and with numbers; else raise KVPatchError.
+    """Return the decoder, to be checked itself as no tiny twin of it can be built, if it is small and has its weights.
 
-    error: raised when its tiny twin was built.
+    Raises KVPatchError for others. error: of the attempt to build the twin.
     """
     if is_checkable(model):
         return decoder
@@ -105,7 +105,7 @@ def _take_model_for_twin(model: nn.Module, decoder: nn.Module, attn: nn.Module, 
 def _judge_rows(
     model: nn.Module, decoder: nn.Module, twin: nn.Module, attentions: list[nn.Module]
 ) -> InterfaceAdapter | KVPatchError:
-    """Return the first row derived for a family without one under which the tiny twin passes its checks; else the error."""
+    """Return the first derived row (adapter) under which a model's tiny twin passes the checks; if none, the error to raise."""
     failures = list[tuple[str, str]]()
     # what the attributes of a module do not tell: positions by the padding mask, a window that is in the mask alone, queries
     # that are scaled before attention
@@ -140,7 +140,7 @@ def _judge_rows(
 
 @contextmanager
 def _on_trial(row: InterfaceAdapter) -> Iterator[None]:
-    """Let `automatic_rows` return this row inside the with-block, in which a twin is patched and checked."""
+    """Let `automatic_rows` return this row (adapter) inside the with-block, in which a tiny twin is patched and checked."""
     token = _TRIAL.set(row)
     try:
         yield
@@ -179,7 +179,7 @@ def derive_row(
 
 
 def _causal_attentions(model: Any) -> list[nn.Module]:
-    """Return the attention modules of a text decoder without an adapter that a derived row might serve (interface callers)."""
+    """Return the causal attention modules of a model without an adapter that call transformers' attention interface."""
     config: Any = getattr(model, "config", None)
     text = type(config.get_text_config(decoder=True)) if hasattr(config, "get_text_config") else object
     return [

@@ -38,7 +38,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _plain_weight(module: Any, inputs: int) -> Tensor | None:
-    """Return the weight [inputs,E] of a plain output projection, this process' part if sharded; None if it must be measured."""
+    """Return the weight [inputs,E] of a plain output projection; None for others, which are measured by unit vectors.
+
+    Of a sharded one it is this process' part.
+    """
     weight = getattr(module, "weight", None)
     if type(module) not in (nn.Linear, Conv1D) or hasattr(module, "_hf_hook") or not isinstance(weight, Tensor):
         return None
@@ -65,7 +68,7 @@ class BoundAdapter:
         self._rows: tuple[Any, Tensor] | None = None  # of a plain projection: its weight, and `output_rows`
 
     def geometry(self, device: torch.device) -> Geometry:
-        """Return for attention what the layer's module says: scale, slopes, window, softcap and sinks, on `device`."""
+        """Return the layer's variant of attention (scale, slopes, window, softcap, sinks), for a new cache or in a replay."""
         slopes = self.adapter.slopes(self.attn)
         if slopes is not None:
             slopes = slopes.to(device).unflatten(0, (self.H, -1))

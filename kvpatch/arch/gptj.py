@@ -41,7 +41,7 @@ class GPTJAdapter(Adapter):
         return _rotate_pairs(attn, q, sin, cos), _rotate_pairs(attn, k, sin, cos), v
 
     def project_unrotated(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states to heads, without positions."""
+        """Project hidden states to queries, keys and values [B,heads,Q,D]; `project` then rotates the first two."""
         q, k, v = (heads_first(proj(hidden_BQE), attn.head_dim) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
         return q, k, v
 

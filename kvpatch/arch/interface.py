@@ -81,7 +81,10 @@ class InterfaceAdapter(Adapter):
         learned: bool = False,
         positions_from_mask: bool = False,
     ) -> None:
-        """Describe a family; the arguments are explained at the class."""
+        """Note where a family's attention modules keep each setting; called for each row of the table of families, at import.
+
+        `learned` positions are inside the keys, which cannot get others: `why_not` says so. The class explains the arguments.
+        """
         self.name, self.summary = name, summary
         self.classes = (class_name(attention) if isinstance(attention, type) else attention,)
         self.projection, self.learned, self.positions_from_mask = projection, learned, positions_from_mask
@@ -105,7 +108,7 @@ class InterfaceAdapter(Adapter):
             call[cache_argument(type(attn).forward)] = Entries()
 
         def attend(q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
-            """Attend by `core`; `attention` below calls this, with the arguments that the module asks for."""
+            """Attend by `core` where the module calls attention; asked: its keyword arguments. `attention` below hands on."""
             nonlocal attended
             self.compare(attn, asked)
             _refuse_shapes(attn, k, v, (*self.kv_shape(attn), self.value_size(attn)), attended)
@@ -129,7 +132,7 @@ class InterfaceAdapter(Adapter):
         return _find_value(attn, self._scale) if isinstance(self._scale, str) else self._scale
 
     def sliding(self, attn: nn.Module) -> int | None:
-        """Return the window of the module's layer by its configuration (Chunk: in chunks; None: none), to mask and compare."""
+        """Return the window of the module's layer by its configuration, for masks; None: there is none; Chunk: of chunks."""
         config: Any = attn.config
         types = getattr(config, "layer_types", None)
         slides = self._slides
@@ -222,7 +225,10 @@ class InterfaceAdapter(Adapter):
 
 
 def _refuse_arguments(attn: nn.Module) -> KVPatchError:
-    """Return the error, at patched() or in a pass, for a forward that drops the argument that brings our function the core."""
+    """Return the error for a forward that drops further arguments (**kwargs), by one of which `attention` gets the core.
+
+    Raised at patched(), or in a pass that has not attended.
+    """
     return KVPatchError(
         f"The forward of {type(attn).__name__} does not hand its further arguments (**kwargs) on to its attention function, "
         "which kvpatch reaches by one of them: hand them on, or write an adapter (kvpatch.Adapter)."
@@ -252,7 +258,7 @@ def _refuse_shapes(attn: nn.Module, k: Tensor, v: Tensor, said: tuple[int, int, 
 
 
 def routes_through_interface(module: nn.Module) -> bool:
-    """Tell whether an InterfaceAdapter might serve `module`."""
+    """Tell whether `module` attends through transformers' attention interface, so that an InterfaceAdapter might serve it."""
     home = vars(source_module(module))
     return hasattr(module, "layer_idx") and "Attention" in type(module).__name__ and "ALL_ATTENTION_FUNCTIONS" in home
 
@@ -268,7 +274,10 @@ def _find_value(attn: Any, name: str | None) -> Any:
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend by the core that a patched module hands on, else by the model's own function. transformers calls it by NAME."""
+    """Attend by the core (through kvpatch's cache) that a patched module hands on, else by the model's own function.
+
+    Attention modules call it in place of their function while they are patched: their config names it, as NAME.
+    """
     core = asked.pop("kvpatch", None)
     if core is None:
         run = AttentionInterface().get_interface(attention_of(module.config), source_module(module).eager_attention_forward)

@@ -28,7 +28,7 @@ class LlamaAdapter(Rotary, Adapter):
         return q, k, v
 
     def project_unrotated(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [B, heads, Q, D] before their rotation, which `project` adds."""
+        """Project hidden states to queries, keys and values [B,heads,Q,D]; `project` calls this, then rotates the first two."""
         by_head = (*hidden_BQE.shape[:-1], -1, attn.head_dim)
         q = attn.q_proj(hidden_BQE).view(by_head).transpose(1, 2)
         k = attn.k_proj(hidden_BQE).view(by_head).transpose(1, 2)

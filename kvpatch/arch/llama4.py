@@ -11,7 +11,7 @@ class Llama4Adapter(InterfaceAdapter):
     """Llama 4's text decoder."""
 
     def __init__(self) -> None:
-        """Describe Llama 4; one instance is in the table of families."""
+        """Note the names of Llama 4's attention; made once, for the table of families."""
         super().__init__(
             "llama4",
             "transformers.models.llama4.modeling_llama4.Llama4TextAttention",

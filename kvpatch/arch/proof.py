@@ -79,7 +79,7 @@ def is_checkable(model: nn.Module) -> bool:
 
 
 def describe_twin(decoder: Any) -> str:
-    """Return the configuration of a decoder's tiny twin, by which the result of its check is remembered; its own, if none."""
+    """Return a text by which a check's result is remembered: the configuration of the decoder's tiny twin, else its own."""
     try:
         return shrink_config(decoder.config).to_json_string(use_diff=False)
     except Exception:  # a configuration of any shape

@@ -67,7 +67,7 @@ def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
 
 
 def kind_of(attn: nn.Module) -> tuple[Any, ...]:
-    """Return a key that layers of one kind share: the class, and attributes that are flags, texts or None."""
+    """Return what layers of one kind share, by which a twin is found to have all kinds: class, and flags, texts or None."""
     flags = ((name, value) for name, value in vars(attn).items() if value is None or isinstance(value, bool | str))
     return type(attn), *sorted((one for one in flags if one[0] != "training" and not one[0].startswith("_")), key=str)
 

@@ -69,7 +69,10 @@ def _attend_layer(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor,
 
 
 def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Run a pass in one layer: attend, store new keys and values, evict, and count the layer as done; return [B,Q,H*G*D]."""
+    """Run a pass in one layer: attend, store new keys and values, evict, and count the layer as done; return [B,Q,H*G*D].
+
+    In a decode step the first layer also prepares the others (bound_step.py).
+    """
     cache, layer, slots = call.cache, call.layer, call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: a cache keeps its first one
     if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
@@ -97,7 +100,7 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the output [B,H,G,Q,D] of a prompt, or of several columns: the prompt's at once, each other as a decode step."""
+    """Run a pass that is no lone decode step: the prompt's columns at once, each other as a step; return [B,H,G,Q,D]."""
     P, Q = call.now.prompt, k.shape[2]
     repeat = call.now.repeat
     read: Callable[..., Tensor] = blockwise.attend if call.now.blocks else prefill.attend
@@ -124,9 +127,10 @@ def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter
 
 
 def _find_stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
-    """Return the stacked layers, which observe and evict together, for this step, or None if each layer does so alone.
+    """Return the stack by which a decode step's layers observe and evict together, or None if each layer does so alone.
 
-    They are built once every slot is in use, and dropped when rows move or decode steps are recorded.
+    It is built at the first layer once every slot is in use, kept in the cache's `steps`, and dropped when rows move or decode
+    steps are recorded.
     """
     cache = call.cache
     if call.now.traced:

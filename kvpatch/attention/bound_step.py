@@ -157,9 +157,10 @@ class FusedByKernels(Fused):
 
 
 def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
-    """Bind a decode step's layers, all but the first, which has run, and the last; none if the step needs all of attend.attend.
+    """Bind the layers of a decode step, whose first layer calls this, but for that and the last: they run it in little Python.
 
-    The attention modules find them in `steps.running`, and call them instead.
+    The attention modules find the bound steps in `steps.running`, and call them in place of attend.attend. None is bound where
+    the step needs all that attend.attend does.
     """
     now, cache = first.now, first.cache
     whole = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered

@@ -229,7 +229,7 @@ def _meter_move(call: Call) -> Iterator[None]:
 
 
 def _keep_all(call: Call) -> None:
-    """End a prompt of a layer that never evicts: round its tokens, and move them to buffers with room for those that follow."""
+    """End a prompt of a layer that never evicts: round its entries (`bits=`), and move them to buffers with room for more."""
     slots = call.slots
     if not call.now.final:
         slots.round()
@@ -378,7 +378,10 @@ def _count_spare(call: Call, tokens: int) -> int:
 
 
 def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
-    """Store, for reports, the share of all observed attention that the kept tokens received; `index` [B,H,K] where `kept`."""
+    """Store in `slots.mass_BH`, for reports, the share of all observed attention that the kept tokens have received.
+
+    Called where a prompt ends. index: slots of the kept tokens [B,H,K]; kept: False where a head has fewer, None: nowhere.
+    """
     slots = call.slots
     name = "sum" if "sum" in slots.state else "observed"
     if name not in slots.state:
@@ -394,7 +397,7 @@ def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
 
 
 def set_limits(call: Call) -> list[int]:
-    """Set the layer's protected sizes (sinks, recent tokens ...) of each row, cut to its budget; return their sums, by row.
+    """Set `slots.limits`, how many tokens (sinks, recent ones ...) each row protects within its budget; return the sums by row.
 
     Called where a prompt ends, before its attention is computed.
     """
@@ -430,7 +433,7 @@ def _set_quotas(call: Call) -> list[int]:
 
 
 def _say_cuts(call: Call) -> None:
-    """Warn once of protected sizes that were cut because the smallest budget of a row that evicts is smaller."""
+    """Warn once, where a prompt ends, of protected sizes (such as sinks=) cut as the smallest budget of a row is smaller."""
     settings, once = call.settings, call.policy.schedule == "prompt"
     # a shorter text than its budget evicts if generated tokens fill the budget, which a policy that evicts once lets grow
     rows = [(b, n) for b, n in zip(_list_budgets(call), call.now.budget_n_B, strict=True) if n > b or not once]

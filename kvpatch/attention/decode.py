@@ -104,7 +104,7 @@ def _end_step(
     t: int,
     named: bool,
 ) -> None:
-    """End a decode step: add its attention to the sums, let the policy's needs read it, evict, and note who was evicted when.
+    """End a decode step: add its attention to the sums, let the policy's readers (`needs`) see it, evict, and note who went.
 
     named: kernels have evicted, and named the slots for the next token, already. new: queries, key and value of the token;
     None for stacked layers.
@@ -205,7 +205,7 @@ def _run_kernels(
 
 
 def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
-    """Add a decode step's probabilities, one row of attention that torch has computed, to the sums that scores read."""
+    """Add a decode step's probabilities, one row of attention that torch computed, to the layer's sums, which scores read."""
     policy, (B, H, _, T) = call.policy, p_BHGT.shape
     seen = UNCOUNTED
     if "count" in policy.needs.statistics:  # keys that the new token attends to

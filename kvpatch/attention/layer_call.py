@@ -216,11 +216,11 @@ class Call(LayerRead):
         )
 
     def renumber(self, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, later_BQ: Tensor | None = None) -> tuple[Tensor, Keys]:
-        """Return queries and keys with the positions that attention uses.
+        """Return queries and keys with the positions that attention uses; as they are unless positions="renumbered".
 
-        With renumbered positions, a token's position is its rank among the tokens that its head holds: keys are cached without
-        positions and get them here, as do the queries. later_BQ: tokens after each query, all of them held; None if
-        the queries are the new tokens'.
+        Then a token's position is its rank among the tokens that its head holds: keys are cached without positions and get them
+        here before each attention, as do the queries. later_BQ: tokens after each query, all of them held; None if the queries
+        are the new tokens'.
         """
         if not self.settings.renumbered:
             return q_BHGQD, keys
@@ -375,7 +375,7 @@ class Call(LayerRead):
         return (p.flatten(2, 3) @ v_BHTD).unflatten(2, p.shape[2:4]), lse
 
     def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
-        """Return the attention that queries of `attend_to_slots` give to slots `index_BHM`; lse_BHGW: over all that count."""
+        """Return the attention that `attend_to_slots`'s queries pay slots `index_BHM`. lse_BHGW: the queries' log-sum-exp."""
         x, seen = self._find_logits(q_BHGWD, k_BHMD, positions_BW, self.positions_BHT.gather(2, index_BHM))
         return (x - lse_BHGW[..., None]).masked_fill(~seen, -torch.inf).exp()
 
@@ -403,7 +403,10 @@ class Call(LayerRead):
         return slots.positions if slots.used == slots.positions.shape[2] else slots.positions[:, :, : slots.used]
 
     def _stored_norms(self, known: Tensor, out: Tensor | None) -> Tensor:
-        """Return norms of projected values for a selection: stored ones, else of tokens neither `known` to stay nor `out`."""
+        """Return norms of projected values [B,H,T] for an eviction that weighs values: stored ones, or computed now.
+
+        They may be anything for tokens that are chosen already (`known`), and protected or empty slots (`out`).
+        """
         if "norm" in self.slots.state:
             return self.slots.state_view()["norm"]
         unwanted = known if out is None else known | out
@@ -467,7 +470,7 @@ class Call(LayerRead):
         return torch.where(has_token, decay, 1.0).to(total.dtype)
 
     def _add_shared(self, increment: Tensor, positions: Tensor, decay: float) -> None:
-        """Add to the sum that all layers share, by original position, since another layer may hold a token evicted here."""
+        """Add to `cache.shared`, the sum that all layers share, by original position: another may hold tokens evicted here."""
         cache = self.cache
         B, H, _ = positions.shape
         needed = self.slots.seen + 1
@@ -482,7 +485,7 @@ class Call(LayerRead):
         shared.scatter_(-1, index, total)
 
     def _find_shared_score(self, like: Tensor) -> Tensor:
-        """Return the score that layers share, zeros at first, moved to the current layer's device."""
+        """Return `cache.shared`, the score that layers share, made of zeros at first and moved to the layer's device."""
         cache = self.cache
         if cache.shared is None:
             size = (*like.shape[:2], self.slots.seen + 1)
@@ -499,7 +502,7 @@ def _mask_seen(x_BHGWT: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rank_positions(positions_BHT: Tensor) -> Tensor:
-    """Return each token's rank in its head, oldest first, its position under positions="renumbered"; 0 for empty slots."""
+    """Return each token's rank among its head's, oldest first: the position that its key gets if renumbered; 0: empty slots."""
     order = positions_BHT.argsort(-1)
     count = torch.arange(positions_BHT.shape[-1], device=positions_BHT.device).expand_as(order)
     ranks = torch.empty_like(order).scatter_(-1, order, count)

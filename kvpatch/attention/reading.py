@@ -22,9 +22,10 @@ from .replay import ReplayPass
 
 
 def attend(cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    """Attend in a layer without keys of its own, over what queries of `layer` saw in this pass: q [B,H*G,Q,D] -> [B,Q,H*G*D].
+    """Attend in a layer without keys of its own, over what queries of its source (`layer`) saw: q [B,H*G,Q,D] -> [B,Q,H*G*D].
 
-    q may be of the last columns of the pass alone. k and v [B,H,N,D] are of all its new tokens, which the source has written.
+    Called for each such layer of a pass; changes nothing. q may be of the last columns of the pass alone. k and v [B,H,N,D] are
+    of all its new tokens, which the source has written.
     """
     if isinstance(cache, ReplayPass):
         return _attend_replay(cache, layer, q, k, v, bound_adapter)

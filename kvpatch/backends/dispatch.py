@@ -84,7 +84,7 @@ class Choice:
         return self.ran[task][0]
 
     def instead(self, task: Task, case: Case, name: str, why: str) -> str:
-        """Choose another backend for a case that `name` was chosen for and has refused; record both and the reason `why`."""
+        """Choose and return another backend for this call, whose chosen one, `name`, has refused it; note `why` in `ran`."""
         self.ran[task] = self._choose_backend(task, case, {name: why})
         return self.ran[task][0]
 
@@ -121,17 +121,18 @@ class Choice:
             self.known[task, case] = self._choose_backend(task, case)
         return self.known[task, case]
 
-    def _choose_backend(self, task: Task, case: Case, known: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
-        """Return the first backend that takes a case, and the reasons against those before it; warn if the wanted one cannot.
+    def _choose_backend(self, task: Task, case: Case, refused: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
+        """Return the first backend of PREFERRED that takes a case, and why not those before it; warn once if `wanted` cannot.
 
-        known: backends that have refused, with their reasons.
+        Called for each new (task, case), and again where a backend refuses at run time. refused: those that have refused this
+        call, with their reasons. `refusals.known` has the kernels that failed earlier in this process.
         """
         if self.wanted == "torch":
             return "torch", "asked for"
         skipped = []
         for name in PREFERRED[task]:
-            if name in known:
-                skipped.append(f"{name}: {known[name]}")
+            if name in refused:
+                skipped.append(f"{name}: {refused[name]}")
                 continue
             if name == "triton" and self.wanted != name and case.device == "cpu":
                 skipped.append("triton: kernels run on a GPU")  # the interpreter runs only on request

@@ -247,7 +247,7 @@ def map_centre(codecs: Codecs, change: Callable[[Tensor], Tensor]) -> Codecs:
 
 
 def find_midrange(k_BHTD: Tensor, real_BHT: Tensor) -> Tensor:
-    """Return the centre [B,H,1,D] of a prompt's keys: midway between each channel's least and greatest over the real keys.
+    """Return the centre [B,H,1,D] of a prompt's keys: midway between each channel's least and greatest, padding apart.
 
     Called where the prompt ends, before keys are rounded around it. It is the same in any order of the keys and with any
     padding. Where it is no number, 0 takes its place.

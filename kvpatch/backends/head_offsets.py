@@ -119,7 +119,7 @@ class HeadOffsets:
         return Blocks(whole, head_P, inner, head_P[inner], edge_NE, self.slot_F[edge_NE], real_NE, at_S)
 
     def multiply_keys(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
-        """Return the products of a step's queries with their head's keys [N,G,width]; anything past a head's end."""
+        """Return a decode step's logits: products [N,G,width] of queries with their head's keys; anything past a head's end."""
         blocks, (N, G, _) = self.blocks(), q_NGD.shape
         inner, edges = self._split_entries(k_FD, codec, q_NGD.dtype)
         of_P, of_N = self._split_codecs(codec)
@@ -128,7 +128,7 @@ class HeadOffsets:
         return every.index_select(1, blocks.at_S).view(G, N, self.width).transpose(0, 1)
 
     def mix_values(self, p_NGT: Tensor, v_FD: Tensor, codec: Codec = EXACT[1]) -> Tensor:
-        """Return the sums [N,G,D] of each head's values weighted by `p`, in a decode step."""
+        """Return a decode step's output: the sums [N,G,D] of each head's values weighted by the probabilities `p`."""
         blocks, p_GS = self.blocks(), p_NGT.transpose(0, 1).flatten(1)
         inner, edges = self._split_entries(v_FD, codec, p_NGT.dtype)
         of_P, of_N = self._split_codecs(codec)
@@ -142,7 +142,7 @@ class HeadOffsets:
         return codec.of(self.blocks().head_P), codec.of(slice(None))
 
     def _split_entries(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return entries in blocks [P,BLOCK,D] and at heads' edges [N,E,D], for a product; rounded ones are unpacked in it."""
+        """Return entries in blocks [P,BLOCK,D] and those at heads' edges [N,E,D], for a step's products; rounded ones packed."""
         blocks = self.blocks()
         inner = entries_FD[: blocks.whole].view(-1, BLOCK, entries_FD.shape[-1])
         edges = entries_FD.index_select(0, blocks.edge_NE.flatten()).view(*blocks.edge_NE.shape, entries_FD.shape[-1])
@@ -176,9 +176,10 @@ class HeadOffsets:
         return rows.masked_fill_(~real[:, None], 0)
 
     def unpack_entries(self, entries_FD: Tensor, B: int, H: int, width: int) -> Tensor:
-        """Scatter flat entries [F,D] into dense slots [B,H,width,D], zero past each head's end.
+        """Scatter flat entries [F,D] (all heads' keys or values, end to end) into dense slots [B,H,width,D]; free ones are 0.
 
-        Called where heads must have equally many slots: to append a prompt, or to score keys. width: self.width or more.
+        Called where heads must have equally many slots: to append a prompt, or to score keys. width: slots for each head,
+        `self.width` (those of the longest) or more.
         """
         head, column = self.places()
         padded = entries_FD.new_zeros(B * H * width, entries_FD.shape[-1])
@@ -186,9 +187,9 @@ class HeadOffsets:
         return padded.view(B, H, width, -1)
 
     def select_heads(self, heads_N: Tensor) -> tuple[HeadOffsets, Tensor]:
-        """Return new offsets for the heads `heads_N`, which may repeat, and the indices of the entries to copy for them.
+        """Return new offsets for the heads `heads_N` (numbers, may repeat), and the indices of the entries to copy for them.
 
-        Called when rows of a batch are reordered, repeated or dropped.
+        Called when rows of a batch are reordered, repeated or dropped, as by beam search. Changes nothing.
         """
         mine = heads_N.tolist()
         new = HeadOffsets([self.capacities[n] for n in mine], [self.filled[n] for n in mine], heads_N.device)

@@ -62,7 +62,7 @@ def reason(task: Task, case: Case) -> str | None:
 
 
 def fuses(q_BHGQD: Tensor) -> bool:
-    """Tell whether `observe` should also compute a prompt's output, because that is cheaper than a separate kernel."""
+    """Tell if `observe`, which a policy's sums of a prompt's attention need, should compute the output too: it is cheaper."""
     full_precision = q_BHGQD.dtype in (torch.float32, torch.float64)
     on_cpu, keeps_graph = q_BHGQD.device.type == "cpu", torch.is_grad_enabled() and q_BHGQD.requires_grad
     return on_cpu and full_precision and not keeps_graph
@@ -126,7 +126,10 @@ def attends_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> bool:
 
 
 def attend_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Return output [B,H,G,Q,D] and log-sum-exp [B,H,G,Q] of rows that see all of these keys, as one part for `join_parts`."""
+    """Attend in a second reading of a prompt from rows that see all of `keys`: return output [B,H,G,Q,D] and log-sum-exp.
+
+    `join_parts` joins them with those over other keys.
+    """
     out, lse = _call_flash(rearrange(q_BHGQD, "b h g q d -> b (h g) q d"), keys, geometry, causal=False)
     H = q_BHGQD.shape[1]
     return rearrange(out, "b (h g) q d -> b h g q d", h=H), rearrange(lse, "b (h g) q -> b h g q", h=H)
@@ -154,12 +157,12 @@ def _call_flash(q_BNQD: Tensor, keys: Keys, geometry: Geometry, causal: bool) ->
     out, lse = attend(q, k, v, 0.0, causal, attn_mask=bias, scale=geometry.scale)
     if keys.holes and not causal:
         none = (keys.positions_BHT < 0).all(-1).repeat_interleave(q_BNQD.shape[1] // keys.k_BHTD.shape[1], 1)
-        lse = lse.masked_fill(none[..., None], -torch.inf)
+        lse = lse.masked_fill(none[..., None], -torch.inf)  # with `causal`, `_attend_cpu` does so before it joins parts
     return out[..., : keys.v_BHTD.shape[-1]], lse
 
 
 def _of_one_size(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Fill up queries, keys and values with zeros to the size of the largest."""
+    """Fill up queries, keys and values with zeros to the size of the largest, for a kernel that takes heads of one size."""
     D = max(tensor.shape[-1] for tensor in tensors)
     return tuple(tensor if tensor.shape[-1] == D else F.pad(tensor, (0, D - tensor.shape[-1])) for tensor in tensors)
 
@@ -167,7 +170,7 @@ def _of_one_size(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) -> Tensor | None:
     """Return each key's bias for the CPU's flash kernel, alike for all queries: ALiBi, -inf for empty slots; None: neither.
 
-    It is [B|1,H*G|1,1,T], or [B,H,1,T] if heads have different positions: not `shared`.
+    It is [B|1,H*G|1,1,T] if all heads hold tokens of the same positions (`shared`), else [B,H,1,T].
     """
     if not keys.holes and geometry.slopes_HG is None:
         return None
@@ -233,9 +236,9 @@ def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry)
 
 
 def _per_head(q_BNQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return keys and values for each query head, copied off the CPU where no fused kernel takes groups as they are.
+    """Return keys and values as torch's attention takes them: repeated for each query head where no fused kernel takes groups.
 
-    torch would compute all logits at once there: for float32, masks and older GPUs it has no kernel for groups.
+    That is on GPUs alone, for float32, masks and older ones. torch would compute all logits at once there.
     """
     G = q_BNQD.shape[1] // k_BHTD.shape[1]
     if G == 1 or q_BNQD.device.type == "cpu":
@@ -511,7 +514,8 @@ def find_greatest(
 ) -> Tensor:
     """Return the greatest probability that a row of each query head gives each earlier key of a prompt, [B,H,G,past].
 
-    For KVzip's score. Rows repeat a chunk: all see the earlier keys, so their own are not needed, given their log-sum-exp.
+    For KVzip's score, by a second reading: these rows repeat a chunk of the prompt. All see the earlier keys, so that their
+    own are not needed, given their log-sum-exp. Changes nothing.
 
     Args:
         q_BHGQD: queries.
@@ -574,7 +578,9 @@ def _size_blocks(N: int, keys: int, on_cpu: bool) -> tuple[int, int]:
 
 
 def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
-    """Return a window's attention per key, for scores such as SnapKV's: sum over rows, mean over the group, [B,H,T].
+    """Return the attention [B,H,T] that a prompt's last rows (a window) pay each key, for scores such as SnapKV's.
+
+    It is summed over rows, and averaged over the group of query heads.
 
     Args:
         q_BHGWD: queries of the window.

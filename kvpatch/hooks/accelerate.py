@@ -136,7 +136,7 @@ def list_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def list_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors of a weight, for a hash or stamp of its model: itself, or a quantized or sharded one's parts."""
+    """Yield the plain tensors of a weight, for a hash of its model's weights: itself, or a quantized or sharded one's parts."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

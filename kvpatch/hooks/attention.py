@@ -26,7 +26,8 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
 
     It attends through the cache among its arguments, which changes that cache; without one it calls the module's own forward.
 
-    layer: index of the layer in the cache. reads: the module has no keys, and uses those of that layer.
+    layer: index of the layer in the cache. reads: the module has no keys, and uses those of that layer. own: returns the
+    module's own forward.
     """
     names, taken_as = parameters(cls), cache_argument(cls.forward)  # type: ignore[arg-type]
 

@@ -42,7 +42,7 @@ class Chat:
         self, model: Any, tokenizer: Any, new_cache: Callable[[], EvictingCache | LosslessCache], replace: Callable[..., None],
         system: str | None, **options: Any,
     ) -> None:  # fmt: skip
-        """Begin an empty conversation; nothing is read yet. Called by `begin_chat`. options: of generate(), and `template`."""
+        """Begin an empty conversation, for `begin_chat`; nothing is read yet. options: of generate(), and `template`."""
         _check_options(options, model.generation_config)
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._template = Template(tokenizer, dict(options.pop("template", None) or {}))
@@ -62,7 +62,7 @@ class Chat:
         return f"<Chat of {len(self.messages)} messages: {self.ids.shape[1]} tokens>"
 
     def _begin_again(self) -> None:
-        """Drop what was read, in a new chat, after a failed turn, or if a template changed it; the next turn reads anew."""
+        """Empty `cache`, `ids` and `_read`, in a new chat, after a failed turn, or if a template rewrote what was read."""
         if not isinstance(self.cache, LosslessCache):  # which goes back by itself
             self.cache = self._new_cache()
         self.ids = torch.empty(1, 0, dtype=torch.long, device=self._model.device)
@@ -193,8 +193,6 @@ class Chat:
             self.cache.forget([(start, stop)])
             self._read.forgotten[index] = stop
 
-    # ---- a turn ----
-
     def _ask(self, text: str, role: str) -> Tensor:
         """Begin a turn: add a message, and return the ids [1,N] of the whole text, of which generate() reads the new ones."""
         if not isinstance(text, str):
@@ -202,10 +200,12 @@ class Chat:
         self.messages.append({"role": role, "content": text})
         try:
             rendered = self._template.render_turn(self.messages, self._read.left_out)
+            # where the template rewrites what was read, the cache forgets it if that is the end of the newest answer; else it
+            # is emptied, for all to be read anew: without forgotten messages, which are `left_out` from then on
             if not rendered.text.startswith(self._read.text) and not self._drop_stripped(rendered.text):
                 self._begin_again()
                 rendered = self._template.render(self.messages, self._read.left_out)
-            unread, starts = self._template.tokenize(rendered, self._read)
+            unread, starts = self._template.tokenize(rendered, self._read)  # new ids, and where in them messages begin
         except BaseException:
             self.messages.pop()
             raise
@@ -214,7 +214,7 @@ class Chat:
         return torch.cat([self.ids, torch.tensor([unread], device=self.ids.device)], 1)
 
     def _drop_stripped(self, text: str) -> bool:
-        """Forget what a new turn's `text` lacks of the newest answer, such as thinking; False if more differs or it cannot."""
+        """Take what a new turn's `text` lacks of the newest answer (thinking) from cache and `_read`; False if it cannot."""
         if isinstance(self.cache, LosslessCache):
             return False  # what follows has seen these tokens
         before = self.ids.shape[1] - len(self._read.answer)
@@ -241,7 +241,7 @@ class Chat:
         return self._model.generate(input_ids=asked, attention_mask=torch.ones_like(asked), **given)
 
     def _end_turn(self, ids: Tensor, asked: Tensor) -> str:
-        """End a turn: add the answer to the messages, note it in `_read`, and return it. ids: of the text with the answer."""
+        """End a turn: add the answer to `messages`, `ids` and `_read`, and return it. ids: of the whole text with it."""
         self._read.answer = ids[0, asked.shape[1] :].tolist()
         self.ids = ids
         self._read.text += self._tokenizer.decode(self._read.answer)
@@ -252,7 +252,7 @@ class Chat:
         return answer
 
     def _take_back(self) -> None:
-        """Undo a turn that failed: the conversation is as before, and the next turn reads it anew."""
+        """Take back the message of a turn that failed, and empty the cache: the next turn reads the conversation anew."""
         self.messages.pop()
         self._begin_again()
 

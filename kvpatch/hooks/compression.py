@@ -89,7 +89,7 @@ def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
 
 
 def _check_past(model: nn.Module, state: PatchState, past: Any, ids: Any, mask: Any) -> None:
-    """Raise KVPatchError for arguments of compress() that are not what the patch needs."""
+    """Raise KVPatchError before compress() changes anything, if its cache, token ids or mask are not what the patch needs."""
     settings = state.settings
     refuse("compress()", settings.combine())
     shape = None

@@ -167,6 +167,7 @@ def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> 
 
 
 def _finish(cache: EvictingCache, state: PatchState) -> None:
+    """Clear what a generate() has told its cache of the prompt, and stop its time; called at its end, also after an error."""
     cache.request.prompt_len = cache.request.new_tokens = None
     cache.request.again = 0
     state.log.finish(cache)

@@ -69,7 +69,7 @@ class _Captured:
         return self.left > 0 and cache.counters.stale and alike and not is_autocasting(inputs["input_ids"].device.type)
 
     def holds(self, cache: EvictingCache) -> bool:
-        """Tell if the cache's tensors are the ones that the graph works on."""
+        """Tell, before a replay, if the cache's tensors are the ones that the graph works on."""
         pairs = zip(_places(cache), self.tensors, strict=True)
         return self.owner() is cache and all(holder[name] is tensor for (holder, name), tensor in pairs)
 
@@ -173,7 +173,7 @@ class StepGraph:
         self.drop()
 
     def _find_captured(self, inputs: Inputs, cache: EvictingCache) -> _Captured | None:
-        """Return the graph for this step, with the cache's tensors in it; None for the first step of a kind (see `_facts`)."""
+        """Return the graph for a step, with the cache's tensors moved into it; None for the first step of a kind (`_facts`)."""
         round_capacities(cache)
         kind = (_shapes(inputs), _facts(cache))
         if kind not in self._known:  # the first step compiles and loads what a capture may not
@@ -276,13 +276,13 @@ def _positions(cache: EvictingCache, B: int) -> Tensor:
 
 
 def _places(cache: EvictingCache) -> list[Place]:
-    """Return where the cache's tensors stand, in an order that caches of the same facts share."""
+    """Return (dictionary, name) of each of a cache's tensors, which a graph works on, in an order that equal caches share."""
     found = compiled.list_holders(cache)
     return [(holder, name) for holder in found for name in sorted(holder) if isinstance(holder[name], Tensor)]
 
 
 def _facts(cache: EvictingCache) -> object:
-    """Return what tells kinds of steps apart, all that a captured one takes for constant: shapes, strides, values."""
+    """Return what tells kinds of steps apart, to find a step's graph: all that one takes for constant, such as shapes."""
     found: list[object] = [type(layer.mode) for layer in cache.layers]
     for holder in compiled.list_holders(cache):
         for name in sorted(holder):

@@ -25,7 +25,7 @@ FEW = 16  # numbers of each weight that are looked at
 
 
 def stamp_model(decoder: nn.Module) -> ModelStamp:
-    """Make the stamp of a decoder as it is now, by which a cache knows the model that has read it. Made before each prompt."""
+    """Make a decoder's stamp: a fingerprint by which a cache knows the model that has read it. Called before each prompt."""
     weights, tuned = _walk_modules(decoder)
     versions, few = list[int](), dict[Any, list[Tensor]]()
     layout = hash(tuple([(weight.dtype, weight.shape) for weight in weights]))
@@ -46,30 +46,35 @@ _PLAIN = (nn.Parameter, Tensor)
 
 
 def _walk_modules(decoder: nn.Module) -> tuple[list[Tensor], list[nn.Module]]:
-    """Return, for its stamp, a decoder's parameters (none if FSDP or DeepSpeed hold them) and the modules with adapters."""
-    weights, tuned, waiting, away = list[Tensor](), list[nn.Module](), [decoder], False
-    while waiting:  # nn.Module.modules() takes several times as long
-        module = waiting.pop()
+    """Return a decoder's parameters, and those of its modules that have PEFT's adapters.
+
+    Called whenever the model's stamp is made, as before each prompt: a fingerprint that shows a cache if another model has read
+    it, or this one has changed since. There are no parameters if FSDP or DeepSpeed shard them: they are elsewhere between
+    passes.
+    """
+    weights, tuned, unvisited, sharded = list[Tensor](), list[nn.Module](), [decoder], False
+    while unvisited:  # nn.Module.modules() takes several times as long
+        module = unvisited.pop()
         attributes = vars(module)
-        tunes, gathers = _find_traits(cast(Any, type(module)))
+        has_adapters, is_sharded = _find_traits(cast(Any, type(module)))
         weights += [weight for weight in attributes["_parameters"].values() if weight is not None]
-        waiting += [child for child in attributes["_modules"].values() if child is not None]
-        if tunes or "_disable_adapters" in attributes:
+        unvisited += [child for child in attributes["_modules"].values() if child is not None]
+        if has_adapters or "_disable_adapters" in attributes:
             tuned.append(module)
-        away = away or gathers or "_fsdp_wrapped_module" in attributes["_modules"]
-    if away or any("_fsdp_flattened" in vars(weight) or "ds_id" in vars(weight) for weight in weights):
+        sharded = sharded or is_sharded or "_fsdp_wrapped_module" in attributes["_modules"]
+    if sharded or any("_fsdp_flattened" in vars(weight) or "ds_id" in vars(weight) for weight in weights):
         return [], tuned
     return weights, tuned
 
 
 @functools.cache
 def _find_traits(kind: Any) -> tuple[bool, bool]:
-    """Tell of a class of modules whether it has adapters of PEFT, and whether FSDP has sharded it."""
+    """Tell of a class of modules whether it is a PEFT layer, which has adapters, and whether FSDP has sharded its modules."""
     return hasattr(kind, "_disable_adapters"), hasattr(kind, "_get_fsdp_state")
 
 
 def _read_first(part: Tensor) -> Tensor:
-    """Return a view of a tensor's first FEW numbers, which a stamp has of each weight."""
+    """Return a view of a tensor's first FEW numbers: a model's stamp (fingerprint) has those of each weight."""
     if part.is_contiguous():
         return part.as_strided((min(part.numel(), FEW),), (1,))
     return part[(0,) * (part.ndim - 1)][:FEW]
@@ -79,7 +84,7 @@ def _read_first(part: Tensor) -> Tensor:
 
 
 def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
-    """Return, for a model's stamp or file, the names of PEFT's adapters that act, and a hash of which act where, how strongly.
+    """Return, for a model's fingerprint, the names of PEFT's adapters that act, and a hash of which act where, how strongly.
 
     tuned: modules that have adapters. If generate() was given adapter_names, the names are one for each row.
     """
@@ -92,7 +97,7 @@ def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
 
 
 def _list_acting(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """Return the adapters of PEFT that change what a module computes now, each with its scale, for the model's stamp."""
+    """Return the adapters of PEFT that change what a module computes now, each with its scale, for the model's fingerprint."""
     attributes = vars(module)
     if attributes.get("_disable_adapters", False):
         return ()

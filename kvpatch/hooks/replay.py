@@ -63,7 +63,10 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
 
 
 def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
-    """Return the number of the recorded text that begins with a replayed row's ids, the last apart; else raise KVPatchError."""
+    """Return the number of the recorded text that a replayed row's ids agree with, but for the last; else raise KVPatchError.
+
+    Called for each row before a replay's pass. row: its number, for errors. known_NT: ids of the recorded texts, < 0: none.
+    """
     n = len(ids_Q)
     width = min(n, known_NT.shape[1])
     same_NT = known_NT[:, :width] == ids_Q[:width]
