@@ -141,7 +141,7 @@ def innermost_attentions(model: nn.Module) -> list[nn.Module]:
 
 
 def holder_of(model: nn.Module, parts: list[nn.Module]) -> nn.Module | None:
-    """Return the decoder of attention modules `parts`: the innermost model of transformers that contains them all, or None."""
+    """Return, where a model is patched, the innermost model of transformers that contains all modules `parts`; else None."""
     wanted = {id(part) for part in parts}
     holders = (m for m in model.modules() if isinstance(m, PreTrainedModel) and wanted <= {id(child) for child in m.modules()})
     return max(holders, key=lambda holder: -sum(1 for _ in holder.modules()), default=None)

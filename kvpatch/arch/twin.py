@@ -141,7 +141,7 @@ def _count_kinds(fields: dict[str, Any], layers: int) -> int:
 
 
 def _with_readers(fields: dict[str, Any], layers: int) -> list[int]:
-    """Return the numbers of layers that a twin takes of a model whose last layers use others' keys; [] if all have keys.
+    """Return the numbers of layers that a twin takes of a model whose last layers (readers) use others' keys; [] if none do.
 
     They are one of each kind with keys, the last of each kind that stores its keys, and one of each kind without keys.
     """
@@ -165,7 +165,10 @@ def _list_derived(config: Any) -> set[str]:
 
 
 def _of_hybrid(kinds: Sequence[str]) -> int:
-    """Return how many first layers a hybrid's tiny twin needs: each kind of layer, and two with attention. 0: no hybrid."""
+    """Return how many first layers a tiny twin needs of a hybrid, some of whose layers do not attend; 0: it is none.
+
+    They are one of each kind, and two with attention. kinds: of the layers, by the model's configuration.
+    """
     if not set(kinds) & (OTHERS | STATES):
         return 0
     attention = [number for number, kind in enumerate(kinds) if kind not in STATES | {"moe", "mlp"}]

@@ -16,13 +16,13 @@ SHOWN = 4  # positions that an error lists
 
 
 def check_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise if q [B,H*G,Q,D], k or v [B,H,Q,D] has a NaN or infinite number, before the cache changes; padding may have."""
+    """Raise under strict=True if q [B,H*G,Q,D], k or v [B,H,Q,D] is not finite, padding apart; before the cache changes."""
     for name, tensor in (("queries", q), ("keys", k), ("values", v)):
         _refuse_bad(call, name, ~tensor.isfinite().all(-1), call.positions_BQ[:, None], "This layer's cache is as before.")
 
 
 def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
-    """Raise after a layer's pass if its output, or the state that the policy keeps per key, has a NaN or infinite number."""
+    """Raise under strict=True, after a layer's pass, if its output or the policy's state per key has a number not finite."""
     bad_BHQ = ~out_BHGQD.isfinite().all(-1).flatten(1, 2)
     _refuse_bad(call, "probabilities (attention's output)", bad_BHQ, call.positions_BQ[:, None], "")
     if not call.slots.is_initialized:
@@ -35,14 +35,14 @@ def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
 
 
 def check_value(call: Call, value_BHT: Tensor) -> None:
-    """Raise at an eviction if value() of the score is NaN for a token in use although the state that it reads is finite."""
+    """Raise under strict=True, at an eviction, if the score's value() is NaN for a token though it reads finite state."""
     given = [tensor for tensor in call.slots.state_view().values() if tensor.is_floating_point()]
     if all(bool(tensor.isfinite().all()) for tensor in given):  # else check_outcome names it
         _refuse_bad(call, "scores (of value())", value_BHT.isnan(), call.slots.view()[2], "")
 
 
 def check_cache(cache: TextState) -> None:
-    """Check after a pass's last layer that the cache satisfies its invariants; else raise KVPatchError: a defect of kvpatch."""
+    """Raise under strict=True, after a pass's last layer, if the cache breaks its invariants: that is a defect of kvpatch."""
     try:
         invariants.check_cache(cache)
     except InvalidError as error:

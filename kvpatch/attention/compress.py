@@ -87,12 +87,12 @@ class PromptEnd:
         return slots.positions[:, :, : slots.used] < 0 if slots.holes else None
 
     def make_context(self) -> None:
-        """Make the eviction context, before `rank`, `weigh` or `order`."""
+        """Set `context`, what scores read to decide whom to evict, before `rank`, `weigh` or `order`."""
         self.context = self.call.eviction_context(find_newest(self.call), -1)
         self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _warn_of_scores, self.call)
 
     def rank(self) -> Tensor:
-        """Set and return the eviction keys [B,H,T] by score alone, which decide how many each head keeps; lowest go first."""
+        """Set and return `keys`: sort keys of tokens [B,H,T] by score alone, lowest evicted first, to count what heads keep."""
         self.context.keep_BH1 = None  # heads share by score alone
         self.keys = self.call.policy.eviction_keys(self.context, self.empty)
         return self.keys
@@ -109,7 +109,7 @@ class PromptEnd:
         return [count if n_queries else held for count, held, n_queries in rows]
 
     def order(self, count: list[list[int]], everyone: Parallel) -> Tensor:
-        """Return the eviction keys [B,H,T], lowest go first, once it is known how many tokens (`count`) each head keeps."""
+        """Return sort keys of the tokens [B,H,T], lowest evicted first, once it is known how many (`count`) each head keeps."""
         policy = self.call.policy
         if self.keys is not None and policy.selection is None:
             return self.keys

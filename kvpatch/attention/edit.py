@@ -76,16 +76,16 @@ class EditEnd(PromptEnd):
         self.context.recent_B11 = find_newest(self.call) - slots.own_limits.newest
 
     def rank(self) -> Tensor:
-        """Compute the eviction keys [B,H,T] by score alone, for heads whose number of tokens follows from it."""
+        """Set and return `keys`, the tokens' sort keys [B,H,T] (lowest evicted first) by score, to count what heads keep."""
         self.keys = self._protect_after_edit(super().rank())
         return self.keys
 
     def order(self, count: list[list[int]], everyone: Parallel) -> Tensor:
-        """Return the eviction keys [B,H,T] once it is known how many tokens (`count`) each head keeps."""
+        """Return the tokens' sort keys [B,H,T], lowest evicted first, once it is known how many (`count`) each head keeps."""
         return self._protect_after_edit(super().order(count, everyone))
 
     def _protect_after_edit(self, keys: Tensor) -> Tensor:
-        """Return the eviction keys with the highest for tokens after the edit, sinks and `protect=` tokens, so that all stay.
+        """Return the tokens' sort keys (lowest evicted first) raised for tokens after the edit, sinks, `protect=`: they stay.
 
         Each head held these before the edit, so its budget has room for them. It may have none for the other tokens that the
         policy protects: they get lower keys, the lowest those farthest from the edit.

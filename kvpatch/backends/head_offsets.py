@@ -142,7 +142,10 @@ class HeadOffsets:
         return codec.of(self.blocks().head_P), codec.of(slice(None))
 
     def _split_entries(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return entries in blocks [P,BLOCK,D] and those at heads' edges [N,E,D], for a step's products; rounded ones packed."""
+        """Return entries in blocks [P,BLOCK,D] and those at heads' edges [N,E,D], for a step's products; rounded ones as bytes.
+
+        Unrounded ones are in `dtype`.
+        """
         blocks = self.blocks()
         inner = entries_FD[: blocks.whole].view(-1, BLOCK, entries_FD.shape[-1])
         edges = entries_FD.index_select(0, blocks.edge_NE.flatten()).view(*blocks.edge_NE.shape, entries_FD.shape[-1])
@@ -197,7 +200,7 @@ class HeadOffsets:
         return new, self.begin_N[heads_N[head]] + column
 
     def resized(self, capacities: list[int], filled: list[int]) -> HeadOffsets:
-        """Return offsets of the same heads with other capacities."""
+        """Return offsets of the same heads with other capacities, where slots are added or dropped; `move` copies entries."""
         return HeadOffsets(capacities, filled, self.begin_N.device)
 
     def move(self, entries_FD: Tensor, new: HeadOffsets) -> Tensor:

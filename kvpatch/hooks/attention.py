@@ -92,6 +92,7 @@ class Courier(Tensor):
 
     @classmethod
     def carrying(cls, cache: Any, mask: Tensor) -> Courier:
+        """Return a view of `mask` that carries `cache`, when a pass begins whose cache its layers would not get otherwise."""
         courier = mask.as_subclass(cls)
         courier.cache = cache
         return courier

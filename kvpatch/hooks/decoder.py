@@ -221,7 +221,7 @@ def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -
 
 
 def _is_scratch(decoder: nn.Module, call: dict[str, Any]) -> bool:
-    """Tell before a pass if no cache outlives it: none is asked for, or the model is training."""
+    """Tell before a pass if its cache is scratch, which ends with it: none is asked for, or the model is training."""
     past, use_cache = cache_of(call), call.get("use_cache")
     if use_cache is None:
         use_cache = getattr(getattr(decoder, "config", None), "use_cache", True) if past is None else True

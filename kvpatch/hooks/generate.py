@@ -223,7 +223,7 @@ def _asks_for_others(kwargs: dict[str, Any], *configs: Any) -> bool:
 
 
 def _other_implementation(kwargs: dict[str, Any], *configs: Any) -> str | None:
-    """Return a cache_implementation other than the default ("hybrid" was a name of the default)."""
+    """Return the cache_implementation that generate() is asked for, unless it is a name of the default; else None."""
     asked = [kwargs.get("cache_implementation"), *(getattr(c, "cache_implementation", None) for c in configs)]
     return next((one for one in asked if one not in (None, "dynamic", "hybrid")), None)
 

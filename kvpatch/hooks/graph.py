@@ -89,7 +89,7 @@ class _Captured:
         self.owner = weakref.ref(cache)
 
     def replay(self, inputs: Inputs, cache: EvictingCache) -> None:
-        """Run the captured step on new inputs. It counts before, so that an interrupt leaves counters that tensors correct."""
+        """Run the captured step on new inputs. First the host's counters are marked as stale: the device's tensors count."""
         for name, tensor in inputs.items():
             self.inputs[name].copy_(tensor)
         cache.counters.stale, self.left = True, self.left - 1

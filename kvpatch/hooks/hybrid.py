@@ -70,7 +70,7 @@ def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[n
 
 
 def find_state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn.Module]) -> dict[int, nn.Module]:
-    """Find the module that keeps each state of a hybrid, by layer (the innermost that knows it), such as for its device."""
+    """Return, by layer, the module that keeps each state of a hybrid: the innermost of its number. Asked for its device."""
     numbers, found = dict(stack.states), dict[int, nn.Module]()
     for module in decoder.modules():
         number = getattr(module, "layer_idx", None)

@@ -124,7 +124,7 @@ class Installation:
         put_attribute(module, name, value)
 
     def _mark_module(self, module: nn.Module) -> Mark:
-        """Mark a module as this patch's before its first change, and return the mark; later calls return the same one."""
+        """Return a module's mark, where changes note their undo; the first call, before any change, sets it as `_kvpatch`."""
         for one, mark in self.marked:
             if one is module:
                 return mark

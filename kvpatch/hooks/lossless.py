@@ -167,7 +167,7 @@ class Drafter(CandidateGenerator):
     """
 
     def __init__(self, model: Any, cache: LosslessCache, processors: Any, config: GenerationConfig, state: PatchState) -> None:
-        """Begin the drafts of one generate(), by its configuration `config`, with FIRST tokens. processors: of logits."""
+        """Begin the drafts of one generate(), the first of FIRST tokens. processors: its processors of logits, or None."""
         self.model, self.cache, self.processors, self.state = model, cache, processors, state
         self.samples = bool(config.do_sample)
         self.longest: int = config.max_length

@@ -18,7 +18,7 @@ from .state import PatchState
 
 
 def check(cache: EvictingCache, state: PatchState) -> None:
-    """Raise KVPatchError, before `cache` goes on, if it was made under other settings, or its layers have other shapes."""
+    """Raise KVPatchError, before a pass over a caller's cache, if it was made under other settings or has other shapes."""
     if cache.settings is state.settings:
         return
     for name, there, here in cache.settings.list_differences(state.settings.first_layers(cache.settings.numbers[-1] + 1)):

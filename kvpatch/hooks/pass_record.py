@@ -51,7 +51,7 @@ class TextRecord:
     """
 
     def __init__(self, log: Any, cache: EvictingCache, made_here: bool = False) -> None:
-        """Begin the record of a cache at its first pass under a patch."""
+        """Begin the record of a cache at its first pass under a patch; log: the patch's RunLog; made_here: see the class."""
         self.log, self.cache, self.made_here = log, weakref.ref(cache), made_here
         self.acted = False
         self.number = 0
@@ -63,7 +63,7 @@ class TextRecord:
         self.timing: Timing | None = None
 
     def acts_in_step(self, cache: EvictingCache, Q: int) -> bool:
-        """Tell if the budget acts in a pass of Q generated tokens. Changes nothing."""
+        """Tell, for the log, if the budget acts in a pass of Q generated tokens: if some come after an eviction."""
         return self.evicted or cache.seen + Q - 1 - self.base > self.room
 
     def note_prompt(self, cache: EvictingCache, now: Forward, Q: int) -> bool:
@@ -95,7 +95,7 @@ class TextRecord:
 
 
 def _count_kept(settings: CacheSettings, now: Forward) -> list[int]:
-    """Return how many tokens each row may hold, once its prompt has ended, in the layer with the smallest budget."""
+    """Return how many tokens each row may hold after its prompt, in the layer of the smallest budget, to tell if one evicts."""
     layers = evicting(settings)
     known = {n: min((settings.rules[layer].least(n) for layer in layers), default=MAX_POSITION) for n in set(now.budget_n_B)}
     fixed_B = now.n_B if settings.policy.schedule == "decode" else now.fixed_B or [0] * len(now.n_B)

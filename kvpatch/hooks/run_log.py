@@ -144,7 +144,7 @@ class RunLog:
     # ---- called by the Patch ----
 
     def close(self) -> None:
-        """Note that the patch is removed: no pass can go on from the last cache under it."""
+        """Count the last cache's prompt as unused if nothing went on from it, when the patch is removed."""
         cache = self._find_cache()
         if cache is not None and not cache.unfinished:
             self._note_unused(cache, cache.record)
@@ -191,7 +191,7 @@ class RunLog:
                 self._note_last(record)
 
     def _note_last(self, record: TextRecord) -> None:
-        """Note that a cache, by its record, is the last one that was used: the report is about it."""
+        """Note, at each pass or generate()'s end, which cache was used last, by its record: the report is about that one."""
         with self._lock:
             self.number += 1
             record.number = self.newest = self.number

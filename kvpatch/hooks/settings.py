@@ -73,7 +73,10 @@ def bits_of(bits: object) -> int:
 
 
 def check_options(seed: object, block: object, **switches: object) -> None:
-    """Raise KVPatchError, before a model is looked at, for values of patched()'s arguments that none could take."""
+    """Raise KVPatchError, before a model is looked at, for values of patched()'s arguments that are wrong for every model.
+
+    switches: arguments that are True or False, by name.
+    """
     if block is not None:
         check_count("block", block, "tokens")
     if isinstance(seed, bool) or not isinstance(seed, int):

@@ -39,7 +39,10 @@ def makes_masks(module: nn.Module) -> bool:
 
 
 def list_hooks(shell: nn.Module | None, decoder: nn.Module, state: PatchState) -> list[tuple[nn.Module, Hook]]:
-    """Return the pre-hooks by which a patch begins a pass, each with its module. shell: a model that makes masks, or None."""
+    """Return the pre-hooks by which a new patch will begin each pass, with their modules.
+
+    shell: a model around the decoder that makes its masks, where the pass then begins; or None.
+    """
     if shell is None:
         return [(decoder, functools.partial(before_decoder, state=state))]
     inner = next(name for name, module in shell.named_modules() if module is decoder)  # by name: a copy has its own

@@ -194,7 +194,7 @@ def put_attribute(module: nn.Module, name: str, value: object) -> None:
 
 
 def put_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool) -> None:
-    """Set the decoder's attributes that an adapter replaces: to the patch's values (`ours`) or back to the model's.
+    """Set the decoder's attributes that an adapter replaces (such as its ALiBi): to the patch's values (`ours`) or its own.
 
     Called where a pass begins. aside: by attribute, the model's value and ours.
     """

@@ -131,7 +131,7 @@ class Target:
         return cls(with_keys, readers, decoder, generators, parallel_of(model, found), shell, outer, stack, model)
 
     def modules(self) -> Iterator[tuple[int, bool, tuple[nn.Module, Adapter]]]:
-        """Yield for each attention module the index of the layer whose keys it uses, if it only reads them, and the module."""
+        """Yield for each attention module: index of the layer whose keys it uses; if it only reads them; (module, adapter)."""
         yield from ((layer, False, pair) for layer, pair in enumerate(self.attentions))
         yield from ((layer, True, pair) for layer, pair in self.readers)
 

@@ -33,7 +33,7 @@ class Given:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], seen: int) -> Given:
-        """Find the tokens and the padding mask among generate()'s arguments. seen: columns that its cache has read."""
+        """Find tokens and padding mask among generate()'s arguments, before it runs. seen: columns that its cache has read."""
         mask = kwargs.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         embeds = kwargs.get("inputs_embeds")

@@ -52,7 +52,7 @@ class Template:
         self._tokenizer, self._arguments = tokenizer, arguments
 
     def _write(self, messages: list[Message], answer: bool) -> str:
-        """Return the text of messages."""
+        """Return the text of messages by the template; answer: with the header of an answer at the end."""
         cleaned = [{name: value for name, value in one.items() if name != "forgotten"} for one in messages]
         return self._tokenizer.apply_chat_template(cleaned, tokenize=False, add_generation_prompt=answer, **self._arguments)
 

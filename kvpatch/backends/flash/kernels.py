@@ -102,7 +102,7 @@ class Generation:
     limits: dict[str, Any] = field(default_factory=dict)
 
     def find_kernels(self, modules: dict[str, Any]) -> Iterator[Kernel]:
-        """Yield a kernel for each of the `modules`, by name, of this generation, when `kernels` looks for what is installed."""
+        """Yield a kernel for each of the installed `modules`, by name, that are of this generation of flash-attn."""
         for name, module in modules.items():
             functions = [getattr(module, function, None) for function in ("flash_attn_func", "flash_attn_varlen_func")]
             if all(callable(f) and self.arguments | COMMON <= set(inspect.signature(f).parameters) for f in functions):
@@ -193,7 +193,7 @@ def _list_loaded() -> dict[str, Any]:
 
 
 def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
-    """Yield flash-attn 3's operator, if loaded: before 2026 its functions return no log-sum-exp. It has no gradients."""
+    """Yield flash-attn 3's operator, if loaded, when `kernels` looks: before 2026 its functions return no log-sum-exp."""
     operator = getattr(torch.ops.flash_attn_3, "fwd", None)
     wanted = {"cu_seqlens_q", "max_seqlen_k", "softmax_scale", "is_causal", "window_size_left", "num_splits"}
     if operator is None or not wanted <= {argument.name for argument in operator.default._schema.arguments}:

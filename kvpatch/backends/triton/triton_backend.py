@@ -214,7 +214,7 @@ def _describe_noise(noise: Noise | None) -> dict[str, Any]:
 
 
 def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """Count the keys that each row of a prompt attends to, [B,H,Q], for the statistic "count"."""
+    """Count the keys that each row of a prompt attends to, [B,H,Q], for the sum "count": rows that give a key more than 1/n."""
     B, H, _ = keys.positions_BHT.shape
     prompt_keys = rows_BQ - rows_BQ.masked_fill(rows_BQ < 0, torch.iinfo(torch.int64).max).amin(-1, keepdim=True) + 1
     past = keys.positions_BHT[:, :, : keys.past].sort(-1).values.contiguous()
