@@ -113,7 +113,7 @@ class Adapter:
         return getattr(attn, self.projection)(y_BQE)
 
     def aside(self, decoder: nn.Module) -> dict[str, Any]:
-        """Return attributes to set on the decoder during a forward pass through the cache, by name.
+        """Return attributes (by name) to set on the decoder while a pass through the cache runs; asked when a model is patched.
 
         They disable what the decoder would build from its padding mask and the cache computes itself, such as ALiBi.
         """

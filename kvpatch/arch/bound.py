@@ -89,7 +89,7 @@ class BoundAdapter:
         return self.adapter.rotate_back(self.attn, x_BHTD, places_BHT, table)
 
     def mean_rotation(self, places_BF: Tensor, like: Tensor, table: Any) -> Tensor:
-        """Return the mean rotation [B,1,D,D] at coming positions `places_BF`, for policies that foresee queries."""
+        """Return the mean rotation [B,1,D,D] over coming positions `places_BF`, by which policies foresee later queries."""
         limit = self.adapter.max_positions(getattr(self.attn, "config", None))
         places_BF = places_BF if limit is None else places_BF.clamp(max=limit - 1)  # beyond the model's table its last one
         return mean_rotation(functools.partial(self.rotate, table=table), places_BF, like)

@@ -39,7 +39,7 @@ COMPILED = ("_compiled_call", "_last_compile_config")
 
 @functools.cache
 def cache_argument(takes: Callable[..., Any]) -> str:
-    """Return the name under which a function takes the cache: its own parameter's, else the one that generate() uses."""
+    """Return the name under which a model's forward takes the cache: its own parameter's, else the one that generate() uses."""
     parameters = inspect.signature(takes).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None) or CACHE
 

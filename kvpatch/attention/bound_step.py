@@ -172,7 +172,7 @@ def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
 
 
 def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | None) -> BoundStep | None:
-    """Return a layer's bound step: the old one unless stack, mode or buffers have changed; None before the layer has run."""
+    """Return a layer's bound step, kept in `steps.bound`, new if stack, mode or buffers have changed; None if it never ran."""
     call = steps.calls.get(layer)
     if call is None:
         return None

@@ -30,7 +30,7 @@ class Hidden:
         slots.holes, slots.contiguous = True, False
 
     def show(self) -> None:
-        """Put the positions and state of the hidden tokens back, after the queries have attended and needs have read them."""
+        """Put the hidden tokens' positions and state back into the layer, once an edit's queries have attended."""
         slots, hidden = self.slots, self.hidden
         slots.positions = self.positions
         for name, tensor in slots.state.items():

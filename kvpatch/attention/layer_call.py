@@ -61,7 +61,7 @@ class Call(LayerRead):
         self.begin(now)
 
     def begin(self, now: Forward) -> None:
-        """Set the call to another pass, before the layer runs in it; what does not change from pass to pass stays bound."""
+        """Set `now`, `positions_BQ` and `rows_BQ` to another pass, before the layer runs in it; all else stays as it is."""
         asked = now.keeps_all or any(one is not None for one in (now.fixed_B, now.protect_BQ, now.span_BQ))
         if asked and self.settings.bounds[self.layer] is not None:
             # the user's policy options do not apply to a window of the layer's own
@@ -380,7 +380,7 @@ class Call(LayerRead):
         return (x - lse_BHGW[..., None]).masked_fill(~seen, -torch.inf).exp()
 
     def _find_logits(self, q_BHGWD: Tensor, k: Tensor, positions: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [B,H,G,W,M] of queries at `positions`, after all slots, and keys at `at`, and a mask of those seen."""
+        """Return logits [B,H,G,W,M] of later queries (at `positions`) with slots' keys (at `at`), and a mask of those seen."""
         place, rows = at[:, :, None, None], positions[:, None, None, :, None]
         seen = keep_in_window((place >= 0) & (rows >= 0), self.geometry.sliding, place, rows)
         return window_logits(q_BHGWD, k, at, positions, self.geometry), seen
@@ -427,7 +427,7 @@ class Call(LayerRead):
         noise = slots.state.get("noise")
 
         def place() -> tuple[Tensor, Tensor, Tensor]:
-            """Return the block's query heads and the positions of its rows and keys, for statistics that depend on them."""
+            """Return the block's query heads [N,G], and its rows' and keys' positions; statistics that need them call this."""
             H = slots.positions.shape[1]
             n = torch.arange(rows.n0, rows.n1, device=rows_BQ.device)
             head_N = self.settings.parallel.first(H) + n % H

@@ -177,7 +177,7 @@ def _find_noise(call: Call, keys: Keys) -> Noise:
 
 
 def _find_temperature(call: Call) -> float:
-    """Return a score's temperature while a prompt is read."""
+    """Return the temperature of the softmax with noise (Keyformer's) while a prompt is read."""
     tau = call.policy.needs.temperature(0, call.cache.request.new_tokens)
     assert isinstance(tau, int | float)
     return tau
@@ -215,7 +215,7 @@ def _attend_and_sample(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor)
 def _sum_rows(
     call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse_BHGQ: Tensor | None, column_BR: Tensor
 ) -> dict[str, Tensor]:
-    """Return the policy's sums [B,H,T] by name over a sample of a prompt's rows, at these columns; one of -1 is left out."""
+    """Return the policy's sums [B,H,T] by name over a sample of a prompt's rows, those at `column_BR`; -1 stands for none."""
     index_BR = column_BR.clamp(min=0)
     read_BR = rows_BQ.gather(1, index_BR).masked_fill(column_BR < 0, -1)
     q, lse_BHGR = pick_rows(q_BHGQD, lse_BHGQ, index_BR)

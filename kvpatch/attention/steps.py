@@ -35,7 +35,7 @@ class Steps(BoundSteps):
 
 
 def find_steps(cache: TextState) -> Steps:
-    """Return what a cache keeps between decode steps (bound calls and steps, stacked layers); empty at the first call."""
+    """Return `cache.steps`, what it keeps between decode steps (bound calls and steps, stacked layers); set at first."""
     steps = cache.steps
     if steps is None:
         steps = cache.steps = Steps()

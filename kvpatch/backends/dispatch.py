@@ -70,7 +70,7 @@ class Choice:
     """
 
     def __init__(self, wanted: str = "auto") -> None:
-        """Begin without a choice; made with a cache. wanted: `backend` of patched()."""
+        """Begin without any choice, when a cache or a replay's pass is made. wanted: `backend` of patched()."""
         self.wanted = wanted
         self.known: dict[tuple[Task, Case], tuple[str, str]] = {}
         self.ran: dict[str, tuple[str, str]] = {}

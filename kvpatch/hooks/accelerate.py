@@ -22,9 +22,7 @@ OwnMethod = Callable[[Any], Callable[..., Any]]
 def own_method(module: nn.Module, name: str, previous: Callable[..., Any] | None) -> OwnMethod:
     """Return a function by which the patch's method finds the unpatched method `name` of its module, or of a module's copy.
 
-    Called when a method is replaced.
-
-    previous: the module's own value of the attribute before the patch; None: the method is its class's.
+    Called when the method is replaced. previous: the module's own value of the attribute until then; None: it is its class's.
     """
     if previous is None:
         return lambda one: functools.partial(getattr(type(one), name), one)

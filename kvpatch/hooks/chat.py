@@ -42,7 +42,7 @@ class Chat:
         self, model: Any, tokenizer: Any, new_cache: Callable[[], EvictingCache | LosslessCache], replace: Callable[..., None],
         system: str | None, **options: Any,
     ) -> None:  # fmt: skip
-        """Begin an empty conversation, for `begin_chat`; nothing is read yet. options: of generate(), and `template`."""
+        """Begin an empty conversation, for `begin_chat`. new_cache, replace: Patch's. options: generate()'s and `template`."""
         _check_options(options, model.generation_config)
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._template = Template(tokenizer, dict(options.pop("template", None) or {}))
@@ -230,7 +230,7 @@ class Chat:
         return True
 
     def _generate(self, asked: Tensor, *criteria: StoppingCriteria, **options: Any) -> Tensor:
-        """Call generate() once for a turn: it reads what is new into the cache. Return the ids [1,N] with the answer."""
+        """Call generate() for a turn, after telling `cache` of it; it reads what is new. Return the ids [1,N] with the answer."""
         if isinstance(self.cache, LosslessCache):
             self.cache.go_back(asked[0].tolist())
         else:

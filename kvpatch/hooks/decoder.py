@@ -241,7 +241,7 @@ def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
 
 
 def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:
-    """Begin a decode step that is traced by torch.compile or captured: change `call` and `cache`; False if it cannot be."""
+    """Begin a decode step that torch.compile traces or a CUDA graph captures: change `call` and `cache`; False if none can."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")
     custom = mask is not None and mask.ndim != 2

@@ -122,7 +122,7 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Put an EvictingCache into `model_kwargs`. The configuration is generate()'s own copy, and may be changed."""
+        """Put an EvictingCache into `model_kwargs` as generate() begins. The configuration is its own copy, and is changed."""
         past = cache_of(model_kwargs)
         past = ownership.start_from_prefix(past, state) if isinstance(past, Prefix) else past
         if isinstance(past, LosslessCache):
@@ -285,7 +285,7 @@ def wrap_make_masks(previous: Callable[..., Any] | None) -> Callable[..., Any]:
     """Wrap, for a patched model, the method by which generate() makes masks before a step that may be compiled."""
 
     def create_masks_for_generate(*args: Any, **kwargs: Any) -> Any:
-        """For an EvictingCache return the padding mask; for a step its newest column, so that shapes stay constant."""
+        """Return, over an EvictingCache, the padding mask of a pass, or a step's newest column of it: shapes stay constant."""
         past, mask = cache_of(kwargs), kwargs.get("attention_mask")
         if not isinstance(past, EvictingCache):
             return (previous or make_masks)(*args, **kwargs)

@@ -173,7 +173,10 @@ class StepGraph:
         self.drop()
 
     def _find_captured(self, inputs: Inputs, cache: EvictingCache) -> _Captured | None:
-        """Return the graph for a step, with the cache's tensors moved into it; None for the first step of a kind (`_facts`)."""
+        """Find or capture the graph for a step, and move the cache's tensors into it; None: the caller runs the step itself.
+
+        That is the first step of a kind (`_facts`), or one whose capture has failed, after which none is tried.
+        """
         round_capacities(cache)
         kind = (_shapes(inputs), _facts(cache))
         if kind not in self._known:  # the first step compiles and loads what a capture may not

@@ -215,7 +215,7 @@ def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
     """Wrap, for a lossless patch, the method by which a model makes the drafting object of assisted decoding."""
 
     def _get_candidate_generator(self: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
-        """Return a Drafter for a lossless cache, else the model's own object."""
+        """Return what drafts in assisted decoding: a Drafter for a lossless cache, else the model's own object."""
         cache = cache_of(kwargs["model_kwargs"])
         if not isinstance(cache, LosslessCache):
             return own(self)(generation_config=generation_config, **kwargs)
@@ -270,7 +270,7 @@ def generate(
         kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
 
     def decode(model: Any, input_ids: Tensor, generation_config: GenerationConfig, **others: Any) -> Any:
-        """Stand for the loop that generate() would choose, as its `custom_generate`, with arguments that it has prepared."""
+        """Draft and verify tokens in place of generate()'s loop; called as its `custom_generate`, with what it has prepared."""
         if generation_config.get_generation_mode(None) not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise KVPatchError("lossless=True generates greedily or by sampling: leave beams and other searches out.")
         if len(input_ids) != 1:

@@ -103,7 +103,7 @@ def check_own(cache: object, state: PatchState) -> None:
 
 
 def check_shape(found: tuple[int, int], state: PatchState) -> None:
-    """Raise KVPatchError if the KV heads and the head size `found` in a caller's cache are not the model's."""
+    """Raise KVPatchError before a caller's cache is used, if its KV heads and head size (`found`) are not the model's."""
     wanted, (H, D) = state.shapes[0][:2], found
     if found != wanted:
         raise KVPatchError(

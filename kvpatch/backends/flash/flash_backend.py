@@ -97,7 +97,10 @@ def _ragged_reason(case: Case) -> str | None:
 
 
 def find_misfit(keys: Keys, geometry: Geometry) -> str | None:
-    """Return why a kernel cannot attend to these keys although it takes their case, or None; asked for each prompt."""
+    """Return why no flash kernel can attend to these keys, though one was chosen for such a prompt; None: one can.
+
+    Asked for each prompt and layer, since a Case does not tell it.
+    """
     if keys.past and keys.holes:
         return "keys before this piece lie in slots of their own per head"
     if keys.past and not keys.ordered and (geometry.sliding is not None or geometry.slopes_HG is not None):

@@ -109,7 +109,7 @@ class Generation:
                 yield self._make_kernel(name, module)
 
     def _make_kernel(self, name: str, module: Any) -> Kernel:
-        """Return the Kernel that calls the functions of a module just found, with the arguments of this generation."""
+        """Return the Kernel of a flash-attn module just found: it calls its functions with this generation's arguments."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
             """Attend to a prompt by the module: Kernel.attend of this kernel, which says what goes in and out."""

@@ -47,7 +47,7 @@ def columns(codec: Codec, D: int) -> Columns:
 
 @lru_cache(maxsize=64)
 def _make_columns(bits: int, group: int, head: int, D: int) -> Columns:
-    """Return how a kernel's tile lays out rounded entries. group: channels that share a scale. head: bytes before the codes."""
+    """Return how a decode step's tile lays out rounded entries. group: channels of a scale. head: bytes before the codes."""
     piece = (D + 1) // 2 if bits == 4 else D
     step = math.gcd(group, piece)
     steps = _round_width(piece // step, 1)
@@ -61,7 +61,7 @@ def _round_width(number: int, least: int = 16) -> int:
 
 
 def reason(bits: int, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Return the reason that the kernels do not read entries of so many bits, or None."""
+    """Return the reason that the kernels do not read entries of so many bits, or None; asked when a backend is chosen."""
     if bits == FULL or not (head_dim * bits) % (8 * dtype.itemsize):
         return None
     return f"its kernels read scales of whole rows, which {head_dim} numbers of {bits} bits do not leave aligned"

@@ -246,7 +246,7 @@ def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule
 
 
 def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
-    """Return the reason that torch must choose the evicted token of a step that the kernels otherwise run, or None."""
+    """Return why torch must choose the evicted token of a decode step that the kernels otherwise run; None: they choose it."""
     if policy.every > 1:
         return "several tokens are evicted at once"
     if type(policy).eviction_keys is not Policy.eviction_keys or policy.selection is not None:
