@@ -108,7 +108,7 @@ class InterfaceAdapter(Adapter):
             call[cache_argument(type(attn).forward)] = Entries()
 
         def attend(q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
-            """Attend by `core` where the module calls attention; asked: its keyword arguments. `attention` below hands on."""
+            """Attend by `core` where the module calls its attention function; asked: that call's keyword arguments."""
             nonlocal attended
             self.compare(attn, asked)
             _refuse_shapes(attn, k, v, (*self.kv_shape(attn), self.value_size(attn)), attended)

@@ -100,7 +100,7 @@ class PromptEnd:
     def weigh(self) -> list[list[int]]:
         """Return how many tokens each head keeps, by row, under a budget that follows from the scores (such as Mass).
 
-        It also notes the sum of the scores of evicted tokens on the layer. A row whose text ended before this block keeps all.
+        It also sets `slots.lost_BH1`, the sum of evicted tokens' scores. A row whose text ended before this block keeps all.
         """
         keys, slots = self.rank(), self.call.slots
         self.context.keep_BH1 = _fill_counts(self.call, self.keep)[..., None]
@@ -290,8 +290,8 @@ def _compress_layer(
 
     count: tokens that each head keeps, the first ones of `order`; None: all. uneven: heads may hold different numbers,
     perhaps only because of heads on other processes. This process then runs the eviction at every step as they do, because
-    a score may need all processes to take part. scored: `order` are eviction keys. keep: the most tokens of each head while
-    decoding.
+    a score may need all processes to take part. scored: `order` are sort keys by score, not positions. keep: the most tokens of
+    each head while decoding.
     """
     slots, now = call.slots, call.now
     keep = [[call.rule.bound(n) for n in row] for row in keep]
@@ -425,7 +425,7 @@ def set_limits(call: Call) -> list[int]:
 
 
 def _set_quotas(call: Call) -> list[int]:
-    """Set how many tokens each span of the text keeps (`quota=`), before a prompt's end evicts; return the sums by row."""
+    """Set the state "quota": how many tokens each span of a text keeps (`quota=`) as a prompt ends; return the sums by row."""
     slots, given = call.slots, (_list_budgets(call), call.now.budget_n_B)
     span, held = slots.state["span"][:, :, : slots.used], slots.positions[:, :, : slots.used] >= 0
     slots.statistic("quota", slots.state["span"])[:, :, : slots.used] = share_out(span, *given)

@@ -69,7 +69,7 @@ class EditEnd(PromptEnd):
         self.keep = slots.own_budget_BH1[..., 0].tolist()
 
     def make_context(self) -> None:
-        """Make the context that scores read: ages count from the text's newest token, recent ones from the edit's last."""
+        """Set `context`, which scores read: ages count from the text's newest token, recent ones from the edit's last."""
         now, slots = self.call.now, self.call.slots
         newest_B11 = now.copy([n - 1 for n in now.n_B], slots.positions.device)[:, None, None]
         self.context = self.call.eviction_context(newest_B11, -1)

@@ -156,7 +156,7 @@ class Call(LayerRead):
         return projected_norms(v_BNTD.repeat_interleave(group, 1), rows, 2).unflatten(1, (-1, self.group))
 
     def _output_rows(self, like_BNTD: Tensor, group: int) -> Tensor:
-        """Return the output projection's rows W_O by head, for norms of values; the layer keeps them if they were computed."""
+        """Return the output projection's rows W_O by head, for norms of values; `slots` keeps them if they were measured."""
         rows = self.slots.output_rows
         if rows is None:
             rows, worked_out = self.bound_adapter.output_rows(like_BNTD, group, self.settings.parallel)
@@ -173,7 +173,7 @@ class Call(LayerRead):
         return {**self.entry_ahead(k_BH1D, positions_B1), **entry}
 
     def entry_ahead(self, like_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-        """Return what a decoded token's entry takes from its position alone, computed for AHEAD steps at once to save time."""
+        """Return what scores store with a decoded token by position alone; `slots.ahead` gets it for AHEAD steps at once."""
         slots = self.slots
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
@@ -391,7 +391,7 @@ class Call(LayerRead):
         return slots.kv.make_dense(*slots.positions.shape[:2]).numbers(slots.used)
 
     def live(self, newest_B11: Tensor) -> Tensor:
-        """Return which used slots a later query can see, bool [B,H,T]: merging makes up for no other evicted ones."""
+        """Return which used slots a later query can see, bool [B,H,T]: merging makes up for these alone if they are evicted."""
         positions, sliding = self.positions_BHT, self.geometry.sliding
         live = positions >= 0
         return live if sliding is None else live & (positions >= find_oldest(sliding, newest_B11 + 1))

@@ -238,7 +238,7 @@ def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry)
 def _per_head(q_BNQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return keys and values as torch's attention takes them: repeated for each query head where no fused kernel takes groups.
 
-    That is on GPUs alone, for float32, masks and older ones. torch would compute all logits at once there.
+    On a GPU torch has none for groups in float32, with a mask, or if the GPU is older: it would compute all logits at once.
     """
     G = q_BNQD.shape[1] // k_BHTD.shape[1]
     if G == 1 or q_BNQD.device.type == "cpu":

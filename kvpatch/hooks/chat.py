@@ -230,7 +230,7 @@ class Chat:
         return True
 
     def _generate(self, asked: Tensor, *criteria: StoppingCriteria, **options: Any) -> Tensor:
-        """Call generate() for a turn, after telling `cache` of it; it reads what is new. Return the ids [1,N] with the answer."""
+        """Call generate() for a turn, after telling `cache` of it: it reads what is new. Return ids [1,N] with the answer."""
         if isinstance(self.cache, LosslessCache):
             self.cache.go_back(asked[0].tolist())
         else:

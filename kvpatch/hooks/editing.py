@@ -18,7 +18,7 @@ from .state import PatchState, put_aside
 def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[int, int], ids: Any, reread: int = 0) -> None:
     """Replace a span of a cache's text by other tokens `ids`; all checks come before the first change of the cache.
 
-    Called by Patch.replace and by engines that keep conversations. reread: tokens after the span that are read again.
+    Called by Patch.replace and by engines that keep conversations. reader: the decoder. reread: tokens after it to read again.
     """
     refuse("replace", state.combine())
     ownership.check_own(cache, state)

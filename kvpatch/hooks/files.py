@@ -40,7 +40,7 @@ def save_cache(target: Target, state: PatchState, cache: Any, path: str | PathLi
 def load_cache(target: Target, state: PatchState, path: str | PathLike[str]) -> EvictingCache | LosslessCache:
     """Fill a new cache of the patch from a file, and return it. Called by Patch.load_cache.
 
-    What the file does not hold is taken from the model: the stamp of who read it, devices, and each layer's geometry.
+    What the file does not hold is taken from the model: its stamp (a fingerprint), devices, and each layer's geometry.
     """
     if state.lossless:
         whole = load_lossless(lossless.new_cache(state), check_path(path), target.identity(), target.shapes(), target.devices())

@@ -21,7 +21,7 @@ def has_offsets(model: nn.Module | None) -> bool:
 
 
 def note_offsets(model: nn.Module, cache: EvictingCache, B: int, device: torch.device) -> None:
-    """Copy the model's `rope_deltas` [B,1], offsets of positions after images, to the cache of a new pass, for later ones."""
+    """Copy the model's `rope_deltas` [B,1], offsets of positions after images, to `cache.ids` as a pass begins."""
     if not has_offsets(model):
         return
     given = vars(model)[NAME]

@@ -64,7 +64,7 @@ def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
 
 
 def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:
-    """Raise KVPatchError before a cache goes on or is saved, if the stamp of who has read it is not the model's (`now`)."""
+    """Raise KVPatchError before a cache goes on or is saved, if another model has read it than this one (`now`, its stamp)."""
     changed = None if cache.read_by is None else cache.read_by.differs(now)
     if changed is None:
         return

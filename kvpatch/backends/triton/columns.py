@@ -147,7 +147,7 @@ def _row_splits(programs: int, row_blocks: int, group: int) -> int:
 
 
 def _column_tile(dtype: torch.dtype, padded: int, Q: int) -> tuple[int, int, int, int]:
-    """Return keys, rows, warps and stages of a tile for a launch. padded: head size of a tile. Q: query rows."""
+    """Return keys, rows, warps and stages of a tile, for a launch over a prompt. padded: head size of a tile. Q: query rows."""
     rows = max(16, triton.next_power_of_2(Q))
     if dtype == torch.float32:  # no tensor cores: taller tiles, or fewer warps, spill registers
         return 64, min(rows, 32), 8, 2
