@@ -81,7 +81,7 @@ class InterfaceAdapter(Adapter):
         learned: bool = False,
         positions_from_mask: bool = False,
     ) -> None:
-        """Note where a family's attention modules keep each setting; called for each row of the table of families, at import.
+        """Note where a family's attention modules keep each setting; called for each row of the families' table, or a user's.
 
         `learned` positions are inside the keys, which cannot get others: `why_not` says so. The class explains the arguments.
         """

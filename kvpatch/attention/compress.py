@@ -243,7 +243,7 @@ def _keep_all(call: Call) -> None:
 
 
 def _count_held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], list[list[int]]]:
-    """Return how many tokens each head holds, and how many of them are outside the budget (of a prompt that stays), by row.
+    """Return how many tokens each head holds, and how many of them the budget does not count (a prompt or turns), by row.
 
     They are read from the device only where earlier evictions have left heads with different tokens. past: slots in use before
     the prompt that ends. everyone: the processes whose heads are counted.

@@ -130,7 +130,7 @@ def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: N
 
 
 def _attend_and_sum(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
-    """Attend as `attend_to` does, and add the attention that all rows, or a sample, give each key to the policy's sums."""
+    """Attend as `attend_to` does, and add to the layer's sums, for scores, the attention that rows (or some) pay each key."""
     sampled = any(one.sampled for one in call.policy.needs.sums)
     if sampled and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
         return _attend_and_sample(call, q_BHGQD, keys, rows_BQ)

@@ -122,10 +122,11 @@ class Choice:
         return self.known[task, case]
 
     def _choose_backend(self, task: Task, case: Case, refused: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
-        """Return the first backend of PREFERRED that takes a case, and why not those before it; warn once if `wanted` cannot.
+        """Return the first backend of PREFERRED that takes a case, though another may be `wanted`, and why not those before it.
 
-        Called for each new (task, case), and again where a backend refuses at run time. refused: those that have refused this
-        call, with their reasons. `refusals.known` has the kernels that failed earlier in this process.
+        Called for each new (task, case), and again where a backend refuses at run time. Warns once if the wanted one cannot.
+        refused: those that have refused this call, with their reasons. `refusals.known` has the kernels that failed earlier in
+        this process.
         """
         if self.wanted == "torch":
             return "torch", "asked for"

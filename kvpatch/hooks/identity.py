@@ -48,9 +48,9 @@ _PLAIN = (nn.Parameter, Tensor)
 def _walk_modules(decoder: nn.Module) -> tuple[list[Tensor], list[nn.Module]]:
     """Return a decoder's parameters, and those of its modules that have PEFT's adapters.
 
-    Called whenever the model's stamp is made, as before each prompt: a fingerprint that shows a cache if another model has read
-    it, or this one has changed since. There are no parameters if FSDP or DeepSpeed shard them: they are elsewhere between
-    passes.
+    Called for files, and whenever the model's stamp is made, as before each prompt: a fingerprint that shows if another model
+    has read a cache, or this one has changed since. There are no parameters if FSDP or DeepSpeed shard them: they are elsewhere
+    between passes.
     """
     weights, tuned, unvisited, sharded = list[Tensor](), list[nn.Module](), [decoder], False
     while unvisited:  # nn.Module.modules() takes several times as long

@@ -60,7 +60,7 @@ def reason(task: Task, case: Case) -> str | None:
 
 
 def _find_lack(kernel: Kernel, case: Case) -> str | None:
-    """Return why a kernel cannot take a prompt of this case, or None; asked as a backend, then a kernel is chosen."""
+    """Return why a kernel cannot take a prompt of this case, or None; asked when a backend is chosen, then for its kernel."""
     for asked, given, word in (
         (case.alibi, kernel.alibi, "ALiBi"),
         (case.window, kernel.window, "sliding window"),
