@@ -122,7 +122,7 @@ class Choice:
         return self.known[task, case]
 
     def _choose_backend(self, task: Task, case: Case, refused: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
-        """Return the first backend of PREFERRED that takes a case, though another may be `wanted`, and why not those before it.
+        """Return the backend that takes a case, the wanted one before those of PREFERRED, and why not those before it.
 
         Called for each new (task, case), and again where a backend refuses at run time. Warns once if the wanted one cannot.
         refused: those that have refused this call, with their reasons. `refusals.known` has the kernels that failed earlier in
@@ -131,7 +131,7 @@ class Choice:
         if self.wanted == "torch":
             return "torch", "asked for"
         skipped = []
-        for name in PREFERRED[task]:
+        for name in sorted(PREFERRED[task], key=lambda name: name != self.wanted):
             if name in refused:
                 skipped.append(f"{name}: {refused[name]}")
                 continue

@@ -106,6 +106,14 @@ def test_a_call_that_the_chosen_backend_cannot_take_goes_to_the_next(monkeypatch
     assert chosen.of("prompt", cuda) == "flash", "of that call alone"
 
 
+def test_a_requested_backend_comes_before_a_faster_one(monkeypatch):
+    monkeypatch.setattr(backend("flash"), "reason", lambda task, case: None)
+    monkeypatch.setattr(backend("triton"), "reason", lambda task, case: None)
+    cuda = Case("cuda", torch.bfloat16, 128)
+    assert [Choice(name).of("prompt", cuda) for name in ("auto", "flash", "triton")] == ["flash", "flash", "triton"]
+    assert [Choice(name).of("ragged", cuda) for name in ("auto", "flash", "triton")] == ["triton", "flash", "triton"]
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_a_requested_backend_is_taken_or_its_refusal_logged_once(task, caplog, monkeypatch):
     monkeypatch.setattr(dispatch, "_said", set())
