@@ -15,6 +15,7 @@ from .counting import Counter, count_full, find_most, make_counter
 from .files import find_configuration, find_weights
 from .refused import refuse_kind
 from .remarks import list_remarks
+from .repetition import Repetition, find_longest, find_repetition
 from .result import Fit, Plan
 from .weights import count_weights
 
@@ -46,7 +47,7 @@ def plan(  # noqa: PLR0913 - the options of one command
         model: a folder, or a name on the Hugging Face hub.
         policy: a name of `kvpatch.list_policies()`, or a combination such as "critical(adaptive(roco))".
         k: tokens, a share of the prompt, a size such as "2GiB", or a list with one of these for each layer.
-        tokens: of a request's prompt; None: 32,768, or as many as the model has positions for.
+        tokens: of a request's prompt; None: 32,768, or the longest that the model's positions allow under the policy.
         new: tokens generated after it.
         batch: requests at a time.
         bits: 16, 8 or 4, as `patched` takes it.
@@ -69,19 +70,23 @@ def plan(  # noqa: PLR0913 - the options of one command
     config = find_configuration(name, revision)
     refuse_kind(config)
     shape = config.read_shape()
-    tokens = _choose_tokens(shape, tokens, new, name)
     dtype = _find_dtype(dtype, shape)
+    budget = _parse_budget(k, shape, division, bits, dtype)
+    counter = make_counter(shape, division, budget, bits, ITEMSIZES[dtype])
+    evicts = any(rule.evicts and bound is None for rule, bound in zip(budget.rules, shape.bounds, strict=True))
+    repetition = find_repetition(policy, options) if evicts and division.schedule else None
+    longest = find_longest(shape, new, repetition)
+    tokens = _choose_tokens(shape, tokens, new, name, longest, repetition)
     found = find_weights(name, revision) if dtype == shape.dtype else None
     weights = count_weights(config, dtype) if found is None else found
-    counter = make_counter(shape, division, _parse_budget(k, shape, division, bits, dtype), bits, ITEMSIZES[dtype])
     one, full = counter.count(tokens, new), count_full(shape, ITEMSIZES[dtype], tokens + new)
     room = None if available is None or weights.nbytes is None else max(available - weights.nbytes, 0)
-    fits = (None, None) if room is None else _find_fits(counter, shape, room, (tokens, new, batch))
+    fits = (None, None) if room is None else _find_fits(counter, shape, room, (tokens, new, batch), longest)
     return Plan(
         name, shape.kind, policy, k, bits, tokens, new, batch, dtype, *weights, full, *one,
         kept=tuple(sum(held.heads) // len(held.heads) for held in counter.hold(tokens, new)),
-        positions=shape.positions, memory=available, fit_full=fits[0], fit=fits[1],
-        remarks=tuple(list_remarks(shape, division, counter, tokens, config.values)),
+        positions=shape.positions, longest=longest, memory=available, fit_full=fits[0], fit=fits[1],
+        remarks=tuple(list_remarks(shape, division, counter, config.values, repetition)),
     )  # fmt: skip
 
 
@@ -118,16 +123,22 @@ def _parse_memory(memory: object) -> int | None:
     raise KVPatchError(f"memory={memory!r} is no size: give a number and a unit such as 24GiB or 80GB.")
 
 
-def _choose_tokens(shape: Shape, tokens: int | None, new: int, name: str) -> int:
-    """Return the tokens of a prompt to plan for: those asked for, which must not exceed the model's positions, or MOST."""
-    most = MAX_POSITION if shape.positions is None else shape.positions - new
+def _choose_tokens(
+    shape: Shape, tokens: int | None, new: int, name: str, longest: int | None, repetition: Repetition | None
+) -> int:
+    """Return the tokens of a prompt to plan for: those asked for, at most the `longest` (None: no limit), or MOST."""
+    most = MAX_POSITION if longest is None else longest
     if most < 1:
+        if repetition and new < (shape.positions or 0):
+            raise KVPatchError(f"{name} has {shape.positions:,} positions, too few for an instruction: give a shorter one.")
         raise KVPatchError(f"{name} has {shape.positions:,} positions: give fewer than {shape.positions} new tokens.")
     if tokens is not None and tokens > most:
         more = f" and {new:,} new ones" if new else ""
+        if repetition and tokens + new <= (shape.positions or 0):
+            more = f" and {repetition.count_tokens(tokens):,} that the policy reads a second time"
         raise KVPatchError(
-            f"A prompt of {tokens:,} tokens{more} is more than the {shape.positions:,} positions of {name}: give at most "
-            f"{most} tokens (--tokens {most})."
+            f"A prompt of {tokens:,} tokens{more} is more than the {shape.positions:,} positions of {name}: give at "
+            f"most {most} tokens (--tokens {most})."
         )
     return min(MOST, most) if tokens is None else tokens
 
@@ -163,16 +174,18 @@ def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype:
     return budget
 
 
-def _find_fits(counter: Counter, shape: Shape, room: int, asked: tuple[int, int, int]) -> tuple[Fit, Fit]:
+def _find_fits(counter: Counter, shape: Shape, room: int, asked: tuple[int, int, int], longest: int | None) -> tuple[Fit, Fit]:
     """Return the requests and tokens that fit into `room` bytes, in full and under the budget, all prompts read at once.
 
-    room: bytes that the weights leave. asked: tokens of a prompt, new tokens, requests at a time.
+    room: bytes that the weights leave. asked: tokens of a prompt, new tokens, requests at a time. longest: tokens of the
+    longest prompt under the policy, None for no limit.
     """
     (tokens, new, batch), size = asked, counter.itemsize
-    limit = MAX_POSITION - new if shape.positions is None else shape.positions - new
 
-    def find(count: Any) -> Fit:
+    def find(count: Any, positions: int | None) -> Fit:
+        limit = MAX_POSITION - new if positions is None else positions
         most = find_most(lambda n: batch * count(n) <= room, limit)
         return Fit(room // max(count(tokens), 1), None if most >= MAX_POSITION - new else most)
 
-    return find(lambda n: count_full(shape, size, n + new)), find(lambda n: counter.count(n, new).reading)
+    full = find(lambda n: count_full(shape, size, n + new), find_longest(shape, new, None))
+    return full, find(lambda n: counter.count(n, new).reading, longest)

@@ -9,13 +9,39 @@ from ..policies.naming import Division
 from .configuration import Shape
 from .counting import Counter
 from .known_models import ARCHITECTURES
+from .repetition import Repetition
 
 
-def list_remarks(shape: Shape, division: Division, counter: Counter, tokens: int, values: Mapping[str, Any]) -> Iterator[str]:
+def list_remarks(
+    shape: Shape, division: Division, counter: Counter, values: Mapping[str, Any], repetition: Repetition | None
+) -> Iterator[str]:
     """Yield the remarks of a plan, a sentence each: what the budget does not change in this model, and what is not counted.
 
-    values: of config.json.
+    values: of config.json. repetition: that the policy needs of each prompt.
     """
+    yield from _list_layers(shape)
+    if not division.schedule:
+        yield "The policy full evicts nothing."
+    elif division.schedule == "prompt":
+        yield "The policy evicts where the prompt ends: every generated token is kept beside the budget."
+    elif division.schedule == "decode":
+        yield "The policy keeps the prompt whole: k bounds the generated tokens alone."
+    if counter.shares_budget:
+        yield "Layers share one budget: all of them hold the whole prompt until the last one has read it."
+    if repetition is not None and shape.positions is not None:
+        yield (
+            f"The policy reads each prompt a second time, {repetition.chunk:,} tokens at a time: the prompt and one such "
+            "piece, with its instruction, must fit the model's positions together."
+        )
+    if values.get("quantization_config"):
+        yield "The weights are quantized: bytes counted from the configuration alone are too many."
+    if shape.kind.removesuffix("_text") not in ARCHITECTURES:
+        yield f"kvpatch has no row for models of type {shape.kind}: kvpatch check MODEL tells if it serves this one."
+    yield "Activations, logits and what the device needs for itself are not counted."
+
+
+def _list_layers(shape: Shape) -> Iterator[str]:
+    """Yield the remarks of a plan on layers that slide, that keep a state or a latent, or that hold no keys of their own."""
     n, windows = len(shape.layers), sorted({one.window for one in shape.layers if one.window is not None})
     named = " or ".join(f"{one:,}" for one in windows)
     if shape.slides_everywhere:
@@ -32,16 +58,3 @@ def list_remarks(shape: Shape, division: Division, counter: Counter, tokens: int
         yield f"{shape.borrowed} layers use the keys and values of others and hold none."
     if any(one.latent for one in shape.layers):
         yield "Latent attention: a layer holds one latent for each token, not keys and values of each head."
-    if not division.schedule:
-        yield "The policy full evicts nothing."
-    elif division.schedule == "prompt":
-        yield "The policy evicts where the prompt ends: every generated token is kept beside the budget."
-    elif division.schedule == "decode":
-        yield "The policy keeps the prompt whole: k bounds the generated tokens alone."
-    if counter.shares_budget:
-        yield "Layers share one budget: all of them hold the whole prompt until the last one has read it."
-    if values.get("quantization_config"):
-        yield "The weights are quantized: bytes counted from the configuration alone are too many."
-    if shape.kind.removesuffix("_text") not in ARCHITECTURES:
-        yield f"kvpatch has no row for models of type {shape.kind}: kvpatch check MODEL tells if it serves this one."
-    yield "Activations, logits and what the device needs for itself are not counted."

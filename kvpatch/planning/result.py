@@ -43,6 +43,7 @@ class Plan:
         reading: the most bytes while its prompt is read.
         kept: the tokens that a KV head of each layer holds, the mean of heads that share a budget.
         positions: tokens that the model has positions for; None for no limit.
+        longest: tokens of the longest prompt that these positions allow under the policy; None for no limit.
         memory: bytes that are given; None if nothing was said.
         fit_full: what fits into them under the full cache.
         fit: what fits under the budget.
@@ -66,6 +67,7 @@ class Plan:
     reading: int
     kept: tuple[int, ...]
     positions: int | None
+    longest: int | None
     memory: int | None
     fit_full: Fit | None
     fit: Fit | None
@@ -124,10 +126,11 @@ def write_remarks(plan: Plan) -> list[str]:
 
 def _write_tokens(fit: Fit, plan: Plan) -> str:
     """Write for a plan's table the tokens of a prompt that fit, and whether the model's positions are the limit."""
-    if fit.tokens is None:
-        return "any number"
-    limited = plan.positions is not None and fit.tokens == plan.positions - plan.new
-    return f"{fit.tokens:,}" + (", all its positions" if limited else "")
+    if fit.tokens is None or plan.positions is None:
+        return "any number" if fit.tokens is None else f"{fit.tokens:,}"
+    if fit.tokens == plan.positions - plan.new:
+        return f"{fit.tokens:,}, all its positions"
+    return f"{fit.tokens:,}" + (", the most that it can read twice" if fit is plan.fit and fit.tokens == plan.longest else "")
 
 
 def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:

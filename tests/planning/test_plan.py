@@ -13,6 +13,8 @@ import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.cli.commands import app
 from kvpatch.planning.refused import REFUSED
+from kvpatch.planning.repetition import find_repetition
+from kvpatch.policies.needs.second_reading import Rereading
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -77,6 +79,45 @@ def test_a_prompt_has_at_most_the_model_s_positions(tmp_path):
     assert kvpatch.plan(short, new=48).tokens == 2000
     assert kvpatch.plan(short, memory="80GiB").fit.tokens == 2048
     assert "2,048, all its positions" in str(kvpatch.plan(short, memory="80GiB"))
+
+
+IDS = ((1, 2, 3), (4, 5, 6, 7), (8,))
+READINGS = [
+    ("kvzip", {}, Rereading()),
+    ("kvzip_plus", {"chunk": 64, "instruction": [1, 2]}, Rereading([1, 2], 64)),
+    ("refit(snapkv)", {"chunk": 100}, Rereading((), 100)),
+    ("critical(kvzip)", {"instruction": IDS}, Rereading(IDS)),
+]
+
+
+@pytest.mark.parametrize(("policy", "options", "need"), READINGS)
+def test_a_prompt_that_is_read_twice_leaves_positions_for_it(tmp_path, policy, options, need):
+    """The bound is that of the patch, which refuses a longer prompt before it reads any of it."""
+    folder = save(tmp_path / "model", max_position_embeddings=32768)
+    plan = kvpatch.plan(folder, policy, 0.3, memory="80GiB", **options)
+    most = max(n for n in range(30000, 32768) if n + need.longest(n) <= 32768)
+    assert plan.tokens == plan.longest == plan.fit.tokens == most and plan.fit_full.tokens == 32768
+    said = str(plan)
+    assert f"{most:,}, the most that it can read twice" in said and "The policy reads each prompt a second time" in said
+    with pytest.raises(KVPatchError, match=rf"that the policy reads a second time is more .* \(--tokens {most}\)"):
+        kvpatch.plan(folder, policy, 0.3, tokens=most + 1, **options)
+    whole = kvpatch.plan(folder, policy, 1.0, memory="80GiB", **options)  # evicts nothing, and reads once
+    assert whole.fit.tokens == 32768 and "second time" not in str(whole)
+
+
+def test_new_tokens_take_the_positions_of_the_second_reading(tmp_path):
+    short = save(tmp_path / "short", max_position_embeddings=2048)
+    assert [kvpatch.plan(short, "kvzip", new=new).tokens for new in (0, 1000, 1500)] == [1024, 1024, 548]
+    with pytest.raises(KVPatchError, match="2,048 positions, too few for an instruction: give a shorter one"):
+        kvpatch.plan(short, "kvzip", instruction=[1] * 2048)
+    plan = kvpatch.plan(save(tmp_path / "bloom", model_type="bloom"), "kvzip")
+    assert plan.longest is None and "second time" not in str(plan)
+
+
+def test_policies_that_read_twice_are_those_that_need_it():
+    for name in kvpatch.list_policies():
+        again = kvpatch.get_policy(name).needs.find(Rereading)
+        assert (find_repetition(name, {}) is None) == (again is None), name
 
 
 def test_tokens_after_the_prompt_are_kept_by_the_schedule(folder):
@@ -146,6 +187,8 @@ WRONG = (
     ({"batch": 0}, "batch=0 must be a number of requests, at least 1"),
     ({"new": -1}, "new=-1 must be a number of tokens, at least 0"),
     ({"tokens": 131072, "new": 10}, "give at most 131062 tokens (--tokens 131062)"),
+    ({"policy": "kvzip", "chunk": 0}, "chunk=0 must be a number of tokens, at least 1"),
+    ({"policy": "kvzip", "instruction": "Repeat"}, "instruction='Repeat' must be token ids"),
     ({"new": 131072}, "give fewer than 131072 new tokens"),
     ({"dtype": "int8"}, "dtype='int8' must be one of auto, float64, float32, bfloat16, float16"),
 )

@@ -1,0 +1,67 @@
+"""The longest prompt of a plan: a policy that reads it twice needs positions for both, as the patch checks in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import KVPatchError, match_name
+from ..policies.budgets import check_count
+from ..policies.facts import COMBINATIONS, FACTS
+from ..policies.naming import split_combination
+from .configuration import Shape
+from .counting import find_most
+
+_BEFORE = 8  # tokens of the chunk before that follow the instruction of a later chunk
+
+
+class Repetition(NamedTuple):
+    """Tokens of a second reading: a chunk of the prompt at a time, after an instruction.
+
+    first, later: tokens put before the first chunk, and before later ones.
+    """
+
+    chunk: int
+    first: int
+    later: int
+
+    def count_tokens(self, prompt: int) -> int:
+        """Return the tokens of the longest piece that is read after a prompt of so many tokens, to find the longest prompt."""
+        before = max(self.first, self.later + _BEFORE) if prompt > self.chunk else self.first
+        return before + min(prompt, self.chunk)
+
+
+def find_repetition(policy: str, options: Mapping[str, Any]) -> Repetition | None:
+    """Return the second reading of a known policy or combination for its plan; None if it has no `instruction=` to repeat.
+
+    Raises:
+        KVPatchError: chunk is no count, or instruction no token ids.
+    """
+    around, base = split_combination(policy)
+    rows = [COMBINATIONS[one].options for one in around]
+    known: dict[str, Any] = dict(FACTS[match_name(base, FACTS) or base].options)
+    for row in rows:
+        known |= row
+    if "instruction" not in known:
+        return None
+    known |= options
+    check_count("chunk", known["chunk"], "tokens")
+    given = known["instruction"]
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise KVPatchError(f"instruction={given!r:.60} must be token ids: leave it out of the plan, or give a list of them.")
+    parts = given if len(given) == 3 and all(isinstance(part, Sequence) for part in given) else (given, given, ())
+    first, later, close = map(len, parts)
+    return Repetition(known["chunk"], first + close, later + close)
+
+
+def find_longest(shape: Shape, new: int, repetition: Repetition | None) -> int | None:
+    """Return the tokens of the longest prompt that the model's positions leave a plan; None where they are no limit.
+
+    new: tokens generated after it. repetition: of the policy, whose positions follow the prompt's before any new token.
+    """
+    limit = shape.positions
+    if limit is None:
+        return None
+    if repetition is None:
+        return max(limit - new, 0)
+    return find_most(lambda n: n + repetition.count_tokens(n) <= limit, max(limit - new, 0))
