@@ -50,8 +50,8 @@ GROUPS = {
 """Sections of the Python reference; a public name that none of them has goes to "More"."""
 MEMBERS = {
     "Patch": (
-        "new_cache", "compress", "replace", "prefix", "prefixes", "graph", "save_cache", "load_cache", "report", "record",
-        "record_nbytes", "replay", "remove",
+        "new_cache", "compress", "replace", "chat", "prefix", "prefixes", "warmup", "graph", "save_cache", "load_cache",
+        "report", "passes", "record", "record_nbytes", "replay", "remove",
     ),
     "Record": ("nbytes", "to", "join"),
     "Settings": ("save", "load"),
