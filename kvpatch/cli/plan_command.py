@@ -21,7 +21,8 @@ def plan(  # noqa: PLR0913 - typer: an option is a parameter
     model: given.Model = None,
     model_option: given.ModelOption = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Of each request's prompt; else 32768, or the longest that the model's positions allow.", show_default=False)
+        int | None,
+        typer.Option(help="Of each request's prompt; else 32768, or the most that its positions allow.", show_default=False),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens generated after each prompt.")] = 0,
     batch: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
