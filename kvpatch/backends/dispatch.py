@@ -50,7 +50,7 @@ def check_name(name: object) -> str:
 
 
 def check(name: str, case: Case) -> None:
-    """Raise KVPatchError when a model is patched with backend=`name` if that can do no task for its layers, as `case` says."""
+    """Raise KVPatchError, when a model is patched, if backend=`name` can do no task for layers such as `case` describes."""
     if name == "auto":
         return
     tasks = [task for task in TASKS if name in PREFERRED[task]]
@@ -60,7 +60,7 @@ def check(name: str, case: Case) -> None:
 
 
 class Choice:
-    """The choice of backends for one cache.
+    """The choice of backends for one cache. A Case is the kind of call: device, dtype, head size and the like.
 
     Attributes:
         wanted: "auto" takes the first backend that can do a task, "torch" only torch, another name that backend where it can.
@@ -70,7 +70,7 @@ class Choice:
     """
 
     def __init__(self, wanted: str = "auto") -> None:
-        """Begin without any choice, when a cache or a replay's pass is made. wanted: `backend` of patched()."""
+        """Begin without any choice, when a cache or a pass of a replay is made. wanted: the `backend` argument of patched()."""
         self.wanted = wanted
         self.known: dict[tuple[Task, Case], tuple[str, str]] = {}
         self.ran: dict[str, tuple[str, str]] = {}
@@ -84,7 +84,7 @@ class Choice:
         return self.ran[task][0]
 
     def instead(self, task: Task, case: Case, name: str, why: str) -> str:
-        """Choose and return another backend for this call, whose chosen one, `name`, has refused it; note `why` in `ran`."""
+        """Return another backend for a call that its chosen backend, `name`, has refused; note the reason, `why`, in `ran`."""
         self.ran[task] = self._choose_backend(task, case, {name: why})
         return self.ran[task][0]
 
@@ -98,8 +98,8 @@ class Choice:
     ) -> T | None:
         """Run the kernel chosen for a task and return its result; None if its first launch fails: the caller then uses torch.
 
-        After a failure `ran` names the backend that serves from now on. run: calls the kernel. written: tensors that it
-        changes in place, which are then as before. name: its backend, if that was chosen by `instead`.
+        After a failure `ran` names the backend that is used from now on. run: calls the kernel. written: tensors that the
+        kernel changes in place; a failure leaves them as before. name: the backend, if `instead` chose it.
         """
         name = name or self.known[task, case][0]
         if torch.compiler.is_compiling():
@@ -122,10 +122,10 @@ class Choice:
         return self.known[task, case]
 
     def _choose_backend(self, task: Task, case: Case, refused: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
-        """Return the backend that takes a case, the wanted one before those of PREFERRED, and why not those before it.
+        """Return the first backend that takes a case, and why those tried before it do not. The wanted one is tried first.
 
         Called for each new (task, case), and again where a backend refuses at run time. Warns once if the wanted one cannot.
-        refused: those that have refused this call, with their reasons. `refusals.known` has the kernels that failed earlier in
+        refused: backends that have refused this call, with reasons. `refusals.known` has the kernels that failed earlier in
         this process.
         """
         if self.wanted == "torch":

@@ -90,7 +90,7 @@ class Rounded:
         return count_rounded_bytes(self.bits, self.D, self.groups, self.dtype.itemsize)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Round numbers [...,D] to entries, bytes as the cache stores them: scales, zeros and codes. Changes nothing."""
+        """Round numbers [...,D] to entries, the bytes that the cache stores: scales, zeros and codes. Changes nothing."""
         x = x.detach().to(accumulator(self.dtype))
         x = (x if self.centre is None else x - self.centre).unflatten(-1, (self.groups, -1))
         low, high = x.aminmax(dim=-1, keepdim=True)
@@ -108,9 +108,9 @@ class Rounded:
         return (x if self.centre is None else x + self.centre).to(self.dtype)
 
     def dot(self, q_NGD: Tensor, entries_NTW: Tensor) -> Tensor:
-        """Return the products [...,G,T] of a decode step's queries with keys, from codes: no key is unpacked, nor rounded.
+        """Return the products [...,G,T] of a decode step's queries with rounded keys, from their codes, without unpacking keys.
 
-        A group of channels adds (query . codes) * scale + (sum of the query) * zero; the centre is added once.
+        Each group of channels adds (query . codes) * scale + (sum of the query) * zero; query . centre is added once.
         """
         scale_NTg, zero_NTg, codes_NTgd = self._read(entries_NTW)
         q_NGgd, scale_NgT = q_NGD.unflatten(-1, (self.groups, -1)), scale_NTg.mT.contiguous()
@@ -129,7 +129,7 @@ class Rounded:
         return out if self.centre is None else out + p_NGT.sum(-1, keepdim=True) * self.centre
 
     def _read(self, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Take entries apart: scales and zeros [...,g], codes [...,g,d] of g groups of d channels, in a dtype for products."""
+        """Split entries into scales and zeros [...,g] and codes [...,g,d] of g groups of d channels, in the dtype of scores."""
         dtype = accumulator(self.dtype)
         numbers = entries[..., : self.header_bytes].clone(memory_format=torch.contiguous_format).view(self.dtype).to(dtype)
         scale, zero = numbers.unflatten(-1, (2, self.groups)).unbind(-2)
@@ -148,7 +148,7 @@ class Rounded:
         return self if self.centre is None else replace(self, centre=self.centre.flatten(0, 1)[heads_N])
 
     def _pack_codes(self, codes: Tensor) -> Tensor:
-        """Pack codes [...,D] to bytes, those of 4 bits in pairs: one of the first half of D is the low half of its byte."""
+        """Pack codes [...,D] to bytes. Codes of 4 bits go in pairs: the first half of D fills the low halves of the bytes."""
         if self.bits == 8:
             return codes
         half = (self.D + 1) // 2
@@ -164,7 +164,7 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Latent:
-    """Values that are the first D numbers of their keys: their entries are those of the keys, of which `whole` is the codec."""
+    """Codec of values that are the first D numbers of their keys (latent attention). Only keys are stored, by codec `whole`."""
 
     whole: Exact | Rounded
     D: int
@@ -194,7 +194,7 @@ class Latent:
         return self.whole.mix(p_NGT, entries_NTW)[..., : self.D]
 
     def cached(self, x: Tensor) -> Tensor:
-        """Return new values as they will be in the cache, for scores: rounded like the first D channels of their keys."""
+        """Return new values as attention will read them from the cache, for scores: rounded as part of their keys."""
         if isinstance(whole := self.whole, Exact):  # below: no group of channels that share a scale reaches beyond D
             return x
         centre = None if whole.centre is None else whole.centre[..., : self.D]
@@ -216,9 +216,9 @@ EXACT: Codecs = (Exact(), Exact())
 
 @lru_cache(maxsize=64)
 def codecs(bits: int, D: int, E: int, dtype: torch.dtype, latent: bool = False) -> Codecs:
-    """Return the codecs, by which keys of D numbers and values of E are rounded and read, for a cache of so many `bits`.
+    """Return the codecs that round and read keys of D numbers and values of E numbers, for a cache of so many `bits`.
 
-    Keys have a scale for each group of channels, values have one. latent: a value is the first E numbers of its key.
+    A key has a scale for each group of channels, a value has one scale. latent: a value is the first E numbers of its key.
     """
     if latent:
         whole = Exact() if bits == FULL else Rounded(bits, D, count_groups(D, E, latent), dtype)
@@ -227,7 +227,7 @@ def codecs(bits: int, D: int, E: int, dtype: torch.dtype, latent: bool = False) 
 
 
 def centre_codecs(codecs: Codecs, centre_BH1D: Tensor | None) -> Codecs:
-    """Return the codecs with the centre that a prompt's end has fixed for rounding keys; those in full precision have none."""
+    """Return the codecs with the centre about which keys are rounded, fixed where a prompt ends; exact codecs have none."""
     key, value = codecs
     if isinstance(key, Exact):
         return codecs
@@ -249,8 +249,8 @@ def map_centre(codecs: Codecs, change: Callable[[Tensor], Tensor]) -> Codecs:
 def find_midrange(k_BHTD: Tensor, real_BHT: Tensor) -> Tensor:
     """Return the centre [B,H,1,D] of a prompt's keys: midway between each channel's least and greatest, padding apart.
 
-    Called where the prompt ends, before keys are rounded around it. It is the same in any order of the keys and with any
-    padding. Where it is no number, 0 takes its place.
+    Called where the prompt ends, before keys are rounded about this centre. The order of the keys and padding do not change
+    it. Where it is NaN or infinite, 0 takes its place.
     """
     empty, dtype = ~real_BHT[..., None], accumulator(k_BHTD.dtype)
     low = k_BHTD.masked_fill(empty, torch.inf).amin(2, keepdim=True).to(dtype)
@@ -264,7 +264,7 @@ def in_full(codecs: Codecs) -> Codecs:
 
 
 def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
-    """Return the products [...,G,T] of a decode step's queries with keys of a cache; of rounded keys in float32 at least."""
+    """Return a decode step's logits [...,G,T]: queries times a cache's keys. If keys are rounded, in float32 at least."""
     assert not isinstance(codec, Latent)  # which is of values
     if codec.exact:
         return codec.dot(q_NGD, entries_NTW)
@@ -274,7 +274,7 @@ def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
 
 
 def mix(p_NGT: Tensor, entries_NTW: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
-    """Return the sums [...,G,D] of a cache's values weighted by a decode step's probabilities `p`, in `dtype`."""
+    """Return a decode step's output [...,G,D] in `dtype`: a cache's values, weighted by the probabilities and summed."""
     if codec.exact:
         return codec.mix(p_NGT.to(dtype), entries_NTW)
     p_NGT = p_NGT.to(accumulator(dtype))
@@ -283,7 +283,7 @@ def mix(p_NGT: Tensor, entries_NTW: Tensor, codec: Codec, dtype: torch.dtype) ->
 
 
 def _cut_blocks(entries_NTW: Tensor, codec: Codec) -> Iterator[tuple[int, int]]:
-    """Yield ranges [lo, hi) of columns, to unpack that many entries of all heads at a time."""
+    """Yield ranges [lo, hi) of slots, few enough that their entries of all heads may be unpacked at a time."""
     *N, T, _ = entries_NTW.shape
     most = CPU_BLOCK if entries_NTW.device.type == "cpu" else DEVICE_BLOCK
     size = max(most // max(math.prod(N) * codec.size(entries_NTW), 1), 1)

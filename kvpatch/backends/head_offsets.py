@@ -87,7 +87,7 @@ class HeadOffsets:
         return slot // self.width, slot % self.width
 
     def blocks(self) -> Blocks:
-        """Return the entries cut into blocks for products; they are cut at the first call, and kept."""
+        """Return the entries cut into blocks for a decode step's products. The first call cuts them, and keeps the result."""
         if self._blocks is None:
             self._blocks = self._cut_blocks()
         return self._blocks
@@ -142,9 +142,9 @@ class HeadOffsets:
         return codec.of(self.blocks().head_P), codec.of(slice(None))
 
     def _split_entries(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return entries in blocks [P,BLOCK,D] and those at heads' edges [N,E,D], for a step's products; rounded ones as bytes.
+        """Return entries in blocks [P,BLOCK,D] and those at heads' edges [N,E,D] (see Blocks), for a decode step's products.
 
-        Unrounded ones are in `dtype`.
+        Rounded entries stay bytes; others are converted to `dtype`.
         """
         blocks = self.blocks()
         inner = entries_FD[: blocks.whole].view(-1, BLOCK, entries_FD.shape[-1])
@@ -152,7 +152,7 @@ class HeadOffsets:
         return (inner.to(dtype), edges.to(dtype)) if codec.exact else (inner, edges)
 
     def view_sequences(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the segments as kernels for sequences of several lengths take them, in a decode step; made at the first call.
+        """Return the segments as a decode step's flash kernels take sequences of different lengths; built at the first call.
 
         Returns:
             Heads in the order of their segments, int64 [N]; first entry of each segment and the end of the last, int32 [N+1];
@@ -204,7 +204,10 @@ class HeadOffsets:
         return HeadOffsets(capacities, filled, self.begin_N.device)
 
     def move(self, entries_FD: Tensor, new: HeadOffsets) -> Tensor:
-        """Return entries copied, as slots are resized, to `new` segments of the same heads; what does not fit must be free."""
+        """Return a copy of entries [F,D] in the segments of `new`, for the same heads. Slots that do not fit must be free.
+
+        Called when heads get more or fewer slots.
+        """
         head, column = self.places()
         stays = column < new.capacity_N[head]
         moved = entries_FD.new_zeros(new.rows, entries_FD.shape[-1])

@@ -31,14 +31,14 @@ def remember(kernel: str, case: Case | None, error: Exception, then: str) -> Non
 def attempt(
     kernel: str, case: Case, run: Callable[[], T], advice: Callable[[Exception], str | None], written: tuple[Tensor, ...] = ()
 ) -> T | None:
-    """Run a kernel and return its result, or None if its first launch for this case fails; that is remembered and logged.
+    """Run a kernel and return its result; if its first launch for this case fails, log and remember it, and return None.
 
     Args:
         kernel: name.
-        case: what it is called for.
-        run: calls it.
+        case: kind of call, see protocol.Case.
+        run: calls the kernel.
         advice: returns what the user can do about an error, or None for an error of another kind, which is raised.
-        written: tensors that it changes in place; after a failure they are as before. They are copied for the first launch.
+        written: tensors that the kernel changes in place. They are copied for the first launch, and restored if it fails.
     """
     if (kernel, case) in _ran:
         return run()

@@ -62,7 +62,7 @@ def reason(task: Task, case: Case) -> str | None:
 
 
 def fuses(q_BHGQD: Tensor) -> bool:
-    """Tell if `observe`, which a policy's sums of a prompt's attention need, should compute the output too: it is cheaper."""
+    """Tell whether `observe`, which sums a prompt's attention for a policy, should compute the output too: one pass for two."""
     full_precision = q_BHGQD.dtype in (torch.float32, torch.float64)
     on_cpu, keeps_graph = q_BHGQD.device.type == "cpu", torch.is_grad_enabled() and q_BHGQD.requires_grad
     return on_cpu and full_precision and not keeps_graph
@@ -108,7 +108,7 @@ def _all_see_the_past(keys: Keys, geometry: Geometry) -> bool:
 
 
 def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Return a prompt's output and log-sum-exp by the CPU's flash kernel: over earlier keys and its own, then joined."""
+    """Attend from a prompt by the CPU's flash kernel, to earlier keys and its own apart; return joined output, log-sum-exp."""
     past, T = keys.past, keys.k_BHTD.shape[2]
     if not past:
         return _call_flash(q_BNQD, keys, geometry, causal=True)
@@ -126,9 +126,9 @@ def attends_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> bool:
 
 
 def attend_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Attend in a second reading of a prompt from rows that see all of `keys`: return output [B,H,G,Q,D] and log-sum-exp.
+    """Attend in a second reading of a prompt to `keys`, all of which every row sees: return output [B,H,G,Q,D], log-sum-exp.
 
-    `join_parts` joins them with those over other keys.
+    The caller joins both with the results over the other keys, by `join_parts`.
     """
     out, lse = _call_flash(rearrange(q_BHGQD, "b h g q d -> b (h g) q d"), keys, geometry, causal=False)
     H = q_BHGQD.shape[1]
@@ -145,9 +145,9 @@ def join_parts(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tupl
 
 
 def _call_flash(q_BNQD: Tensor, keys: Keys, geometry: Geometry, causal: bool) -> tuple[Tensor, Tensor]:
-    """Call the CPU's flash kernel for a prompt: return output [B,N,Q,D], and log-sum-exp [B,N,Q], by which parts are joined.
+    """Call the CPU's flash kernel: return a prompt's output [B,N,Q,D], and the log-sum-exp [B,N,Q] that `join_parts` needs.
 
-    causal: row i sees the keys up to column i; else all rows see all keys, and the log-sum-exp is -inf if all are empty.
+    causal: row i sees the keys up to column i. Else all rows see all keys; if all slots are empty, the log-sum-exp is -inf.
     """
     bias = _key_bias(keys, geometry, q_BNQD.dtype, causal)
     if bias is not None and bias.shape[1] != 1:
@@ -168,9 +168,9 @@ def _of_one_size(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) -> Tensor | None:
-    """Return each key's bias for the CPU's flash kernel, alike for all queries: ALiBi, -inf for empty slots; None: neither.
+    """Return what the CPU's flash kernel adds to each key's logits: ALiBi, and -inf for empty slots; None if neither is there.
 
-    It is [B|1,H*G|1,1,T] if all heads hold tokens of the same positions (`shared`), else [B,H,1,T].
+    The bias is the same for all queries: [B|1,H*G|1,1,T] if all heads hold the same positions (`shared`), else [B,H,1,T].
     """
     if not keys.holes and geometry.slopes_HG is None:
         return None
@@ -183,7 +183,7 @@ def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) 
 
 
 def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """Attend from a prompt by scaled_dot_product_attention where a causal mask will not do: in blocks with explicit masks."""
+    """Attend from a prompt by torch's kernel where a causal mask is not enough (windows, a replay): by blocks with masks."""
     B, H, G, Q, _ = q_BHGQD.shape
     k_BHTD, v_BHTD, dtype = keys.k_BHTD, keys.v_BHTD, q_BHGQD.dtype
     if geometry.slopes_HG is not None:  # ALiBi's bias exceeds half precision
@@ -216,8 +216,8 @@ def _attend_in_blocks(
 ) -> Tensor:
     """Return the outputs of attend_rows(*inputs, start, stop) for all blocks of rows, joined.
 
-    Only one block's masks or logits exist at a time: in a replay with gradients, whose masks differ by head, they are made
-    again in the backward pass.
+    Only one block's masks or logits exist at a time. In a replay with gradients, where masks differ by head, the backward
+    pass computes each block again.
     """
     if keys.deaths_BHT is not None and torch.is_grad_enabled():
         attend_rows = functools.partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=False)
@@ -236,9 +236,9 @@ def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry)
 
 
 def _per_head(q_BNQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return keys and values as torch's attention takes them: repeated for each query head where no fused kernel takes groups.
+    """Return keys and values for torch's attention, repeated for each query head where no fused kernel takes grouped heads.
 
-    On a GPU torch has none for groups in float32, with a mask, or if the GPU is older: it would compute all logits at once.
+    On a GPU that is so in float32, with a mask, or if the GPU is old; without a copy torch would compute all logits at once.
     """
     G = q_BNQD.shape[1] // k_BHTD.shape[1]
     if G == 1 or q_BNQD.device.type == "cpu":
@@ -288,9 +288,9 @@ def _cap_logits(x: Tensor, geometry: Geometry) -> Tensor:
 def weigh_logits(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> Tensor:
     """Return the softmax of logits over their last axis [B,H,G,...,M], with attention sinks in the denominator.
 
-    Called wherever torch needs probabilities. With sinks a row's add up to less than 1: those of sinks are left out.
+    Called wherever torch needs probabilities. An attention sink is a logit of no key, so that a row may add up to less than 1.
 
-    sinks: the sinks' logits, which broadcast to `x[..., :1]`; by default the geometry's. Models without sinks ignore them.
+    sinks: these logits, broadcast to `x[..., :1]`; None: those of `geometry`. If the model has no sinks, they are ignored.
     """
     if geometry.sinks_HG is None:
         return x.softmax(-1)
@@ -306,7 +306,7 @@ def sum_logits(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _find_columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tuple[int, int]:
-    """Return the range of key columns that a block of a prompt's rows, [start, stop), can see: others are not computed."""
+    """Return the range [lo, hi) of key columns that rows [start, stop) of a prompt can see; other logits are not computed."""
     lo = 0
     if geometry.sliding is not None and keys.ordered:  # no window reaches further back, and a chunk's may reach less far
         lo = max(keys.past + start - geometry.sliding + 1, 0)
@@ -314,7 +314,7 @@ def _find_columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tupl
 
 
 def _find_visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: int, lo: int, hi: int) -> Tensor:
-    """Return the mask [B,1|H,R,M] of keys that a block of a prompt's rows sees; one that sees none (padding) sees itself."""
+    """Return the mask [B,1|H,R,M] of keys that a block of a prompt's rows sees. A row of padding sees itself, to be no NaN."""
     positions = keys.positions_BHT[:, :1] if keys.past == 0 else keys.positions_BHT
     positions, rows = positions[:, :, None, lo:hi], rows_BQ[:, None, start:stop, None]
     column = torch.arange(lo, hi, device=rows.device)
@@ -416,7 +416,7 @@ def observe(
 def _clear_smallest(p_NGRM: Tensor) -> None:
     """Set probabilities below FLOOR to 0 in place, in heads whose last row has some: a CPU is slow with subnormal numbers.
 
-    Heads are told apart, since which of them share a block depends on the number of threads.
+    Each head is judged alone: which heads share a block depends on the number of threads, and results must not.
     """
     last_NGM = p_NGRM[:, :, -1]
     for n in ((last_NGM > 0) & (last_NGM < FLOOR)).any(-1).any(-1).nonzero().flatten().tolist():
@@ -426,7 +426,7 @@ def _clear_smallest(p_NGRM: Tensor) -> None:
 def _multiply_rows(
     a_NLK: Tensor, b_NKM: Tensor, parts: int, out_NLM: Tensor, scale: float = 1.0, minus: bool = False
 ) -> Tensor:
-    """Write scale * a @ b to `out_NLM`, less its old contents if `minus`, and return it, for a block of `observe`.
+    """Write scale * a @ b to `out_NLM` and return it, for a block of `observe`; minus: subtract what `out_NLM` held before.
 
     parts: a single matrix (N = 1) is cut into so many blocks of rows, a batch: the CPU's library gives each matrix of a batch
     to a thread of its own, and shares out a single one less well.
@@ -455,10 +455,10 @@ def _row_blocks(ends: Sequence[int], entries: int, G: int) -> Iterator[tuple[int
 
 
 class _Mask:
-    """Masks of blocks of logits: adds ALiBi, and sets invisible keys to -inf."""
+    """Masks of one call of `observe`: adds ALiBi to its blocks of logits, and sets invisible keys to -inf."""
 
     def __init__(self, keys: Keys, rows_BQ: Tensor, geometry: Geometry, ends: Sequence[int] | None = None) -> None:
-        """Take what the masks of all blocks share; made once by each `observe`, which explains the arguments."""
+        """Store what the masks of all blocks share. Each call of `observe` makes one _Mask, and explains the arguments."""
         self.keys, self.geometry, self.ends = keys, geometry, ends
         self.future: Tensor | None = None  # of the tallest block so far
         B, H, _ = keys.positions_BHT.shape
@@ -514,8 +514,8 @@ def find_greatest(
 ) -> Tensor:
     """Return the greatest probability that a row of each query head gives each earlier key of a prompt, [B,H,G,past].
 
-    For KVzip's score, by a second reading: these rows repeat a chunk of the prompt. All see the earlier keys, so that their
-    own are not needed, given their log-sum-exp. Changes nothing.
+    For KVzip's score: the rows are a second reading of a chunk of the prompt. Each sees all earlier keys; if the rows'
+    log-sum-exp is known, the logits of the rows' own keys are not computed. Changes nothing.
 
     Args:
         q_BHGQD: queries.
@@ -550,7 +550,7 @@ def find_greatest(
 
 
 def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, factor_BQ: Tensor | None) -> Tensor:
-    """Return what `find_greatest` does, from all keys' probabilities: with a window, ALiBi or a cap, or no log-sum-exp."""
+    """Return what `find_greatest` returns, for layers with a window, ALiBi or capped logits, or without a log-sum-exp."""
     (B, H, G, Q, _), past = q_BHGQD.shape, keys.past
     most_NGT = torch.zeros(B * H, G, past, dtype=accumulator(q_BHGQD.dtype), device=q_BHGQD.device)
     factor_NQ = None
@@ -570,7 +570,7 @@ def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geo
 
 
 def _size_blocks(N: int, keys: int, on_cpu: bool) -> tuple[int, int]:
-    """Return how many of N heads, and of their rows, make a block of logits with so many keys, for `find_greatest`."""
+    """Return how many of N heads and how many rows make one block of logits over `keys` keys, for `find_greatest`."""
     if on_cpu:
         return 1, max(32, min(256, CPU_BLOCK // keys))
     heads = max(1, min(N, DEVICE_BLOCK // (64 * keys)))
@@ -611,12 +611,12 @@ def window_folds(
     fold: Callable[[Observed], Tensor],
     join: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return a number for each key [B,H,T] that `fold` computes of the probabilities of an observation window's rows.
+    """Return a number for each key [B,H,T]: what `fold` computes from the attention of an observation window (the last rows).
 
-    Called at a prompt's end for scores with a fold of their own. Keys are handed to it in text order.
+    Called where a prompt ends, for scores that give WindowAttention a `fold`, which gets the keys in text order.
 
-    candidate_BHT: bool, keys before the window. fold: see Score.fold. join: joins its results of two blocks of rows.
-    `window_sums` explains the other arguments.
+    candidate_BHT: bool, keys before the window. fold: see context.Observed. join: joins what `fold` returns for two blocks
+    of rows. `window_sums` explains the other arguments.
     """
     B, H, _, W, _ = q_BHGWD.shape
     T = keys.k_BHTD.shape[2]
@@ -642,7 +642,7 @@ def window_folds(
 
 
 def window_logits(q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_BW: Tensor, geometry: Geometry) -> Tensor:
-    """Return unmasked logits [B,H,G,W,T] of stored queries at `rows_BW`, for scores and in their dtype. Changes nothing."""
+    """Return the unmasked logits [B,H,G,W,T] of a layer's stored last queries, at positions `rows_BW`, for scores. Pure."""
     dtype = accumulator(q_BHGWD.dtype)
     q = q_BHGWD.to(dtype) * geometry.scale
     x = (q.flatten(2, 3) @ k_BHTD.to(dtype).mT).unflatten(2, q.shape[2:4])  # keys are not copied for each query head
@@ -671,7 +671,7 @@ def step(
         newest_B11: position of the query's token.
         geometry: variant of attention.
         probabilities: whether to return probabilities.
-        buffer: tensor [B,H,G,T] to write them to, or None.
+        buffer: tensor [B,H,G,T] to write the probabilities to, or None.
 
     Returns:
         The output [B,H,G,D], and the probabilities [B,H,G,T] or None.
@@ -711,7 +711,7 @@ def _clamp_logits(x: Tensor) -> Tensor:
 
 
 def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
-    """Return the bias of a decode step's logits [B,H,1|G,T]: ALiBi, and -inf for keys that are masked; None without either."""
+    """Return the bias of a decode step's logits [B,H,1|G,T]: ALiBi, and -inf for masked keys; None if there is no bias."""
     if not keys.holes and geometry.slopes_HG is None and geometry.sliding is None:
         return None
     positions = keys.positions_BHT

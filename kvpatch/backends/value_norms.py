@@ -14,16 +14,17 @@ WIDE_SUMS = ("cuda", "meta")  # devices on which torch.bmm takes out_dtype
 
 
 def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Tensor | None = None) -> Tensor:
-    """Return ||v W_O|| per query head, averaged over the group, [B,H,T], for selections that weigh values. Changes nothing.
+    """Return the norm ||v W_O|| of each projected value, averaged over the query heads that share a KV head: [B,H,T].
 
-    Heads are multiplied together as far as they fit into a block: all heads for a new token, parts of one for a long prompt.
-    On CUDA products of 16-bit numbers are summed in float32 without a float32 copy of the weight.
+    For selections that weigh values, such as CriticalKV's. Changes nothing. Heads are multiplied together as far as they fit
+    into a block: all heads for a new token, parts of one for a long prompt. On CUDA products of 16-bit numbers are summed in
+    float32 without a float32 copy of the weight.
 
     Args:
         v_BHTD: values.
-        rows_HGDE: rows of the output projection per query head.
+        rows_HGDE: rows of the output projection W_O that belong to each query head; E is the hidden size.
         norm: 1 or 2.
-        wanted_BHT: bool, entries to compute; others may be zero. None computes all.
+        wanted_BHT: bool, tokens whose norms are computed; those of others may be zero. None: all tokens.
     """
     (B, H, T, _), (_, G, _, E) = v_BHTD.shape, rows_HGDE.shape
     device, dtype = v_BHTD.device, accumulator(v_BHTD.dtype)
@@ -49,7 +50,7 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
 
 
 def head_norms(v_HTD: Tensor, rows_HGDE: Tensor, norm: int, out_NT: Tensor) -> None:
-    """Write ||v W_O|| of a few tokens for each query head to `out_NT` [H*G,T], such as in a decode step; copy no weights."""
+    """Write the norms ||v W_O|| of a few tokens, as in a decode step, to `out_NT` [H*G,T]: a row for each query head."""
     (_, T, _), (_, G, _, E) = v_HTD.shape, rows_HGDE.shape
     v_NTD = v_HTD if G == 1 else v_HTD.repeat_interleave(G, 0)
     rows_NDE, size = rows_HGDE.flatten(0, 1), max(_choose_block(v_HTD.device) // (E * max(T, 1)), 1)
@@ -66,7 +67,7 @@ def _choose_block(device: torch.device) -> int:
 
 
 def _multiply_values(v_NTD: Tensor, rows_NDE: Tensor) -> Tensor:
-    """Return v W_O for norms of it, with the sums and the result in the dtype of scores (float32 for a 16-bit model)."""
+    """Return projected values v W_O, to take norms of. Sums and result are in the dtype of scores (float32 if 16 bits)."""
     dtype, device = accumulator(v_NTD.dtype), v_NTD.device
     if v_NTD.dtype == rows_NDE.dtype != dtype and device.type in WIDE_SUMS:
         return torch.bmm(v_NTD, rows_NDE.to(device), out_dtype=dtype)
@@ -74,7 +75,11 @@ def _multiply_values(v_NTD: Tensor, rows_NDE: Tensor) -> Tensor:
 
 
 def _norm_many(v_TD: Tensor, weight: Tensor, G: int, norm: int) -> Tensor:
-    """Return the norms ||v W_O|| [T] of many tokens of one KV head, averaged over its group; weight: [D,G*E], side by side."""
+    """Return the norms ||v W_O|| [T] of tokens of one KV head, averaged over the G query heads that share it.
+
+    For `projected_norms` where a prompt is long; `head_norms` serves few tokens. weight [D,G*E]: the blocks of W_O, [D,E],
+    of these query heads, side by side; E is the hidden size. norm: 1 or 2.
+    """
     y_TE = _multiply_values(v_TD[None], weight[None])[0]
     if norm == 1:  # the mean over the group is one sum over all its elements, faster than vector_norm
         return y_TE.abs_().sum(-1) / G

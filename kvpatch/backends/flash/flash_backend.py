@@ -60,7 +60,7 @@ def reason(task: Task, case: Case) -> str | None:
 
 
 def _find_lack(kernel: Kernel, case: Case) -> str | None:
-    """Return why a kernel cannot take a prompt of this case, or None; asked when a backend is chosen, then for its kernel."""
+    """Return why a kernel cannot attend to a prompt of this case, or None. Asked when a backend or a kernel is chosen."""
     for asked, given, word in (
         (case.alibi, kernel.alibi, "ALiBi"),
         (case.window, kernel.window, "sliding window"),
@@ -80,7 +80,7 @@ def _find_lack(kernel: Kernel, case: Case) -> str | None:
 
 
 def _ragged_reason(case: Case) -> str | None:
-    """Return why flash kernels cannot run decode steps over heads of different lengths; None if they can."""
+    """Return why flash kernels cannot run decode steps over heads that hold different numbers of tokens; None if they can."""
     if case.scores:
         return "a flash kernel returns no probabilities, and the scores of this step need them"
     for asked, word in (
@@ -97,9 +97,9 @@ def _ragged_reason(case: Case) -> str | None:
 
 
 def find_misfit(keys: Keys, geometry: Geometry) -> str | None:
-    """Return why no flash kernel can attend to these keys, though one was chosen for such a prompt; None: one can.
+    """Return why no flash kernel can attend to these keys, though flash was chosen for such prompts; None if one can.
 
-    Asked for each prompt and layer, since a Case does not tell it.
+    Asked for each prompt and layer, since a Case does not tell how the slots of earlier keys lie.
     """
     if keys.past and keys.holes:
         return "keys before this piece lie in slots of their own per head"
@@ -173,7 +173,7 @@ def _attend_padded(
 
 
 def _find_real(real_BQ: Tensor, real_B: list[int]) -> tuple[Tensor, Tensor]:
-    """Return row and column of every real query, to pack them, as real_BQ.nonzero() does, but without a wait for the device."""
+    """Return row and column of every query but padding, to pack them: real_BQ.nonzero() without a wait for the device."""
     device, total = real_BQ.device, sum(real_B)
     counts, begins = (on_device(list(numbers), device) for numbers in (real_B, itertools.accumulate([0, *real_B[:-1]])))
     row = torch.arange(len(real_B), device=device).repeat_interleave(counts, output_size=total)
@@ -182,9 +182,9 @@ def _find_real(real_BQ: Tensor, real_B: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _call_kernel(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case) -> tuple[Tensor, Tensor, str]:
-    """Attend to a prompt by the first kernel that takes the case and does not refuse; a refusal is remembered and logged.
+    """Attend to a prompt by the first kernel that takes the case and raises no error; errors are logged and remembered.
 
-    packing: of sequences laid end to end, or None.
+    packing: starts of the sequences if these lie end to end, else None. Returns output, log-sum-exp, name of the kernel.
     """
     q, k, v = tensors
     shape = (q.shape[1], q.shape[0]) if packing is not None else (q.shape[0], q.shape[2], q.shape[1])

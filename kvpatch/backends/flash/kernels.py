@@ -102,14 +102,14 @@ class Generation:
     limits: dict[str, Any] = field(default_factory=dict)
 
     def find_kernels(self, modules: dict[str, Any]) -> Iterator[Kernel]:
-        """Yield a kernel for each of the installed `modules`, by name, that are of this generation of flash-attn."""
+        """Yield a Kernel for each installed module (`modules`, by name) that is of this generation of flash-attn."""
         for name, module in modules.items():
             functions = [getattr(module, function, None) for function in ("flash_attn_func", "flash_attn_varlen_func")]
             if all(callable(f) and self.arguments | COMMON <= set(inspect.signature(f).parameters) for f in functions):
                 yield self._make_kernel(name, module)
 
     def _make_kernel(self, name: str, module: Any) -> Kernel:
-        """Return the Kernel of a flash-attn module just found: it calls its functions with this generation's arguments."""
+        """Return a Kernel that calls the functions of a flash-attn module, just found, with this generation's arguments."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
             """Attend to a prompt by the module: Kernel.attend of this kernel, which says what goes in and out."""
@@ -165,7 +165,7 @@ MODULES = {"flash_attn_interface": "flash-attn-3", "flash_attn.cute": "flash-att
 
 
 def _import_installed() -> dict[str, Any]:
-    """Import the modules of MODULES that are installed, when kernels are first looked for; returns them by name and version."""
+    """Import the installed modules of MODULES, when `kernels` first looks for kernels; return them by name and version."""
     found = {}
     for name, distribution in MODULES.items():
         try:
@@ -193,7 +193,7 @@ def _list_loaded() -> dict[str, Any]:
 
 
 def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
-    """Yield flash-attn 3's operator, if loaded, when `kernels` looks: before 2026 its functions return no log-sum-exp."""
+    """Yield a Kernel for flash-attn 3's operator, if loaded: before 2026 the package's functions return no log-sum-exp."""
     operator = getattr(torch.ops.flash_attn_3, "fwd", None)
     wanted = {"cu_seqlens_q", "max_seqlen_k", "softmax_scale", "is_causal", "window_size_left", "num_splits"}
     if operator is None or not wanted <= {argument.name for argument in operator.default._schema.arguments}:
@@ -248,7 +248,7 @@ def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
 
 
 def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
-    """Yield the flash kernel that torch brings, if this build has one that runs; the last that `kernels` looks for."""
+    """Yield the flash kernel of torch itself, if this build has one that runs. `kernels` tries it last."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     if operator is None or not torch.backends.cuda.is_flash_attention_available():
         return

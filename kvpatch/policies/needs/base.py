@@ -230,7 +230,7 @@ class Need(Generic[View]):
         """Read a prompt, or a piece of one: called once a layer has attended to it; may change the layer's notes and states."""
 
     def read_again(self, layer: LayerRead, q_BHGQD: Tensor, positions_BQ: Tensor, repeated_B: Sequence[int]) -> None:
-        """Read queries of each piece of a second reading, whose keys are not kept; may change the layer's notes for needs.
+        """Read the queries of a piece of a second reading (its keys are not kept); may change the layer's notes for needs.
 
         repeated_B: tokens that each row repeats in all.
         """
@@ -238,7 +238,7 @@ class Need(Generic[View]):
     def step(self, step: StepRead) -> None:
         """Read a decode step, once the layer has attended; may change the layer's notes and states.
 
-        A need that reads attention (`rows`) is left out where steps evict nothing.
+        Not called for a need that reads attention (`rows`) where decode steps evict nothing.
         """
 
     def view(self, context: EvictionContext) -> View:

@@ -33,7 +33,7 @@ class Local(Note):
         return self.q_BHGCD.movedim(3, 1)[b, at_BM].movedim(1, 3), self.k_BHCD.movedim(2, 1)[b, at_BM].movedim(1, 2)
 
     def take_newest(self, count: int, start_B1: Tensor) -> Local:
-        """Return the `count` newest rows of each text, which wait for its next piece; position -1 if below `start_B1`."""
+        """Return the `count` newest rows of each text, to wait for its next piece. Rows before `start_B1` get position -1."""
         at = self.positions_BC.topk(min(count, self.positions_BC.shape[1]), dim=1).indices.sort(1).values
         positions = self.positions_BC.gather(1, at)
         positions = positions.masked_fill(positions < start_B1, -1)
@@ -96,7 +96,8 @@ class ChunkAttention(Need[Tensor]):
 def _attend_in_chunks(rows: Local, at_BM: Tensor, real_BM: Tensor, size: int) -> Tensor:
     """Return the attention [B,H,M] that tokens at the columns `at_BM` get from all rows of their chunk.
 
-    After each piece of a prompt; averaged over the group. real_BM: columns with a token; the others get 0 and give none.
+    Called after each piece of a prompt. Query heads that share a KV head are averaged. real_BM: columns that hold a token;
+    the others get 0 and give none.
     """
     q, k = rows.take_columns(at_BM)
     dtype = accumulator(q.dtype)

@@ -28,7 +28,7 @@ class Recent(Note):
 
     @classmethod
     def make_empty(cls, width: int, like_BHGQD: Tensor, dtype: torch.dtype) -> Recent:
-        """Make a record without queries, where a layer's first prompt is read."""
+        """Make a note that has no queries yet, where a layer's first prompt is read."""
         (B, H, G, _, D), device = like_BHGQD.shape, like_BHGQD.device
         positions = torch.full((B, width), -1, dtype=torch.long, device=device)
         return cls(torch.zeros(B, H, G, width, D, dtype=dtype, device=device), positions)
@@ -53,15 +53,15 @@ class Recent(Note):
         self.positions_BW.scatter_(1, column_BQ, positions_BQ)
 
     def overwritten_by(self, positions_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the columns, queries and positions that a step at these positions will overwrite, for `restore` to undo it."""
+        """Return the columns, queries and positions that a decode step will overwrite, so that `restore` can undo the step."""
         column, (B, H, G, _, D) = positions_B1 % self.positions_BW.shape[1], self.q_BHGWD.shape
         at = column[:, None, None, :, None].expand(B, H, G, 1, D)
         return column, self.q_BHGWD.gather(3, at), self.positions_BW.gather(1, column)
 
     def find_contradiction(self, seen_B11: Tensor) -> Tensor:
-        """Return True [B,W] for queries that cannot be, where a cache is checked: of unseen tokens, or in a wrong column.
+        """Return True [B,W] for impossible queries, when a cache is checked: of tokens not yet seen, or in a wrong column.
 
-        All are True if no query is there.
+        All are True if the note has no query.
         """
         width, known = self.positions_BW.shape[1], self.positions_BW >= 0
         placed = (self.positions_BW % width == torch.arange(width, device=known.device)) | (self.positions_BW == -1)
@@ -73,7 +73,7 @@ class Looks:
     """Logits of the last queries, for the tokens before these queries' own.
 
     Attributes:
-        x_BHGWT: logits; the least number of their dtype where the token is no candidate, or is outside the sliding window.
+        x_BHGWT: logits; the least number of the dtype where the token is no candidate, or is outside the sliding window.
         candidate_BHT: bool, the tokens before.
         counted_BW: bool, the queries that count: fewer than W where the budget has no room for more of their tokens.
     """
@@ -83,7 +83,7 @@ class Looks:
     counted_BW: Tensor
 
     def mean(self, p_BHWT: Tensor) -> Tensor:
-        """Average p_BHWT over the queries that count, for a score: [B,H,T], 0 for tokens that are no candidates."""
+        """Average attention p_BHWT over the queries that count, for a score: [B,H,T]; 0 for tokens not before these queries."""
         counted_B1W1 = self.counted_BW[:, None, :, None].to(p_BHWT.dtype)
         mean_BHT = (p_BHWT * counted_B1W1).sum(2) / counted_B1W1.sum(2).clamp_min(1)
         return mean_BHT.masked_fill(~self.candidate_BHT, 0.0)
@@ -122,7 +122,7 @@ class LastQueries(Need[Looks]):
         notes[self.name] = note.read(q, prompt.positions_BQ)
 
     def step(self, step: StepRead) -> None:
-        """Put the query of a decode step that has attended into the layer's note of the last W ones, in the oldest's place."""
+        """Write the query of a decode step, once the layer has attended, over the oldest query in the layer's note."""
         note = step.layer.notes.get(self.name)
         if note is None:  # steps evict nothing
             return

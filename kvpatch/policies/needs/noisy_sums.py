@@ -54,7 +54,7 @@ class NoisySums(Sums):
             raise KVPatchError(f"damping={self.decay!r} must be in [0, 1]; 1.0 does not damp.")
 
     def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
-        """Return the temperature tau by which the logits of a decode step are summed; a tensor if `step` is one.
+        """Return the temperature tau that divides a decode step's noisy logits before their softmax; a tensor if `step` is one.
 
         Args:
             step: number of the decode step; 0 for the rows of the prompt.
@@ -74,7 +74,7 @@ class NoisySums(Sums):
         return self._distribute_noise(noise.uniform(block.seed, block.layer, head, row, key))
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        """Return exp(noise) of keys that enter the cache, to store with them; {} without noise, or if queries draw it."""
+        """Return exp(noise) of keys that enter the cache, to store with them; {} without noise, or under resample=True."""
         if self.noise == "none" or self.fresh:
             return {}
         (B, H, Q), G, device = new.k_BHQD.shape[:3], new.group, new.k_BHQD.device

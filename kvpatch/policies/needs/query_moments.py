@@ -30,7 +30,7 @@ class Moments(Note):
 
     @classmethod
     def of(cls, q_BHGQD: Tensor, counted_BQ: Tensor, spread: bool) -> Moments:
-        """Compute the moments of a piece of a prompt, of the queries where `counted_BQ` is True, in their dtype."""
+        """Compute the moments of a prompt's queries, or a piece's, where `counted_BQ` is True. spread: the covariance too."""
         counted = counted_BQ[:, None, None, :, None].to(q_BHGQD.dtype)
         count = counted.sum(3, keepdim=True)
         mean = (q_BHGQD * counted).sum(3, keepdim=True) / count.clamp(min=1)
@@ -49,7 +49,7 @@ class Moments(Note):
         return Moments(total, self.mean_BHG1D + apart * share, spread)
 
     def rotate_moments(self, rotation_B11DD: Tensor | None, factor: float) -> Queries:
-        """Return mean and covariance of `factor` times the queries, rotated by each row's matrix to where coming ones stand."""
+        """Return mean and covariance of `factor` times the queries, rotated by each row's matrix to coming positions."""
         mean, spread = self.mean_BHG1D * factor, self.spread_BHGDD
         covariance = None if spread is None else spread / self.count_B1111.clamp(min=1) * factor**2
         if rotation_B11DD is not None:

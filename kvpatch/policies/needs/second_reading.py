@@ -55,7 +55,7 @@ class Rereading(Need[View]):
         self._split_instruction()
 
     def cut_pieces(self, ids: list[int]) -> Iterator[tuple[int, int, list[int]]]:
-        """Cut a prompt for its second reading: yield (start, stop, tokens), an instruction and then ids[start:stop]."""
+        """Cut a prompt for its second reading: yield (start, stop, tokens). tokens: an instruction, then ids[start:stop]."""
         first, later, close = self._split_instruction()
         for start in range(0, len(ids), self.chunk):
             stop = min(start + self.chunk, len(ids))
@@ -138,7 +138,7 @@ class RepeatQueries(Rereading[Asked]):
         prompt.layer.notes.pop(self.name, None)  # of a reading that was interrupted
 
     def read_again(self, layer: LayerRead, q_BHGQD: Tensor, positions_BQ: Tensor, repeated_B: Sequence[int]) -> None:
-        """Add every m-th query of a piece of the second reading to the layer's notes, after the piece's pass."""
+        """Add every m-th query of a piece of the second reading to the layer's notes, once the layer has read the piece."""
         every_B = [max(math.ceil(n / self.queries), 1) for n in repeated_B]
         column = torch.arange(positions_BQ.shape[1], device=positions_BQ.device)
         asks_BQ = (column % on_device(every_B, column.device)[:, None] == 0) & (positions_BQ >= 0)
