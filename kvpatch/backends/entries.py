@@ -102,7 +102,7 @@ class Rounded:
         return torch.cat([numbers.view(torch.uint8), self._pack_codes(codes.flatten(-2).to(torch.uint8))], -1)
 
     def decode(self, entries: Tensor) -> Tensor:
-        """Unpack entries of the cache to numbers [...,D] in the model's dtype, where codes will not do. Changes nothing."""
+        """Return the numbers [...,D] of entries in the model's dtype, for scores, prompts and the like. Changes nothing."""
         scale, zero, codes = self._read(entries)
         x = codes.mul_(scale[..., None]).add_(zero[..., None]).flatten(-2)
         return (x if self.centre is None else x + self.centre).to(self.dtype)
@@ -122,7 +122,7 @@ class Rounded:
         return x
 
     def mix(self, p_NGT: Tensor, entries_NTW: Tensor) -> Tensor:
-        """Return the sums [...,G,D] of values weighted by a decode step's probabilities `p`, from codes as in `dot`."""
+        """Return a decode step's output [...,G,D], the values' sum weighted by probabilities, from codes as in `dot`."""
         scale_NTg, zero_NTg, codes_NTgd = self._read(entries_NTW)
         sums = [torch.matmul(p_NGT * scale_NTg[..., None, :, g], codes_NTgd[..., g, :]) for g in range(self.groups)]
         out = (torch.stack(sums, -2) + torch.matmul(p_NGT, zero_NTg)[..., None]).flatten(-2)

@@ -119,7 +119,7 @@ class HeadOffsets:
         return Blocks(whole, head_P, inner, head_P[inner], edge_NE, self.slot_F[edge_NE], real_NE, at_S)
 
     def multiply_keys(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
-        """Return a decode step's logits: products [N,G,width] of queries with their head's keys; anything past a head's end."""
+        """Return a decode step's logits [N,G,width]: queries times their head's keys. Past a head's last slot: any number."""
         blocks, (N, G, _) = self.blocks(), q_NGD.shape
         inner, edges = self._split_entries(k_FD, codec, q_NGD.dtype)
         of_P, of_N = self._split_codecs(codec)
@@ -138,7 +138,7 @@ class HeadOffsets:
         return mix(w_NGE, edges, of_N, w_NGE.dtype).index_add(0, blocks.inner_head, part)
 
     def _split_codecs(self, codec: Codec) -> tuple[Codec, Codec]:
-        """Return the codecs for entries in blocks and for entries at the heads' edges, which have centres in that order."""
+        """Return two codecs: for entries in blocks and for those at heads' edges, with the heads' centres in either's order."""
         return codec.of(self.blocks().head_P), codec.of(slice(None))
 
     def _split_entries(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

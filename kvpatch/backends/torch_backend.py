@@ -225,7 +225,7 @@ def _attend_in_blocks(
 
 
 def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry) -> Iterator[tuple[int, int]]:
-    """Split a prompt's rows into blocks whose masks of `heads` heads have a bounded size: taller where rows see fewer keys."""
+    """Yield ranges [start, stop) of a prompt's rows, as many as keep the masks of `heads` heads below a bounded size."""
     entries, start = (MASK_BLOCK if device == "cpu" else DEVICE_BLOCK) // heads, 0
     while start < Q:
         lo, hi = _find_columns(keys, geometry, start, start)  # a block of R rows sees R more

@@ -41,18 +41,18 @@ class Layer:
     latent: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are no counts, as a plan reads them; `refusing_values` adds the file's name to the error."""
+        """Raise ValueError for sizes that are no counts, as a plan reads them; `refusing_values` adds the file's name."""
         for size in (self.heads, self.key, self.value, 1 if self.window is None else self.window):
             if type(size) is not int or size < 1:
                 raise ValueError(f"{size!r} is no number of heads or tokens, nor a head's size")
 
 
 def refusing_values(read: Callable[..., Read]) -> Callable[..., Read]:
-    """Decorate a reader of a Configuration: an error from a bad value in config.json becomes a KVPatchError with its name."""
+    """Decorate a reader of a Configuration: errors by bad values in config.json become a KVPatchError that names the model."""
 
     @functools.wraps(read)
     def read_or_refuse(config: Configuration, *told: object) -> Read:
-        """Call the reader, and name the file in its errors."""
+        """Call `read`; an error becomes a KVPatchError that names the model."""
         try:
             return read(config, *told)
         except KVPatchError:
@@ -93,16 +93,16 @@ class Shape:
 
 
 class Configuration:
-    """A configuration as its file has it, with names that architectures spell differently.
+    """Values of a config.json, for plans; its methods know the names that different architectures give to one value.
 
     Args:
-        values: the file's, of a model of text and images the part that writes text included.
+        values: of the file, with those of the inner "text_config" if the model also reads images.
         name: of the model, for errors.
         path: of the file.
     """
 
     def __init__(self, values: Mapping[str, Any], name: str, path: Path = Path()) -> None:
-        """Unite the values: those of the inner "text_config" go before the file's, and both before the defaults of SPARSE."""
+        """Unite the values: those of an inner "text_config" replace the outer ones, and both replace the defaults of SPARSE."""
         parts = (values.get(key) for key in ("text_config", "llm_config"))
         inner: Mapping[str, Any] = next((one for one in parts if isinstance(one, Mapping)), {})
         self.name, self.path, self.kind = name, path, str(inner.get("model_type") or values.get("model_type"))
@@ -158,7 +158,7 @@ class Configuration:
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of the model or of a layer; some families count them in another way than num_key_value_heads."""
+        """KV heads of the model, or of the layer that a copy is for; some families do not write num_key_value_heads."""
         if self.kind == "falcon":
             many = self.get("num_kv_heads") if self.get("new_decoder_architecture") else None
             return many or (
@@ -196,7 +196,7 @@ class Configuration:
         return self.kind in ("bloom", "mpt") or bool(self.get("alibi"))
 
     def _read_layer(self, index: int, window: int | None) -> Configuration:
-        """Return, for a plan, a copy with a layer's values; older files of Gemma 4, and MiMo's, do not list these by layer."""
+        """Return a copy with the values of one layer, for a plan. Older files of Gemma 4, and MiMo's, follow a rule instead."""
         values = (self.get("per_layer_config") or {}).get(str(index), {})
         if self.kind == "gemma4_text" and window is None and not values:
             heads = self.get("num_global_key_value_heads") if self.get("attention_k_eq_v") else None
@@ -208,14 +208,14 @@ class Configuration:
         return layer
 
     def _make_layer(self, window: int | None) -> Layer:
-        """Return, for a plan, the sizes of a layer's cache by its configuration: of one latent vector, or keys and values."""
+        """Return the sizes of a layer's cache, for a plan: of one latent vector a token, or of keys and values."""
         rank, rotary = self.get("kv_lora_rank"), self.get("qk_rope_head_dim")
         if rank and rotary:
             return Layer(1, rank + rotary, rank, window, latent=True)
         return Layer(self.kv_heads, self.head_size, self.get("v_head_dim") or self.head_size, window)
 
     def _list_kinds(self) -> list[str]:
-        """List the kind of each layer, such as "full_attention": by name, or by the rule that an older file has instead."""
+        """List for a plan the kind of each layer, such as "full_attention": by name, or by the rule of an older file."""
         n, types = self.n_layers, self.get("layer_types", "layers_block_type")
         if types:
             return list(types)

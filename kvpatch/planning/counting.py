@@ -17,7 +17,7 @@ from .configuration import Layer, Shape
 class Bytes(NamedTuple):
     """Bytes of one text's keys and values.
 
-    held: of the tokens that are held. allocated: the most that buffers for them take. reading: the most while a prompt is read.
+    held: of the tokens that are held. allocated: the most that their buffers take. reading: the most while a prompt is read.
     """
 
     held: int
@@ -45,7 +45,7 @@ class Counter:
         return [count_by_terms(terms, prompt, new, heads=layer.heads) for layer, terms in pairs]
 
     def count(self, prompt: int, new: int) -> Bytes:
-        """Count for a plan the bytes that the cache of one text takes: a prompt of so many tokens and `new` generated ones."""
+        """Count, for a plan, the bytes of one text's cache, after a prompt of `prompt` tokens and `new` generated tokens."""
         held = allocated = 0
         for layer, holding in zip(self.layers, self.hold(prompt, new), strict=True):
             entry = self._count_entry(layer, self.bits)
@@ -69,7 +69,7 @@ def count_full(shape: Shape, itemsize: int, tokens: int) -> int:
 
 
 def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, itemsize: int) -> Counter:
-    """Make the counter of a plan: find the terms on which each layer holds tokens. A layer with a window holds its window."""
+    """Make a plan's Counter: find by which budget and schedule each layer holds tokens; a sliding layer holds its window."""
     free = [index for index, bound in enumerate(shape.bounds) if bound is None]
     terms = []
     for index, bound in enumerate(shape.bounds):

@@ -36,7 +36,7 @@ def find_weights(name: str, revision: str | None = None) -> Weights | None:
 
 
 def _ask_hub(name: str, revision: str | None) -> Weights | None:
-    """Read the bytes of the weights from headers on the hub, where there is no index; None if that fails for any reason."""
+    """Read the bytes of a model's weights from headers on the hub, where there is no index; None if that fails anyhow."""
     try:
         from huggingface_hub import get_safetensors_metadata
 
@@ -48,7 +48,7 @@ def _ask_hub(name: str, revision: str | None) -> Weights | None:
 
 
 def _download_file(name: str, file: str, revision: str | None) -> Path:
-    """Download a small file of a model on the hub, and return its path; one in huggingface_hub's cache is taken from there."""
+    """Download a small file of a model on the hub, or find it in huggingface_hub's cache, for a plan; return its path."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:

@@ -93,7 +93,7 @@ def plan(  # noqa: PLR0913 - the options of one command
 def _check_arguments(
     policy: object, schedule: str | None, options: dict[str, Any], counts: dict[str, int], new: int, bits: int
 ) -> Division:
-    """Check the arguments of `plan` (counts: tokens and batch, by name), and return how the policy divides a budget."""
+    """Check the arguments of `plan`, and return how the policy divides a budget. counts: `tokens` and `batch`, by name."""
     for name, value in counts.items():
         check_count(name, value, "tokens" if name == "tokens" else "requests")
     check_count("new", new, "tokens", least=0)
@@ -116,7 +116,7 @@ def _check_arguments(
 
 
 def _parse_memory(memory: object) -> int | None:
-    """Convert `memory=` of a plan to bytes; None stays. Raises KVPatchError if it is no size."""
+    """Convert the argument `memory=` of a plan to bytes; None stays None. Raises KVPatchError for what is no size."""
     found = parse_bytes(memory) if isinstance(memory, str) else memory
     if memory is None or (isinstance(found, int) and not isinstance(found, bool) and found > 0):
         return None if memory is None else found  # type: ignore[return-value]
@@ -126,7 +126,10 @@ def _parse_memory(memory: object) -> int | None:
 def _choose_tokens(
     shape: Shape, tokens: int | None, new: int, name: str, longest: int | None, repetition: Repetition | None
 ) -> int:
-    """Return the tokens of a prompt to plan for: those asked for, at most the `longest` (None: no limit), or MOST."""
+    """Return the length of the prompt to plan for: `tokens`, or by default MOST or `longest` (None: no limit), if less.
+
+    KVPatchError if `tokens` is more than `longest`, or if `longest` leaves no token.
+    """
     most = MAX_POSITION if longest is None else longest
     if most < 1:
         if repetition and new < (shape.positions or 0):
@@ -153,7 +156,7 @@ def _find_dtype(dtype: str, shape: Shape) -> str:
 
 
 def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype: str) -> Budget:
-    """Convert `k` of a plan to a budget. Raises KVPatchError for one that is out of range or follows the text."""
+    """Convert the `k` of a plan to a Budget. KVPatchError if `k` is out of range, or a budget that depends on the text."""
     if isinstance(k, Rule) or (isinstance(k, str) and ":" in k):
         raise KVPatchError(
             f"k={k} follows the text, which a plan does not know: give a share such as 0.5 or tokens such as 1024."

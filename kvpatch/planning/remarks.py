@@ -15,7 +15,7 @@ from .repetition import Repetition
 def list_remarks(
     shape: Shape, division: Division, counter: Counter, values: Mapping[str, Any], repetition: Repetition | None
 ) -> Iterator[str]:
-    """Yield the remarks of a plan, a sentence each: what the budget does not change in this model, and what is not counted.
+    """Yield a plan's remarks, each a sentence: what the budget does not change in this model, and what is not counted.
 
     values: of config.json. repetition: that the policy needs of each prompt.
     """

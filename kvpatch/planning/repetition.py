@@ -57,7 +57,7 @@ def find_repetition(policy: str, options: Mapping[str, Any]) -> Repetition | Non
 def find_longest(shape: Shape, new: int, repetition: Repetition | None) -> int | None:
     """Return the tokens of the longest prompt that the model's positions leave a plan; None where they are no limit.
 
-    new: tokens generated after it. repetition: of the policy, whose positions follow the prompt's before any new token.
+    new: tokens generated after it. repetition: the policy's second reading, which takes positions after the prompt's.
     """
     limit = shape.positions
     if limit is None:

@@ -12,14 +12,14 @@ INDEX, FILE = "model.safetensors.index.json", "model.safetensors"
 
 
 class Weights(NamedTuple):
-    """Bytes of the weights, and where the number comes from; None, and why it is not known."""
+    """Bytes of a model's weights, and where the number comes from; or None, and why the number is not known."""
 
     nbytes: int | None
     source: str
 
 
 def read_weights(folder: Path) -> Weights | None:
-    """Read for a plan the bytes of the weights from the index or the header of a folder's safetensors; None without."""
+    """Read the bytes of a model's weights, for a plan, from the index or header of a folder's safetensors; None without."""
     try:
         if (folder / INDEX).is_file():
             return Weights(int(json.loads((folder / INDEX).read_text())["metadata"]["total_size"]), f"the index {INDEX}")
@@ -38,7 +38,7 @@ def _read_header(path: Path) -> int:
 
 
 def count_weights(config: Configuration, dtype: str) -> Weights:
-    """Count the bytes that no header tells in this dtype, of a model that transformers builds on the meta device; or None."""
+    """Count the bytes of a model's weights in `dtype`, for a plan: transformers builds the model on the meta device."""
     import torch
     import transformers as hf
 

@@ -35,7 +35,7 @@ class Batched:
 
     @classmethod
     def cat(cls: type[Owner], parts: Sequence[Owner]) -> Owner:
-        """Return an object with the rows of all `parts`, of one class, when caches are joined; other fields are the first's."""
+        """Return an object with the rows of all `parts` (of one class), when caches are joined. Other fields: of parts[0]."""
         new = copy.copy(parts[0])
         for name, value in vars(parts[0]).items():
             if isinstance(value, Tensor):
@@ -49,7 +49,7 @@ class Batched:
 
 
 def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value with `change` applied to its tensors, as rows change, also in lists, dicts and Batched objects. Pure."""
+    """Return a copy of `value` with `change` applied to each tensor in it, when rows change; lists, dicts too. Pure."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Batched):

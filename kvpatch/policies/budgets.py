@@ -107,7 +107,7 @@ def parse_k(k: object, where: str = "k") -> int | float | str:
 
 
 def says_one_token(k: object) -> bool:
-    """Tell whether a valid `k`, or a layer's in it, is the int 1: `patched` then warns, since 1.0 may be meant."""
+    """Tell whether a valid `k`, or its entry for a layer, is the int 1: `patched` then warns, since 1.0 may be meant."""
     k = as_python(k)
     if isinstance(k, Rule):
         return False
@@ -115,7 +115,7 @@ def says_one_token(k: object) -> bool:
 
 
 def read_number(text: str) -> int | float | str:
-    """Return the tokens or the share that a user gives as text, as `--k 50%`, in range or not; other texts, as sizes, stay."""
+    """Convert a budget given as text, such as `--k 50%`, to tokens or a share, unchecked. Other texts, as sizes, stay."""
     digits, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
     if digits.isdecimal() and not percent and len(digits) < 20:
         return int(digits)
@@ -174,11 +174,11 @@ class Rule:
         """Raise KVPatchError unless the policy and a layer of so many KV heads can work with this budget."""
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Count the tokens [B,H,1] that each head keeps at an eviction, and the scores lost so far, or None.
+        """Count the tokens [B,H,1] that each head keeps at an eviction, and the sum of scores that it has lost so far, or None.
 
         Called where a prompt or block ends, and at decode steps, under a budget that follows from the scores, such as Mass.
 
-        keys_BHT: eviction keys by score alone, those of empty slots FIRST.
+        keys_BHT: eviction keys (the lowest goes first): LAST for protected tokens, FIRST for empty slots.
         """
         raise NotImplementedError
 
@@ -261,7 +261,7 @@ class Budget:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """The rule of each layer, which says how many tokens its KV heads keep: made of the layer's entry in `per_layer`."""
+        """The Rule of each layer, made from its entry in `per_layer`: a Rule says how many tokens the layer's KV heads keep."""
         return tuple(
             one if isinstance(one, Rule) else HeadSizes(one) if isinstance(one, tuple) else Size(one) for one in self.per_layer
         )
@@ -364,7 +364,7 @@ def _parse_layer(
 
 
 def _count_tokens(k: int | float | str, bytes_per_token: int, reserved: int, fixed: int, extra: int) -> int | float:
-    """Convert a budget that is a size in bytes to tokens, for Budget.parse; others stay. Raises KVPatchError if it holds none.
+    """Convert a budget in bytes to tokens, for Budget.parse; other budgets stay. KVPatchError if the bytes hold no token.
 
     reserved: bytes of sliding-window layers. fixed, extra: as in Budget.parse.
     """

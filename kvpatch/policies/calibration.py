@@ -33,7 +33,7 @@ class CalibratedScore(Score):
         return (Calibrated(self.calibrated, self.calibration),)
 
     def read_calibration(self, new: NewTokens) -> Tensor:
-        """Return the score's first statistic for the heads of new tokens [H,...]; `entry` reads it when tokens are cached."""
+        """Return the first of the score's calibrated statistics, [H,...], for `entry`: when new tokens are cached."""
         assert self.calibration is not None and isinstance(new.layer, int)
         H = new.k_BHQD.shape[1]
         return self.calibration.of(new.layer, self.calibrated[0], new.k_BHQD)[new.first : new.first + H]
@@ -133,7 +133,7 @@ class TriAttention(CalibratedScore):
 
 
 def _standardize_scores(x_BHGT: Tensor, context: EvictionContext) -> Tensor:
-    """Return each query head's logits less their mean, divided by their deviation, so that the heads of a group compare.
+    """Scale each query head's logits to mean 0 and deviation 1 at an eviction, so that heads of a group can be compared.
 
     Mean and deviation leave out empty slots, and a prompt that the schedule keeps.
     """
@@ -169,7 +169,7 @@ class WholeHeads(CalibratedScore, Recency):
     calibrated: ClassVar[tuple[str, ...]] = ("area",)
 
     def budget(self, k: object, policy: Any, bounds: Sequence[int | None]) -> object:
-        """Return the table k[layer][head] in which the share `k` of heads keeps all, before a model is patched; 1.0 stays."""
+        """Return budgets k[layer][head] by which a share `k` of heads keeps every token, before patching; k=1.0 stays 1.0."""
         part = None if is_list(k) or isinstance(k, Rule) else parse_k(k)
         if not isinstance(part, float):
             raise KVPatchError(
@@ -190,7 +190,7 @@ class WholeHeads(CalibratedScore, Recency):
         return k if part == 1.0 else self._make_table(part, few, bounds)
 
     def _make_table(self, part: float, few: int, bounds: Sequence[int | None]) -> list[float | list[float | int]]:
-        """Return, for `budget`, the table k[layer][head]: 1.0 for the share `part` of largest areas, else `few` tokens."""
+        """Return the table k[layer][head] for `budget`: 1.0 for a share `part` of heads, of largest areas; `few` for others."""
         assert self.calibration is not None
         areas = {layer: self.calibration.layers[layer]["area"] for layer, bound in enumerate(bounds) if bound is None}
         order = torch.cat([*areas.values()]).argsort(descending=True, stable=True)  # of equal areas the lower layer's
@@ -202,7 +202,7 @@ class WholeHeads(CalibratedScore, Recency):
 
 @dataclass(frozen=True)
 class Recall(Score):
-    """The score of a pass that measures queries: it keeps them and what they look at. Its budget keeps every token.
+    """Score of a forward pass that calibrates: layers keep the queries and sums of their attention. No token is evicted.
 
     Attributes:
         count: queries to keep, at least as many as the pass has tokens.

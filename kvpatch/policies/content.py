@@ -93,7 +93,7 @@ class Cur(Score):
         return torch.empty_like(combined).scatter_(-1, order, combined)
 
     def _compare_neighbours(self, square: Tensor, order: Tensor, context: EvictionContext) -> Tensor:
-        """Divide at an eviction each token's squared norm by the sum over its window of neighbours: [B,H,T] in text order."""
+        """Divide each token's squared norm by the sum over its window of neighbours, at an eviction: [B,H,T] in text order."""
         T = square.shape[-1]
         square = square.masked_fill(context.positions_BHT < 0, 0.0) if context.empty else square
         windows = F.pad(square.gather(-1, order), (0, -T % self.window)).unflatten(-1, (-1, self.window))
@@ -145,7 +145,7 @@ class LagKV(Score):
         return torch.empty_like(score).scatter_(-1, order, score)
 
     def _rank_tokens(self, tensors: list[Tensor]) -> Tensor:
-        """Rank tokens within each partition but the last by deviation: [B,H,(P-1)*lag]; tensors: keys, values [B,H,P*lag,D]."""
+        """Rank tokens in each partition except the last, by deviation: [B,H,(P-1)*lag]. tensors: keys, values [B,H,P*lag,D]."""
         shares = []
         for tensor in tensors:
             parts = tensor.to(accumulator(tensor.dtype)).unflatten(2, (-1, self.lag))
@@ -198,7 +198,7 @@ class Leverage(Score):
         return (sketched * solved.transpose(-1, -2)).sum(-1).clamp_min(0).to(keys.dtype)
 
     def _draw_sketch(self, context: EvictionContext, H: int, D: int) -> Tensor:
-        """Draw the random matrix [H,D,sketch] that shortens each head's keys: by layer and head, the same at every eviction."""
+        """Draw a random matrix [D,sketch] for each head, which shortens its keys: the same at every eviction of a layer."""
         device = context.positions_BHT.device
         head, row = (torch.arange(n, device=device) for n in (H, D))
         at = context.parallel.first(H) + head[:, None, None], row[:, None], torch.arange(self.sketch, device=device)
@@ -257,7 +257,7 @@ class Compactor(Leverage):
 
 
 def _standardize_scores(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
-    """Standardize one of Compactor's scores over the tokens `among_BHT` of all heads of a row; all processes must call it."""
+    """Scale a score of Compactor to mean 0, deviation 1 over tokens `among_BHT` of all heads. All processes must call it."""
     x = x_BHT.nan_to_num(0.0)  # one NaN would make all heads NaN
     among = everyone.gather_heads(among_BHT.to(x.dtype), empty=0)
     count, total = among.sum((1, 2), keepdim=True), everyone.gather_heads(x, empty=0) * among

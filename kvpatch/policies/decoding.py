@@ -95,7 +95,7 @@ class RecentScore(Score):
         check_pooling(self.kernel, self.pooling)
 
     def _pool_scores(self, score_BHT: Tensor, candidate_BHT: Tensor, context: EvictionContext) -> Tensor:
-        """Pool scores [B,H,T] at an eviction over neighbouring candidates (tokens before the last queries'); 0 for others."""
+        """Pool scores [B,H,T], at an eviction, over neighbouring candidates: tokens before the last queries. 0 for others."""
         if self.pooling is None:
             return score_BHT
         order, _ = sort_by_position(context.positions_BHT)  # candidates first
@@ -155,9 +155,9 @@ class Redundancy(RecentScore):
 
 
 def _sum_last_repeats(unit_BHTD: Tensor, position_BHT: Tensor, alike: float) -> Tensor:
-    """Sum for each token [B,H,T] its cosines to the keys whose newest repetition it is (the newest of cosine > alike).
+    """Sum, for each token [B,H,T], its cosines to those keys of which it is the newest repetition (cosine > alike).
 
-    Redundancy leaves these out, so that the last repetition of a text is not redundant.
+    `_find_redundancy` subtracts these sums, so that the last repetition of a text does not count as redundant.
     """
     B, H, T, _ = unit_BHTD.shape
     left_out, slots = torch.zeros_like(unit_BHTD[..., 0]), torch.arange(T, device=unit_BHTD.device)

@@ -16,11 +16,11 @@ LEAST = 1e-4
 
 
 def list_features(k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> Tensor:
-    """Return the features [B,H,Q,F] from which Learned scores a token, as it is cached or learned from. F: values' size + 4.
+    """Return the features [B,H,Q,F] from which Learned scores tokens, when they are cached, and when weights are fitted.
 
     Args:
         k_BHQD: keys, with or without their rotation.
-        v_BHQD: values.
+        v_BHQD: values; F is their size and 4 more.
         positions_BQ: int64; -1 for padding.
     """
     k, v = (tensor.to(accumulator(tensor.dtype)) for tensor in (k_BHQD, v_BHQD))

@@ -93,7 +93,7 @@ class Calibration:
         return f"<Calibration {self.digest[:16]}>"
 
     def of(self, layer: int, name: str, like: Tensor) -> Tensor:
-        """Return a layer's statistic for all heads, for a score: on `like`'s device (kept in `_placed`), in scores' dtype."""
+        """Return a layer's statistic `name` for all heads, on `like`'s device and in scores' dtype. Keeps it in `_placed`."""
         found = self.layers[layer][name]
         key = layer, name, like.device, accumulator(like.dtype) if found.dtype == torch.float32 else found.dtype
         if key not in self._placed:
@@ -202,7 +202,7 @@ def _divide_sums(sums: Totals) -> Tensor:
 
 
 def _sum_areas(sample: Sample) -> Totals:
-    """Return, for a calibration's "area", a piece's queries after the first tokens, and the sum of areas under their curves."""
+    """Return, for a calibration's "area", a piece's number of queries after the first tokens, and the sum of areas [H]."""
     assert sample.q_HGQD is not None and sample.area_HT is not None
     _, G, Q, _ = sample.q_HGQD.shape
     return torch.tensor(max(Q - FIRST, 0), device="cpu"), sample.area_HT[:, FIRST:].sum(1) / G
@@ -223,7 +223,7 @@ def _take_sums(sums: Totals) -> Tensor:
 
 
 def _sum_regression(sample: Sample) -> Totals:
-    """For `kvpatch learn`, return a piece's X^T X [H,F,F] and X^T y [H,F]: x are features of tokens, y what is learned."""
+    """Return X^T X [H,F,F] and X^T y [H,F] of a piece of text, for `kvpatch learn`. x: tokens' features, y: what is learned."""
     assert sample.x_HTF is not None and sample.y_HT is not None
     x, y = sample.x_HTF.double(), sample.y_HT.double()
     return x.transpose(1, 2) @ x, (x * y[..., None]).sum(1)

@@ -82,7 +82,7 @@ class Merge(Merging):
             raise KVPatchError(f"threshold={given!r} must be a cosine in [0, 1], below which nothing is merged.")
 
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
-        """Return the kept values [B,H,K,D], evicted ones added to those with the likest key, where a prompt ends. Pure."""
+        """Return the kept values [B,H,K,D], where a prompt ends: evicted values are added to those of the likest keys. Pure."""
         dtype, D, index_BHK = accumulator(v_BHTD.dtype), v_BHTD.shape[-1], kept.index_BHK
         evicted_BHT = kept.live_BHT & ~kept.stays_BHT
         unit = k_BHTD.to(dtype)

@@ -213,7 +213,7 @@ class Threshold(Rule):
 
 
 def _clamp_counts(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:
-    """Return the counts of tokens to keep, raised to the protected ones, cut to those that a later query can see; at least 1.
+    """Clamp counts of tokens to keep, at an eviction: no fewer than are protected, no more than a later query can see.
 
     keys_BHT: eviction keys: LAST for protected tokens, below 0 for empty slots and tokens that left a sliding window.
     """
@@ -237,7 +237,7 @@ def _weigh_tokens(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Ten
 
 
 def _check_sizes(rule: Rule, policy: Any, also: str = "") -> None:
-    """Refuse a protected size that is a share of the budget, before a model is patched: this budget is no number of tokens.
+    """Raise KVPatchError, before patching, for a protected size that is a share of this budget, which is no token count.
 
     also: another remedy, for the message.
     """

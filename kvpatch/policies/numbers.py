@@ -17,7 +17,7 @@ def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.dev
 def running_sum(weight: Tensor) -> Tensor:
     """Return the cumulative sums [...,T] of weights >= 0, for a budget by scores (Mass) at an eviction.
 
-    Where a device has no deterministic sum of floating-point numbers and one is asked for, it adds whole parts of the total.
+    A GPU adds floats in no fixed order. If deterministic algorithms are asked for, it adds whole parts of the total instead.
     """
     if weight.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
         return weight.cumsum(-1)

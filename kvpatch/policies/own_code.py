@@ -26,7 +26,7 @@ def is_own(part: object) -> bool:
 
 
 def call_value(score: Score, policy: str, context: EvictionContext) -> Tensor:
-    """Return the values [B,H,T] of a user's score, checked, at each eviction.
+    """Call `value` of a user's score, at an eviction; check and return the scores [B,H,T].
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
@@ -40,7 +40,7 @@ def call_value(score: Score, policy: str, context: EvictionContext) -> Tensor:
 
 
 def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | None:
-    """Return the tokens that a user's scope protects, bool [B,H,T], or None, checked, at each eviction.
+    """Call `mask` of a user's scope, at an eviction; check and return the protected tokens, bool [B,H,T] or None.
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
@@ -58,7 +58,7 @@ def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | N
 
 
 def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens, taken: Collection[str]) -> dict[str, Tensor]:
-    """Return what a user's score or need stores with tokens as they are cached, checked. taken: names that others store under.
+    """Call `entry` of a user's score or need as tokens are cached; check and return it. taken: names that others store under.
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
@@ -80,7 +80,7 @@ def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens, taken: Collec
 def bind_passes(
     needs: Iterable[AnyNeed], method: Literal["read", "step"], policy: str
 ) -> tuple[tuple[AnyNeed, Callable[[PromptRead | StepRead], None]], ...]:
-    """Pair each need that defines `read` or `step` with it, for the passes of a layer; errors of a user's need then name it."""
+    """Pair each need that defines `method` with a call of it, for a layer's passes; an error names the need if a user's."""
 
     def bind_method(need: AnyNeed) -> Callable[[Any], None]:
         run: Callable[[Any], None] = getattr(need, method)
@@ -124,7 +124,7 @@ def _describe_result(result: object) -> str:
 
 
 def _name_missing_need(error: Exception, context: EvictionContext) -> str:
-    """Return advice for a KeyError of the state: the need or the entry that the user's class must declare."""
+    """Return advice if a user's method read a missing key of `context.state`: the need or entry that its class must have."""
     if not isinstance(error, KeyError) or not error.args:
         return ""
     name, has = error.args[0], ", ".join(map(repr, context.state)) or "nothing"

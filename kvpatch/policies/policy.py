@@ -102,7 +102,7 @@ class Policy:
         return [part for name, _, _ in _PARTS if (part := getattr(self, name)) is not None]
 
     def options(self) -> dict[str, Any]:
-        """Return the value of every option by name, as `with_options` takes them; a tuple where parts of one name differ."""
+        """Return the value of every option by name, as `with_options` takes them; a tuple where two parts differ in it."""
         found: dict[str, list[Any]] = {}
         for part in self._list_parts():
             for f in dataclasses.fields(part):
@@ -235,7 +235,7 @@ _PARTS: tuple[tuple[str, type, bool], ...] = (
 
 
 def _explain_schedules(schedules: tuple[str, ...]) -> str:
-    """Write why a score has these schedules alone, for the error about another one when a policy is made."""
+    """Return why a score allows these schedules alone, for an error about another schedule when a policy is made."""
     if "prompt" in schedules:
         return "scores tokens by the prompt's last rows, which a generated token does not have"
     if "both" in schedules:
@@ -244,7 +244,7 @@ def _explain_schedules(schedules: tuple[str, ...]) -> str:
 
 
 def _check_members(score: Score) -> None:
-    """Refuse a score without the method that all have, when a policy is made."""
+    """Raise KVPatchError, when a policy is made, for a score that has no method `value`."""
     if score.evicts and type(score).value is Score.value:
         raise KVPatchError(
             f"Score {type(score).__name__} has no method value, which returns a number for each cached token [B,H,T], higher "

@@ -156,7 +156,7 @@ def refit(base: str | Policy, **options: Any) -> Policy:
 
 
 def _combine_parts(prefix: str, base: str | Policy, **part: Any) -> Policy:
-    """Return a copy of `base` with the parts replaced, named prefix_base; the functions above call it.
+    """Return a copy of `base`, named prefix_base, in which `part` replaces parts; for critical(), adaptive() and the like.
 
     Raises KVPatchError if the base never evicts, or has a part of another class in a place that one of `part` takes.
     """

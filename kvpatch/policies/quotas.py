@@ -106,7 +106,7 @@ def number_columns(quota: Any, B: int, columns: int, device: torch.device) -> Te
 def encode_spans(numbers_BN: Tensor, real_BN: Tensor) -> Tensor:
     """Encode, as a prompt is read, each token's span (a part with a share of the budget) as the state `span` [B,N].
 
-    Its number and its size are one int64. numbers_BN: -1 for none. real_BN: False for padding, which no span has.
+    One int64 holds the span's number and its size. numbers_BN: of spans, -1 for none. real_BN: False for padding (no span).
     """
     numbers = torch.where(real_BN, numbers_BN + 1, 0)
     ranked, place = numbers.sort(-1)
@@ -116,7 +116,7 @@ def encode_spans(numbers_BN: Tensor, real_BN: Tensor) -> Tensor:
 
 
 def share_out(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> Tensor:
-    """Return each token's quota [B,H,T]: the tokens that a head keeps of its span of |s| tokens, floor(budget |s| / total).
+    """Return for each token [B,H,T] its span's quota: of the span's |s| tokens a head keeps floor(budget |s| / total).
 
     Called where a prompt or block ends.
 
@@ -140,10 +140,10 @@ def count_quotas(span: Tensor, held: Tensor, budget_B: Sequence[int], total_B: S
 
 
 def protect_shares(context: EvictionContext, keys: Tensor, protected: Tensor | None, dead: Tensor | None) -> Tensor | None:
-    """Return `protected` with the tokens added that fill the quotas of their spans; called when tokens are evicted.
+    """Return `protected` with tokens added until each span of `quota=` has its share; called when tokens are evicted.
 
-    In each span these are the tokens of the highest keys, as many as it has protected ones too few. Where that is more in all
-    than is left of the budget, each span's lack is cut in proportion, rounded down.
+    Where fewer tokens of a span are protected than its quota, those of its highest keys are added. If all spans together lack
+    more tokens than are left of the budget, each span's lack is cut in proportion, rounded down.
 
     Args:
         context: whose `limits.nominal` bounds the protected tokens of a head.

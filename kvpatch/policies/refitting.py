@@ -56,7 +56,7 @@ class Refit(Merging):
             raise KVPatchError(f"ridge={given!r} must be a number above 0, such as 0.1: higher leaves values as they are.")
 
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
-        """Return kept values [B,H,K,D] with which the queries of a second reading get about the outputs of full attention.
+        """Return new values [B,H,K,D] of kept tokens, with which queries of a second reading get about the full outputs.
 
         Called where a prompt ends, before the evicted tokens go. Pure; NaN where a head's equations have no solution.
         """
@@ -82,11 +82,11 @@ class Refit(Merging):
 
 @dataclass
 class _Looks:
-    """Attention of N = G * W queries of each KV head: their outputs, and what they give to kept tokens, in blocks of these.
+    """Attention of N = G * W queries of each KV head: their outputs, and what they give to kept tokens, block by block.
 
     Attributes:
         out_BHND: their outputs over all tokens.
-        lse_BHGW: log-sum-exps of their logits, were the kept tokens all.
+        lse_BHGW: log-sum-exps of their logits over the kept tokens alone.
         asked: the queries.
         k_BHKD: keys of the kept tokens.
     """
@@ -111,7 +111,7 @@ class _Looks:
         return cls(out.flatten(2, 3), lse, asked, kept.gather(k_BHTD), kept, layer)
 
     def iterate_blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the kept tokens, and the attention [B,H,N,M] that queries give to these, were the kept tokens all."""
+        """Yield slices of the kept tokens, and the attention [B,H,N,M] to each; a query's sum over all kept tokens is one."""
         kept, asked = self.kept, self.asked
         for some in _split_blocks(kept.index_BHK.shape[2], self.lse_BHGW.numel(), self.out_BHND):
             index, real = kept.index_BHK[:, :, some], kept.real_BHK[:, :, None, None, some]

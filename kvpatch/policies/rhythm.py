@@ -13,7 +13,9 @@ from torch import Tensor
 
 
 def list_waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
-    """Return in how many steps heads evict, each number once, when their slots change. counts: slots taken of each; goals: all.
+    """Return in how many decode steps heads evict next, without repeats, when slots change.
+
+    counts: slots that each head has filled. goals: slots that each head has in all.
 
     Example:
         >>> list_waits([10, 10, 7], goals=[14, 14, 14])
@@ -23,7 +25,7 @@ def list_waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
 
 
 def advance_waits(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int, ...]:
-    """Return what `list_waits` would give `steps` later, at each decode step: a wait of 0 evicts, and begins anew at `every`.
+    """Return what `list_waits` would return `steps` decode steps later. A wait that is over evicts, then is `every` again.
 
     Example:
         >>> advance_waits((4, 7), steps=4, every=4)
@@ -35,8 +37,8 @@ def advance_waits(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int
 def list_moves(gone_BHM: Tensor, used: int) -> tuple[Tensor, Tensor]:
     """Return columns to fill and columns to move there, [B,H,M] each, so that the first `used` - M hold all tokens that stay.
 
-    Called when M tokens of each head are evicted at once. gone_BHM: their columns, all different within a head; one that is
-    among the last M is paired with itself.
+    Called when M tokens of each head are evicted at once. gone_BHM: columns of these tokens, all different within a head. A
+    column among the last M is paired with itself.
     """
     B, H, M = gone_BHM.shape
     empty = torch.zeros(B, H, used, dtype=torch.uint8, device=gone_BHM.device).scatter_(2, gone_BHM, 1)

@@ -33,7 +33,7 @@ SYSTEM = "system"  # the word of `protect=` for the system message of a chat
 
 
 def fit_window(score: Score, room: int) -> int:
-    """Count, where a prompt ends, the newest tokens that a score's window protects: at most `room`, what the budget has for it.
+    """Return how many newest tokens a score's window protects, where a prompt ends. room: tokens of the budget left for it.
 
     A window that would fill the room takes half of it, rounded up, so that the score chooses the rest. A window of the last
     queries (LastQueries), by which decode steps evict too, may fill it.

@@ -29,12 +29,12 @@ Value = TypeVar("Value", bound=Callable[..., Tensor])
 
 
 def kernel_value(form: Form | Callable[[Any], Form]) -> Callable[[Value], Value]:
-    """Decorate a score's `value`: declare the source from which a fused decode kernel computes it.
+    """Decorate a score's `value`: say from which numbers a fused decode kernel computes the same scores.
 
-    The declaration belongs to the decorated function: if a subclass overrides `value`, torch computes it.
+    The declaration belongs to the decorated function: if a subclass overrides `value`, torch calls it instead.
 
-    form: name of a state, "mean" (context.mean), "recency" (the position) or None; or a function of the score that returns one
-    of these.
+    form: name of a state, "mean" (context.mean), "recency" (the position), or None for torch; or a function of the score that
+    returns one of these.
     """
 
     def declare(value: Value) -> Value:
@@ -130,7 +130,7 @@ class Random(Score):
 
 
 def draw_anew(context: EvictionContext) -> Tensor:
-    """Draw for scores by chance a uniform number per token [B,H,T], anew at every eviction: a hash, so no generator changes."""
+    """Draw a uniform number for each token [B,H,T], anew at every eviction, for random scores. A hash: no generator changes."""
     H = context.positions_BHT.shape[1]
     head = context.parallel.first(H) + torch.arange(H, device=context.positions_BHT.device)
     return noise.uniform(context.seed, context.layer, head[None, :, None], context.newest_B11, context.positions_BHT)

@@ -229,7 +229,7 @@ class TwoStage(Selection):
     ) -> Tensor:
         """Return eviction keys: the first stage's tokens rank as protected ones, others by the second stage's bound.
 
-        Called at each eviction. first: eviction keys by score alone, which are returned where heads share a budget.
+        Called at each eviction. first: eviction keys by score alone; returned as they are where heads share a budget.
         """
         if context.keep_BH1 is None:
             return first
@@ -252,7 +252,7 @@ class TwoStage(Selection):
 
 
 def _one_for_all(count: Tensor) -> int | None:
-    """Return the one value of all entries, for the faster mask_top; None if they differ or the host would have to wait."""
+    """Return the value of all entries of `count`, so that mask_top is faster; None if they differ or the host would wait."""
     if not at_hand(count) or torch.compiler.is_compiling():
         return None
     low, high = count.aminmax()

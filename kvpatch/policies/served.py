@@ -84,7 +84,7 @@ def refuse_pairs(asked: FeatureSet) -> None:
 
 
 def why_not(path: str, asked: FeatureSet, always: bool = False) -> str | None:
-    """Return why a feature that is asked for does not go with `path`, for an error or to do without `path`; None if all do.
+    """Return why a feature that is asked for does not go with `path`, or None: for an error, or to choose another path.
 
     path: a feature of REFUSED, as "kernels". always: ask the policy's needs also where the budget evicts nothing.
     """

@@ -17,8 +17,8 @@ from ..errors import InvalidError
 def check_cache(cache: EvictingCache) -> None:
     """Raise InvalidError if a loaded cache contradicts itself, its policy or its budget, or holds a number that is not finite.
 
-    Counts that are not in the file are set first. Free slots beyond the slack are taken for a reservation by room=, which the
-    loaded cache then has again.
+    First sets, in the cache, counts that the file does not have. More free slots than decoding needs count as reserved by
+    room=; the loaded cache then has that reservation again.
     """
     slotted = [layer for layer in cache.layers if layer.mode.slotted]
     for layer in slotted:
@@ -44,7 +44,7 @@ def check_cache(cache: EvictingCache) -> None:
 
 
 def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
-    """Raise InvalidError if a loaded layer has a number of held tokens that is not finite, or a negative weight."""
+    """Raise InvalidError if a loaded layer has, for a held token, a number that is not finite, or a negative weight."""
     real, where = layer.positions >= 0, f"layer {index}"
     slots = layer.kv.spread_heads(real)
     if layer.kv.centre is not None:

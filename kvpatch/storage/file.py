@@ -18,24 +18,24 @@ from ..errors import InvalidError, KVPatchError
 
 
 def check_path(path: object, wanted: str) -> str | PathLike[str]:
-    """Return `path`, as a user gives it, if it can name a file, else raise KVPatchError; `wanted` says what to give."""
+    """Return a user's `path` if it can name a file, else raise KVPatchError; wanted: what its message tells him to give."""
     if not isinstance(path, str | PathLike) or not str(path) or "\0" in str(path):
         raise KVPatchError(f"path={path!r:.60} is no path: {wanted}.")
     return path
 
 
 def write_tensors(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], what: str) -> None:
-    """Write a cache, calibration or record as safetensors, whole or not at all: see `write_whole`. what: names it in errors."""
+    """Write a cache, calibration or record (`what`, in errors) as safetensors, whole or not at all: see `write_whole`."""
     from safetensors.torch import save_file
 
     write_whole(path, lambda part: save_file(tensors, part, metadata=metadata), what)
 
 
 def write_whole(path: str | PathLike[str], save: Callable[[Path], object], what: str) -> None:
-    """Write a file with `save` and rename it to its name once it is complete and on the disk; an earlier one stays until then.
+    """Let `save` write a temporary file, and rename it to `path` once it is on the disk; an old file stays until then.
 
     Raises:
-        KVPatchError: `what` cannot be written.
+        KVPatchError: the file cannot be written. what: names it in the message.
     """
     from safetensors import SafetensorError
 
@@ -71,7 +71,7 @@ def _flush_to_disk(path: Path) -> None:
 
 
 def checksum(text: str, tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 that a file holds to tell damage: of its description, and its tensors' names, types, shapes, bytes."""
+    """Return the SHA-256 of a file's description and of its tensors' names, dtypes, shapes and bytes, which shows damage."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
@@ -85,8 +85,8 @@ def explain_errors(path: str | PathLike[str], what: str, writer: str, again: str
 
     Args:
         path: the file.
-        what: what it should be, "saved cache".
-        writer: what writes such files.
+        what: what the file should be, such as "saved cache".
+        writer: the call or command that writes such files.
         again: a sentence that tells how to make the file anew.
     """
     from safetensors import SafetensorError

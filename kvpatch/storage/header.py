@@ -43,7 +43,7 @@ def read_entries(file: Any) -> dict[str, Entry]:
 
 
 def _read_entry(name: str, about: Any) -> Entry:
-    """Return dtype and shape of a tensor not yet read; raise InvalidError for a dtype that kvpatch never writes, or no size."""
+    """Return a tensor's dtype and shape from the header. InvalidError for a dtype that kvpatch never writes, or no size."""
     dtype, shape = about.get_dtype(), about.get_shape()
     if dtype not in DTYPES:
         raise InvalidError(f"tensor {name!r:.40} is of type {dtype}")
@@ -53,7 +53,7 @@ def _read_entry(name: str, about: Any) -> Entry:
 
 
 def read_tensor(file: Any, name: str) -> Tensor:
-    """Copy a tensor out of an open file whose header was checked; safetensors' own tensors would change with the file."""
+    """Return a copy of a tensor in an open file, once its header is checked: safetensors' tensors change if the file does."""
     tensor = file.get_tensor(name).clone()
     if tensor.dtype == torch.bool and (tensor.view(torch.uint8) > 1).any():
         raise InvalidError("a truth value is neither 0 nor 1")
@@ -84,7 +84,7 @@ def parse_json(text: str) -> Any:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object's dict, while it is parsed; raise InvalidError if a name stands twice."""
+    """Make the dict of a JSON object, for `parse_json`; raise InvalidError if a name stands twice."""
     table = dict(pairs)
     if len(table) < len(pairs):
         raise InvalidError("a name stands twice in its description")

@@ -29,12 +29,12 @@ Description = dict[str, Any]
 
 @dataclass(frozen=True)
 class Field:
-    """An entry of a description, or of a table in it.
+    """An entry of a file's description (its JSON part), or of a table in it.
 
     Attributes:
-        name: its name.
-        is_valid: tells if a value may stand there; None where other checks tell.
-        fault: what an error says of a value that may not, with {value}.
+        name: of the entry.
+        is_valid: tells if a value is allowed; None where other checks tell.
+        fault: what an error says of a value that is not allowed, with {value}.
         optional: whether it may be missing, as in files of before it was written.
     """
 
@@ -60,16 +60,16 @@ class Field:
 
 
 def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str = "") -> Description:
-    """Return `value`, a part of a description that is read, if it is a dict with exactly these fields, all valid.
+    """Return `value`, read from a file's description, if it is a dict with exactly these fields, all valid.
 
     Args:
-        what: its name in an error about other names.
+        what: name of `value` in an error about missing or unknown fields.
         value: a part of a description.
-        fields: those that belong there.
+        fields: the fields that it must have.
         where: begins an error about a field's value.
 
     Raises:
-        InvalidError: it is no such dict.
+        InvalidError: `value` is no such dict.
     """
     given = value if isinstance(value, dict) else {}
     present = [one for one in fields if not one.optional or one.name in given]
@@ -81,7 +81,7 @@ def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str
 
 
 def check_names(what: str, value: object, names: tuple[str, ...]) -> Description:
-    """Return `value`, read from a file, if it is a dict of exactly these names, else raise InvalidError; what: names it."""
+    """Return `value`, read from a file, if it is a dict with exactly these names, else raise InvalidError, naming `what`."""
     if not isinstance(value, dict) or set(value) != set(names):
         found = sorted(value) if isinstance(value, dict) else type(value).__name__
         raise InvalidError(f"{what} has {found!r:.80} where {list(names)} belong")
@@ -89,7 +89,7 @@ def check_names(what: str, value: object, names: tuple[str, ...]) -> Description
 
 
 class Array(Protocol):
-    """Type and axes of a tensor in a file: a letter is a size that tensors share, a digit is that size."""
+    """Type and axes of a tensor in a file. A letter stands for a size that tensors share, a digit for itself."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,7 +151,7 @@ class FileKind:
         return {"format": self.format, **{one.name: values[one.name] for one in self.fields}}
 
     def compute_checksum(self, about: Description, tensors: dict[str, Tensor]) -> str:
-        """Return the checksum that a file of these would have."""
+        """Return the checksum of a file with this description and these tensors."""
         return checksum(json.dumps(about), tensors)
 
     def write_file(self, path: str | PathLike[str], about: Description, tensors: dict[str, Tensor]) -> None:
@@ -174,10 +174,10 @@ class FileKind:
         return explain_errors(checked, self.label, self.writer, self.again)
 
     def read_file(self, path: str | PathLike[str], check_header: Callable[[Description, dict[str, Entry]], None]) -> Document:
-        """Read a file that a user loads; `check_header` refuses its description or header's entries before tensors are read.
+        """Read a file that a user loads. `check_header` may refuse the description or the header before tensors are read.
 
         Raises:
-            InvalidError: it is none of this kind, or was altered.
+            InvalidError: the file is not of this kind, or was altered.
         """
         from safetensors import safe_open
 
@@ -191,13 +191,13 @@ class FileKind:
         return Document(about, tensors, texts["checksum"])
 
     def parse_description(self, text: str, path: object, what: str = "its description") -> Description:
-        """Parse the JSON description of a file that is read, `text`, and check its fields.
+        """Parse `text`, the JSON description of a file that is read, and check its fields.
 
         path, what: name the file and the description in errors.
 
         Raises:
-            KVPatchError: it is of another format, and this kind has a `refusal`.
-            InvalidError: it is of another format, or a field is wrong.
+            KVPatchError: the file is of another format, and this kind has a `refusal`.
+            InvalidError: the file is of another format, or a field is wrong.
         """
         about = parse_json(text) if text else {}
         if not isinstance(about, dict) or about.get("format") != self.format:
@@ -207,9 +207,9 @@ class FileKind:
         return check_fields(what, about, (Field("format"), *self.fields))
 
     def check_shapes(self, found: Mapping[str, Entry]) -> None:
-        """Raise InvalidError, before tensors are read, for one of another dtype or shape than this kind of file declares.
+        """Raise InvalidError, before tensors are read, if the header gives a tensor another dtype or shape than `tensors` does.
 
-        A letter of the declared shape is any size, but the same for all tensors of a layer.
+        found: the header's entries. A letter of a shape is any size, but the same for all tensors of a layer.
         """
         order = list(self.tensors)
         sizes: dict[str, dict[str, int]] = {"": {}}  # by layer; "" is the file as a whole, whose tensors come first
@@ -220,9 +220,9 @@ class FileKind:
 
 
 def _check_shape(name: str, array: Array, entry: Entry, sizes: dict[str, int]) -> None:
-    """Raise InvalidError if a tensor's entry in a header that is read has another type or shape than `array` declares.
+    """Raise InvalidError if the header's entry for a tensor has another dtype or shape than `array`; for `check_shapes`.
 
-    sizes: of axes by letter, as earlier tensors had them; this tensor's new axes are added.
+    sizes: of axes by letter, from earlier tensors of the layer; this tensor's new letters are added in place.
     """
     wanted = [axis if axis.isdigit() else str(sizes.get(axis, axis)) for axis in array.shape]
     if len(entry.shape) == len(array.shape):

@@ -15,11 +15,11 @@ from .kinds import LOSSLESS, Description
 from .save_load import compare_tables
 from .schema import LayerShape
 
-ROWS = "rows"  # of a layer, by token
+ROWS = "rows"  # of a layer: keys and values of a token side by side
 
 
 def save_lossless(cache: LosslessCache, path: str | PathLike[str], model: Description) -> None:
-    """Write all tokens' keys and values to a file, for Patch.save_cache(); `model` holds values that identify the model.
+    """Write the keys and values of all tokens to a file, for Patch.save_cache(). model: values that identify the model.
 
     Raises:
         KVPatchError: the cache is empty, or the file cannot be written.
@@ -42,9 +42,9 @@ def load_lossless(
     shapes: list[LayerShape],
     devices: list[torch.device],
 ) -> LosslessCache:
-    """Read a file into `cache`, an empty one, for Patch.load_cache(), and return it.
+    """Read a file into the empty `cache`, for Patch.load_cache(), and return the cache.
 
-    model: values that identify the model. shapes, devices: of each of its layers.
+    model: values that identify the model. shapes, devices: of each layer of the model.
 
     Raises:
         KVPatchError: the file is missing, truncated or altered, or of another model.
@@ -68,7 +68,7 @@ def load_lossless(
 
 
 def _check_rows(found: dict[str, Entry], shapes: list[LayerShape]) -> None:
-    """Raise InvalidError, before tensors are read, unless a file has the rows of all layers, of one length and type, alone."""
+    """Raise InvalidError, before tensors are read, unless a file has rows for each layer, alike in length and type, alone."""
     wanted = {f"{index}.{ROWS}": shape.heads * (shape.key + shape.value) for index, shape in enumerate(shapes)}
     if found.keys() != {"ids", "places", *wanted}:
         raise InvalidError(f"it holds {', '.join(sorted(found)):.80}, not ids, places and the rows of {len(shapes)} layers")
@@ -82,7 +82,7 @@ def _check_rows(found: dict[str, Entry], shapes: list[LayerShape]) -> None:
 
 
 def _check_places(ids_T: Tensor, places_N: Tensor, edited: int) -> None:
-    """Raise InvalidError unless a loaded file's `places`, positions of entries, increase and have all from `edited` on."""
+    """Raise InvalidError unless a loaded file's `places` (positions of tokens) increase, and have all from `edited` on."""
     T, newest = len(ids_T), places_N[places_N >= edited]
     if bool((ids_T < 0).any()):
         raise InvalidError("ids holds a number that is no token")

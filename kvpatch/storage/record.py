@@ -54,7 +54,7 @@ def load_record(path: str | PathLike[str]) -> Record:
 
 
 def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
-    """Raise InvalidError, before tensors are read, unless a file has token ids and each layer's deaths (when tokens went)."""
+    """Raise InvalidError, before tensors are read, unless a file has token ids and when tokens were evicted, by layer."""
     layers = about["layers"]
     if len(found) != layers + 1 or {*found} != {"ids", *(f"{layer}.deaths" for layer in range(layers))}:
         raise InvalidError(f"it holds {', '.join(sorted(found)):.80} where ids and the deaths of {layers} layers belong")
@@ -63,8 +63,8 @@ def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
 def _check_numbers(ids_NT: Tensor, deaths: tuple[Tensor, ...]) -> None:
     """Raise InvalidError for ids or deaths of a loaded record that no run can have.
 
-    A text's ids are followed by -1 alone; a death, the position of the first query that no longer sees a token, is after the
-    token's own query and within the text, or NEVER.
+    A text's ids are followed by -1 alone. A death is the position of the first query that no longer sees a token: it is later
+    than the token and within the text, or NEVER.
     """
     known = ids_NT >= 0
     if bool((ids_NT < -1).any()) or bool((known[:, 1:] & ~known[:, :-1]).any()):

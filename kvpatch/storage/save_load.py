@@ -104,7 +104,7 @@ def _restore_cache(
     shapes: list[schema.LayerShape],
     devices: list[torch.device],
 ) -> None:
-    """Fill an empty cache in place with tensors of a file of checked header. about: its description; devices: by layer."""
+    """Fill an empty cache in place with the tensors of a file. about: the file's description, checked. devices: by layer."""
     _restore_history(cache, about["cache"])
     cache.ids = TokenIds.of(tensors["ids"].to(devices[0]) if "ids" in tensors else None)
     for name in schema.ROWS:
@@ -126,7 +126,7 @@ def _restore_layer(
     shape: schema.LayerShape,
     policy: Policy,
 ) -> None:
-    """Set an empty layer's attributes from a file: `tensors` by name, and the others, `described`; both are emptied."""
+    """Set an empty layer's attributes from a file. tensors, described: by name; entries are taken out of both dicts."""
     head_offsets, limits, mode = described.pop("head_offsets"), described.pop("limits"), MODES[described.pop("mode")]
     layer.dtype = schema.DTYPES[described.pop("dtype")]
     counts = {name: described.pop(name) for name in mode.saved}
@@ -164,7 +164,7 @@ def _list_limits(limits: Limits | None) -> list[list[int]] | None:
 
 
 def _describe_history(cache: EvictingCache) -> Description:
-    """Return, for a file, the step counters, turns and row history of a cache as plain values (schema.CACHE)."""
+    """Return a cache's step counters, turns of a chat and history of its rows as plain values, for a file."""
     turns, rows = cache.turns, cache.rows
     flags = {"joined": rows.joined, "padded": rows.padded, "by_columns": rows.by_columns}
     edited = {"edited": rows.edited} if rows.edited else {}
@@ -180,7 +180,7 @@ def _restore_history(cache: EvictingCache, about: Description) -> None:
 def _read_file(
     path: str | PathLike[str], cache: EvictingCache, model: Description, shapes: list[schema.LayerShape]
 ) -> Document:
-    """Read the description and the tensors of a file; before tensors are read, check that they fit `cache`, an empty one."""
+    """Read a file's description and tensors. Before tensors are read, check that the header fits the empty `cache`."""
 
     def check_header(about: Description, found: dict[str, Entry]) -> None:
         compare_tables("model", about["model"], model, path)
@@ -191,7 +191,7 @@ def _read_file(
 
 
 def compare_tables(what: str, saved: Description, mine: Description, path: object) -> None:
-    """Raise KVPatchError, naming the first value that differs, if a file that is loaded is of another model or settings.
+    """Raise KVPatchError if a file to load was saved under another model or settings; it names the first value that differs.
 
     what: "model" or "settings". saved: the values in the file. mine: those of the patch that loads it.
     """

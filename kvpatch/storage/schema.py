@@ -66,7 +66,7 @@ class LayerShape(NamedTuple):
 
 
 def check_header(about: Description, entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
-    """Raise InvalidError unless a file's description and header fit `cache`, an empty one, before tensors are read."""
+    """Raise InvalidError, before tensors are read, unless a file's description and header fit the empty `cache`."""
     left = dict(entries)  # entries are taken out of it until none is left
     B = _take_entry(left, "seen_B", (torch.int64,), (None,)).shape[0]
     history, layers = check_fields("its cache", about["cache"], HISTORY), about["layers"]
@@ -86,7 +86,7 @@ def check_header(about: Description, entries: dict[str, Entry], cache: EvictingC
 
 
 def _check_states(left: dict[str, Entry], cache: EvictingCache, B: int) -> None:
-    """Check in the header a hybrid's recurrent states; remove them from `left`. Their sizes only the model knows."""
+    """Check the header's entries for a hybrid model's recurrent states, and remove them from `left`. Any size is allowed."""
     for number, count in () if cache.settings.stack is None else cache.settings.stack.states:
         names = [f"states.{number}.{kind}.{key}" for kind in ("conv_states", "recurrent_states") for key in range(count)]
         held = [name for name in names if name in left]
@@ -96,7 +96,7 @@ def _check_states(left: dict[str, Entry], cache: EvictingCache, B: int) -> None:
 
 
 class _Layer:
-    """Check of one layer; `has_prompt`: whether the cache has read a prompt to its end; `on_budget`: and the policy evicts."""
+    """Check of one layer. has_prompt: the cache has read a prompt to its end. on_budget: it has, and the policy evicts."""
 
     def __init__(self, cache: EvictingCache, index: int, B: int, has_prompt: bool, shape: LayerShape) -> None:
         """Gather what the layer `index` of the empty `cache` may have in a file of B rows, to check the file's header."""
@@ -150,9 +150,9 @@ class _Layer:
         return _take_entry(left, f"{self.index}.{name}", dtypes, shape)
 
     def _find_shape(self, head_offsets: object, C: int, may_be_ragged: bool) -> tuple[int, ...]:
-        """Return the shape that stored keys and values must have but for the last axis: [B,H,C], or [F] of ragged heads.
+        """Return the shape of stored keys and values without the last axis: [B,H,C], or [F] if heads have different lengths.
 
-        head_offsets: None, or the slots of each head and those that are filled. Raises InvalidError if they do not fit.
+        head_offsets: None, or how many slots each head has and how many are filled. InvalidError if these do not fit.
         """
         shape: tuple[int, ...] = (self.B, self.H, C)
         if head_offsets is not None:
@@ -168,7 +168,7 @@ class _Layer:
         return shape
 
     def _check_limits(self, limits: object) -> None:
-        """Raise InvalidError unless a file's `limits`, protected sizes, are counts by row; None if nothing is evicted."""
+        """Raise InvalidError unless a file's `limits` (protected sizes) are counts for each row; None if nothing is evicted."""
         if not self.on_budget:
             _check_condition(limits is None, f"{self.where}: limits of a layer that the policy does not act on")
             return
@@ -177,9 +177,9 @@ class _Layer:
         _check_condition(rows, f"{self.where}: limits are {limits!r:.60}")
 
     def _check_state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
-        """Check the header entries of tensors stored per key, which follow from the policy's parts; remove them from `left`.
+        """Check the header entries of what the policy stores for each key, such as sums, and remove them from `left`.
 
-        evicting: whether later steps evict, so that they need the scores' states and notes.
+        evicting: whether later steps evict, so that the layer needs the states and notes of scores.
         """
         shape, wide = (self.B, self.H, C), (accumulator(dtype),)  # `wide`: the dtype of scores
         if not self.cache.settings.evicts[self.index]:
@@ -206,7 +206,7 @@ class _Layer:
 
 
 def _take_entry(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Entry:
-    """Return a tensor's header entry, taken out of `left`; raise InvalidError unless of this dtype and shape (None: any)."""
+    """Take a tensor's header entry out of `left`; InvalidError unless it has one of `dtypes` and this shape (None: any)."""
     _check_condition(name in left, f"it holds no {name}")
     entry = left.pop(name)
     right = len(entry.shape) == len(shape) and all(one in (None, size) for one, size in zip(shape, entry.shape, strict=True))

@@ -91,10 +91,10 @@ class Settings:
         return policy.with_options(self.options.get("schedule"), **of_policy)
 
     def add_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return policy, k and options as keyword arguments of `patched`, with those that are given beside the Settings.
+        """Return policy, k and options as keyword arguments of `patched`. given: what the call has beside the Settings.
 
         Raises:
-            KVPatchError: k, or an option that the Settings have, is given too.
+            KVPatchError: `given` has k, or an option that the Settings have.
         """
         if "k" in given:
             raise KVPatchError(
@@ -185,14 +185,14 @@ def _normalize_option(name: object, value: object, depth: int = 0) -> Any:
 
 
 def _write_budget(k: Any) -> Any:
-    """Return a budget as JSON has it, when Settings are saved: a rule as a dict by its name, a tuple as a list."""
+    """Convert a budget to JSON values, when Settings are saved: a Rule to a dict that names it, a tuple to a list."""
     if isinstance(k, Rule):
         return {type(k).__name__: dataclasses.asdict(k)}
     return [_write_budget(one) for one in k] if isinstance(k, tuple) else k
 
 
 def _read_budget(k: object, depth: int = 0) -> Any:
-    """Return a budget from JSON that is loaded, with rules made of the dicts that name them; InvalidError for other dicts."""
+    """Convert a budget from JSON values, when Settings are loaded: a dict that names a Rule to the Rule; others are invalid."""
     if isinstance(k, list) and depth < _DEEPEST:
         return [_read_budget(one, depth + 1) for one in k]
     if not isinstance(k, dict):

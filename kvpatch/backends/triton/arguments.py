@@ -87,7 +87,7 @@ def logit_units(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 def spans(rows_BQ: Tensor) -> Tensor:
-    """Return the span of each batch row's real query rows, int64 [B,4]: computed once for all layers of a prompt.
+    """Return where each text's query rows without padding lie, int64 [B,4]: computed once for all layers of a prompt.
 
     First real row; one past the last; 1 if all between are real and at consecutive positions; and then the difference of a
     row's position and its index. The host reads none of it, since that would wait for the device.

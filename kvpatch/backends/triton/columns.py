@@ -126,7 +126,7 @@ def column_statistics(
 
 
 def _row_terms(lse_BHGQ: Tensor, rows_BQ: Tensor, fill: int) -> Tensor:
-    """Return each row's log-sum-exp in base 2, for the kernel; +inf for rows that do not exist: their probabilities are 0."""
+    """Return each row's log-sum-exp in base 2, for the kernel. +inf fills up rows that do not exist: it makes them weigh 0."""
     terms = (lse_BHGQ.to(torch.float32) * LOG2E).nan_to_num_(math.inf, math.inf, math.inf)
     terms.masked_fill_((rows_BQ < 0)[:, None, None], math.inf)
     return (F.pad(terms, (0, fill), value=math.inf) if fill else terms).contiguous()

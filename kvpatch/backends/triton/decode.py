@@ -77,7 +77,7 @@ known_rule = lru_cache(maxsize=256)(Rule)
 
 
 def reason(dtype: torch.dtype, head_dim: int, group: int, value_dim: int | None = None, bits: int = FULL) -> str | None:
-    """Return why the kernels of a decode step do not take such queries, or None; asked when a backend is chosen.
+    """Return why the decode kernels cannot take such heads and numbers, or None; asked when a backend is chosen.
 
     value_dim: head size of the values; None if it is the keys'. bits: of keys and values.
     """

@@ -80,7 +80,7 @@ def reason(task: Task, case: Case) -> str | None:
 
 @functools.cache
 def driver_problem() -> str | None:
-    """Return the reason that Triton cannot launch a kernel on this GPU, or None if it can; asked once, since it compiles."""
+    """Return why Triton cannot launch a kernel on this GPU, or None. A test kernel is compiled, so it is asked only once."""
     if not torch.cuda.is_available():
         return None
     import triton
@@ -118,7 +118,7 @@ def attend(
 ) -> Attended:
     """Compute a layer's attention of a prompt or a replay, without gradients; arguments and results as in torch_backend.attend.
 
-    noise: to return the log-sum-exp of the noisy logits too. spans_B4: `spans` of the rows, if they are known.
+    noise: if given, the log-sum-exp of the noisy logits is returned too. spans_B4: `spans` of the rows, if these are known.
     """
     from . import forward
 
@@ -214,7 +214,7 @@ def _describe_noise(noise: Noise | None) -> dict[str, Any]:
 
 
 def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """Count the keys that each row of a prompt attends to, [B,H,Q], for the sum "count": rows that give a key more than 1/n."""
+    """Count the keys n that each row of a prompt sees, [B,H,Q], for "count": the rows that give a key more than 1/n."""
     B, H, _ = keys.positions_BHT.shape
     prompt_keys = rows_BQ - rows_BQ.masked_fill(rows_BQ < 0, torch.iinfo(torch.int64).max).amin(-1, keepdim=True) + 1
     past = keys.positions_BHT[:, :, : keys.past].sort(-1).values.contiguous()
@@ -232,7 +232,7 @@ def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
 def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule:
     """Return the Rule of a decode step over `slots`: statistics to update, and a value by which the kernel chooses the victim.
 
-    wanted: the policy needs statistics. evicting: a token is to be evicted; if the kernel cannot choose it, torch does after.
+    wanted: the policy needs statistics. evicting: a token is to be evicted; torch chooses it afterwards if the kernel cannot.
     """
     from .decode import Rule, known_rule
 

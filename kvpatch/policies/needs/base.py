@@ -85,17 +85,17 @@ class LayerRead(Protocol):
     def attend_to_slots(
         self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the outputs [B,H,G,W,D] of queries after all used slots, and the log-sum-exps [B,H,G,W] over kept ones alone.
+        """Return outputs [B,H,G,W,D] of queries that follow all used slots, and log-sum-exps [B,H,G,W] over kept slots alone.
 
-        For values that are solved anew where a prompt ends (see Refit), before others go. kept_BHT: bool, slots that stay.
-        k_BHTD, v_BHTD: of the used slots. positions_BW: of the queries. A row that sees nothing, as one at a position of -1,
-        gives 0; one that sees no kept token has a log-sum-exp of infinity.
+        For Refit, which solves kept values anew where a prompt ends, before the other tokens go. kept_BHT: bool, slots that
+        stay. k_BHTD, v_BHTD: of the used slots. positions_BW: of the queries. A query that sees no slot, such as one at
+        position -1, has output 0. One that sees no kept slot has a log-sum-exp of infinity, so that it gives weights of 0.
         """
 
     def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
-        """Return the attention [B,H,G,W,M] that queries after all used slots give to the slots `index_BHM`, of keys k_BHMD.
+        """Return the attention [B,H,G,W,M] that queries of `attend_to_slots` give to slots `index_BHM`. k_BHMD: keys of these.
 
-        For Refit. lse_BHGW: log-sum-exps, from attend_to_slots, of the tokens over which this attention sums to one.
+        For Refit. lse_BHGW: the log-sum-exps of attend_to_slots, by which the attention to all kept slots sums to one.
         """
 
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, first_B1: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,7 +262,7 @@ class Need(Generic[View]):
         return {}
 
     def saved(self, sizes: Mapping[str, int]) -> dict[str, tuple[int | None, ...]]:
-        """Return the shapes of the note's tensors by field, to check saved caches; None: any size. sizes: of axes by letter."""
+        """Return the shape of each tensor of the note by field, to check a loaded cache. None: any size. sizes: by letter."""
         letters = {"1": 1, **sizes, **self.sizes}
         named = [] if self.note is None else [field.name for field in fields(self.note)]  # type: ignore[arg-type]
         return {name: tuple(letters.get(letter) for letter in name.rpartition("_")[2]) for name in named}

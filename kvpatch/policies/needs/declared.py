@@ -47,7 +47,7 @@ class Needs(tuple[AnyNeed, ...]):
     def of(cls, parts: Iterable[Any]) -> Needs:
         """Return the needs that the parts of a policy declare, when the policy is made.
 
-        Raises KVPatchError for a `needs` of another type, for two that contradict each other, and for a former attribute.
+        Raises KVPatchError for a `needs` of another type, for two that contradict each other, and for an old attribute.
         """
         found: dict[Any, AnyNeed] = {}
         for part in parts:
@@ -84,7 +84,7 @@ class Needs(tuple[AnyNeed, ...]):
         return tuple(name for need in self for name in need.states)
 
     def check_state(self, name: str, known: Iterable[str]) -> None:
-        """Refuse the name of a state tensor that a pass asks for and no need keeps. known: names that entries have brought."""
+        """Raise KVPatchError if a pass asks for a state tensor that no need keeps. known: names of what entries store."""
         if name not in self.states:
             there = ", ".join(sorted({*known, *self.states})) or "none"
             raise KVPatchError(f"layers keep no numbers {name!r}, but {there}; entry(new) of a need returns new ones.")

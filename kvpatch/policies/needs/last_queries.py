@@ -34,7 +34,7 @@ class Recent(Note):
         return cls(torch.zeros(B, H, G, width, D, dtype=dtype, device=device), positions)
 
     def read(self, q_BHGQD: Tensor, positions_BQ: Tensor) -> Recent:
-        """Return a record with the last queries of a prompt, or a piece of one, just read; -1 in `positions_BQ` is padding."""
+        """Return a new note that also has the queries of a prompt, or a piece of one, just read. Position -1 is padding."""
         W = self.positions_BW.shape[1]
         positions, index = positions_BQ.topk(min(W, positions_BQ.shape[1]), dim=1)
         q = q_BHGQD.gather(3, index[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
@@ -46,7 +46,7 @@ class Recent(Note):
         return Recent(record.q_BHGWD[:, :, :, :W].contiguous(), record.positions_BW[:, :W].contiguous())
 
     def restore(self, overwritten: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Write queries [B,H,G,Q,D] and their positions [B,Q] into columns [B,Q], in place: at a step, and to take it back."""
+        """Write queries [B,H,G,Q,D], with positions [B,Q], to columns [B,Q] in place: at a decode step, or to undo one."""
         column_BQ, q_BHGQD, positions_BQ = overwritten
         at = column_BQ[:, None, None, :, None].expand(q_BHGQD.shape)
         self.q_BHGWD.scatter_(3, at, q_BHGQD.to(self.q_BHGWD.dtype))
@@ -110,7 +110,7 @@ class LastQueries(Need[Looks]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Features (served.py) that a patch refuses beside kept queries, and the reasons that a user reads."""
+        """Features (by names in served.py) that `patched` refuses beside this need, with the reason that its error gives."""
         return {
             "insert": "it keeps a layer's last queries by their positions",
             "vllm": "it keeps a layer's last queries, for which a request claims no pages: use 'h2o'",

@@ -54,7 +54,7 @@ class NoisySums(Sums):
             raise KVPatchError(f"damping={self.decay!r} must be in [0, 1]; 1.0 does not damp.")
 
     def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
-        """Return the temperature tau that divides a decode step's noisy logits before their softmax; a tensor if `step` is one.
+        """Return the temperature tau that divides a pass's noisy logits before their softmax; a tensor if `step` is one.
 
         Args:
             step: number of the decode step; 0 for the rows of the prompt.
@@ -68,7 +68,7 @@ class NoisySums(Sums):
         return first + min(step, length) * (last - first) / length
 
     def draw_for_rows(self, block: Block) -> Tensor:
-        """Draw noise [N,G,R,M] for every query and key of a block of attention rows, as it is summed under resample=True."""
+        """Draw noise [N,G,R,M] for each pair of query and key in a block of rows that is summed under resample=True."""
         head, row, key = block.place()
         head, row, key = head[:, :, None, None], row[:, None, :, None], key[:, None, None, :]
         return self._distribute_noise(noise.uniform(block.seed, block.layer, head, row, key))

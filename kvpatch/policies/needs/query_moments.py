@@ -38,7 +38,7 @@ class Moments(Note):
         return cls(count, mean, deviation.transpose(-1, -2) @ deviation if spread else None)
 
     def join_parts(self, other: Moments) -> Moments:
-        """Return the moments of the queries of both, as a prompt is read in pieces (Chan, Golub and LeVeque, 1979)."""
+        """Return the moments of both sets of queries, joined as pieces of a prompt are (Chan, Golub and LeVeque, 1979)."""
         total = self.count_B1111 + other.count_B1111
         share = other.count_B1111 / total.clamp(min=1)
         apart = other.mean_BHG1D - self.mean_BHG1D

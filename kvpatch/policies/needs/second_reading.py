@@ -39,7 +39,7 @@ class Rereading(Need[View]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Features (served.py) that a patch refuses beside a second reading, and the reasons that a user reads."""
+        """Features (by names in served.py) that `patched` refuses beside this need, with the reason that its error gives."""
         return {
             "block": "policy {name} evicts after a second reading of the whole prompt. Leave it out, or feed the text in "
             "pieces.",
