@@ -25,7 +25,7 @@ def find_configuration(name: str, revision: str | None = None) -> Configuration:
 
 
 def find_weights(name: str, revision: str | None = None) -> Weights | None:
-    """Read for a plan the bytes of the weights from the safetensors index or header, of a folder or the hub; None without."""
+    """Read a model's bytes of weights, for a plan, from a safetensors index or header in a folder or on the hub, or None."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return read_weights(folder)

@@ -261,7 +261,7 @@ class Block:
 
     @property
     def group_NRM(self) -> Tensor:
-        """The probabilities' sum over the group's query heads, computed once for all statistics of the block."""
+        """Probabilities summed over the query heads that share a KV head; computed once for all statistics of the block."""
         if self._group_NRM is None:  # no cached_property: torch.compile does not trace its lock
             self._group_NRM = self.p_NGRM.sum(1)
         return self._group_NRM

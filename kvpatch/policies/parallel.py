@@ -37,10 +37,10 @@ class Parallel:
         return self.rank * H
 
     def gather_heads(self, own_BH: Tensor, empty: int | None = None) -> Tensor:
-        """Gather [B,H,...] of each process into [B,size*H,...], all heads in order, for decisions over the heads of a layer.
+        """Gather the [B,H,...] of all processes into [B,size*H,...], heads in order, for decisions over all heads of a layer.
 
-        All processes must call it. empty: fills the last axis up to the longest process' tokens; None promises that their
-        axes are equally long.
+        All processes must call it. empty: fills each last axis up to the longest of any process; None
+        promises that the axes are equally long.
         """
         if self.size == 1:
             return own_BH

@@ -26,7 +26,7 @@ def sample_rows(rows_BQ: Tensor, seed: int, layer: int) -> tuple[Tensor, Tensor]
 
     Returns:
         Their columns [B,R], ascending, the last ROWS of which are the newest block; -1 in front, in texts that read fewer rows
-        than others. And r [B,1,1]: how often the rows before the newest block count.
+        than others. And r [B,1,1]: the weight of each row before the newest block in sums.
     """
     real = rows_BQ >= 0
     count_B1 = real.sum(-1, keepdim=True)

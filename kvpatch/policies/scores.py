@@ -399,7 +399,7 @@ class Defensive(ObservationWindow):
         return (WindowAttention(self.window, self._fold, "max", protected=True),)
 
     def _fold(self, rows: Observed) -> Tensor:
-        """Return for WindowAttention, where a prompt ends, the greatest pooled probability of each key of a KV head [N,M]."""
+        """Return, for WindowAttention where a prompt ends, the greatest pooled probability of each key, by KV head: [N,M]."""
         candidate_NM = rows.candidate_NM
         p_NGRM = rows.p_NGRM * candidate_NM[:, None, None]
         if self.pooling is None:
@@ -411,7 +411,7 @@ class Defensive(ObservationWindow):
         return (pooled * (total / pooled_total.clamp_min(torch.finfo(pooled.dtype).tiny))).amax((1, 2))
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return where a prompt ends the greatest pooled attention [B,H,T], at least its mean over tokens before the window."""
+        """Return, where a prompt ends, the greatest pooled attention [B,H,T], but no less than its mean before the window."""
         score, position = context.state["observed"], context.positions_BHT
         candidate = self._may_pool(position, context)
         mean = score.masked_fill(~candidate, 0.0).sum(-1, keepdim=True) / candidate.sum(-1, keepdim=True).clamp(min=1)

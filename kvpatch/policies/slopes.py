@@ -82,7 +82,7 @@ class Sloped(Rule):
 
 @functools.lru_cache(maxsize=1024)
 def _split_budget(beta: int | float, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
-    """Divide, for Pyramid.split, n_layers times the budget along a line from the first layer to the last, with budget / beta.
+    """Divide n_layers * budget, for Pyramid.split, along a line from the first layer to the last, which gets budget / beta.
 
     least: tokens that each layer gets in any case. most: of the first layer; None: no bound. The line is of Fractions, so that
     all processes round alike: up in the layers with the largest remainders.

@@ -44,7 +44,7 @@ def kernel_of(name: str) -> str | None:
 
 
 def check_names(names: tuple[str, ...], of: str) -> None:
-    """Refuse a name that is not in STATISTICS, when a policy is made; `of` is the policy for the error message."""
+    """Raise KVPatchError, when a policy is made, for a name that is not in STATISTICS. of: the policy, for the message."""
     for name in names:
         if not callable(STATISTICS.get(name)):
             raise KVPatchError(
@@ -65,7 +65,7 @@ def _sum_squares(block: Block, need: Any) -> Tensor:
 
 
 def _count_rows(block: Block, need: Any) -> Tensor:
-    """Count, for the statistic "count", the rows of a group's query heads that give a key [N,M] more than an even share."""
+    """Count, for "count", the rows and query heads that give a key [N,M] more than an even share (1 / number of keys)."""
 
     def count(rows: slice) -> Tensor:
         ratio_NGRM = block.p_NGRM[:, :, rows] * block.keys_NR[:, None, rows, None]  # to an even share

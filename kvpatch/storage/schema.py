@@ -136,7 +136,7 @@ class _Layer:
         self._check_state(left, dtype, C, mode.evicts)
 
     def _find_mode(self, described: object) -> type[Mode]:
-        """Return the class of the mode (how steps go on) that a file names; InvalidError if its policy cannot lead to it."""
+        """Return the mode (how decode steps store and evict) that a file names; InvalidError if the policy cannot have it."""
         name = described.get("mode") if isinstance(described, dict) else None
         may: tuple[type[Mode], ...] = (Reading,)
         if self.has_prompt:

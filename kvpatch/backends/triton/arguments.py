@@ -18,7 +18,7 @@ LENGTHS = ["positions_b", "positions_h", "Q", "T", "past", "sliding"]
 
 
 def reason(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why the kernels of a prompt do not take such queries, or None; asked when a backend is chosen."""
+    """Return why the prompt kernels cannot take queries of this dtype and size, or None; asked when a backend is chosen."""
     if dtype not in DTYPES:
         return f"the Triton kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if head_dim > WIDEST:

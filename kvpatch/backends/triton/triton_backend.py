@@ -80,7 +80,7 @@ def reason(task: Task, case: Case) -> str | None:
 
 @functools.cache
 def driver_problem() -> str | None:
-    """Return why Triton cannot launch a kernel on this GPU, or None. A test kernel is compiled, so it is asked only once."""
+    """Return why Triton cannot launch a kernel on this GPU, or None. Cached, since Triton compiles code to find out."""
     if not torch.cuda.is_available():
         return None
     import triton

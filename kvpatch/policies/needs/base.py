@@ -174,7 +174,7 @@ class Need(Generic[View]):
         name: key of its note in a layer and in files.
         note: class of a note that lives on while decode steps evict; None if it keeps none, or of a prompt alone.
         states: names of the state tensors [B,H,T] that it keeps up to date.
-        lasts: whether these stay where no later step evicts.
+        lasts: whether these tensors stay where no later step evicts.
         rows: rows of a prompt whose attention it needs: "none", "window" (the last few) or "all". All but "none" get the
             probabilities of decode steps, too.
         alone: False promises that `step` and `view` read attention and state alone, no queries, keys, values or notes. Layers
@@ -246,7 +246,7 @@ class Need(Generic[View]):
         raise NotImplementedError(f"{type(self).__name__} has no view")
 
     def end(self, layer: LayerRead, state: dict[str, Tensor], evicts: bool) -> None:
-        """Remove from a layer's notes for needs, and from its state, what nothing will read, once a prompt's end has evicted.
+        """Remove what no later step reads from a layer's notes for needs and from its state, once a prompt's end has evicted.
 
         state: the layer's state tensors. evicts: whether more of this text may be evicted.
         """

@@ -31,7 +31,7 @@ class Needs(tuple[AnyNeed, ...]):
     """The needs of a policy, each once.
 
     Attributes:
-        sums: those that are summed over all rows.
+        sums: the needs that are summed over all rows.
         statistics: names of these sums, keys of statistics.STATISTICS.
         rows: query rows of a prompt whose attention is needed: "none", "window" (the last few) or "all".
     """
