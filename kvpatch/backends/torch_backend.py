@@ -314,7 +314,7 @@ def _find_columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tupl
 
 
 def _find_visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: int, lo: int, hi: int) -> Tensor:
-    """Return the mask [B,1|H,R,M] of keys that a block of a prompt's rows sees. A row of padding sees itself, to be no NaN."""
+    """Return the mask [B,1|H,R,M] of keys that a block of a prompt's rows sees. A row of padding sees itself (else NaN)."""
     positions = keys.positions_BHT[:, :1] if keys.past == 0 else keys.positions_BHT
     positions, rows = positions[:, :, None, lo:hi], rows_BQ[:, None, start:stop, None]
     column = torch.arange(lo, hi, device=rows.device)

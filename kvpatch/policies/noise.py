@@ -17,7 +17,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _mix_bits(h: Tensor) -> Tensor:
-    """Hash each number, for `uniform`, by MurmurHash3's 32-bit finalizer in int64: the low 32 bits stay right on overflow."""
+    """Hash each number, for `uniform`, by MurmurHash3's 32-bit finalizer. int64 may overflow; the low 32 bits stay right."""
     h = h ^ (h >> 16)
     h = (h * 0x85EBCA6B) & _MASK
     h = h ^ (h >> 13)

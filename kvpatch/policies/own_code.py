@@ -80,7 +80,7 @@ def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens, taken: Collec
 def bind_passes(
     needs: Iterable[AnyNeed], method: Literal["read", "step"], policy: str
 ) -> tuple[tuple[AnyNeed, Callable[[PromptRead | StepRead], None]], ...]:
-    """Pair each need that defines `method` with a call of it, for a layer's passes; an error names the need if a user's."""
+    """Pair each need that defines `method` with a call of it, for a layer's passes. Errors in a user's need name it."""
 
     def bind_method(need: AnyNeed) -> Callable[[Any], None]:
         run: Callable[[Any], None] = getattr(need, method)

@@ -102,7 +102,7 @@ class Policy:
         return [part for name, _, _ in _PARTS if (part := getattr(self, name)) is not None]
 
     def options(self) -> dict[str, Any]:
-        """Return the value of every option by name, as `with_options` takes them; a tuple where two parts differ in it."""
+        """Return the value of every option by name, as `with_options` takes them; a tuple if parts differ in the option."""
         found: dict[str, list[Any]] = {}
         for part in self._list_parts():
             for f in dataclasses.fields(part):

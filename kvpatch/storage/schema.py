@@ -107,7 +107,7 @@ class _Layer:
         self.on_budget = cache.settings.evicts[index] and has_prompt
 
     def check(self, described: object, left: dict[str, Entry]) -> None:
-        """Check the layer's description and its tensors' header entries, before tensors are read; remove these from `left`."""
+        """Check the layer's description and its tensors' header entries, before tensors are read. Entries leave `left`."""
         mode = self._find_mode(described)
         fields = (*LAYER, *BESIDE, *map(Field.of_count, mode.saved), *SLOTS)
         about = check_fields(self.where, described, fields, where=f"{self.where}: ")
