@@ -15,7 +15,7 @@ from torch import Tensor
 def list_waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
     """Return in how many decode steps heads evict next, without repeats, when slots change.
 
-    counts: slots that each head has filled. goals: slots that each head has in all.
+    counts: tokens that each head holds. goals: the count at which each head evicts, its budget and `every`.
 
     Example:
         >>> list_waits([10, 10, 7], goals=[14, 14, 14])
