@@ -24,7 +24,7 @@ class AmendingSend:
         self._send, self._change, self._end, self._whole, self._start, self._body = send, change, end, False, None, b""
 
     async def __call__(self, message: Any) -> None:
-        """Send a message, changed; the app calls this. A JSON answer's start waits for its end, for the length may change."""
+        """Change and send an ASGI message of the app. A JSON answer is held back until it is whole: its length may change."""
         if message["type"] == "http.response.start":
             self._whole = dict(message["headers"]).get(b"content-type", b"").startswith(b"application/json")
             self._start = message
@@ -41,14 +41,14 @@ class AmendingSend:
         await self._send(message)
 
     async def _send_whole(self) -> None:
-        """Send a JSON answer that was collected, changed and with its new length. Called with its last piece."""
+        """Send a JSON answer, when its last piece has come: the body after `change`, and headers with the new length."""
         body = self._amend_json(self._body)
         headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]  # type: ignore[index]
         await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})  # type: ignore[dict-item]
         await self._send({"type": "http.response.body", "body": body})
 
     def _amend_lines(self, body: bytes) -> bytes:
-        """Return a piece of a stream with its events' data changed; transformers' handlers never cut an event in two."""
+        """Return a piece of a streamed answer, its events changed where they have a "usage". No event is cut in two."""
         if b'"usage":' not in body:
             return body
         lines = body.split(b"\n")
@@ -60,9 +60,9 @@ class AmendingSend:
 
 
 def complete_answer(answer: dict[str, Any], asked: AcceptedRequest) -> bool:
-    """Add to an answer, in place, how many tokens of the prompt were not read again, and to a response that it was cut.
+    """Note in an answer, in place, how many prompt tokens came from a kept cache, and in a "response" that its limit cut it.
 
-    Called for each JSON object on its way out. Returns False for one without a usage, such as a piece of a stream: it stays.
+    Called for each JSON object that goes out. Returns False for one without a usage, such as a piece of text: it is unchanged.
     """
     response = answer.get("response") or answer
     usage = response.get("usage")

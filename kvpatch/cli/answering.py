@@ -79,7 +79,7 @@ class Answers(CBGenerateManager):
     engine: Any
 
     def __init__(self, engine: Any, model: Any, positions: int | None) -> None:
-        """Make the requests of a server that starts; `engine` runs already. Makes its conversations tell of reused tokens."""
+        """Begin without requests, as a server starts; `engine` runs already. Sets `note_reuse` of its conversations."""
         super().__init__()
         self._cb = self.engine = engine
         self.model, self.positions, self.figures = model, positions, ServerFigures(engine)
@@ -107,7 +107,7 @@ class Answers(CBGenerateManager):
         streamer = _Streamer(self, request_id, processor, pieces, response_parser)
 
         def take_output(output: Any) -> None:
-            """Hand on the text of a new output, and end the request at its last. The engine calls this."""
+            """Put a new output's text into `pieces`; after the last one, end the request. The engine calls this."""
             streamer.put(output)
             asked.new = streamer.total_tokens
             if output.error is not None:
@@ -131,7 +131,7 @@ class Answers(CBGenerateManager):
         streamer = _Streamer(self, request_id, processor, collected, None)
 
         def take_output(output: Any) -> None:
-            """Look for stop strings in a new output, and note the last one in `last`. The engine calls this."""
+            """Look for stop strings in a new output; the one that ends the request goes to `last`. The engine calls this."""
             if asked.stops:  # else the engine sends one output, at the end
                 streamer.put(output)
             asked.new = streamer.total_tokens if asked.stops else len(output.generated_tokens)
@@ -162,7 +162,7 @@ class Answers(CBGenerateManager):
             self._end_request(request_id, "gone")
 
     def close(self, request_id: str) -> AcceptedRequest | None:
-        """Forget a request, by `Gate` when its answer is sent or its client gone; returns it. Gives back memory at times."""
+        """Forget and return a request; `Gate` calls this at its end. Every EVERY-th call frees memory."""
         self.cancel(request_id)
         asked = self.asked.pop(request_id, None)
         self._closed += asked is not None
@@ -218,7 +218,7 @@ class Answers(CBGenerateManager):
     def _add_to_engine(
         self, name: str, ids: list[int], gen_config: Any, arguments: dict[str, Any], take_output: _Take, streaming: bool
     ) -> None:
-        """Add a request to the engine, which calls `take_output` with each output of it, or with the last unless streaming."""
+        """Add a request to the engine. It calls `take_output` with each output if `streaming`, else with the last."""
         self.engine.register_result_handler(name, take_output)
         added = self.engine.add_request(
             ids,
@@ -234,12 +234,12 @@ class Answers(CBGenerateManager):
 
     @staticmethod
     def _name_end(watch: StopWatch, output: Any, gen_config: Any) -> str:
-        """Return "length" or "stop" at the end; after a stop clear gen_config's limit, else transformers says "length"."""
+        """Return why an answer ended: "length" (limit of tokens) or "stop". A stop clears gen_config.max_new_tokens."""
         ends = gen_config.eos_token_id
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
         if not watch.stopped and output.generated_tokens[-1] not in ends:
             return "length"
-        gen_config.max_new_tokens = None
+        gen_config.max_new_tokens = None  # else transformers' handlers report "length"
         return "stop"
 
     def _end_request(self, request_id: str, reason: str) -> None:
@@ -261,7 +261,7 @@ class _Streamer(CBStreamer):
     """The text of a request, token by token, up to its first stop string."""
 
     def __init__(self, answers: Answers, request_id: str, processor: Any, pieces: Any, parser: Any) -> None:
-        """Make what decodes one request's tokens and puts text into the queue `pieces`. parser: of tool calls, or None."""
+        """Make what puts one request's new tokens as text into the queue `pieces`. parser: of tool calls, or None."""
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
         super().__init__(answers.engine, request_id, tokenizer, asyncio.get_running_loop(), pieces, response_parser=parser)
         self.answers, self.watch = answers, StopWatch(answers.asked[request_id].stops)
@@ -280,7 +280,7 @@ class _Streamer(CBStreamer):
         self.total_tokens = self._decode_stream.tokens
 
     def end(self) -> None:
-        """Put the text that was held back for a stop string into the queue, and close it. Called after the last output."""
+        """Put text held back, as it might begin a stop string, into the queue; close that. Called at the last output."""
         rest = self.watch.flush()
         if rest:
             parsed = [rest] if self._parser is None else response_events_to_chunks(self._parser.feed(rest))

@@ -82,7 +82,10 @@ def learn(  # noqa: PLR0913 - as above
 def _measure_text(
     source: Source, text: TextFile, out: Path, sizes: tuple[int, int], json: bool, learn_from: str | None = None
 ) -> None:
-    """Do a command's work: measure the model on the text, `sizes` tokens at a time and in all, or learn; write to `out`."""
+    """Do the work of `calibrate`, or with `learn_from` (a teacher's name) of `learn`: read the text in pieces, write to `out`.
+
+    sizes: tokens of a piece, and of all pieces.
+    """
     source.check()
     content, (length, tokens) = text.read_text(), sizes
     from ..evaluation.calibrate import calibrate as measure
@@ -104,7 +107,7 @@ def _measure_text(
 
 
 def _cut_text(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
-    """Cut token ids [1,n] into pieces that the model has positions for, twice with a teacher, which repeats each piece."""
+    """Cut a text's ids [1,n] into pieces that fit the model's positions; twice over with a teacher, which reads each again."""
     from ..evaluation.teacher_forcing import positions_of
 
     limit = positions_of(model)

@@ -105,7 +105,7 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continua
 
 
 def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOptions) -> None:
-    """Print the columns' meanings, and after the last prompt the advice and the line of Python to paste; save its Settings."""
+    """After the last prompt, print the columns' meanings, the advised setting and Python to paste; save it as Settings."""
     out.print(view.LEGEND, style="dim")
     out.print(f"\n{view.write_advice(results, asked.tolerance, asked.agreement)}")
     if (setting := view.find_best(results, asked.tolerance, asked.agreement)) is not None:
@@ -123,7 +123,7 @@ def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOption
 def _measure_prompt(
     asked: CompareOptions, comparison: Comparison, out: Console, file: str, facts: dict[str, Any]
 ) -> DivergenceTable:
-    """Measure one prompt under every setting, and print each row when it is measured, and notes at the end."""
+    """Measure one prompt under every policy, budget and number of bits; print each row as it is measured, then notes."""
     empty = comparison.result([])
     sizes = [Row("", k, None, bits=bits).size for k in asked.ks for bits in asked.bits]
     lines = view.Lines(asked.policies, sizes, empty)
@@ -137,7 +137,7 @@ def _measure_prompt(
         task = bar.add_task("", total=len(asked.policies) * len(asked.ks) * len(asked.bits))
 
         def on_row(row: Row) -> None:
-            """Print a row as soon as it is measured."""
+            """Print the row of a setting; `Comparison.run` calls this as soon as it has measured one."""
             bar.advance(task)
             out.print(lines.format_row(row))
             if asked.json:
@@ -177,7 +177,7 @@ def _list_facts(
 
 
 def make_json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return one row of --json as values that JSON can hold: figures or the error, the policy's options, and `facts`."""
+    """Return one row of --json as plain values: figures or the error, the policy's options, and the `facts` of all rows."""
     figures = {} if row.figures is None else asdict(row.figures)
     said = {"policy": row.policy, "k": row.k, "bits": row.bits, "chance": row.policy == CHANCE, "error": row.error or None}
     options = {name: value for name, value in policy.options().items() if name != "calibration"}  # facts have its file
@@ -185,7 +185,7 @@ def make_json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, 
 
 
 def warn_of_length(name: str, tokens: int) -> list[str]:
-    """Return [a warning] if the text is longer than those of a model's training, which kvpatch's small models tell; else []."""
+    """Return [a warning] if a text is longer than a small model of kvpatch was trained on, as its card.json says; else []."""
     try:
         card = json.loads((Path(name) / "card.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

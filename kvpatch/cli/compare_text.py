@@ -69,13 +69,13 @@ def read_text(
 
 
 def _count_common(one_1N: Tensor, other_1N: Tensor) -> int:
-    """Count the tokens with which two texts begin alike: the prompt's, if one of them has a question after it."""
+    """Count the tokens with which two texts begin alike: the prompt's length, where one has a question after it."""
     n = min(one_1N.shape[1], other_1N.shape[1])
     return int((one_1N[0, :n] == other_1N[0, :n]).long().cumprod(0).sum())
 
 
 def _continue_greedily(model: Any, ids_1T: Tensor, new: int) -> Tensor:
-    """Generate the model's greedy continuation [1,m], to be fed if none is given, without the token that ends it."""
+    """Generate the unpatched model's greedy continuation [1,m], to be fed if the user gives none; without its end token."""
     end, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
     ends = end if isinstance(end, list) else [end]
     out_1T = model.generate(

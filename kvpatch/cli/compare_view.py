@@ -50,14 +50,17 @@ class Lines:
         return self._align_cells(_HEADS)
 
     def format_full(self) -> str:
-        """Format the row of the unpatched model, from which nothing differs."""
+        """Return the table's first line, of the unpatched model: all tokens held, and no divergence."""
         total = self.result.n + self.result.fed
         return self.format_row(
             Row("full", "", DivergenceFigures(0, 0.0, 0.0, 1.0, 0.0, self.result.nbytes, (total, total), total))
         )
 
     def format_row(self, row: Row) -> str:
-        """Format a row of figures, or "refused"; an asterisk marks a budget below what the policy protects."""
+        """Return a line of the table of `compare`: a setting's measurements, or "refused" where the policy does not accept it.
+
+        An asterisk after the budget: it is smaller than the number of tokens that the policy protects from eviction.
+        """
         one = row.figures
         if one is None:
             return self._align_cells((_mark_chance(row.policy), row.size, "", "refused"))
@@ -74,7 +77,7 @@ class Lines:
         return self._align_cells(cells)
 
     def _align_cells(self, cells: tuple[str, ...]) -> str:
-        """Pad cells to the columns' widths, the first on its right and numbers on their left, and join them."""
+        """Return a line of the table: cells padded to the columns' widths, the first on its right, numbers on their left."""
         padded = [
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(cells, self.widths, strict=False))
@@ -94,7 +97,7 @@ def write_python(
 
 
 def make_settings(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> Settings:
-    """Return Settings of what `write_python` writes, to be saved, but for a calibration, which Settings cannot hold."""
+    """Return the advised setting as Settings, to be saved as a file. A calibration is left out: Settings cannot hold one."""
     options = _list_options(name, policy, schedule, seed, bits)
     options.pop("calibration", None)
     return Settings(name, parse_k(k), options)
@@ -113,7 +116,7 @@ def _list_options(name: str, policy: Policy, schedule: str | None, seed: int, bi
 
 
 def find_changes(name: str, policy: Policy) -> dict[str, Any]:
-    """Return the options in which a policy differs from the one of that name, but for the length, which generate() sets."""
+    """Return a policy's options that differ from its defaults, but for `generation_length`, which generate() sets."""
     defaults = get_policy(name).options()
     changed = {option: value for option, value in policy.options().items() if option in defaults and value != defaults[option]}
     changed.pop("generation_length", None)
@@ -121,7 +124,7 @@ def find_changes(name: str, policy: Policy) -> dict[str, Any]:
 
 
 def list_notes(rows: list[Row]) -> list[str]:
-    """Return lines to print below a prompt's rows: a policy that protects more than a budget holds, a reason of refusal."""
+    """Return notes to print below a prompt's rows: policies that protect more than a budget holds, reasons of refusals."""
     cut: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
     for row in rows:
@@ -141,9 +144,9 @@ Setting = tuple[str, str, int]
 
 
 def _pool_figures(results: list[DivergenceTable]) -> dict[Setting, DivergenceFigures]:
-    """Return figures to advise by, of each setting that ran on every prompt: the worst of each, and the mean share of bytes.
+    """Pool measurements over prompts, for the advice: of each setting that ran on all, the worst values, and mean bytes.
 
-    nbytes is in millionths of the full cache's.
+    nbytes of a result is in millionths of the full cache's bytes.
     """
     found: dict[Setting, list[DivergenceFigures]] = {}
     shares: dict[Setting, list[float]] = {}
@@ -175,7 +178,7 @@ def _drop_useless(pooled: dict[Setting, DivergenceFigures]) -> dict[Setting, Div
 
 
 def find_best(results: list[DivergenceTable], tolerance: float, agreement: float) -> Setting | None:
-    """Return the setting to advise: the fewest bytes within both limits, or the lowest KL if none is within them; or None."""
+    """Return the setting to advise: the fewest bytes of those within both limits; else the lowest KL; else None."""
     candidates = _drop_useless(_pool_figures(results))
     within = {setting: one for setting, one in candidates.items() if _is_within(one, tolerance, agreement)}
     if within:

@@ -107,7 +107,7 @@ def _load_shipped(console: Console) -> dict[str, Stage]:
 
 
 def _try_policy(policy: str, k: float, stages: dict[str, Stage]) -> DemoOutcome:
-    """Feed all texts under one policy and budget; return right answers, bytes, and of the source file loss and predictions."""
+    """Feed all texts under one policy and budget, for a row of the demo's table: right answers, bytes, loss and predictions."""
     fed = {name: _feed_text(stage, policy, k) for name, stage in stages.items()}
     right = {name: stages[name].text.find_right(one.logits_BSV) for name, one in fed.items() if stages[name].text.asks}
     outcome = DemoOutcome(policy, k, right["needles"], fed["needles"].nbytes, later=right.get("later"))

@@ -51,7 +51,7 @@ class DemoOutcome:
         return cells | {"KV kB": f"{self.nbytes / 1000:,.0f}", "of full": f"{self.nbytes / full.nbytes:.0%}"}
 
     def to_dict(self, full: DemoOutcome) -> dict[str, Any]:
-        """Return the row of --json as plain values, without figures that were not measured. full: the unpatched model's."""
+        """Return the row of --json as plain values, without what was not measured. full: the unpatched model's outcome."""
         values: dict[str, Any] = {"policy": self.policy, "k": self.k, "questions": len(self.right)}
         values["right"] = int(self.right.sum())
         if self.later is not None:
@@ -119,7 +119,7 @@ def _print_strips(console: Console, reports: Reports, text: TextBatch, width: in
     edges = torch.linspace(0, n, min(width, n) + 1).round().long().tolist()
 
     def mark_part(a: int, b: int) -> str:
-        """Return the mark above the strips of what the prompt has between two of its tokens."""
+        """Return the mark above the strips for tokens a to b of the prompt: "?" question, "A" asked, "n" needle."""
         for spans, mark in ((text.marks.question, "?"), (text.marks.asked, "A"), (text.marks.needles, "n")):
             if any(start < b and stop > a for start, stop in spans):
                 return mark

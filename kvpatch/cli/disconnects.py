@@ -30,7 +30,7 @@ class EndAtDisconnect:
         begun = asyncio.Event()
 
         async def read_messages() -> None:
-            """Read what the client sends until it is gone: the app itself reads no more than the body."""
+            """Put what the client sends into `messages`, and return when it is gone: an app without an answer is cancelled."""
             connected = True
             while connected:
                 message = await receive()

@@ -43,7 +43,7 @@ class ServerFigures:
         self.counts["requests_total", f'{{path="{path}",status="{status}"}}'] += 1
 
     def note_end(self, asked: AcceptedRequest) -> None:
-        """Count a request of the engine that has ended: its tokens, and how many of them were evicted. Changes counts alone."""
+        """Count a request when it has ended: its tokens, and how many of them were evicted. Changes `counts` alone."""
         seen = asked.prompt + max(asked.new - 1, 0)  # nothing reads the last token
         evicted = seen - self._count_held(asked.prompt, seen) if asked.new else 0
         self.counts["requests_ended_total", f'{{reason="{asked.ended}"}}'] += 1
@@ -89,7 +89,7 @@ class ServerFigures:
         }
 
     def _count_held(self, prompt: int, seen: int) -> int:
-        """Count the tokens that a KV head holds of a request which has seen so many, the mean of the layers."""
+        """Count the tokens that a KV head holds, as the mean of the layers, once a request has read `seen` tokens."""
         if seen < prompt:  # nothing is evicted yet
             return seen
         settings = self.engine.terms.settings

@@ -10,10 +10,10 @@ EVERY = 32
 
 
 def give_back_memory() -> None:
-    """Give the free pages of all of glibc's arenas back to the system; with another C library nothing is done.
+    """Give free memory of the process (pages of glibc's arenas) back to the system; nothing with another C library.
 
     glibc gives back by itself what is free at the end of an arena alone. Prompts and conversations of different lengths leave
-    holes before it, which grow in number for as long as a server runs: it calls this at times.
+    holes before that end, ever more of them while a server runs. So the server calls this after every EVERY requests.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

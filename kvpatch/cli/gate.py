@@ -68,7 +68,7 @@ class Gate:
                 self.log(_describe_request(scope, status, time.monotonic() - began, asked))
 
     async def _check_and_answer(self, scope: Scope, receive: Receive, send: Send, name: str) -> None:
-        """Check a request and let the app answer it. Notes an accepted one in `answers.asked`, as `name`.
+        """Check a request and let the app answer it. An accepted request is noted as `answers.asked[name]`.
 
         Raises:
             RefusedError: it cannot be obeyed; the caller answers with this.
@@ -128,7 +128,7 @@ async def _read_body(receive: Receive) -> bytes:
 
 
 def _parse_body(body: bytes) -> Any:
-    """Parse the JSON of a request's body. Raises RefusedError if it is none."""
+    """Parse the JSON of a request's body. Raises RefusedError if the body is no JSON."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -154,7 +154,7 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _mend_error(message: Message) -> Message:
-    """Convert an error that ends a stream, on its way out, to OpenAI's form; return other messages as they are."""
+    """Convert a message whose error ends a stream to OpenAI's form, before it is sent; return others as they are."""
     before, found, rest = message.get("body", b"").rpartition(_BROKEN)
     if not found or not rest.endswith(_END):
         return message

@@ -87,7 +87,7 @@ class Source:
     trust_remote_code: bool = False
 
     def check(self) -> None:
-        """Raise KVPatchError for what can be refused without importing torch; commands call this first."""
+        """Raise KVPatchError for a wrong dtype, device or folder, without importing torch; commands call this first."""
         check_dtype(self.dtype)
         check_device(self.device)
         check_folder(self.name)
@@ -212,14 +212,14 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
 
 
 def check_folder(name: str) -> None:
-    """Raise KVPatchError, before loading, for a model's name that looks like a folder which is not there."""
+    """Raise KVPatchError, before a model is loaded, if its name looks like a folder and there is no such folder."""
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not Path(name).is_dir():
         raise KVPatchError(f"The model {name} cannot be loaded: there is no such folder.")
 
 
 def _format_reason(error: BaseException) -> str:
-    """Return the first line of an error of transformers, for kvpatch's own, and the option that would help, if one would."""
+    """Return the first line of transformers' error, for kvpatch's message, and the option that would help, if there is one."""
     line = _first_line(error)
     if "remote_code" in str(error):
         return f"{line} Read that code, then give --trust-remote-code."
@@ -257,7 +257,7 @@ def encode_prompt(model: Any, tokenizer: Any, text: str, new: int) -> tuple[Tens
 
 
 def fit_prompt(model: Any, ids: Tensor, new: int) -> tuple[Tensor, str]:
-    """Shorten a prompt's token ids [1,n] from the left, as `encode_prompt` does, and move them to the model's device.
+    """Shorten a prompt's ids [1,n] from the left to leave room for `new` tokens; return them on the model's device, and a note.
 
     Raises:
         KVPatchError: as `encode_prompt`.

@@ -34,7 +34,10 @@ def find_auto_class(name: str, config: Any, remote_code: bool) -> Any:
 
 
 def _check_served(auto: Any, config: Any) -> None:
-    """Raise KVPatchError, before weights are loaded, if `patched` would refuse such a model: one without them is built."""
+    """Raise KVPatchError, before weights are loaded, if `patched` would refuse such a model.
+
+    Builds the model without weights, on the meta device. A refusal that depends on weights is left for loading.
+    """
     import torch
 
     from ..arch.automatic import NeedsWeights

@@ -51,7 +51,7 @@ class TextBatch:
 
 
 def read_needles(in_prompt: bool = True) -> TextBatch:
-    """Read the demo's prompts of the kind that llama-0 knows: keys with three values each among filler, and a key as question.
+    """Read the demo's prompts for the model llama-0: keys with three values each among filler, and one key as the question.
 
     Args:
         in_prompt: the question belongs to the prompt; else it is fed after compression.

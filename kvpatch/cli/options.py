@@ -128,7 +128,7 @@ def check_arguments(given: list[str] | None, k: str, positions: str, backend: st
 
 
 def make_policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
-    """Make the policy that a command's options name. Raises KVPatchError, for most mistakes before torch is imported."""
+    """Make the policy that a command's options name. Most mistakes raise KVPatchError before torch is imported."""
     check_choice("schedule", schedule, SCHEDULES)
     check_policy(name, options)
     check_calibration(name, options)
@@ -138,7 +138,7 @@ def make_policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any
 
 
 def choose_policy(context: typer.Context, options: dict[str, Any], others: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return policy, budget and keyword arguments of `patched` that a command's options give, or its --settings.
+    """Return policy, budget and keyword arguments for `patched`, from a command's options or the file of --settings.
 
     Args:
         context: of the command.
@@ -168,7 +168,7 @@ def _is_typed(context: typer.Context, name: str) -> bool:
 
 
 def read_calibration(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a policy's options with the calibration loaded in place of its file. Raises KVPatchError if it cannot be read."""
+    """Return a policy's options, with the calibration loaded that `calibration` names by its file. Raises KVPatchError."""
     if "calibration" not in options:
         return options
     from ..storage.calibration import load_calibration
@@ -177,7 +177,7 @@ def read_calibration(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_bits(text: str) -> tuple[int, ...]:
-    """Parse the list of `compare --bits`, separated by commas; "auto" is all there are.
+    """Parse the list of `compare --bits`, separated by commas; "auto" stands for 16, 8 and 4.
 
     Raises:
         KVPatchError: a number that `bits` of patched() does not take, or none.
@@ -207,7 +207,7 @@ def _split_pairs(text: str) -> list[str]:
 
 
 def find_model(argument: str | None, option: str | None) -> str:
-    """Return the model, given as an argument or by --model. Raises KVPatchError if it is given twice or not at all."""
+    """Return the model's name, an argument or by --model. Raises KVPatchError if there is none or two."""
     if argument is not None and option is not None:
         raise KVPatchError(f"The model is given twice: {argument} and --model {option}.")
     model = argument if option is None else option

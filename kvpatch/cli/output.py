@@ -28,7 +28,7 @@ _PREFIX = "[kvpatch]"
 def short_errors() -> Iterator[None]:
     """Turn a KVPatchError into one line on stderr and exit code 2, and Ctrl-C into exit code 130.
 
-    A warning of the library becomes a line too, without the place in the code.
+    Each command runs inside it. A warning of kvpatch becomes a line too, without the place in the code.
     """
     try:
         with warnings.catch_warnings():
@@ -43,7 +43,7 @@ def short_errors() -> Iterator[None]:
 
 
 def _show_warning(others: Callable[..., None]) -> Callable[..., None]:
-    """Make a function for warnings.showwarning that prints kvpatch's own in one line; `others` shows the rest."""
+    """Make a function for warnings.showwarning: it prints a warning of kvpatch in one line, and gives others to `others`."""
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
         """Print a warning; warnings.warn() calls this while a command runs."""

@@ -68,7 +68,7 @@ class AcceptedRequest:
 
 
 class Obeyed(NamedTuple):
-    """A field that is obeyed: letters of PATHS that take it, and a check that returns how a wrong value reads, or None."""
+    """A field that is obeyed: letters of PATHS that take it, and a check that returns what is wrong, or None."""
 
     paths: str
     check: Callable[[object], str | None]
@@ -83,7 +83,7 @@ class FieldRefusal(NamedTuple):
 
 
 def _expect_number(low: float, high: float, above: bool = False) -> Callable[[object], str | None]:
-    """Make a check of a request's number: it returns how a wrong one reads, of a good one None. above: `low` is wrong, too."""
+    """Make a check of a request's number: it returns what is wrong, or None. above: the number must be more than `low`."""
     bounds = f"above {low:g}, at most {high:g}" if above else f"from {low:g} to {high:g}"
 
     def check(value: object) -> str | None:
@@ -94,7 +94,7 @@ def _expect_number(low: float, high: float, above: bool = False) -> Callable[[ob
 
 
 def _expect_integer(low: int, high: int) -> Callable[[object], str | None]:
-    """Make a check of a request's whole number, as _expect_number does."""
+    """Make a check of a request's whole number: it returns what is wrong, or None."""
 
     def check(value: object) -> str | None:
         valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
@@ -120,7 +120,7 @@ def _check_stop(value: object) -> str | None:
 
 
 def _check_bias(value: object) -> str | None:
-    """Check a request's logit_bias, numbers by the texts of token ids: return how a wrong one reads, or None."""
+    """Check a request's logit_bias, numbers by token ids written as text; return what is wrong, or None."""
     valid = isinstance(value, dict) and all(
         re.fullmatch(r"[0-9]{1,9}", str(token)) and _expect_number(-100, 100)(bias) is None for token, bias in value.items()
     )
@@ -240,7 +240,7 @@ def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
 
 
 def _check_field(letter: str, path: str, name: str, value: object) -> None:
-    """Raise RefusedError unless a request to `path` may have this field with this value. letter: of the path, in PATHS."""
+    """Raise RefusedError unless a request to `path` may have this field with this value. letter: PATHS[path]."""
     obeyed, refused = OBEYED.get(name), REFUSED.get(name)
     if obeyed is not None and letter in obeyed.paths:
         wrong = obeyed.check(value)

@@ -45,7 +45,7 @@ def check_tools(value: object) -> str | None:
 
 
 def check_template_kwargs(value: object) -> str | None:
-    """Check a request's values for a chat template; return how they are wrong: a name that apply_chat_template() fills in."""
+    """Check a request's values for its chat template; return what is wrong, such as a name that apply_chat_template() sets."""
     from transformers import PreTrainedTokenizerBase
 
     if not isinstance(value, dict):

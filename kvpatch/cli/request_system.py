@@ -12,15 +12,15 @@ from ..hooks.transcript import Template, Transcript
 def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messages:
     """Return the roles of a request's messages and the places where they begin in its tokens; a completion has none.
 
-    Asked when the request arrives, if a system message is not to be evicted.
+    Called when the request arrives, under --protect system.
 
     Args:
         tokenizer: of the model.
         body: of the request, as transformers' handlers read it.
-        ids: the tokens that they have made of it.
+        ids: the request's tokens, as the handlers have made them.
 
     Raises:
-        KVPatchError: the template's text, message by message, does not have these tokens.
+        KVPatchError: the messages, put through the template one by one, give other tokens than `ids`.
     """
     from transformers.cli.serving.response import ResponseHandler
     from transformers.cli.serving.utils import Modality

@@ -96,7 +96,7 @@ def _bind_sockets(address: Address) -> list[socket.socket]:
     """Bind sockets to the host's addresses (for port 0 one to a free port) before weights are loaded. Raises KVPatchError."""
 
     async def bind() -> list[socket.socket]:
-        """Bind by asyncio, which knows a host's addresses; no socket listens yet."""
+        """Return bound sockets that do not listen yet, by asyncio, which knows a host's addresses. Run once, below."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(asyncio.Protocol, address.host, address.port, start_serving=False)
         bound = [one.dup() for one in (server.sockets if address.port else server.sockets[:1])]
@@ -147,7 +147,7 @@ def _check_extra() -> None:
 
 @contextmanager
 def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bound: list[socket.socket]) -> Iterator[None]:
-    """Patch transformers' server inside the with-block: it serves this model alone at `bound`, and stops without long waits."""
+    """Make transformers' server serve this model alone, at the sockets `bound`, inside the with-block."""
     import uvicorn
     from transformers.cli.serving import model_manager, server
     from transformers.cli.serving.utils import BaseHandler, get_response_template
@@ -175,7 +175,7 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
             return [{"id": self.force_model, "object": "model", "created": started, "owned_by": "kvpatch"}]
 
     def build_mended(manager: Any, *more: Any, **named: Any) -> Any:
-        """Build transformers' app as build_server() does, with messages read by kvpatch and the app wrapped."""
+        """Build transformers' app in place of build_server(), as Serve starts: messages are read by kvpatch."""
         for handler in (*more, *named.values()):
             if isinstance(handler, BaseHandler):
                 handler.get_processor_inputs_from_messages = read_messages  # type: ignore[method-assign]
@@ -200,7 +200,7 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
 
 
 def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) -> Any:
-    """Wrap the server's app: requests are checked, run by their fields, and end with their clients; errors have OpenAI's form.
+    """Wrap the server's app: requests are checked, run by their fields, and end when clients hang up; errors get OpenAI's form.
 
     Called once, when the server starts. Changes `app` and `state` in place, and returns `app`.
 

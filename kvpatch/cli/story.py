@@ -133,7 +133,7 @@ def read_story(model: Any, tokenizer: Any) -> StoryText:
 
 
 def _render_message(tokenizer: Any, text: str) -> str:
-    """Write a text as a user's message, as the tokenizer's chat template does, or with "Answer:" if it has none."""
+    """Write a text as a user's message by the tokenizer's chat template; if there is none, with "Answer:" after it."""
     if not getattr(tokenizer, "chat_template", None):
         return f"{tokenizer.bos_token or ''}{text}\nAnswer:"
     messages = [{"role": "user", "content": text}]

@@ -8,9 +8,9 @@ from transformers.cli.serving.utils import BaseHandler, Modality, _normalize_too
 
 
 def read_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
-    """Return a request's messages for a template, in place of transformers' handlers, with what these leave out.
+    """Return a request's messages for a chat template, in place of transformers' function, with what that leaves out.
 
-    These leave out an assistant's text where it also calls tools, and its reasoning. A developer's message becomes a system
+    That leaves out an assistant's text where it also calls tools, and its reasoning. A developer's message becomes a system
     message: many templates leave out roles that they do not know.
     """
     found = BaseHandler.get_processor_inputs_from_messages(messages, modality)
@@ -25,11 +25,11 @@ def read_messages(messages: list[dict[str, Any]], modality: Modality) -> list[di
 
 
 def forgive_calls(tokenizer: Any) -> None:
-    """Replace parse_response of a server's tokenizer, which raises for an unreadable tool call, by one that returns text."""
+    """Replace a server tokenizer's parse_response, in place: an unreadable tool call becomes text instead of an error."""
     parse = tokenizer.parse_response
 
     def parse_response(tokens: list[int], *given: Any, **more: Any) -> Any:
-        """Parse an answer's tokens, or return them as text. transformers' handlers call this at its end."""
+        """Parse an answer's tokens, or return them as text. transformers' handlers call this when it has ended."""
         try:
             found = parse(tokens, *given, **more)
             for call in found.get("tool_calls") or ():

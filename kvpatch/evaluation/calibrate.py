@@ -33,7 +33,7 @@ _KEEPS_ALL = 1 << 20  # tokens, more than a piece of text has
 def calibrate(
     model: Any, pieces: Sequence[Tensor], on_piece: Callable[[], None] = lambda: None, teacher: Policy | None = None
 ) -> Calibration:
-    """Measure the queries that a model asks over some text; or learn what a second reading of it looks at.
+    """Measure a model's queries over some text; or, with a teacher, learn what a second reading of the text looks at.
 
     Args:
         model: not patched.
@@ -67,7 +67,7 @@ def calibrate(
 
 
 def make_teacher(tokenizer: Any, chunk: int, name: str = "kvzip_plus") -> Policy:
-    """Return the policy that `learned` learns from, for `calibrate`.
+    """Return the policy from which `calibrate` learns for the policy `learned`: it reads each piece of text twice.
 
     Args:
         tokenizer: of the model; the second reading's instruction is in its words.
@@ -95,7 +95,7 @@ class _LayerReader:
 
     @classmethod
     def of(cls, target: Target, module: Any, adapter: Adapter, count: int) -> _LayerReader:
-        """Make the reader of a layer for texts of at most `count` tokens, before the first is read."""
+        """Make the reader of a layer, before the first piece is read. count: tokens of the longest piece."""
         heads, head_dim = adapter.kv_shape(module)
         bound, device = BoundAdapter(adapter, module, heads), next(module.parameters()).device
         undone = adapter.obstacle(target.decoder, renumbered=False) is None
@@ -110,7 +110,7 @@ class _LayerReader:
     def read_queries(self, layer: SlotLayer, recent: Recent) -> Sample:
         """Return a piece's queries, as asked and rotated back to position 0, and each token's "area". Changes nothing.
 
-        Called for each layer and piece. layer: has read the piece. recent: the queries that it noted meanwhile.
+        Called for each layer and piece. layer: its cache, which has read the piece. recent: the piece's queries.
         """
         known = recent.positions_BW[0] >= 0
         q_HGQD = recent.q_BHGWD[0][:, :, known]

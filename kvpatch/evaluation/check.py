@@ -60,7 +60,7 @@ def check_model(model: Any, policy: str | Policy | Settings = "snapkv", k: Any =
 
 
 def _read_settings(settings: Settings, k: Any) -> tuple[Policy, Any]:
-    """Return policy and k of check_model()'s Settings. Raises KVPatchError if `k` is given too, or for what is not checked."""
+    """Return policy and k of check_model()'s Settings. Raises KVPatchError if `k` is given too, or for options not checked."""
     settings.add_arguments({} if k is HALF else {"k": k})
     for name, value in settings.options.items():
         if name in OF_PATCH and name != "schedule":
@@ -86,7 +86,7 @@ class Checks:
     """
 
     def __init__(self, model: Any, policy: str | Policy = "snapkv", k: Any = 0.5, seed: int = 0) -> None:
-        """Refuse what `patched` refuses, draw the token ids, and measure the tolerance: two passes of the unpatched model."""
+        """Refuse what `patched` refuses, draw the token ids, and measure the tolerance by two passes of the unpatched model."""
         self.model, self.seed = model, seed
         if getattr(model, "training", False):
             raise KVPatchError("A model in training mode fills no cache, which check_model() looks at: call model.eval().")
@@ -107,7 +107,7 @@ class Checks:
         return dataclasses.replace(self.policy, merging=None)
 
     def _prompt_length(self, settings: Any) -> int:
-        """Return a length for the checks' prompt, at most _LONGEST: the policy must evict of it, and its window is shorter."""
+        """Return the length of the checks' prompt, at most _LONGEST: so long that the policy evicts, and thrice its window."""
         window = self.policy.needs.find(WindowAttention)
         n = max(_PROMPT, 3 * (0 if window is None else window.width))
         evicting = [layer for layer in range(len(self.target.attentions)) if settings.budget.evicts(layer)]
@@ -130,7 +130,7 @@ class Checks:
         return [self._judge_difference(name, check) for name, check in checks if served or check != self.check_forgetting]
 
     def _judge_difference(self, name: str, check: Callable[[], Outcome]) -> CheckResult:
-        """Run one check, and turn what it returns or raises into a result: logits may differ by the tolerance."""
+        """Run one check for `run`, and turn what it returns or raises into a result. Logits may differ by the tolerance."""
         try:
             with torch.no_grad():
                 outcome = check()
@@ -187,7 +187,7 @@ class Checks:
         return got, self._predict_masked(watched.list_seen()), remark
 
     def check_forgetting(self) -> Outcome:
-        """Forget spans of a cache (of the prompt, of one row, of new tokens), and compare with masking what it lacks."""
+        """Compare, for `run`, a cache that forgets spans (of the prompt, a row, new tokens) with masking what it lacks."""
         edits = {
             self.n: ([(self.n // 4, self.n // 2), (self.n - 2, self.n - 1)], None),
             self.n + 2: ([(1, self.n // 8)], 0),
@@ -197,7 +197,7 @@ class Checks:
         wrong: list[int] = []
 
         def watch(cache: EvictingCache) -> None:
-            """Forget what is due after this pass, and note what is held then. `feed` calls this after each pass."""
+            """Forget the spans of `edits` for this pass, and note which tokens are held. `feed` calls this after each pass."""
             if (edit := edits.get(next(passes))) is not None:
                 before = [cache.positions(layer) for layer in range(len(cache.layers))]
                 cache.forget(*edit)
@@ -220,7 +220,7 @@ class Checks:
         return {"position_ids": torch.arange(T, device=self.model.device)[None].expand(len(self.ids_BT), -1)}
 
     def check_padding(self) -> Outcome:
-        """Compare a left-padded row of a batch with it alone; with masking, if the model's positions count padding."""
+        """Compare, for `run`, a left-padded row with the row alone; with masking, if the model's positions count padding."""
         pads = self.n // 3
         mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0
@@ -288,7 +288,7 @@ class _Same:
 
 
 def _is_without(before_BHT: Tensor, after_BHT: Tensor, spans: list[tuple[int, int]], row: int | None) -> bool:
-    """Tell, after forget(), if each head holds what it held before but for these spans of one row, or with None of all."""
+    """Tell, after forget(), if each head lacks these spans and nothing else. row: the row that forgot; None for all rows."""
     left = before_BHT.clone()
     rows = slice(None) if row is None else row
     for start, stop in spans:

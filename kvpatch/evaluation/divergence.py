@@ -137,7 +137,7 @@ class Comparison:
         return DivergenceTable(rows, self.nbytes, self.n, self.ids_1T.shape[1] - self.n, len(self.log_p_SV))
 
     def _make_row(self, name: str, policy: Policy, text: str, k: Any, bits: int = FULL) -> Row:
-        """Measure one setting, for `run`; a KVPatchError becomes the row's error, and others go on."""
+        """Measure one policy, budget and number of bits, for `run`. A KVPatchError becomes the row's error."""
         try:
             return Row(name, text, self.measure_policy(policy, k, bits), bits=bits)
         except KVPatchError as error:
@@ -169,7 +169,7 @@ class Comparison:
         )
 
     def _log_probabilities(self, fed: Fed) -> Tensor:
-        """Return log-probabilities after each fed token that counts, float64 [S,V], by which caches are compared."""
+        """Return the log-probabilities [S,V] of the predictions that count, in float64. Two caches are compared by them."""
         logits_SV = fed.logits_BSV[0, self.first :].cpu().double()
         if logits_SV.isnan().any():
             raise KVPatchError("The model's predictions are no numbers (NaN); another --dtype, such as float32, may help.")
@@ -177,16 +177,16 @@ class Comparison:
 
 
 def divergence(log_p_SV: Tensor, log_q_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(p || q) in nats of the full cache's p and another's q, and if likeliest tokens agree, [S]; p = 0 counts 0."""
+    """Return KL(p || q) in nats [S], p by the full cache and q by another; and bool [S], whether the likeliest tokens agree."""
     p_SV = log_p_SV.exp()
     kl_S = torch.where(p_SV > 0, p_SV * (log_p_SV - log_q_SV), 0.0).sum(-1).clamp_min(0.0)
     return kl_S, log_p_SV.argmax(-1) == log_q_SV.argmax(-1)
 
 
 def list_cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
-    """Return protected sizes that the budget of n prompt tokens cut, for notes below a table: option -> (requested, left).
+    """Return protected sizes that exceed the budget of an n-token prompt, for notes below a table: option -> (requested, left).
 
-    Of several layers the least size that was left counts.
+    left: the least of all layers.
     """
     policy = cache.settings.policy
     scope = policy.scope

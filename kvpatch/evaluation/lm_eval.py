@@ -73,7 +73,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         settings: str | PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Sort the arguments into the policy's, the patch's and HFLM's, load the model as HFLM does, and patch it."""
+        """Sort the arguments into those of the policy, of `patch` and of HFLM; load the model as HFLM does, and patch it."""
         if settings is not None:
             if policy is not None:
                 raise KVPatchError(f"policy={policy!r:.60} and settings={settings} both name a policy: give one of them.")
@@ -119,7 +119,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         return self._note_tasks(requests, ("decode",), lambda: run(requests, disable_tqdm))
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what the results' "config" says of the model, with an entry "kvpatch"; logs a line per task at the end."""
+        """Return the model's part of the results' "config", with an entry "kvpatch". The harness calls this at the end."""
         settings = self.patch.settings
         ks = settings.budget.described()
         different = [k for layer, k in enumerate(ks) if k not in ks[:layer]]
@@ -131,7 +131,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         return {**super().get_model_info(), "kvpatch": {**said, "tasks": self._tasks}}
 
     def _note_tasks(self, requests: list[Instance], kinds: Sequence[str], run: Callable[[], _Answers]) -> _Answers:
-        """Run requests, and note of each of their tasks if the budget acted in all, some or none of their passes."""
+        """Run requests, and note in `_tasks` for each task if the budget acted in all, some or none of their passes."""
 
         def count_passes() -> tuple[int, int]:
             passes = [self.patch.passes.get(kind, (0, 0)) for kind in kinds]
@@ -150,7 +150,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Score requests, as HFLM's loglikelihood() asks; its model calls then find each row's length and get a padding mask.
+        """Score requests for HFLM's loglikelihood(). Sets `_lengths` meanwhile, by which `_model_call` masks padding.
 
         Texts that differ by zeros at their end alone, with which HFLM pads, are scored in different calls.
         """
@@ -174,7 +174,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         return [answers[index] for index in range(len(requests))]
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Return a batch's logits; with a padding mask if the lengths of all its rows are known. HFLM calls this."""
+        """Return a batch's logits; with a padding mask if `_lengths` has the length of each row. HFLM calls this."""
         found = [self._lengths.get(_strip_padding(row)) for row in inps.tolist()] if self._lengths else [None]
         if attn_mask is not None or None in found:  # the harness probes the memory with such batches
             return super()._model_call(inps, attn_mask, labels)
@@ -185,7 +185,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
 
 def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
-    """Return policy and k of a model's Settings, and `kwargs` with their options. Raises KVPatchError for one given twice."""
+    """Return policy and k of Settings, and `kwargs` with the options of Settings. Raises KVPatchError if one is given twice."""
     options = {_NAMES.get(name, name): value for name, value in settings.options.items()}
     twice = {name: kwargs[_NAMES.get(name, name)] for name in settings.options if _NAMES.get(name, name) in kwargs}
     settings.add_arguments(twice if k is HALF else twice | {"k": k})
@@ -193,7 +193,7 @@ def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[s
 
 
 def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
-    """Raise KVPatchError, before a model is loaded, for a name that nobody has and that is near ours; others go to HFLM."""
+    """Raise KVPatchError, before a model is loaded, for a misspelt argument: unknown to HFLM, and near a name of kvpatch."""
     ours = ["policy", "k", "settings", *_NAMES.values(), *options]
     theirs = {*inspect.signature(HFLM.__init__).parameters, *inspect.signature(PreTrainedModel.from_pretrained).parameters}
     for name in given:
@@ -205,7 +205,7 @@ def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
 
 
 def _strip_padding(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Strip the zeros at the end, with which the harness pads, so that a row of a batch is found by its text."""
+    """Strip the zeros at the end of a row, with which the harness pads: `_lengths` finds a row by the tokens that are left."""
     end = len(tokens)
     while end and tokens[end - 1] == 0:
         end -= 1

@@ -32,7 +32,7 @@ class Evictions:
         self.groups: list[int] = []
 
     def note_held(self, cache: EvictingCache) -> None:
-        """Note the positions that each layer holds. To be called after each pass; reads the cache alone."""
+        """Note the positions that each layer's cache holds, to build masks from. Called after each pass; changes no cache."""
         held = [cache.positions(layer).cpu() for layer in range(len(cache.layers))]
         self.groups = [find_steps(cache).calls[layer].group for layer in range(len(cache.layers))]
         if self.pads_B is not None and not cache.settings.by_columns:
@@ -45,7 +45,7 @@ class Evictions:
         return [self._see_layer(causal, index) for index in range(len(self.passes[0]))]
 
     def _see_layer(self, causal_QT: Tensor, index: int) -> Tensor:
-        """Return which tokens each query of a layer saw, for a mask: bool [B,N,Q,T], N query heads. causal_QT: up to itself."""
+        """Return a layer's mask from the noted passes, bool [B,N,Q,T]: which tokens each query saw. causal_QT: up to itself."""
         rows = [one[index] for one in self.passes[:-1]]  # no query sees what the last pass left
         B, H = rows[0].shape[:2]
         seen = causal_QT.expand(B, H, -1, -1).clone()
@@ -76,8 +76,8 @@ def predict_masked(
 ) -> Tensor:
     """Return the unpatched model's predictions if each layer's queries see what `seen` says, within the layer's window.
 
-    A policy's cache is checked against them. It runs in one pass; a hybrid reads the prompt and then token by token, since
-    that is another computation for its states.
+    Predictions under a policy are checked against them. The text is read in one pass; by a hybrid token by token, since
+    one pass computes its states in another way.
 
     Args:
         model: not patched.
@@ -134,7 +134,7 @@ class _Masked:
         self.window, self.read, self.disguised = window, 0, disguised
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the module's arguments with another mask. torch calls this before each forward() of the module."""
+        """Return the module's arguments with more keys masked. torch calls this before each forward() of the module."""
         names = parameters(type(module))  # type: ignore[arg-type]
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         name = "attention_mask" if "attention_mask" in names else next(name for name in names if name.endswith("mask"))
@@ -144,13 +144,13 @@ class _Masked:
         return (hidden,), call
 
     def _take_rows(self, given: Tensor | None, Q: int) -> Tensor:
-        """Return which keys of the module's cache the next Q queries see, and count them as read. Called once per pass."""
+        """Return which of the module's keys the pass's Q queries see, and add Q to `read`. Called once per pass."""
         start, self.read = self.read, self.read + Q
         keys = given.shape[-1] if given is not None else self.window if Q == 1 else None  # a cache may hold a window alone
         return self.seen[:, :, start : self.read, : self.read][..., -(keys or 0) :]
 
     def _hide_keys(self, given: Tensor | None, seen_BNQT: Tensor, hidden_BQE: Tensor) -> Tensor:
-        """Return the module's mask with keys hidden that are not seen; a new tensor, of the kind of the given one."""
+        """Return a new mask: `given` with the keys hidden that are not seen. It is bool or added to logits, as `given`."""
         if given is not None and given.dtype == torch.bool:  # a token sees itself, which tells what True means
             return given & seen_BNQT if given[0, 0, -1, -1] else given | ~seen_BNQT
         given = torch.zeros_like(seen_BNQT, dtype=hidden_BQE.dtype) if given is None else given
@@ -160,9 +160,9 @@ class _Masked:
 
 @torch.no_grad()
 def measure_rounding(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, places: dict[str, Tensor]) -> float:
-    """Return how far logits move, to set a tolerance, if each number that `mixers` return is off by one unit in the last place.
+    """Return how far logits move if each number that `mixers` return is off by one unit in the last place: for a tolerance.
 
-    Another order of summation may change as much. The result is a share of the largest logit, which counts as at least 1;
+    Another order of summation may move them as far. The result is a share of the largest logit, which counts as at least 1;
     it is at least one unit itself. In float64 the unit is float32's, since some models compute softmax in float32 regardless.
 
     mixers: the modules of attention, and those that stand in its place in a hybrid's other layers. They get hooks meanwhile.

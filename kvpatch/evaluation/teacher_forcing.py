@@ -40,7 +40,7 @@ def feed(
 ) -> Fed:
     """Feed `ids_BT[:, :n]` in one forward pass and the rest token by token, and return the predictions and the cache.
 
-    Caches are compared by such predictions of one known text.
+    Two caches are compared by the predictions of one known text under each of them.
 
     Args:
         model: a causal language model.
@@ -73,7 +73,7 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def positions_of(model: Any) -> int | None:
-    """Return the number of positions that a text must fit into, as the model's configuration tells; None if it does not."""
+    """Return the number of positions that a text must fit into, by the model's configuration; None if that has no number."""
     config = model.config.get_text_config()
     found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
     return next((count for count in found if isinstance(count, int) and count > 0), None)

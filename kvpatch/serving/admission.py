@@ -26,7 +26,7 @@ class Admission:
     limit: str = HAS
 
     def add_waiting_request(self, state: Any) -> None:
-        """Add an arriving request to the waiting list. If it begins with a prefix that is cached, only the rest is to be read.
+        """Add an arriving request to the waiting list. If it begins with a cached prefix, only the rest is left to read.
 
         Raises:
             KVPatchError: it can never be served. The engine then fails this request.
@@ -82,7 +82,7 @@ class Admission:
         state.remaining_prefill_tokens, state.position_offset = state.initial_tokens[read:], read
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-        """Schedule the coming pass, as the engine asks. Empties its list of requests to offload: each has its blocks."""
+        """Schedule the coming pass, as the engine asks. Empties `starved_requests`, which the engine would offload."""
         self.cache.full = False
         scheduled = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
         self.starved_requests = []
@@ -107,7 +107,7 @@ class Admission:
             self.block_new_requests = False
 
     def _limit_length(self, state: Any, positions: int) -> None:
-        """Limit an arriving request without a limit to the model's last position; raise KVPatchError if it needs more."""
+        """Set a missing max_new_tokens, up to the model's last position. Raise KVPatchError if a request needs more."""
         prompt = len(state.initial_tokens)
         if state.max_new_tokens is None:
             state.max_new_tokens = state._new_tokens_limit = max(positions - prompt + 1, 1)
@@ -115,7 +115,7 @@ class Admission:
 
 
 def check_length(prompt: int, new: int, positions: int, limit: str = HAS) -> None:
-    """Raise KVPatchError for an arriving text of more positions than there are. The last new token needs none: it is not read.
+    """Raise KVPatchError for an arriving text that needs more than `positions`. The last new token, never read, needs none.
 
     limit: words of the message, {} for the number of positions.
     """

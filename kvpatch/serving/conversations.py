@@ -64,7 +64,7 @@ class Beginning:
         return len(self.positions)
 
     def copy(self) -> EvictingCache:
-        """Return a copy of the conversation's cache, cut to these tokens, for the request. Called once; drops the original."""
+        """Return a copy of the conversation's cache, cut to these tokens, for the request that begins. Can be called once."""
         assert self._cache is not None
         new, self._cache = self._cache.clone(), None
         if self._removed:
@@ -189,7 +189,7 @@ def count_bytes(cache: EvictingCache) -> int:
 
 
 def _can_cut(one: Conversation, length: int) -> bool:
-    """Tell if a copy of a kept cache can be cut to the `length` tokens that a new text shares, as if it had read no more."""
+    """Tell if a copy of a kept cache can be cut to the first `length` tokens, which a new text shares. Changes nothing."""
     if length == len(one.ids):
         return True
     if not one.cache.settings.transparent and length < one.answer:  # a first reading would have evicted by another prompt
@@ -198,7 +198,7 @@ def _can_cut(one: Conversation, length: int) -> bool:
 
 
 def _count_before(answer: int, edited: Edited) -> int:
-    """Return how many tokens come before a conversation's last answer once it was edited. answer: how many did before."""
+    """Return how many tokens precede a conversation's last answer after its edits. answer: how many did before them."""
     for start, stop, ids in reversed(edited.spans):
         if start < answer:
             answer = start + len(ids) + max(answer - stop, 0)

@@ -35,10 +35,10 @@ def count_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def find_edits(kept: list[int], ids: list[int], answer: int) -> Edited | None:
-    """Find the spans of a kept text that have to go, or to get other tokens, so that a longer text begins with it.
+    """Find the edits by which a kept text becomes the beginning of a longer one: spans that go, or get other tokens.
 
-    Asked for a request's text: the kept one's cache is then edited, so that only what is new is read. The longer text must
-    have what ends the kept one; but from `answer` on, its last answer, anything may be gone. Pure.
+    Called for a request's text. The cache of the kept text is then edited, and only new tokens are read. The longer text must
+    have the end of the kept text; but from `answer` on, where the last answer begins, anything may be gone.
 
     Args:
         kept: tokens of the kept text.
@@ -78,9 +78,9 @@ def _index_runs(ids: list[int], start: int) -> dict[tuple[int, ...], list[int]]:
 
 
 def _find_run(known: dict[tuple[int, ...], list[int]], ids: list[int], at: int, there: int) -> tuple[int, int] | None:
-    """Return where two texts go on alike after a difference, in the kept text and in `ids`; None if nowhere. Pure.
+    """Return where a kept text and `ids` go on alike after a difference, a place in each; None if nowhere.
 
-    known: where the kept text's runs begin. at, there: where the texts differ.
+    known: places by run of RUN tokens, of `_index_runs`. at, there: where the difference begins, in each text.
     """
     for end in range(there, len(ids) - RUN + 1):
         begins = known.get(tuple(ids[end : end + RUN]), [])

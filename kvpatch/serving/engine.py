@@ -86,7 +86,7 @@ class BatchingManager(ContinuousBatchingManager):
         tokenizer: Any,
         conversations: Conversations | None = None,
     ) -> None:
-        """Make a manager that has not started, for `find_manager`; its thread makes the pool. tokenizer: for stop strings."""
+        """Make a manager that has not started; once it starts, its thread makes the pool. tokenizer: for stop strings."""
         self.terms, self.conversations = terms, conversations
         self.stops = _make_stops(getattr(generation_config, "stop_strings", None), tokenizer)
         super().__init__(model, generation_config, _switch_off(config), workload_hints)
@@ -95,7 +95,7 @@ class BatchingManager(ContinuousBatchingManager):
         """Leave the model's attention as it is: the patch computes it."""
 
     def _generation_step(self) -> None:
-        """Run one pass of the packed model, as transformers' thread calls it; an error once the patch was removed."""
+        """Run one forward pass of all requests; transformers' thread calls this. Raises KVPatchError under a removed patch."""
         if self.over:
             raise KVPatchError(
                 "The patch that this continuous batching manager was made under was removed: make a new one with "
@@ -107,7 +107,7 @@ class BatchingManager(ContinuousBatchingManager):
             self.batch_processor._generation_step(model)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
-        """Return transformers' processor over a RequestPool, with a scheduler that checks requests. Sets self.pool.
+        """Return transformers' processor, with a new RequestPool (self.pool) and a scheduler that checks requests.
 
         transformers' thread calls this when it starts; a processor of an earlier start is used again.
         """
@@ -148,7 +148,7 @@ class BatchingManager(ContinuousBatchingManager):
         return processor
 
     def _make_pool(self) -> RequestPool:
-        """Make the pool as the thread starts, with as many blocks as transformers' paged cache had, by memory or settings."""
+        """Make the pool as the thread starts. It has as many blocks as transformers' paged cache would have."""
         config = self.continuous_batching_config
         per_block, settings = self.terms.kv_bytes * config.page_size, self.terms.settings
         handler = PagedAttentionMemoryHandler(
@@ -200,7 +200,7 @@ def find_manager(
     tokenizer: Any = None,
     conversations: Conversations | None = None,
 ) -> BatchingManager:
-    """Return the model's persistent manager under this patch, or a new one, which has not started.
+    """Return the model's persistent manager if it was made under this patch; else a new one, not yet started.
 
     Called by a patched model's init_continuous_batching(). tokenizer: for stop strings. conversations: for a new manager.
     """

@@ -27,7 +27,7 @@ class Part(NamedTuple):
     open: bool = False
 
     def leave_open(self) -> None:
-        """Mark a cut last block as not the prompt's end, as the pass begins: the next one fills it. Changes `cache.running`."""
+        """Mark a last block that is not full as not the prompt's end: the next pass fills it. Changes `cache.running`."""
         block = self.cache.settings.block
         if block is not None and self.columns.shape[-1] % block:
             self.cache.running.blocks[-1].ends_prompt = False
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     @property
     def columns_BQ(self) -> Tensor:
-        """The columns (tokens of the pass) by row of the cache, [B,Q], by which this part's q, k and v are taken out."""
+        """Columns (tokens of the pass) of this part [B,Q], by row of its cache: q, k and v are indexed by them."""
         if self.columns.ndim == 2:
             return self.columns
         return self.columns[:, None] if self.decodes else self.columns[None]
@@ -51,9 +51,9 @@ class PackedPass:
         self.parts, self.settings = parts, settings
 
     def begin(self, input_ids_Q: Tensor | None, table: Callable[[int], object] | None) -> None:
-        """Begin the pass in each part's cache, once, before the first layer attends.
+        """Begin the pass in each part's cache. Called once per pass, before the first layer attends.
 
-        table: makes the rotary table, if keys are cached without positions.
+        table: makes the rotary table for a number of positions, if keys are cached without their rotation.
         """
         for part in self.parts:
             B, Q = part.columns_BQ.shape

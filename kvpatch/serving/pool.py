@@ -76,7 +76,7 @@ class RequestPool:
 
     @cached_property
     def _blockwise(self) -> CacheSettings | None:
-        """Settings by which a prompt is read that one pass cannot hold; None if it cannot be compressed before its end."""
+        """Settings, with a `block`, for prompts that one pass cannot hold; None if the policy must see a whole prompt."""
         settings = self.settings
         if settings.block is not None:
             return settings
@@ -87,10 +87,10 @@ class RequestPool:
     # ---- admission ----
 
     def count_blocks(self, prompt: int, new: int | None, prefix: Prefix | Beginning | None = None) -> int:
-        """Return how many blocks a request claims when it is admitted. Changes nothing. new: None for no limit.
+        """Return how many blocks a request needs to be admitted. Changes nothing. new: None for no limit.
 
         Raises:
-            KVPatchError: its text has no limit, and what it holds grows with it.
+            KVPatchError: its text has no limit, and the number of held tokens grows with the text.
         """
         read = 0 if prefix is None else len(prefix)
         whole = prompt - read > self.chunk and self._blockwise is None
@@ -129,7 +129,7 @@ class RequestPool:
         return sum(request.blocks for request in self.requests.values())
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Tell before each pass if a request's next tokens can be read in it. A new one claims its blocks, or sets `full`.
+        """Tell before each pass if a request's next tokens can be read in it. A new request claims its blocks, or sets `full`.
 
         A piece of a prompt is read whole or not at all, so that where it is cut does not depend on other requests.
         """
@@ -186,7 +186,7 @@ class RequestPool:
             self.conversations.keep(Conversation(ids, positions, answer, cache, request.messages))
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Drop a request, with its row and its claim of blocks. The engine calls this when it has ended."""
+        """Drop a request, with its row and its claim of blocks. The engine calls this when the request has ended."""
         self.requests.pop(request_id, None)
         self.begins.pop(request_id, None)
         self.rows.drop(request_id)
@@ -248,12 +248,12 @@ class RequestPool:
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
     ) -> None:
-        """Note, as the engine prepares a pass, that it brings tokens of this request, after those of requests noted before."""
+        """Note, as the engine prepares a pass, that its next `query_length` columns are tokens of this request."""
         if query_length:  # 0: the only token that is left of the prompt is read once the request has been copied
             self.coming.append((request_id, past_length, query_length))
 
     def next_pass(self) -> PackedPass:
-        """Return the parts of the coming pass: the decoding requests as one, and each prompt's piece. Called once per pass."""
+        """Return the coming pass: one part of all decoding requests, and one of each prompt's piece. Called once per pass."""
         coming, self.coming = self.coming, []
         for name in self._forked:
             request = self.requests.get(name)
@@ -277,7 +277,7 @@ class RequestPool:
         return PackedPass(parts, self.settings)
 
     def _make_piece(self, request: Request, past: int, columns: torch.Tensor) -> Part:
-        """Return a prompt's next piece, a chunk or its end, as a part of the pass; make the request's cache at the first."""
+        """Return a prompt's next piece, a chunk or its end, as a part of the pass. The first piece makes request.cache."""
         end = past + len(columns)
         if request.cache is None:
             long = request.prompt - past > self.chunk and self._blockwise is not None
@@ -291,7 +291,7 @@ class RequestPool:
         return Part(request.cache, columns, decodes=False, open=not whole)
 
     def _join_rows(self, names: dict[str, int]) -> None:
-        """Move these requests' caches, before a decode step, into the batch of rows that decode, if they are not yet there."""
+        """Move the caches of requests that decode for the first time into `rows`, before a decode step."""
         for name in names:
             cache = self.requests[name].cache
             if cache is not None:

@@ -33,14 +33,14 @@ class Request:
 
 
 def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: bool, read: int = 0) -> int:
-    """Count the most tokens that a KV head of a request holds between passes, the mean over the layers, rounded up.
+    """Count the tokens for which a request claims blocks: the most that a KV head holds between passes, averaged over layers.
 
-    The slot (place in the buffers) that a head has for the token being written comes on top. Asked when a request arrives.
+    A head has one slot (place in the buffers) more, for the token being written. Called when a request arrives.
 
     whole: no layer evicts before a prompt of several passes ends. read: tokens of a prefix, which was read as a prompt before.
 
     Raises:
-        KVPatchError: this grows with the text, which has no limit.
+        KVPatchError: the number grows with the text, and the text has no limit.
     """
     layers = range(settings.n_layers)
     if new is None and any(keeps_new(settings, layer) for layer in layers):
@@ -54,12 +54,12 @@ def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: 
 
 
 def _count_unrounded(settings: CacheSettings, tokens: int) -> int:
-    """Count at least so many rounded tokens as take the memory of these, which are rounded only where their prompt ends."""
+    """Return how many tokens of `bits` take the memory of `tokens` at full precision, as a prompt has them until it ends."""
     return tokens * FULL // settings.bits
 
 
 def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, rest: int, new: int, whole: bool) -> int:
-    """Count the most tokens as `count_claimed`, for a request that goes on from a conversation.
+    """Count tokens as `count_claimed`, for a request that goes on from a conversation (a kept cache).
 
     held: tokens that the conversation's layers hold. prompt: tokens that its cache will have read; rest: how many are new.
     """

@@ -76,7 +76,7 @@ class RowPool:
         return inside[0]
 
     def _order_rows(self, rows: RequestRows) -> RequestRows:
-        """Return joined rows in the order of `self.order` (that of their memory), if there is one; moves the rows in place."""
+        """Return joined rows sorted by `self.order`, so that they lie as their memory does. Moves the cache's rows in place."""
         if self.order is None or (names := sorted(rows.alive, key=self.order)) == rows.alive:
             return rows
         rows.cache.batch_select_indices(torch.tensor([rows.names.index(name) for name in names], device="cpu"))

@@ -39,7 +39,7 @@ class Sampling:
         return self
 
     def choose(self, ids_1T: Tensor, logits_1V: Tensor) -> Tensor:
-        """Return logits of which the engine takes the largest as next token: processed, with noise if the request samples."""
+        """Return logits [1,V] after the request's processors, with noise if it samples. The engine then takes the largest."""
         processors: Any = self.processors
         logits_1V = processors(ids_1T, logits_1V)
         if not self.samples:
@@ -54,7 +54,7 @@ def make_sampling(
     """Make a request's Sampling when it arrives, from what generate() would be given.
 
     Args:
-        model: whose own processors they are.
+        model: the model, which makes the processors.
         config: temperature, top_p, do_sample and such.
         prompt: tokens of the prompt.
         seed: of the request.
@@ -98,7 +98,7 @@ class RequestSampling(ContinuousBatchingLogitsProcessor):
         return torch.zeros(len(self._coming), dtype=torch.int32, device="cpu")
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Return the scores [B,V] with each request's row changed by its Sampling, in place. Called once per pass."""
+        """Return the logits `scores` [B,V], each request's row changed in place by its Sampling. Called once per pass."""
         for row, state in enumerate(self._coming):
             sampling = state.logit_processor_kwargs.get("sampling")
             if sampling is not None and (sampling.samples or sampling.processors):

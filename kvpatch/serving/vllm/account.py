@@ -52,9 +52,9 @@ class Account:
         _LOG.info(terms.describe_start(" and ".join(sizes), whole, fit, piece))
 
     def note_pass(self, request: Any, tokens: int, begins: bool) -> None:
-        """Before a request's pass: count it in the figures if it ends within the prompt, at `tokens` of the text.
+        """Count a pass that ends within a request's prompt, at `tokens` of its text. Called before each pass of a request.
 
-        begins: it is the request's first pass, in which a k of its own that is not served is warned of.
+        begins: it is the request's first pass. A k of the request that is not served then gets a warning.
         """
         asked = get_asked(request.sampling_params)
         if begins and OWN in asked and not read_own(request.sampling_params, self.groups[0][1].held.most):
@@ -63,7 +63,7 @@ class Account:
             self.figures.add("prompt_cuts")
 
     def note_end(self, request: Any) -> None:
-        """Add a request that has ended to the figures: the tokens that it has seen, held in the end, and evicted."""
+        """Count a request that has ended: the tokens that it has read, held in the end, and evicted."""
         if self.figures is None or not request.is_finished():
             return
         written = request.num_tokens - request.num_prompt_tokens

@@ -71,7 +71,7 @@ class BoundLayer(BoundAdapter):
     rows: Tensor | None = None
 
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
-        """Return the output projection's rows, by which policies weigh values, and True: measured, by the first call alone."""
+        """Return the output projection's rows, by which policies weigh values, and True. The first call measures them."""
         if self.rows is None:
             self.rows, _ = super().output_rows(like, group, parallel)
         return self.rows, True
@@ -164,7 +164,7 @@ class Worker:
     """The layers of a model on this process, and its requests."""
 
     def __init__(self, config: VllmConfig) -> None:
-        """Check the configuration, as the first layer is made; watch for modules that hold layers, if values are weighed."""
+        """Check vLLM's configuration, as the first layer is made. If the policy weighs values, `_note_holder` is registered."""
         terms = find_settings(config)
         assert terms is not None
         check_configuration(config, terms)
@@ -177,7 +177,7 @@ class Worker:
             _LOG.info("[kvpatch] prefix caching is off under a budget.")
 
     def add(self, layer: BudgetedAttention) -> None:
-        """Add a layer while vLLM makes the model; its index is its place in the list."""
+        """Add a layer to `layers`, while vLLM makes the model; layer.index is its place there."""
         self.layers.append(layer)
         if layer.window != self.layers[0].window:
             self._refuse_prefix_caching()
@@ -206,7 +206,7 @@ class Worker:
 
     @functools.cached_property
     def held(self) -> list[LayerBudget]:
-        """The budget of each layer, by which its pages are counted: the most that a prompt of any length gives it."""
+        """Budgets by layer, by which vLLM's pages are counted: the most that a prompt of any length gives a layer."""
         settings, longest = self.settings, self.config.model_config.max_model_len
         budgets = [rule.k if isinstance(rule, Size) else rule.highest(longest, 1)[0] for rule in settings.rules]
         return [
@@ -222,7 +222,7 @@ class Worker:
         return budgeted
 
     def _note_holder(self, module: nn.Module, name: str, child: Any) -> None:
-        """Note the module that gets a layer's attention as a child: it has the output projection too.
+        """Note in layer.holder the module that gets a layer's attention as a child: it has the output projection too.
 
         torch calls this for each child that any module gets, while vLLM makes the model.
         """
@@ -231,7 +231,7 @@ class Worker:
             layer.holder = weakref.ref(module)
 
     def attend(self, layer: BudgetedAttention, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, now: Pass) -> Tensor:
-        """Run one layer of a pass, q [1,H*G,T,D], k and v [1,H,T,D] -> [1,T,H*G*D]. Its `forward` calls this.
+        """Run one layer of a pass, q [1,H*G,T,D], k and v [1,H,T,D] -> [1,T,H*G*D]. The layer's `forward` calls this.
 
         The first layer begins the pass in the caches of all requests, and the first pass of all makes `requests`.
         """
@@ -249,7 +249,7 @@ class Worker:
 
 
 def make_budgeted_spec(spec: AttentionSpec) -> AttentionSpec:
-    """Return the spec of a layer's pages under its budget, as vLLM sizes them; of layers of another kind, what vLLM has made.
+    """Return the spec of a layer's pages under its budget, when vLLM sizes them; `spec` itself for other kinds of layers.
 
     vLLM does not say which layer it asks for, and asks twice for some: the layer is a variable of one of its functions.
     """

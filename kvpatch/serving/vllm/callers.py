@@ -8,7 +8,7 @@ from typing import Any
 
 
 def iterate_callers() -> Iterator[dict[str, Any]]:
-    """Yield the local variables of the running functions, the calling one first, to find there what vLLM hands to no plugin."""
+    """Yield the local variables of all running functions, the caller's first: some hold what vLLM does not hand to a plugin."""
     frame = sys._getframe(1)
     while frame is not None:
         yield frame.f_locals

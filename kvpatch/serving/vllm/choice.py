@@ -23,7 +23,7 @@ OWN: dict[str, str] = {}
 
 
 def __getattr__(name: str) -> Any:
-    """Return kvpatch's class of a backend, or the one before it in vLLM's registry, when vLLM looks up a registered path."""
+    """Return kvpatch's class of a backend, or the class registered before it. vLLM looks it up here as it makes a model."""
     if name not in OWN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return resolve_name(BUDGETED[name] if _may_need_budget() else OWN[name])

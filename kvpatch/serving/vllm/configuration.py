@@ -38,7 +38,7 @@ def find_current_settings() -> RequestTerms | None:
 
 
 def check_current() -> None:
-    """Raise KVPatchError, as a backend without budgets is chosen, if the model's settings of kvpatch cannot be served."""
+    """Raise KVPatchError, as vLLM chooses a backend without budgets, if its configuration asks for a budget that cannot be."""
     config = find_config()
     terms = None if config is None else find_settings(config)
     if config is not None and terms is not None:
@@ -46,7 +46,7 @@ def check_current() -> None:
 
 
 def check_configuration(config: VllmConfig, terms: RequestTerms) -> None:
-    """Raise KVPatchError for what vLLM cannot do under a budget, before it loads weights."""
+    """Raise KVPatchError, before weights are loaded, if vLLM's configuration asks for what it cannot do under a budget."""
     if not is_tested(vllm.__version__):
         raise describe_refusal(vllm.__version__, current_platform.is_cpu())
     refuse_parallel(config.parallel_config, VARIABLE in os.environ)

@@ -25,7 +25,7 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def offer_figures() -> None:
-    """Let vLLM's /metrics show the figures that schedulers count: make a folder for them, and name it in the environment.
+    """Let vLLM's /metrics show kvpatch's counters: make a folder for their files, and name it in the environment.
 
     The plugin calls this when it is loaded. Does nothing in an engine's process, or where vLLM gathers such files itself.
     """
@@ -73,7 +73,7 @@ _figures: dict[str, Figures] = {}
 
 
 def find_figures() -> Figures | None:
-    """Return the figures that a starting scheduler counts in, one object for a process; None where /metrics shows none."""
+    """Return the counters of this process for /metrics, as a scheduler starts; None where no folder for them was made."""
     folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR") or os.environ.get(FOLDER)
     if not folder or not os.path.isdir(folder):
         return None

@@ -64,7 +64,7 @@ class BudgetSpec(CircularBufferSpec):
         return cls(**{**same, "block_size": size, "held": layer, "longest": longest})
 
     def count_held(self, prompt: int, new: int, own_k: int = 0) -> int:
-        """Count tokens that a head holds after a prompt and new ones, to size pages. own_k: the request's; 0: the settings'."""
+        """Count the tokens that a head holds after a prompt and `new` tokens, to size pages. own_k: the request's k, or 0."""
         budget, schedule = own_k if own_k and not self.held.bound else self.held.budget, "prompt" if self.held.grows else "both"
         (held,) = count_tokens(Size(budget), schedule, prompt, new)
         return held
@@ -111,7 +111,7 @@ class BudgetManager(CircularBufferManager):
     kv_cache_spec: BudgetSpec
 
     def __init__(self, *given: Any, **more: Any) -> None:
-        """Make the manager of a group of layers, as vLLM's scheduler starts; the first one begins the account."""
+        """Make the page manager of a group of layers, as vLLM's scheduler starts. The first group's makes the Account."""
         super().__init__(*given, **more)
         self._scheduler = _find_scheduler()
         scheduler = self._scheduler()
@@ -125,7 +125,7 @@ class BudgetManager(CircularBufferManager):
         return None if scheduler is None else scheduler.requests.get(request_id)
 
     def _count_pages(self, request_id: str, num_tokens: int) -> tuple[int, int]:
-        """Return how many pages a new request needs whose first pass reads so many tokens, and the k that it asks for, or 0."""
+        """Return how many pages a new request needs, and the k that it asks for, or 0. num_tokens: read by its first pass."""
         request = self._find_request(request_id)
         if request is None:
             return self.kv_cache_spec.pages(num_tokens), 0
@@ -139,7 +139,7 @@ class BudgetManager(CircularBufferManager):
         return 0 if self.req_to_blocks.get(request_id) else self._count_pages(request_id, num_tokens)[0]
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *given: Any, **more: Any) -> Sequence[KVCacheBlock]:
-        """Claim a request's pages before its first pass, and write its own k after them: the worker is told no more of it."""
+        """Claim all pages of a request before its first pass, and write its own k after them, where the worker reads it."""
         blocks, pool, request = self.req_to_blocks[request_id], self.block_pool, self._find_request(request_id)
         if self._account is not None and request is not None:
             self._account.note_pass(request, num_tokens, begins=not blocks)
@@ -168,7 +168,7 @@ class BudgetManager(CircularBufferManager):
 
 
 def _find_scheduler() -> Callable[[], Any]:
-    """Return a reference to the scheduler that is being made, to ask it for requests, or one to nothing.
+    """Return a function that returns the scheduler that is being made, to ask it for requests; or None if not found.
 
     vLLM tells a manager the id of a request and the tokens of its first pass. How many it may generate is known to the
     scheduler, which makes the managers: it is among their callers.
@@ -181,7 +181,7 @@ def _find_scheduler() -> Callable[[], Any]:
 
 
 def _refuse_too_few_bytes() -> None:
-    """Raise KVPatchError if, as vLLM asks for a request's bytes, a caller's local variables show that it finds too few."""
+    """Raise KVPatchError if vLLM has too little memory for one request, as local variables of its calling function show."""
     for variables in iterate_callers():
         needed, available = variables.get("needed_memory"), variables.get("available_memory")
         if isinstance(needed, int) and isinstance(available, int) and needed > available:
@@ -193,7 +193,7 @@ def _refuse_too_few_bytes() -> None:
 
 
 def check_manager(spec: BudgetSpec) -> None:
-    """Raise KVPatchError, as vLLM starts, if it would manage the pages of layers under a budget by another manager."""
+    """Raise KVPatchError, as vLLM starts, if another class than BudgetManager would manage pages under a budget."""
     manager = KVCacheSpecRegistry.get_manager_class(spec, KVCacheGroupRole.DEFAULT)
     if manager is not BudgetManager:
         raise KVPatchError(

