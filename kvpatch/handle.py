@@ -56,7 +56,7 @@ class Patch:
         self._installation.install()
 
     def _make_state(self, target: Target, options: RunOptions) -> PatchState:
-        """Make the state that the hooks of this patch share, when the patch is made; the model is only read."""
+        """Make the state that all hooks of this patch share, when the patch is made. The model is not changed yet."""
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]

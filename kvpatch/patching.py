@@ -54,7 +54,7 @@ def _takes_settings(init: Callable[Arguments, None]) -> Callable[Arguments, None
 
     @wraps(init)
     def call(*args: Any, **kwargs: Any) -> None:
-        """Call `init` with the Settings taken apart, if there are any."""
+        """Call `init`; if `policy` is a Settings, with its policy, k and options as arguments. Stands in place of `init`."""
         given = dict(zip(_FIRST, args, strict=False)) | kwargs
         settings = given.pop("policy", None)
         if not isinstance(settings, Settings) or len(given) + 1 != len(args) + len(kwargs):  # the latter is a TypeError
@@ -159,7 +159,7 @@ class patched:
         self._unused, self._patch = True, Patch(target, how, options)
 
     def __enter__(self) -> Patch:
-        """Change the model, and return the Patch; a block can be entered once."""
+        """Change the model, and return the Patch. A block can be entered only once."""
         if self._patch is None or not self._unused:
             raise KVPatchError("This block was entered before: call kvpatch.patched(...) again for another one.")
         self._unused = False
@@ -198,7 +198,7 @@ class patched:
 
 
 def _find_target(model: nn.Module, auto: bool) -> Target:
-    """Find what to patch: decoder and attention modules. Under versions that were not tested, check its class on a copy."""
+    """Find what to patch: decoder and attention modules. Under untested versions, first check the model's class on a copy."""
     untested, remedy = find_untested(transformers.__version__, torch.__version__)
     if not untested or any("_kvpatch" in vars(module) for module in model.modules()):
         return Target.find(model, auto=auto)
@@ -222,7 +222,7 @@ SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY
 def _takes_arguments_of(
     other: Callable[Arguments, object],
 ) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
-    """Decorate a function, as `patch`, to show the arguments of another to type checkers, editors and help()."""
+    """Decorate a function, such as `patch`, so that editors, type checkers and help() show the arguments of `other` for it."""
 
     def replace_signature(function: Callable[..., Result]) -> Callable[Arguments, Result]:
         function.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]

@@ -70,7 +70,7 @@ def new_figure(**options: Any) -> Figure:
 
 
 def encode_png(figure: Figure, dpi: int = 90) -> bytes:
-    """Return the bytes of a figure as a PNG, for notebooks."""
+    """Return a figure as the bytes of a PNG, which a notebook shows."""
     data = BytesIO()
     figure.savefig(data, format="png", dpi=dpi)
     return data.getvalue()
@@ -87,7 +87,7 @@ def find_style(policy: str) -> tuple[str, str]:
 
 
 def draw_heads(kept_LHT: Tensor, title: str) -> Figure:
-    """Draw for a report the tokens each head holds, kept_LHT (bool [L,H,T]): a line per layer and head, a column per token."""
+    """Draw for a report which tokens heads hold, kept_LHT (bool [L,H,T]): a line per layer and head, a column per token."""
     L, H, n = kept_LHT.shape
     figure = new_figure(figsize=(11, 1.4 + min(0.13 * L * H, 12)), layout="constrained")
     axes = figure.add_subplot()
@@ -237,7 +237,7 @@ def draw_text(
 
 
 def _point_at(axes: Axes, spans: Sequence[tuple[int, int]], colour: str, L: int) -> None:
-    """Mark spans of the text on a panel of draw_panels, of L layers: a bar above each, and thin lines down its edges."""
+    """Mark spans of the text on a panel of draw_panels, which has L layers: a bar above each span, and lines down its edges."""
     for start, stop in spans:
         x, y = [start - 0.5, stop - 0.5], -0.5 - 0.09 * L
         axes.plot(x, [y, y], color=colour, lw=4, solid_capstyle="butt", clip_on=False)
@@ -245,7 +245,7 @@ def _point_at(axes: Axes, spans: Sequence[tuple[int, int]], colour: str, L: int)
 
 
 def _write_legend(figure: Figure, marks: Marks, title: str) -> None:
-    """Write the title of draw_panels, and below the panels a legend of the marked spans that there are."""
+    """Write the figure's title for draw_panels, and below the panels a legend of the kinds of spans that are marked."""
     from matplotlib.lines import Line2D
 
     labels = (

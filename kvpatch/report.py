@@ -111,7 +111,7 @@ class Report:
 
     @classmethod
     def last(cls, log: RunLog) -> Report:
-        """Make a report of the last pass that had a cache, and of all passes of a patch; Patch.report() calls it."""
+        """Make Patch.report()'s report: of the last pass that had a cache, and counts of all passes of the patch."""
         snapshot = log.snapshot()
         report = cls(**_describe_settings(log.settings), backend="", seen=0, nbytes=0, full_nbytes=0, positions=[], acted=False)
         report = report if snapshot is None else cls._take_snapshot(snapshot)
@@ -123,7 +123,7 @@ class Report:
 
     @classmethod
     def _take_snapshot(cls, snapshot: Snapshot) -> Report:
-        """Make the report of a cache that a user asks for; positions are copied, so that later passes do not change them."""
+        """Make a report from a snapshot of a cache, as a user asks for one. Positions are copied: later passes change none."""
         settings, parts = snapshot.settings, snapshot.parts.values()
         return cls(
             **_describe_settings(settings),
@@ -152,7 +152,7 @@ class Report:
         return min(self.nbytes / self.full_nbytes, 1.0) if self.full_nbytes else 1.0
 
     def held(self) -> Tensor:
-        """Return the number of tokens that each head holds, int64 [L,B,H]; -1 for heads that only other layers have."""
+        """Return the number of tokens that each head holds, int64 [L,B,H]; -1 where a layer has fewer heads than others."""
         if not self.positions:
             return torch.zeros(0, 0, 0, dtype=torch.long, device="cpu")
         held, heads = self._count_held(), self._count_heads()
@@ -220,7 +220,7 @@ class Report:
         return text.html_table(self._list_rows(), image)
 
     def _list_rows(self) -> list[tuple[str, str]]:
-        """List the rows of str(report), a name and a value each; a row without a name goes on with the one above."""
+        """List the rows of str(report), a name and a value each. A row without a name continues the one above it."""
         rows = [
             ("policy", text.format_policy(self.policy, self.schedule, self.budget)),
             ("budget", text.format_sized(self.size, self.schedule, self.answers_nbytes, self.policy, self.budget)),
@@ -249,7 +249,7 @@ class Report:
         return rows + [("" if i else "attention by", line) for i, line in enumerate(text.list_backends(self.backends))]
 
     def _list_tokens(self) -> list[tuple[str, str]]:
-        """List the rows of str(report) on tokens, layers and bytes."""
+        """List those rows of str(report) that tell of tokens, layers and bytes."""
         seen = f"{self.seen:,}"
         if self.lengths and min(self.lengths) != self.seen:
             seen += f" columns; the rows' own: {text.format_span(self.lengths)}"
@@ -332,7 +332,7 @@ class Report:
 
 
 def _count_answers(snapshot: Snapshot) -> int:
-    """Count for a report the bytes of tokens since the newest prompt, which a policy of prompts keeps beside its budget."""
+    """Count for a report the bytes of generated tokens, which a policy that evicts at prompts alone keeps beside its budget."""
     settings = snapshot.settings
     if settings.policy.schedule != "prompt":
         return 0
@@ -341,7 +341,7 @@ def _count_answers(snapshot: Snapshot) -> int:
 
 
 def _describe_settings(settings: CacheSettings) -> dict[str, Any]:
-    """Return the fields of a Report that follow from the settings alone."""
+    """Return the arguments of Report, by name, that follow from a patch's settings: policy, budget, layers and such."""
     policy, stack = settings.policy, settings.stack or Stack((), ())
     values = {"policy": policy.name, "schedule": policy.schedule, "budget": settings.budget.per_layer, "bits": settings.bits}
     values["size"] = settings.budget.sizes[0] if settings.budget.whole else ""

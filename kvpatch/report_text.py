@@ -62,7 +62,7 @@ def format_policy(name: str, schedule: str, ks: Sequence[Any]) -> str:
 
 
 def format_budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
-    """Format for a report the budgets `ks` of a policy's layers, as one where all agree."""
+    """Write the budgets `ks` of a policy's layers for a report; as one budget, where all layers have the same."""
     if name == "full":
         return "all tokens"
     budgets = [_format_budget(k) for k in ks]
@@ -72,7 +72,7 @@ def format_budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
 
 
 def format_sized(given: str, schedule: str, answers: int, name: str, ks: Sequence[Any]) -> str:
-    """Format the budget for the report's table: in tokens, after its size in bytes if `given` is one.
+    """Write the budget for the report's table: in tokens; where the user gave a size in bytes (`given`), that comes first.
 
     answers: bytes of generated tokens that are kept in addition. name, ks: the policy, and the budgets of its layers.
     """
@@ -96,7 +96,7 @@ def _format_budget(k: Any) -> str:
 
 
 def format_held(nbytes: int, full: int, peak: int) -> str:
-    """Format for a report a cache's bytes, their share of a full cache's, the bytes of free slots, and the peak."""
+    """Write a cache's bytes for a report: their share of a full cache's bytes, those of free slots, and the highest so far."""
     spare = max(nbytes - full, 0) if full else 0
     share = f"{(nbytes - spare) / full:.0%}" if full else "nothing read"
     slots = f", and {format_size(spare)} in free slots for coming tokens" if spare else ""
@@ -105,7 +105,7 @@ def format_held(nbytes: int, full: int, peak: int) -> str:
 
 
 def list_passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool) -> list[str]:
-    """Write lines for the report: the passes by kind, and in how many of them the budget acted.
+    """Write lines for the report: passes by kind, and in how many the budget acted (tokens were computed after an eviction).
 
     counts: by kind of pass, (all, those in which the budget acted). dropped: prompts that nothing went on from. never: the
     policy never evicts.
@@ -146,7 +146,7 @@ def _format_count(number: int, what: str) -> str:
 
 
 def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Write lines for the report on the backends that ran: each with its tasks and the reasons against faster ones."""
+    """Write lines for the report on backends (code for attention) that ran: the tasks of each, and why none was faster."""
     reasons = {part for _, why in ran.values() for part in why.split("; ")}
     if {name for name, _ in ran.values()} <= {"torch"} and (not ran or reasons & {_ASKED, *_ON_CPU}):
         return [f"torch ({_ASKED})" if _ASKED in reasons else "torch"]
@@ -158,7 +158,7 @@ def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
 
 
 def list_verified(verified: Verified) -> list[tuple[str, str]]:
-    """Return the report's rows on drafts under lossless=True, and the passes over all tokens that verified them."""
+    """Return the report's rows on lossless=True: draft tokens that were accepted, and the bytes moved to verify them."""
     drafts = (
         f"{verified.accepted:,} of {verified.drafted:,} tokens accepted; {verified.per_pass:.1f} tokens a pass over all tokens"
     )
@@ -167,7 +167,7 @@ def list_verified(verified: Verified) -> list[tuple[str, str]]:
 
 
 def format_times(seconds: Mapping[str, float]) -> str:
-    """Write for a report the time of a generate() to the first token and per further token, as far as they are known."""
+    """Write the times of a generate() for a report: to the first token, and per further token, as far as known."""
     if "first_token" not in seconds:
         return f"{_format_time(seconds['total'])} in all"
     further = f", {_format_time(seconds['per_token'])} for each further one" if "per_token" in seconds else ""

@@ -87,7 +87,7 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
 def _find_prompt(
     model: str | None, file: str | None, model_option: str | None, prompt_file: str | None, prompt: str | None
 ) -> tuple[str, TextFile | str]:
-    """Return the model of `generate`, and the prompt or its file. Raises KVPatchError if one is missing or given twice."""
+    """Return the model of `generate`, by name, and its prompt or file. Raises KVPatchError if one is missing or given twice."""
     if prompt is not None:
         files = [one for one in (file, prompt_file) if one is not None]
         if files:

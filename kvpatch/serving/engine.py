@@ -243,7 +243,7 @@ def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCr
 
 
 def _switch_off(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-    """Return a copy of a new manager's configuration without features that need a block for every token; log which are off."""
+    """Return a copy of a new manager's configuration with the features of OFF switched off; log those that were asked for."""
     asked, new, usual = [], copy.copy(config), ContinuousBatchingConfig()
     for name, value, what in OFF:
         if not hasattr(config, name):

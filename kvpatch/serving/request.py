@@ -77,7 +77,7 @@ def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, r
 
 
 def refuse_placeholders(ids: Sequence[int], placeholders: Mapping[int, str]) -> None:
-    """Raise KVPatchError if an arriving prompt has one of these ids, which stand for an image or a sound: none comes along."""
+    """Raise KVPatchError if an arriving prompt has an id of `placeholders`, for an image or sound: such requests bring none."""
     found = next((token for token in ids if token in placeholders), None)
     if found is not None:
         raise KVPatchError(

@@ -30,7 +30,7 @@ class Account:
     """
 
     def __init__(self, scheduler: Any, figures: Figures | None) -> None:
-        """Log the line of the start, and set the figures of pages. Made once, by the first group's manager."""
+        """Log a line on the budget, and set the counts of pages. Made once, as vLLM's scheduler starts."""
         self.figures = figures
         self.groups = [(len(one.layer_names), one.kv_cache_spec) for one in scheduler.kv_cache_config.kv_cache_groups]
         self._log_start(scheduler)

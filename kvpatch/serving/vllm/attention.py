@@ -215,7 +215,7 @@ class Worker:
         ]
 
     def spec(self, layer: BudgetedAttention, spec: AttentionSpec) -> BudgetSpec:
-        """Return the spec of a layer's pages under the budget, for which vLLM has made `spec`. vLLM asks several times."""
+        """Return the spec of a layer's pages under the budget, in place of vLLM's `spec`. Asked for as vLLM starts."""
         model, cache = self.config.model_config, self.config.cache_config
         budgeted = BudgetSpec.of(spec, self.held[layer.index], model.max_model_len, cache)
         check_manager(budgeted)
@@ -268,7 +268,7 @@ def _list_layers(config: VllmConfig) -> list[Any]:
 
 
 def _refuse_kind(attn_type: str, shares: bool, kv_cache_dtype: str) -> None:
-    """Raise KVPatchError, as a layer is made, if it is no decoder's, reads another's keys, or stores them in another dtype."""
+    """Raise KVPatchError, as a layer is made, if it is no decoder's, shares a layer's keys, or stores them in another dtype."""
     refused = (
         (attn_type != AttentionType.DECODER, f"attention of the kind {attn_type!r} in vLLM: start without its settings."),
         (shares, "layers that share keys in vLLM: start without its settings."),

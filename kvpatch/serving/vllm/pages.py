@@ -57,7 +57,7 @@ class BudgetSpec(CircularBufferSpec):
 
     @classmethod
     def of(cls, spec: AttentionSpec, layer: LayerBudget, longest: int, cache: CacheConfig) -> BudgetSpec:
-        """Return the spec of a layer's pages under its budget, as vLLM sizes them, with the other values of its own `spec`."""
+        """Return the spec of a layer's pages under its budget, when vLLM sizes them; the rest is as in vLLM's `spec`."""
         known = {field.name for field in fields(cls)}
         same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in known}
         size = cache.block_size if cache.user_specified_block_size else SLOTS

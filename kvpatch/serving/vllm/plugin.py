@@ -74,7 +74,7 @@ def _register_backends(asked: bool) -> None:
 
 
 def _register_choice(member: Any, path: str, register_backend: Any) -> None:
-    """Register under a backend's name a class that chooses between kvpatch's and the one that vLLM had there."""
+    """Register `path`, of choice.py, under a backend's name. The path that was registered before is kept in OWN."""
     if member.get_path() != path:  # vLLM may run the plugin again
         OWN[member.name] = member.get_path()
         register_backend(member, path)
