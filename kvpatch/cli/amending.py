@@ -60,7 +60,7 @@ class AmendingSend:
 
 
 def complete_answer(answer: dict[str, Any], asked: AcceptedRequest) -> bool:
-    """Note in an answer, in place, how many prompt tokens came from a kept cache, and in a "response" that its limit cut it.
+    """Note in an answer, in place, how many prompt tokens came from a kept cache, and in a "response" that a limit cut it.
 
     Called for each JSON object that goes out. Returns False for one without a usage, such as a piece of text: it is unchanged.
     """

@@ -162,7 +162,7 @@ class Answers(CBGenerateManager):
             self._end_request(request_id, "gone")
 
     def close(self, request_id: str) -> AcceptedRequest | None:
-        """Forget and return a request; `Gate` calls this at its end. Every EVERY-th call frees memory."""
+        """Forget and return a request; `Gate` calls this when it has ended. Every EVERY-th call frees memory."""
         self.cancel(request_id)
         asked = self.asked.pop(request_id, None)
         self._closed += asked is not None

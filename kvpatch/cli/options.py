@@ -168,7 +168,7 @@ def _is_typed(context: typer.Context, name: str) -> bool:
 
 
 def read_calibration(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a policy's options, with the calibration loaded that `calibration` names by its file. Raises KVPatchError."""
+    """Return a policy's options, with the file that `calibration` names loaded. Raises KVPatchError if it cannot be read."""
     if "calibration" not in options:
         return options
     from ..storage.calibration import load_calibration
@@ -207,7 +207,7 @@ def _split_pairs(text: str) -> list[str]:
 
 
 def find_model(argument: str | None, option: str | None) -> str:
-    """Return the model's name, an argument or by --model. Raises KVPatchError if there is none or two."""
+    """Return the model's name, from the argument or --model. Raises KVPatchError if none or both are given."""
     if argument is not None and option is not None:
         raise KVPatchError(f"The model is given twice: {argument} and --model {option}.")
     model = argument if option is None else option

@@ -175,7 +175,7 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
             return [{"id": self.force_model, "object": "model", "created": started, "owned_by": "kvpatch"}]
 
     def build_mended(manager: Any, *more: Any, **named: Any) -> Any:
-        """Build transformers' app in place of build_server(), as Serve starts: messages are read by kvpatch."""
+        """Build transformers' app for build_server(), as Serve starts; let kvpatch read messages, and wrap the app."""
         for handler in (*more, *named.values()):
             if isinstance(handler, BaseHandler):
                 handler.get_processor_inputs_from_messages = read_messages  # type: ignore[method-assign]

@@ -38,7 +38,7 @@ def find_current_settings() -> RequestTerms | None:
 
 
 def check_current() -> None:
-    """Raise KVPatchError, as vLLM chooses a backend without budgets, if its configuration asks for a budget that cannot be."""
+    """Raise KVPatchError, as vLLM chooses a backend without budgets, if kvpatch's settings ask for what cannot be served."""
     config = find_config()
     terms = None if config is None else find_settings(config)
     if config is not None and terms is not None:
