@@ -107,7 +107,7 @@ class Checks:
         return dataclasses.replace(self.policy, merging=None)
 
     def _prompt_length(self, settings: Any) -> int:
-        """Return the length of the checks' prompt, at most _LONGEST: so long that the policy evicts, and thrice its window."""
+        """Return the checks' prompt's length, at most _LONGEST: the policy evicts, and three windows or more fit in."""
         window = self.policy.needs.find(WindowAttention)
         n = max(_PROMPT, 3 * (0 if window is None else window.width))
         evicting = [layer for layer in range(len(self.target.attentions)) if settings.budget.evicts(layer)]
