@@ -31,7 +31,7 @@ def attend(
     bound_adapter: BoundAdapter,
     reads: bool = False,
 ) -> Tensor:
-    """Attend with new tokens through the cache, and evict what the policy chooses; each patched layer calls it in a pass.
+    """Attend in one layer: write new tokens to the cache, and evict what the policy chooses. Each patched layer calls it.
 
     q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
     prompt are attended together; the others one after another, each as a decode step. Autocast is off throughout: scores,
@@ -54,7 +54,7 @@ def is_autocasting(device: str) -> bool:
 def _attend_writing(
     cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter
 ) -> Tensor:
-    """Attend in a layer with keys of its own: in a replay, or through a cache, whose tensors later passes write to in place."""
+    """Attend in a layer with keys of its own, in a replay or through a cache. A cache's tensors stay writable (see below)."""
     if isinstance(cache, ReplayPass):
         return cache.attend(layer, q, k, v, bound_adapter)
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
@@ -100,7 +100,7 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Run a pass that is no lone decode step: the prompt's columns at once, each other as a step; return [B,H,G,Q,D]."""
+    """Run a pass that is no lone decode step: the prompt's columns at once, then a step per column; return [B,H,G,Q,D]."""
     P, Q = call.now.prompt, k.shape[2]
     repeat = call.now.repeat
     read: Callable[..., Tensor] = blockwise.attend if call.now.blocks else prefill.attend
@@ -113,7 +113,7 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 
 def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:
-    """Return the Call (layer and pass in one) of a layer that begins: decode steps take their prompt's, set to the new pass."""
+    """Return the Call (layer and pass in one) of a layer that begins. A decode step takes its last Call, set to this pass."""
     now = cache.running
     call = None if now.prompt or now.traced else find_steps(cache).calls.get(layer)
     if call is not None and call.bound_adapter.attn is bound_adapter.attn and call.device == q.device:

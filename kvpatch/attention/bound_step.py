@@ -36,7 +36,7 @@ class BoundStep:
     """
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Look up what does not change from step to step, so that a step costs little Python; made by `bind_steps`."""
+        """Keep what does not change from step to step, so that a step costs little Python. `bind_steps` makes it."""
         self.call, self.stack = call, stack
         self.attn, self.slots, self.geometry = call.bound_adapter.attn, call.slots, call.geometry
         self.find_kv = weakref.ref(call.slots.kv)
@@ -72,7 +72,7 @@ class Fused(BoundStep):
         self.norms_NB = None if stack is None or stack.norms_LNB is None else stack.norms_LNB[call.layer]
 
     def count(self, v: Tensor) -> None:
-        """Begin a step: count its token in the layer, and write norms of its projected value if the stack selects by them."""
+        """Begin a step: count its token in the layer, and write the norms of its value if the policy selects by them."""
         self.slots.seen += 1
         if self.norms_NB is not None:
             self.call.write_norms(v, self.norms_NB)
@@ -82,7 +82,7 @@ class FusedByTorch(Fused):
     """Writes key and value and attends; where the stack observes, the probabilities are left in its buffer."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Bind the step as BoundStep does, and views of the layer's buffers, which every step writes to and reads."""
+        """Bind the step as BoundStep does, and take views of the layer's buffers. Every step writes to these views."""
         super().__init__(call, stack)
         self.observes, self.slotted = stack is not None and call.observes, self.mode.slotted
         B, H, G, D = self.query
@@ -116,7 +116,7 @@ class FusedByTorch(Fused):
         return mix(torch.softmax(x, -1, out=p_NGT), values_NTW, self.value_codec, self.dtype).reshape(self.out)
 
     def _write_token(self, cache: TextState, k: Tensor, v: Tensor) -> int:
-        """Write key and value into the free slots, or after the used columns; return the number of columns to attend to."""
+        """Write a token's key and value to free slots, or after the used columns; return the number of columns to attend to."""
         slots = self.slots
         if self.slotted:
             self.kv.write_at(slots.free_slots(), *self.kv.encode_pair(k, v))
@@ -136,7 +136,7 @@ class FusedByKernels(Fused):
     """Kernels write, attend, add to the statistics and may name the victims."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Bind the step, and the rule of its kernels: the sums to add to, and whom to evict; neither without a stack."""
+        """Bind the step, and tell its kernels which sums to add to and whom to evict. Without a stack they do neither."""
         super().__init__(call, stack)
         kernels, acts = backend("triton"), stack is not None
         self.step = kernels.step
@@ -157,7 +157,7 @@ class FusedByKernels(Fused):
 
 
 def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
-    """Bind the layers of a decode step, whose first layer calls this, but for that and the last: they run it in little Python.
+    """Bind all layers but the first, which calls this, and the last to a decode step, so that it costs them little Python.
 
     The attention modules find the bound steps in `steps.running`, and call them in place of attend.attend. None is bound where
     the step needs all that attend.attend does.
@@ -172,7 +172,7 @@ def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
 
 
 def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | None) -> BoundStep | None:
-    """Return a layer's bound step, kept in `steps.bound`, new if stack, mode or buffers have changed; None if it never ran."""
+    """Return a layer's bound step from `steps.bound`; make it anew if stack, mode or buffers changed. None: it never ran."""
     call = steps.calls.get(layer)
     if call is None:
         return None
@@ -188,7 +188,7 @@ def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | No
 
 
 def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
-    """Bind the step of a stacked layer: fused (in few calls) where the stack's backend can, else decode.attend's."""
+    """Return a stacked layer's bound step: fused (few calls) if the stack's backend can, else one that calls decode.attend."""
     slotted, kernels = call.slots.mode.slotted, stack.backend == "triton"
     alone = call.policy.stores and not call.policy.entry_by_position  # else written for all layers at once
     if alone or (kernels and not slotted) or not (kernels or _is_plain_softmax(call)):
@@ -197,7 +197,7 @@ def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
 
 
 def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
-    """Bind the step of a layer in no stack: fused (in few calls) where it appends, and neither scores nor evicts."""
+    """Return the bound step of a layer in no stack: fused (few calls) if it only appends, else one that calls decode.attend."""
     slots = call.slots
     entry = call.policy.stores or call.policy.keeps_norms
     scores = call.observes or slots.statistics or (call.evicts and entry)

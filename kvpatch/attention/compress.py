@@ -68,7 +68,7 @@ class PromptEnd:
     def count(self, everyone: Parallel) -> None:
         """Set, as a prompt's end begins, `budget_B`, `held`, `fixed` and `keep`, which the class describes.
 
-        It waits for the device if the host does not know them (`_count_held`). everyone: the processes whose heads are counted.
+        It waits for the device if the host does not know how many tokens heads hold. everyone: the processes with these heads.
         """
         self.budget_B = _list_budgets(self.call)
         self.held, self.fixed = _count_held(self.call, self.past, everyone)
@@ -87,12 +87,12 @@ class PromptEnd:
         return slots.positions[:, :, : slots.used] < 0 if slots.holes else None
 
     def make_context(self) -> None:
-        """Set `context`, what scores read to decide whom to evict, before `rank`, `weigh` or `order`."""
+        """Set `context`, which scores read to decide whom to evict. Called before `rank`, `weigh` or `order`."""
         self.context = self.call.eviction_context(find_newest(self.call), -1)
         self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _warn_of_scores, self.call)
 
     def rank(self) -> Tensor:
-        """Set and return `keys`: sort keys of tokens [B,H,T] by score alone, lowest evicted first, to count what heads keep."""
+        """Set and return `keys`: sort keys of tokens [B,H,T] by score alone, lowest evicted first. Heads share budgets so."""
         self.context.keep_BH1 = None  # heads share by score alone
         self.keys = self.call.policy.eviction_keys(self.context, self.empty)
         return self.keys
@@ -109,7 +109,7 @@ class PromptEnd:
         return [count if n_queries else held for count, held, n_queries in rows]
 
     def order(self, count: list[list[int]], everyone: Parallel) -> Tensor:
-        """Return sort keys of the tokens [B,H,T], lowest evicted first, once it is known how many (`count`) each head keeps."""
+        """Return the sort keys [B,H,T] by which tokens are evicted, lowest first. count: tokens that each head is to keep."""
         policy = self.call.policy
         if self.keys is not None and policy.selection is None:
             return self.keys
@@ -149,7 +149,7 @@ def finish(cache: TextState, now: Forward) -> None:
 
 
 def finish_group(group: list[PromptEnd]) -> None:
-    """End a prompt, block or edit in a layer, or in all that share a budget: evict, and choose backends of coming steps."""
+    """End a prompt, block or edit in one layer, or in all layers that share a budget: evict, and choose backends of steps."""
     if group[0].call.evicts:
         _compress_group(group)
     else:
@@ -162,7 +162,7 @@ def finish_group(group: list[PromptEnd]) -> None:
 
 
 def _compress_group(group: list[PromptEnd]) -> None:
-    """Evict layers whose heads share one budget, or a single layer, down to it, and move the kept tokens to new buffers.
+    """Evict down to the budget in a single layer, or in layers whose heads share one, and move kept tokens to new buffers.
 
     First it finds for each row how many tokens each head keeps (`count`), and how many it may hold while decoding (`keep`).
     """
@@ -200,7 +200,7 @@ def _compress_group(group: list[PromptEnd]) -> None:
 
 
 def _share_budget(group: list[PromptEnd], share: Adaptive, everyone: Parallel) -> list[list[int]]:
-    """Return the tokens that each head of the layers keeps of the budget that they share, by row; waits for the device."""
+    """Divide a shared budget by scores: return how many tokens each head of the layers keeps, by row. Waits for the device."""
     device = group[0].call.slots.positions.device
     keys = [everyone.gather_heads(one.rank(), empty=FIRST).to(device) for one in group]
     width = max(key.shape[-1] for key in keys)
@@ -211,7 +211,7 @@ def _share_budget(group: list[PromptEnd], share: Adaptive, everyone: Parallel) -
 
 
 def _exceeds_budget(held: list[int], most: list[int], share: Adaptive | None) -> bool:
-    """Tell if the heads of a row hold more than they may, in all if they share."""
+    """Tell if a head of a row holds more tokens than it may, or, where heads share a budget, all of them together."""
     return any(map(operator.gt, held, most)) if share is None else sum(held) > sum(most)
 
 
@@ -222,7 +222,7 @@ def _join_rows(layers: list[list[list[int]]]) -> list[list[int]]:
 
 @contextmanager
 def _meter_move(call: Call) -> Iterator[None]:
-    """Count a layer's bytes while its buffers move, for the peak of a report: the old ones live until the new are filled."""
+    """Run a block that moves a layer to new buffers, and count both for a report's peak: the old live until it has ended."""
     old_nbytes = call.slots.kv.nbytes
     yield
     call.cache.meter.count(old_nbytes, old_nbytes, call.slots.kv.nbytes)
@@ -245,8 +245,8 @@ def _keep_all(call: Call) -> None:
 def _count_held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], list[list[int]]]:
     """Return how many tokens each head holds, and how many of them the budget does not count (a prompt or turns), by row.
 
-    They are read from the device only where earlier evictions have left heads with different tokens. past: slots in use before
-    the prompt that ends. everyone: the processes whose heads are counted.
+    The numbers are read from the device only where earlier evictions have left heads with different tokens. past: slots in use
+    before the prompt that ends. everyone: the processes whose heads are counted.
     """
     slots, now = call.slots, call.now
     B, H, _ = slots.positions.shape
@@ -268,7 +268,7 @@ def _count_held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[in
 
 
 def _fill_counts(call: Call, rows: list[list[int]]) -> Tensor:
-    """Copy numbers, a list of heads for each row, to the layer's device as a tensor [B,H]."""
+    """Copy a number of each head, in a list for each row, to the layer's device as a tensor [B,H]."""
     return call.now.copy([n for row in rows for n in row], call.slots.positions.device).view(len(rows), -1)
 
 
@@ -286,7 +286,7 @@ def _are_equal(rows: list[list[int]]) -> bool:
 def _compress_layer(
     call: Call, order: Tensor | None, count: list[list[int]], keep: list[list[int]], uneven: bool, scored: bool
 ) -> None:
-    """End a layer's prompt: move kept tokens into new buffers, and set its mode (where next tokens go) and budgets.
+    """End a prompt in one layer: move kept tokens to new buffers; set its mode (where next tokens go) and heads' budgets.
 
     count: tokens that each head keeps, the first ones of `order`; None: all. uneven: heads may hold different numbers,
     perhaps only because of heads on other processes. This process then runs the eviction at every step as they do, because
@@ -343,10 +343,10 @@ def _compress_layer(
 
 
 def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tensor | None:
-    """Return new values [B,H,K,D] for the tokens to be kept, which make up for those that a prompt's end is about to evict.
+    """Return new values [B,H,K,D] for kept tokens. They make up for the tokens that a prompt's end is about to evict.
 
-    None if the policy has no merging, or if nothing is evicted. A head whose new values are not all finite keeps its own and
-    is marked in slots.unfitted_BH. index: slots of the kept tokens; real: False where a head has fewer than others.
+    None if the policy has no merging, or if nothing is evicted. A head whose new values are not all finite keeps its old ones
+    and is marked in slots.unfitted_BH. index: slots of the kept tokens; real: False where a head has fewer than others.
     """
     slots, merging = call.slots, call.policy.merging
     if merging is None or index is None:
@@ -363,14 +363,14 @@ def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tenso
 
 
 def _move_kept(call: Call, index: Tensor | None, kept: Tensor | None, values: Tensor | None, layout: Layout) -> None:
-    """Move the tokens at `index` (where `kept`; None: all) into slots of `layout`, and write new `values` if there are some."""
+    """Move, as a prompt ends, the tokens at `index` (where `kept`; None: all) to new slots; write `values` unless None."""
     call.slots.allocate(index, kept, layout)
     if values is not None:
         call.slots.replace_values(values, kept)
 
 
 def _count_spare(call: Call, tokens: int) -> int:
-    """Return how many coming tokens a head gets room for: all if steps are to be compiled, else the usual slack."""
+    """Return how many slots a head gets for coming tokens as a prompt ends: for all if steps are compiled, else a few."""
     room, coming = call.cache.request.room, call.cache.request.new_tokens
     if room is not None:
         return room
@@ -433,7 +433,7 @@ def _set_quotas(call: Call) -> list[int]:
 
 
 def _say_cuts(call: Call) -> None:
-    """Warn once, where a prompt ends, of protected sizes (such as sinks=) cut as the smallest budget of a row is smaller."""
+    """Warn once, where a prompt ends, of protected sizes (such as sinks=) that are cut to fit the smallest budget of a row."""
     settings, once = call.settings, call.policy.schedule == "prompt"
     # a shorter text than its budget evicts if generated tokens fill the budget, which a policy that evicts once lets grow
     rows = [(b, n) for b, n in zip(_list_budgets(call), call.now.budget_n_B, strict=True) if n > b or not once]
@@ -471,7 +471,7 @@ def _list_budgets(call: Call) -> list[int]:
 
 
 def find_newest(call: Call) -> Tensor:
-    """Return the position [B,1,1] that ages count from as a prompt ends: of each row's newest token, or of an edit's last."""
+    """Return the position [B,1,1] from which ages count as a prompt ends: that of a row's newest token, or an edit's last."""
     edit = call.now.edit
     return call.now.copy([(n if edit is None else edit.stop) - 1 for n in call.now.n_B], call.slots.positions.device)[
         :, None, None

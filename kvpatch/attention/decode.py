@@ -85,7 +85,7 @@ def _run_torch(
 
 
 def _write_token(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-    """Begin a step without a stack: make room for the token, count it; return what the score stores, to write with its key."""
+    """Begin a decode step of one layer: make room for the token and count it; return the state to be written with its key."""
     slots = call.slots
     if not call.now.traced:
         slots.make_room()
@@ -104,7 +104,7 @@ def _end_step(
     t: int,
     named: bool,
 ) -> None:
-    """End a decode step: add its attention to the sums, let the policy's readers (`needs`) see it, evict, and note who went.
+    """End a decode step: add its attention to the layer's sums, show it to the policy's `needs`, evict, and record evictions.
 
     named: kernels have evicted, and named the slots for the next token, already. new: queries, key and value of the token;
     None for stacked layers.
@@ -170,8 +170,8 @@ def _run_kernels(
     """Run a step in Triton's kernels, which write, attend and observe; return the output, and if they have evicted too.
 
     Returns None if the kernels cannot be launched; all is then as before, but the free slots may hold the new entry already,
-    which torch overwrites. Of stacked layers only the first tries: a failure in a later one is raised, for the caches of those
-    before it have changed.
+    which torch overwrites. Of stacked layers only the first tries: a failure in a later one is raised, for the layers before it
+    have changed.
     """
     slots, wanted = call.slots, call.observes
     appends = not slots.mode.slotted
@@ -205,7 +205,7 @@ def _run_kernels(
 
 
 def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
-    """Add a decode step's probabilities, one row of attention that torch computed, to the layer's sums, which scores read."""
+    """Add a decode step's attention probabilities, as torch computed them, to the sums by which tokens are scored."""
     policy, (B, H, _, T) = call.policy, p_BHGT.shape
     seen = UNCOUNTED
     if "count" in policy.needs.statistics:  # keys that the new token attends to

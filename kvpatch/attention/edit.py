@@ -62,14 +62,14 @@ class EditEnd(PromptEnd):
         return self.call.policy.every - 1
 
     def count(self, everyone: Parallel) -> None:
-        """Set, as an edit's end begins, `held`, `fixed`, `keep`: heads' tokens, none outside the budget, their old budgets."""
+        """Set `held` (tokens of each head), `fixed` (zeros: all count) and `keep` (its old budget). Called as an edit ends."""
         slots = self.call.slots
         self.held = (slots.positions[:, :, : slots.used] >= 0).sum(-1).tolist()
         self.fixed = [[0] * len(row) for row in self.held]
         self.keep = slots.own_budget_BH1[..., 0].tolist()
 
     def make_context(self) -> None:
-        """Set `context`, which scores read: ages count from the text's newest token, recent ones from the edit's last."""
+        """Set `context`, which scores read: ages count from the text's newest token; the edit's last tokens are the recent."""
         now, slots = self.call.now, self.call.slots
         newest_B11 = now.copy([n - 1 for n in now.n_B], slots.positions.device)[:, None, None]
         self.context = self.call.eviction_context(newest_B11, -1)
@@ -85,7 +85,7 @@ class EditEnd(PromptEnd):
         return self._protect_after_edit(super().order(count, everyone))
 
     def _protect_after_edit(self, keys: Tensor) -> Tensor:
-        """Return the tokens' sort keys (lowest evicted first) raised for tokens after the edit, sinks, `protect=`: they stay.
+        """Return sort keys (lowest evicted first), raised for sinks, `protect=` and tokens after the edit. These tokens stay.
 
         Each head held these before the edit, so its budget has room for them. It may have none for the other tokens that the
         policy protects: they get lower keys, the lowest those farthest from the edit.

@@ -38,7 +38,10 @@ class Call(LayerRead):
     def __init__(
         self, cache: TextState, now: Forward, layer: int, bound_adapter: BoundAdapter, group: int, device: torch.device
     ) -> None:
-        """Bind a layer of `cache` to its module, on `device`; decode steps reuse it. group: query heads per KV head."""
+        """Bind a layer of `cache` to its attention module for the pass `now`; later decode steps reuse the Call by `begin`.
+
+        group: query heads per KV head. The first Call of a layer also sets `slots.geometry`.
+        """
         # the cache owns its calls, which must not keep it alive; a traced pass makes calls of its own
         self._find_cache: Callable[[], TextState | None] = (lambda: cache) if now.traced else weakref.ref(cache)
         self.bound_adapter, self.group, self.device = bound_adapter, group, device
@@ -78,14 +81,14 @@ class Call(LayerRead):
         return cache
 
     def copy_for_stack(self, slots: SlotLayer, layer_B: Tensor) -> Call:
-        """Return this call for layers stacked for decode steps: `slots` has their rows, layer_B [B] the layer of each row."""
+        """Return a copy of this Call for layers stacked for decode steps. slots: their rows. layer_B [B]: the layer of each."""
         other = copy.copy(self)
         other.slots, other.layer_B = slots, layer_B
         return other
 
     @property
     def evicting(self) -> bool:
-        """True if a decode step runs the eviction. Heads on other processes may evict, which can need all of them."""
+        """True if decode steps evict now: not while all heads are below budget, unless other processes hold heads too."""
         slots = self.slots
         return self.evicts and slots.mode.evicts and not (slots.mode.unfilled and not self.parallel)
 
@@ -97,7 +100,7 @@ class Call(LayerRead):
         return (self.slots.mode.evicts and self.policy.needs.rows != "none") or self.policy.remembers
 
     def entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> dict[str, Tensor]:
-        """Compute what the score, the selection, `protect=` and `quota=` keep about a prompt's tokens when they are written."""
+        """Return by name the state to be written with a prompt's tokens, for score, selection, `protect=` and `quota=`."""
         if not self.evicts:
             return {}
         entry = self.slots.make_blanks(k_BHQD.shape[2])
@@ -109,7 +112,7 @@ class Call(LayerRead):
         return entry
 
     def score_entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> dict[str, Tensor]:
-        """Compute what the score and its needs store with new tokens, from keys and values as the cache holds them."""
+        """Return by name what the score and its needs store with new tokens, from keys and values as the cache rounds them."""
         key_codec, value_codec = self.slots.kv.codecs
         return self.policy.entry(self._describe_tokens(key_codec.cached(k_BHQD), value_codec.cached(v_BHQD), positions_BQ))
 
@@ -118,17 +121,17 @@ class Call(LayerRead):
         return NewTokens(k_BHQD, v_BHQD, positions_BQ, self.group, self.layer_B, self.settings.seed, first)
 
     def selection_entry(self, v_BHQD: Tensor) -> dict[str, Tensor]:
-        """Compute the norms of new tokens' values after the output projection, if decode steps will choose among these by them.
+        """Return the norms of new tokens' values after the output projection, for policies that choose by them in decode steps.
 
-        A policy that evicts at the prompt's end alone computes them there, for fewer tokens. But if layers share a budget, they
-        evict after the last layer, when accelerate may have offloaded this one's weights: then they are computed here too.
+        A policy that evicts at the prompt's end alone computes norms there, for fewer tokens. But layers that share a budget
+        evict after the last layer, when accelerate may have offloaded this layer's weights: then norms are computed here too.
         """
         if not self.evicts or not self.policy.keeps_norms:
             return {}
         return {"norm": self._project_norms(self.slots.kv.codecs[1].cached(v_BHQD), None)}
 
     def write_norms(self, v_BH1D: Tensor, out_NB: Tensor) -> None:
-        """Write a decoded token's ||v W_O||, which the policy selects by, for each query head to out_NB [H*G,B]."""
+        """Write the norm ||v W_O|| of a decoded token's value by query head to out_NB [H*G,B]; the policy selects by it."""
         assert isinstance(self.policy.selection, TwoStage)
         v_BN1D = self.bound_adapter.head_values(self.slots.kv.codecs[1].cached(v_BH1D))
         rows = self._output_rows(v_BN1D, len(out_NB) // v_BN1D.shape[1])
@@ -137,7 +140,7 @@ class Call(LayerRead):
     def _project_norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
         """Return the norms of values after the output projection, ||v W_O|| [B,H,Q], the mean over a group of query heads.
 
-        For selections that weigh tokens by them. wanted: the values that count, if not all.
+        For selections that weigh tokens by these norms. wanted: True for the values whose norms are needed; None: all.
         """
         assert isinstance(self.policy.selection, TwoStage)
         norm, H = self.policy.selection.norm, v_BHQD.shape[1]
@@ -156,7 +159,7 @@ class Call(LayerRead):
         return projected_norms(v_BNTD.repeat_interleave(group, 1), rows, 2).unflatten(1, (-1, self.group))
 
     def _output_rows(self, like_BNTD: Tensor, group: int) -> Tensor:
-        """Return the output projection's rows W_O by head, for norms of values; `slots` keeps them if they were measured."""
+        """Return the output projection's rows W_O by head, for norms of values; `slots` keeps dequantized or gathered ones."""
         rows = self.slots.output_rows
         if rows is None:
             rows, worked_out = self.bound_adapter.output_rows(like_BNTD, group, self.settings.parallel)
@@ -164,7 +167,7 @@ class Call(LayerRead):
         return rows
 
     def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-        """Compute what score and selection store with one decoded token before it is written, as `entry` for a prompt's."""
+        """Return by name the state to be written with one decoded token, for score and selection; for a prompt: `entry`."""
         if not self.evicts:
             return {}
         entry = {**self.selection_entry(v_BH1D), **self.slots.make_blanks()}
@@ -173,7 +176,7 @@ class Call(LayerRead):
         return {**self.entry_ahead(k_BH1D, positions_B1), **entry}
 
     def entry_ahead(self, like_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-        """Return what scores store with a decoded token by position alone; `slots.ahead` gets it for AHEAD steps at once."""
+        """Return the state of a decoded token that follows from its position alone; `slots.ahead` holds it for AHEAD steps."""
         slots = self.slots
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
@@ -183,14 +186,14 @@ class Call(LayerRead):
         return {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
 
     def keys(self, past: int, contents: bool = True) -> Keys:
-        """Return the used slots for a backend to attend to. past: those before a prompt. contents: False if shapes suffice."""
+        """Return the used slots for a backend to attend to. past: slots before the prompt. contents: False if shapes suffice."""
         slots = self.slots
         keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline_view()
         grown = None if self.now.traced else slots.mode.count_new_slots()  # a traced step knows it from the positions only
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown, slots.kv.codecs)
 
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
-        """Describe a task to the backends, for the choice of one. scores: the policy's sums are needed too."""
+        """Describe an attention task of this layer, to choose a backend for it. scores: the policy's sums are needed too."""
         T = keys.positions_BHT.shape[-1]
         sliding, special = self.geometry.sliding, self.geometry.special
         if sliding is not None and sliding >= T and not keys.past and task in ("prompt", "statistics"):
@@ -220,7 +223,7 @@ class Call(LayerRead):
 
         Then a token's position is its rank among the tokens that its head holds: keys are cached without positions and get them
         here before each attention, as do the queries. later_BQ: tokens after each query, all of them held; None if the queries
-        are the new tokens'.
+        are those of the new tokens.
         """
         if not self.settings.renumbered:
             return q_BHGQD, keys
@@ -250,10 +253,10 @@ class Call(LayerRead):
         return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k, codecs=codecs)
 
     def show(self, keys: Keys, copied: bool = False) -> None:
-        """Keep in `now.shown` the keys that these queries see, for later layers that use them (reading.py), after the eviction.
+        """Keep in `now.shown` the keys that these queries see: later layers without keys attend to them too (reading.py).
 
-        Positions are copied, since an eviction changes them at once. copied: keys and values too, since this pass overwrites
-        them; else they stay until the next token takes their slot.
+        Positions are copied, since this layer's eviction changes them. copied: keys and values are copied too, since this pass
+        overwrites them; else they stay until the next token takes their slot.
         """
         if copied:
             keys = replace(keys, k_BHTD=keys.k_BHTD.clone(), v_BHTD=keys.v_BHTD.clone())
@@ -261,7 +264,7 @@ class Call(LayerRead):
         self.now.shown.setdefault(self.layer, []).append(keys)
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
-        """Return what scores and scopes read to decide whom to evict. t: column of the pass, for values that layers share."""
+        """Return what a policy's score and scope read to decide whom to evict. t: column of the pass, for values of all layers."""
         slots, limits = self.slots, self.slots.own_limits
         positions, state = self.positions_BHT, slots.state_view()
         for one in self.policy.needs.sums:
@@ -300,7 +303,7 @@ class Call(LayerRead):
             lifetimes.note(self.layer, slots.positions[:, :, : slots.used], newest_B11 + 1)
 
     def rotated_back(self, x_BHTD: Tensor, positions_BHT: Tensor) -> Tensor:
-        """Return queries or keys unrotated, in the scores' dtype, for scores without positions; anything for padding."""
+        """Return queries or keys with their rotation undone, in the dtype of scores, for scores that leave positions out."""
         x_BHTD = x_BHTD.to(accumulator(x_BHTD.dtype))
         if self.now.table is None:
             return x_BHTD
@@ -325,7 +328,7 @@ class Call(LayerRead):
         return self.geometry.slopes_HG
 
     def statistic(self, name: str) -> Tensor:
-        """Return the state tensor `name` of the used slots, where a policy adds up what it sees; a new one begins as zero."""
+        """Return the state tensor `name` of the used slots, in which a policy adds up numbers per token; it begins as zeros."""
         slots = self.slots
         if name not in slots.state:
             self.policy.needs.check_state(name, slots.state)
@@ -336,7 +339,7 @@ class Call(LayerRead):
         return self.rotated_back(self.held()[0], self.positions_BHT)
 
     def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
-        """Return the mean rotation [B,1,1,D,D] of `future` coming positions, for scores by expected queries, or None."""
+        """Return the mean rotation [B,1,1,D,D] of `future` coming positions, for scores by expected queries; None: no table."""
         now = self.now
         if now.table is None:
             return None
@@ -347,7 +350,8 @@ class Call(LayerRead):
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, first_B1: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [B,H,G,W,T] of stored queries, and the candidates: the tokens before `first_B1`, bool [B,H,T].
 
-        For scores by the attention of the last queries. A logit is the least number where the query does not see a candidate.
+        For scores by the attention of the last queries, at `positions_BW`. Where a query does not see a candidate, the logit is
+        the lowest number of its dtype.
         """
         slots, geometry = self.slots, self.geometry
         (k, v), positions = self.held(), self.positions_BHT
@@ -366,7 +370,11 @@ class Call(LayerRead):
     def attend_to_slots(
         self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attend from queries after the used slots, to refit kept values: return outputs, and log-sum-exps of `kept` alone."""
+        """Compute the attention of W queries, whose positions follow those of all used slots, over these slots.
+
+        Refitting calls it where a prompt ends, to fit new values of the tokens to be kept. Returns the outputs over all slots
+        that a query sees, and the log-sum-exp over those of `kept_BHT` alone: +inf, for weights of 0, where it sees none.
+        """
         x, seen = self._find_logits(q_BHGWD, k_BHTD, positions_BW, self.positions_BHT)
         x_kept, sees_kept = _mask_seen(x, seen & kept_BHT[:, :, None, None])
         x, sees_any = _mask_seen(x, seen)
@@ -375,12 +383,15 @@ class Call(LayerRead):
         return (p.flatten(2, 3) @ v_BHTD).unflatten(2, p.shape[2:4]), lse
 
     def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
-        """Return the attention that `attend_to_slots`'s queries pay slots `index_BHM`. lse_BHGW: the queries' log-sum-exp."""
+        """Return the attention that queries pay to the slots at `index_BHM`, to refit their values.
+
+        lse_BHGW: log-sum-exp of each query, from `attend_to_slots`. k_BHMD: keys of these slots.
+        """
         x, seen = self._find_logits(q_BHGWD, k_BHMD, positions_BW, self.positions_BHT.gather(2, index_BHM))
         return (x - lse_BHGW[..., None]).masked_fill(~seen, -torch.inf).exp()
 
     def _find_logits(self, q_BHGWD: Tensor, k: Tensor, positions: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [B,H,G,W,M] of later queries (at `positions`) with slots' keys (at `at`), and a mask of those seen."""
+        """Return logits [B,H,G,W,M] of queries at `positions` with keys at positions `at`, and which keys each query sees."""
         place, rows = at[:, :, None, None], positions[:, None, None, :, None]
         seen = keep_in_window((place >= 0) & (rows >= 0), self.geometry.sliding, place, rows)
         return window_logits(q_BHGWD, k, at, positions, self.geometry), seen
@@ -405,7 +416,7 @@ class Call(LayerRead):
     def _stored_norms(self, known: Tensor, out: Tensor | None) -> Tensor:
         """Return norms of projected values [B,H,T] for an eviction that weighs values: stored ones, or computed now.
 
-        They may be anything for tokens that are chosen already (`known`), and protected or empty slots (`out`).
+        Norms may be any numbers for tokens that are chosen already (`known`), and for protected or empty slots (`out`).
         """
         if "norm" in self.slots.state:
             return self.slots.state_view()["norm"]
@@ -413,9 +424,9 @@ class Call(LayerRead):
         return self._project_norms(self.slots.view()[1], ~unwanted)
 
     def sums(self, rows: ProbabilityRows, rows_BQ: Tensor, tau: float | Tensor) -> dict[str, Tensor]:
-        """Return by name what a block of rows' probabilities adds to the policy's sums [N,M] in a pass; nothing is stored.
+        """Return by name what the attention probabilities of a block of query rows add to the policy's sums [N,M].
 
-        rows_BQ: positions of all rows of the pass. tau: temperature.
+        Nothing is stored: `add` does that. rows_BQ: positions of all query rows. tau: temperature of a softmax with noise.
         """
         slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
         if isinstance(tau, Tensor) and tau.ndim:  # one per row where rows are at different steps
@@ -427,7 +438,7 @@ class Call(LayerRead):
         noise = slots.state.get("noise")
 
         def place() -> tuple[Tensor, Tensor, Tensor]:
-            """Return the block's query heads [N,G], and its rows' and keys' positions; statistics that need them call this."""
+            """Return the block's query heads by number [N,G], and positions of its rows and keys; some statistics call this."""
             H = slots.positions.shape[1]
             n = torch.arange(rows.n0, rows.n1, device=rows_BQ.device)
             head_N = self.settings.parallel.first(H) + n % H
@@ -448,7 +459,11 @@ class Call(LayerRead):
         return {one.key: STATISTICS[one.key](block, one) for one in self.policy.needs.sums}
 
     def add(self, sums: dict[str, Tensor]) -> None:
-        """Add a pass's sums [B,H,T], which scores read, to the layer's in place; old ones are first multiplied by decay."""
+        """Add what a forward pass sums up of attention probabilities per key, `sums` [B,H,T] by name, to the layer's totals.
+
+        The policy computes its scores from these totals, tensors of `slots.state`. Each is first multiplied by its decay. A sum
+        that layers share (`across_layers`) goes to `cache.shared` instead.
+        """
         slots = self.slots
         for one in self.policy.needs.sums:
             increment = sums[one.key]
@@ -456,21 +471,24 @@ class Call(LayerRead):
                 self._add_shared(increment, self.positions_BHT, one.decay)
                 continue
             total = slots.statistic(one.key)
-            if total.shape[2] != increment.shape[2]:
+            if total.shape[2] != increment.shape[2]:  # buffers have columns for coming tokens
                 total = total[:, :, : increment.shape[2]]
             if one.decay != 1.0:
                 total.mul_(self._find_decay(total, one.decay))
             total.add_(increment)
 
     def _find_decay(self, total: Tensor, decay: float) -> float | Tensor:
-        """Return the factor of the old sums: `decay`, but 1 for batch rows that have no token in this block."""
+        """Return the factor by which old totals are multiplied: `decay`, but 1 for batch rows without a token in this block."""
         if min(self.now.rows_B, default=1) > 0:
             return decay
         has_token = self.now.copy(self.now.rows_B, total.device)[:, None, None] > 0
         return torch.where(has_token, decay, 1.0).to(total.dtype)
 
     def _add_shared(self, increment: Tensor, positions: Tensor, decay: float) -> None:
-        """Add to `cache.shared`, the sum that all layers share, by original position: another may hold tokens evicted here."""
+        """Add `increment` [B,H,T] to `cache.shared`, the sum that all layers share, in place.
+
+        Its columns are original positions, since layers hold different tokens.
+        """
         cache = self.cache
         B, H, _ = positions.shape
         needed = self.slots.seen + 1
@@ -502,7 +520,7 @@ def _mask_seen(x_BHGWT: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rank_positions(positions_BHT: Tensor) -> Tensor:
-    """Return each token's rank among its head's, oldest first: the position that its key gets if renumbered; 0: empty slots."""
+    """Return each token's rank among the tokens of its head, oldest first: its position if renumbered. Empty slots get 0."""
     order = positions_BHT.argsort(-1)
     count = torch.arange(positions_BHT.shape[-1], device=positions_BHT.device).expand_as(order)
     ranks = torch.empty_like(order).scatter_(-1, order, count)

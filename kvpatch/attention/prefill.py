@@ -86,7 +86,7 @@ def _write_columns(call: Call, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Ten
 def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
     """Give the new entries to the store of all tokens (lossless=True), and append all earlier tokens' entries to the layer.
 
-    Called before a prompt's columns are written. Its end evicts these again, down to the budget.
+    Called before a prompt's columns are written. The end of the prompt evicts earlier tokens again, down to the budget.
     """
     assert call.now.lender is not None
     earlier = call.now.lender.exchange(call.layer, k_BHQD, v_BHQD)
@@ -130,7 +130,7 @@ def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: N
 
 
 def _attend_and_sum(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
-    """Attend as `attend_to` does, and add to the layer's sums, for scores, the attention that rows (or some) pay each key."""
+    """Attend as `attend_to` does, and add the attention that each key gets to the layer's sums, from which scores follow."""
     sampled = any(one.sampled for one in call.policy.needs.sums)
     if sampled and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
         return _attend_and_sample(call, q_BHGQD, keys, rows_BQ)
@@ -184,7 +184,7 @@ def _find_temperature(call: Call) -> float:
 
 
 def _make_observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor], Observer]:
-    """Return zeros for the policy's sums [B,H,T] by name, and a function that adds to them each block of a prompt's rows."""
+    """Return zeros for the policy's sums [B,H,T] by name, and a function that adds a block of probabilities to them."""
     tau, dtype = _find_temperature(call), accumulator(keys.k_BHTD.dtype)
     shape, names = keys.k_BHTD.shape[:3], call.policy.needs.statistics
     sums = {name: torch.zeros(shape, dtype=dtype, device=rows_BQ.device) for name in names}
@@ -199,7 +199,7 @@ def _make_observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, T
 def _attend_and_sample(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
     """Attend as `attend_to` does, and add the policy's sums, estimated from a sample of the rows, to the layer's state.
 
-    Called for long prompts in layers without a sliding window, which bounds the cost of all rows anyway.
+    Called for long prompts in layers without a sliding window; a window bounds the cost of all rows anyway.
     """
     attended = attend_to(call, q_BHGQD, keys, rows_BQ)
     call.cache.choice.record("statistics", "torch", "kernels read all rows of a prompt, scores='sampled' some")

@@ -22,10 +22,10 @@ from .replay import ReplayPass
 
 
 def attend(cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    """Attend in a layer without keys of its own, over what queries of its source (`layer`) saw: q [B,H*G,Q,D] -> [B,Q,H*G*D].
+    """Attend in a layer without keys of its own, over the keys that queries of its source, an earlier `layer`, saw.
 
-    Called for each such layer of a pass; changes nothing. q may be of the last columns of the pass alone. k and v [B,H,N,D] are
-    of all its new tokens, which the source has written.
+    Called for each such layer of a pass; changes nothing. q [B,H*G,Q,D] -> [B,Q,H*G*D]; q may be of the last columns of the
+    pass alone. k and v [B,H,N,D] are of all its new tokens; the source has written them.
     """
     if isinstance(cache, ReplayPass):
         return _attend_replay(cache, layer, q, k, v, bound_adapter)
@@ -55,7 +55,7 @@ def _attend_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, first: int) -> Tenso
 
 
 def _attend_replay(cache: ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    """Attend in a replay in a layer without own keys; columns that the model left out are put in front and cut off again."""
+    """Attend in a replay, in a layer without keys of its own. First columns that the model left out are padded, and cut off."""
     missing = k.shape[2] - q.shape[2]
     out = cache.attend(layer, torch.nn.functional.pad(q, (0, 0, missing, 0)), k, v, bound_adapter)
     return out[:, missing:]

@@ -31,7 +31,7 @@ class ReplayPass:
     def __init__(
         self, settings: CacheSettings, record: Record, text_B: Tensor, positions_BQ: Tensor, padded: bool, ordered: bool
     ) -> None:
-        """Make the pass as the decoder begins. record: who was evicted when. `whole`: first columns, which see all before."""
+        """Set up the pass as the decoder begins. record: who was evicted when. The class describes the other fields."""
         self.settings, self.record, self.text_B, self.positions_BQ = settings, record, text_B, positions_BQ
         self.padded, self.ordered, self.choice = padded, ordered, Choice(settings.backend)
         self.whole = 0 if padded else min(int(record.first_N[text_B].min()), positions_BQ.shape[1])
@@ -107,7 +107,7 @@ class _Kernels(torch.autograd.Function):
 
 
 def _by_torch(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, whole: int = 0) -> Tensor:
-    """Return a replay's output [B,H,G,Q,D]: the first `whole` rows see all before; masks hide evicted keys from the others."""
+    """Return a replay's output [B,H,G,Q,D]: the first `whole` queries see all before; masks hide evicted keys after."""
     outs, n = [], whole
     if n:
         first = replace(keys.columns(0, n), past=0, holes=False, ordered=True, deaths_BHT=None)

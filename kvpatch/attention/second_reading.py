@@ -52,7 +52,7 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
 
 
 def _join_keys(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
-    """Return the held keys followed by those of the repeated rows themselves, for these rows to attend to."""
+    """Return `keys` followed by the keys and values of the repeated tokens themselves, which attend to both."""
     return replace(
         keys,
         k_BHTD=torch.cat([keys.k_BHTD, k_BHQD], 2),

@@ -54,7 +54,7 @@ class LayerStack:
         self.share_free()
 
     def _join_layers(self, first: SlotLayer) -> SlotLayer:
-        """Return a layer with positions, scores and free slots of all layers as rows, to evict in all at once, and no keys."""
+        """Return a layer without keys, whose rows have the positions, scores and free slots of all layers, to evict at once."""
         slots, layers = _JoinedLayer(self.layers, first), self.layers
         slots.dtype, slots.device, slots.geometry = first.dtype, first.device, first.geometry
         slots.contiguous, slots.used, slots.seen = False, first.used, first.seen
@@ -91,7 +91,7 @@ class LayerStack:
         return cls(cache, call, backend) if alike else None
 
     def share_free(self) -> None:
-        """Give each layer, after an eviction, its part of the free slots that the stack has named for the next token."""
+        """Give each layer its part of the stack's free slots, after the stack has evicted: the next token goes there."""
         if not self.slots.mode.slotted:
             for layer in self.layers:
                 layer.used, layer.floor, layer.mode.filling = self.slots.used, self.slots.floor, self.slots.mode.filling
@@ -102,7 +102,7 @@ class LayerStack:
             layer.mode.free_BH, layer.free_at = free_BH, (free_BH, at_N)
 
     def begin(self, call: Call, k_BH1D: Tensor, v_BH1D: Tensor) -> dict[str, Tensor]:
-        """Begin a layer's part of a step: count its token; return what its score keeps of it, if that depends on the key.
+        """Begin a layer's part of a decode step: count the new token; return the state that its score derives from its key.
 
         The first layer also writes the token's position, and what depends on it alone, for all layers.
         """
@@ -116,7 +116,10 @@ class LayerStack:
         return call.score_entry(k_BH1D, v_BH1D, call.positions_BQ)
 
     def _open_step(self, call: Call) -> None:
-        """Write the new token's position and an empty score in all layers, unless kernels do; the first layer calls this."""
+        """Begin a decode step of all layers; the first one calls this. Sets `newest_B`, `newest_B11` and `tau`.
+
+        It writes the new token's position, unless kernels do, and the state that follows from the position alone.
+        """
         self.newest_B, self.tau = call.positions_BQ[:, 0], call.cache.temperature(1) if call.observes else 1.0
         self.newest_B11 = call.positions_BQ[:, None].repeat(self.L, 1, 1)
         self.call.now, self.call.positions_BQ = call.now, self.newest_B11[:, 0]
@@ -130,7 +133,7 @@ class LayerStack:
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))
 
     def close(self) -> None:
-        """End the layers' parts of a step, before the stack evicts: write the token's norms in all, and count its column."""
+        """End a decode step of all layers, before the stack evicts: write norms of the token's values, and count its column."""
         if self.norms_LNB is not None:
             norm_LBH = self.norms_LNB.unflatten(1, (self.H, -1)).mean(2).transpose(1, 2)
             self.slots.write_entry({"norm": norm_LBH.reshape(-1, self.H, 1)})
@@ -142,7 +145,11 @@ class LayerStack:
         self.slots.write_position(self.call.positions_BQ)
 
     def view_probabilities(self, call: Call, dtype: torch.dtype) -> Tensor:
-        """Return the layer's part [B,H,G,T] of the buffer for a step's probabilities of all layers, which torch writes to."""
+        """Return a layer's view [B,H,G,T] of the buffer for the attention probabilities of all layers in a decode step.
+
+        Each layer's step in torch calls this and writes its softmax there. After the last layer the stack adds the whole buffer
+        to its scores' sums. The first call allocates it; `p_BHGT` is the part of the present T columns.
+        """
         T = self.slots.used + self.slots.mode.adds
         if self.p_BHGT is None or self.p_BHGT.shape[-1] != T:
             shape = len(self.slots.positions), self.H, call.group

@@ -35,7 +35,7 @@ class Steps(BoundSteps):
 
 
 def find_steps(cache: TextState) -> Steps:
-    """Return `cache.steps`, what it keeps between decode steps (bound calls and steps, stacked layers); set at first."""
+    """Return `cache.steps`, in which a cache keeps Calls, bound steps and stacked layers for the next step; made at first."""
     steps = cache.steps
     if steps is None:
         steps = cache.steps = Steps()
