@@ -186,7 +186,7 @@ class Call(LayerRead):
         return {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
 
     def keys(self, past: int, contents: bool = True) -> Keys:
-        """Return the used slots for a backend to attend to. past: slots before the prompt. contents: False if shapes suffice."""
+        """Return the used slots for a backend to attend to. past: those before a prompt. contents: False if shapes suffice."""
         slots = self.slots
         keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline_view()
         grown = None if self.now.traced else slots.mode.count_new_slots()  # a traced step knows it from the positions only
@@ -264,7 +264,7 @@ class Call(LayerRead):
         self.now.shown.setdefault(self.layer, []).append(keys)
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
-        """Return what a policy's score and scope read to decide whom to evict. t: column of the pass, for values of all layers."""
+        """Return what the policy's score and scope read to decide whom to evict. t: the token's column in the pass."""
         slots, limits = self.slots, self.slots.own_limits
         positions, state = self.positions_BHT, slots.state_view()
         for one in self.policy.needs.sums:

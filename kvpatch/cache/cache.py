@@ -153,7 +153,7 @@ class EvictingCache(TextState):
         return new
 
     def _copy_sharing(self) -> EvictingCache:
-        """Return a copy that shares the tensors of layers, states and ids: `select_rows` replaces them before it writes."""
+        """Return a copy for `select_rows` that shares the tensors of layers, states and ids until rows are selected."""
         uncopied = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
         new, memo = super().__copy__(), {id(one): one for one in uncopied}
         copied = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))
@@ -184,7 +184,7 @@ class EvictingCache(TextState):
     # ---- rows of the batch ----
 
     def _map_rows(self, what: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor that has the batch first by `change` of it, which selects, reorders or repeats rows.
+        """Replace every tensor whose first axis is the batch by `change` of it: it selects, reorders or repeats rows.
 
         what: the calling method, for errors. Joined texts get the longest row's columns and counters; unused slots are freed.
         """

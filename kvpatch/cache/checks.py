@@ -18,7 +18,7 @@ EMPTY = "The cache is empty, so that it has no rows yet: run a prompt through it
 
 
 def check_layer(name: str, layer: object, count: int) -> None:
-    """Check a user's index of a layer: KVPatchError unless it is of one of `count` layers, a whole number of any library."""
+    """Raise KVPatchError unless a user's `layer` is the index of one of `count` layers, also as a number of torch or numpy."""
     one = layer if type(layer) is int else read_whole(layer)
     if type(one) is not int or not -count <= one < count:
         raise KVPatchError(f"{name}={layer!r}: the cache has the layers 0 to {count - 1}, give one of these.")

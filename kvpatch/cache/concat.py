@@ -44,7 +44,7 @@ def join_texts(caches: Sequence[Text], consume: bool) -> Text:
 
 @contextmanager
 def _take_layers(cache: TextState) -> Iterator[None]:
-    """Run a block that joins `cache` and empties its layers one by one (`consume=True`), then reset the cache.
+    """Run a block that joins `cache` with others and empties its layers one by one (`consume=True`), then reset `cache`.
 
     After an error the cache stays usable if no layer had been emptied.
     """
@@ -61,7 +61,7 @@ def _take_layers(cache: TextState) -> Iterator[None]:
 
 
 def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
-    """Make the cache of all rows, once checked. consume: empty each layer of the given caches once it has been joined."""
+    """Make the joined cache, after all checks. consume: empty each layer of the given caches once it has been joined."""
     first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _make_blank(first)
     new.rows.joined = True
@@ -131,7 +131,7 @@ class _JoinedLimits:
         self.known: dict[tuple[int, ...], Limits] = {}
 
     def join(self, parts: list[Limits]) -> Limits:
-        """Return the protected sizes of a joined layer's rows, those of `parts`: for the same objects the same result."""
+        """Join the protected sizes of rows as a layer is joined; layers with the same `parts` get the same object."""
         key = tuple(map(id, parts))
         if key not in self.known:
             self.known[key] = Limits.cat(parts)

@@ -69,7 +69,7 @@ class StepCounters:
         return self.device
 
     def keep_rows(self, columns: int) -> None:
-        """Count steps of the remaining rows alone, after the others were dropped. columns: those of the longest row left."""
+        """Set the counters to those of the remaining rows, after other rows were dropped. columns: of the longest row left."""
         if self.shortfall_B is None:
             self.steps = min(self.steps, columns)
         else:

@@ -113,7 +113,7 @@ def read_span(span: object, empty: bool = False) -> Span:
 
 
 def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
-    """Take the positions that an edit marks in `gone_BT` out of a layer, which gets new buffers with copies of the others."""
+    """Take the tokens whose positions an edit marks in `gone_BT` out of a layer; copies of the others go to new buffers."""
     positions = layer.positions[:, :, : layer.used]
     at_BHT = positions.clamp(0, gone_BT.shape[1] - 1)
     gone_BHT = gone_BT[:, None].expand(-1, positions.shape[1], -1).gather(2, at_BHT) & (positions >= 0)
@@ -200,7 +200,7 @@ def can_crop(cache: TextState, count: int) -> bool:
 
 
 def fit_slots(cache: TextState) -> None:
-    """Free slots that dropped rows or tokens have left empty; with room=, count them as room instead."""
+    """Free the slots that dropped rows or cropped tokens have left empty; with room=, keep them for coming tokens."""
     for layer in cache.layers:
         if cache.request.room is None:
             layer.give_back_slots()

@@ -40,7 +40,7 @@ def is_wasteful(needs: list[int], least: int = 0) -> bool:
 
 
 def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[int]:
-    """Return the slots to make for heads of `counts` tokens and `more` spare ones; goals: the most that each ever needs."""
+    """Return how many slots to make per head, for `counts` tokens and `more` to come; goals: the most that each ever needs."""
     if goals is None:
         return [count + more for count in counts]
     return [min(count + more, goal) for count, goal in zip(counts, goals, strict=True)]

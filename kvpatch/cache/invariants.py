@@ -135,7 +135,7 @@ class _LayerState:
     """One layer's slots during the checks. limit_BH: slots of each head that may hold a token, not its budget."""
 
     def __init__(self, layer: SlotLayer, seen_B: Tensor) -> None:
-        """Derive the tensors that several checks compare, from a layer and its rows' tokens seen, before `check`."""
+        """Derive the tensors that several checks compare. `check` runs them. seen_B: tokens that each row has seen."""
         self.layer, self.seen_B11 = layer, seen_B[:, None, None]
         self.occupied = layer.positions >= 0
         self.held_BH = self.occupied.sum(-1)

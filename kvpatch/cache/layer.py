@@ -139,14 +139,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.positions.shape[0] if self.is_initialized else -1
 
     def sharing(self) -> SlotLayer:
-        """Return a copy with the same tensors; `select_rows` replaces these by the copy's `map_rows` before either writes."""
+        """Return a copy that shares all tensors, for `select_rows`; `map_rows` then gives the copy tensors of its own."""
         new = copy.copy(self)
         new.mode, new.state, new.notes = copy.copy(self.mode), dict(self.state), dict(self.notes)
         new.undo_log = deque(maxlen=UNDO_STEPS)
         return new
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace, as the cache's rows change, each tensor with the batch first by `change` of it.
+        """Replace each tensor whose first axis is the batch by `change` of it, when rows of the cache change.
 
         `change` selects, reorders (beams) or repeats rows. The undo log is emptied.
         """
@@ -172,7 +172,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.resize_slots([max(capacities([columns], most, self.count_spare(columns))[0], columns)])
 
     def resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
-        """Move used columns to buffers of these capacities, more or fewer slots, as tokens come or go; `kv` and others change.
+        """Move used columns to larger or smaller buffers, as tokens come or go. Replaces `kv`, `positions` and `state`.
 
         goals: the most slots of each head, if heads differ.
         """
@@ -273,7 +273,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.kv.write_at(self.free_rows(), *self.kv.encode_pair(k_BH1D, v_BH1D))
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
-        """Write what the score keeps of a decoded token (`entry`, by state name) into the slot that it goes to."""
+        """Write a decoded token's state (`entry`, tensors by name, which scores read) into the slot that the token goes to."""
         for name, tensor in entry.items():
             if not self.mode.slotted:
                 self.state[name][:, :, self.used : self.used + 1] = tensor
@@ -416,7 +416,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._open_slots(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
 
     def start_moving(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """End a prompt, or `pack`: tokens go into empty slots, and heads evict as many as a budget says that moves.
+        """End a prompt, or `pack`: tokens go into empty slots, and each head evicts down to a budget that follows the text.
 
         counts, goals: see `measure_room`.
         """
@@ -469,13 +469,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.update_pace(counts, goals)
 
     def update_pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Set the mode's steps until heads evict, after slots changed, if `every` > 1. counts, goals: see `measure_room`."""
+        """Set after how many steps heads evict, if `every` > 1, once slots have changed. counts, goals: see `measure_room`."""
         if isinstance(self.mode, Evicting) and self.every > 1:
             self.mode.every = self.every
             self.mode.waits = list_waits(counts or self.counts(), goals or self.list_goals() or ())
 
     def short_heads(self, goals: list[int] | None = None) -> list[bool]:
-        """Tell, after slots were moved or loaded, which heads may need more, and update the mode's fields about them."""
+        """Tell, after slots were moved or loaded, which heads may need more slots, and update the mode's fields about them."""
         capacities, goals = self.kv.capacities(), goals or self.list_goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
         if isinstance(self.mode, Evicting | Moving):
@@ -528,7 +528,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.measure_room()
 
     def pack(self) -> None:
-        """Move each head's tokens, in text order, to new slots, where a moving budget's are too few or too many for them."""
+        """Move each head's tokens, in text order, to new slots: more or fewer, as a budget that changes with the text needs."""
         counts, goals = self.counts(), self.list_goals()
         with torch.inference_mode(False), torch.no_grad():
             (B, H, _), old = self.positions.shape, self.positions
@@ -627,7 +627,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.floor, self.contiguous, self.mode.filling = self.used, False, self.every - 1
 
     def move_entries(self, into_BHM: Tensor, out_BHM: Tensor) -> None:
-        """For `drop`, move keys and values of each head from some columns into others, and log what stood there, for undo."""
+        """Move keys and values of each head from some columns into others, for `drop`; log the overwritten ones for undo."""
         if torch.is_grad_enabled():  # a graph may have saved them
             self.kv = self.kv.map_rows(torch.clone, *self.positions.shape[:2])
         if self.undo_log:
@@ -650,13 +650,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.undo_log.append(record_step(self, shared))
 
     def can_crop(self, tokens: int, remembers: bool) -> bool:
-        """Tell if `crop` can roll back the last `tokens`. remembers: scores of other tokens contain the attention of these."""
+        """Tell if `crop` can roll back the last `tokens`. remembers: other tokens' scores contain these tokens' attention."""
         mode = self.mode
         appended = mode.grown if isinstance(mode, Slotted) else self.used - self.floor
         return len(self.undo_log) >= tokens or (mode.croppable and not remembers and tokens <= appended)
 
     def crop(self, tokens: int) -> Tensor | None:
-        """Roll back the last `tokens`, such as rejected drafts; return the score that layers share from before them, if any."""
+        """Roll back the last `tokens`, such as rejected drafts; return the score that layers share as it was before, if any."""
         shared = None
         if len(self.undo_log) < tokens:
             # nothing is scored or evicted: the last columns are the last tokens

@@ -52,7 +52,7 @@ class Lifetimes(Batched):
         self.ids = self.ids.scatter(1, at, ids_BQ.to(self.ids.dtype))
 
     def note(self, layer: int, positions_BHT: Tensor, seen_B11: Tensor) -> None:
-        """Set the deaths (when evicted) of tokens that a layer no longer holds to the number of tokens seen, after it evicts.
+        """Set, after a layer has evicted, the death of each token that it no longer holds: the number of tokens seen.
 
         positions_BHT: of the held tokens, -1 in empty slots.
         """

@@ -81,7 +81,7 @@ class LosslessCache(Unpicklable, Cache):
         return self.drafts
 
     def _make_drafts(self) -> EvictingCache:
-        """Return a budgeted cache for the next pass to fill: it counts the tokens read, and holds none of them yet."""
+        """Return a budgeted cache for the next pass to fill: it counts the tokens read so far, but holds none of them."""
         new, tokens = EvictingCache(self.settings), torch.tensor([self.ids], device="cpu")
         new.read_by = self.drafts.read_by
         for layer in new.layers:
@@ -157,7 +157,7 @@ class LosslessCache(Unpicklable, Cache):
         return rows_TE
 
     def _stage(self, layer: HostLayer, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start to copy a layer's rows (its tokens' keys and values) to a device, beside its work; return them, and the end."""
+        """Start to copy a layer's rows (keys and values) to a device while it works; return them, and an event at the end."""
         if device.type != "cuda":
             return layer.used_TE.to(device), None
         rows_TE = torch.empty_like(layer.used_TE, device=device)
@@ -229,7 +229,7 @@ class LosslessCache(Unpicklable, Cache):
         return any(tokens(layer, left) < tokens(layer, self.budgeted) for layer in range(self.settings.n_layers))
 
     def go_back(self, ids: Sequence[int]) -> None:
-        """Before a chat's answer: crop the cache to what it shares with a text, less the last token, which a pass must read."""
+        """Crop the cache, before a chat's answer, to what it shares with `ids`, less their last, which a pass must read."""
         pairs = zip(self.ids, ids[:-1], strict=False)
         common = next((i for i, (read, given) in enumerate(pairs) if read != given), min(len(self.ids), len(ids) - 1))
         if common < max(self.edited, 1):

@@ -35,7 +35,7 @@ class ModelStamp:
         return self
 
     def differs(self, now: ModelStamp) -> Difference | None:
-        """Before a cache goes on: compare the model that has read it with `now`, the stamp of the one that is to go on.
+        """Compare the model that has read a cache with `now`, the stamp of the model that is to go on. Called before it does.
 
         Returns what differs as (name, there, here); None if nothing visible does.
         """
@@ -66,7 +66,7 @@ class ModelStamp:
 
     @staticmethod
     def join_parts(stamps: Sequence[ModelStamp | None], counts: Sequence[int]) -> ModelStamp | None:
-        """Return the stamp of caches that are joined, of `counts` rows each: one model has read them.
+        """Return one stamp for joined caches of `counts` rows each, which one model has read, perhaps under several adapters.
 
         None where the adapter of some row is not known.
         """

@@ -41,7 +41,7 @@ class Strips(NamedTuple):
 
 
 def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.device) -> Strips:
-    """Divide, as new requests begin, an engine's pages of each row, given by number, among its heads; see Strips."""
+    """Divide an engine's pages of each row, given by number, among its heads, as new requests begin; see Strips."""
     index_BHN, h_H1 = (
         torch.zeros(len(pages), heads, max(map(len, pages)), dtype=torch.long, device="cpu"),
         torch.arange(heads, device="cpu")[:, None],

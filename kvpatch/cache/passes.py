@@ -148,7 +148,7 @@ def begin_edit(
 
 
 def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: int) -> None:
-    """Keep the ids of a pass's tokens, by which generate() later notices another text (hooks/texts.py)."""
+    """Keep the ids of a pass's tokens: by them generate() notices later that it is given another text (hooks/texts.py)."""
     if not cache.keeps_ids:
         return
     if now.prompt and not cache.turns.open:
@@ -158,7 +158,7 @@ def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: in
 
 
 def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
-    """Begin a prompt or a further piece of it, where a pass brings one: set `cache.turns`, drop stacked layers and undo logs.
+    """Begin a prompt, or a further piece of one, as its pass begins: set `cache.turns`, drop stacked layers and undo logs.
 
     Where it ends, decode steps count anew.
     """
@@ -196,7 +196,7 @@ def outlasts(cache: TextState, now: Forward) -> bool:
 
 
 def finish(cache: TextState) -> None:
-    """End a pass, or the second reading after it: count it in the tensors for compiled steps; the cache is usable again."""
+    """End a pass, or the second reading after it: count its tokens for compiled steps, and let the cache be used again."""
     now, counters = cache.running, cache.counters
     cache.states.end_pass()
     now.shown.clear()  # a prompt's are all of its keys, and the pass is kept until the next one
@@ -397,7 +397,7 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
 
 
 def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: bool) -> Any:
-    """Return the rotary table of renumbered keys, whose positions are their ranks among those held, for all possible ranks.
+    """Return the rotary table of a pass for renumbered keys, up to the highest rank that a token can have in its head.
 
     `cache.rotary` keeps it until that number changes. prompt: some of the pass's Q columns are a prompt's.
     """

@@ -59,7 +59,7 @@ class Prefix(Unpicklable):
         return self._cache.held(layer)
 
     def copy(self) -> EvictingCache:
-        """Return a cache of its own for a text that begins with this one, when its first own tokens are read; count it."""
+        """Return a copy of the cache for a text that begins with this prefix, and count it; its own tokens are read into it."""
         new = self._cache.clone()
         self.copies += 1
         return new
@@ -101,7 +101,7 @@ class Prefixes:
         return self._keep_fresh(max(found, key=len, default=None))
 
     def _keep_fresh(self, prefix: Prefix | None) -> Prefix | None:
-        """Return a prefix that was found; if the model has changed since, read it anew and keep that one in its place."""
+        """Return a prefix that was looked up; if the model has changed since, read its tokens anew, and keep the new prefix."""
         if prefix is None or self.renew is None:
             return prefix
         new = self.renew(prefix)

@@ -57,7 +57,7 @@ class RecurrentStates(Cache):
         return tuple(number for number, layer in enumerate(self.layers) if layer is not None)
 
     def _list_held(self) -> Iterator[tuple[str, dict[int, Any], int]]:
-        """Yield, to read or replace it, each state's name, the dictionary of transformers' layer that holds it, and its key."""
+        """Yield each state's name, the dictionary in transformers' layer that holds it, and its key there, to read or set."""
         for number in self.numbers:
             for kind in ("conv_states", "recurrent_states"):
                 table = getattr(self.layers[number], kind)
@@ -82,7 +82,7 @@ class RecurrentStates(Cache):
         self.map_rows(lambda state: state.detach() if state.requires_grad else state)
 
     def sharing(self) -> RecurrentStates:
-        """Return a copy with the same tensors; `select_rows` replaces these by the copy's `map_rows` before either writes."""
+        """Return a copy that shares all tensors, for `select_rows`; `map_rows` then gives the copy tensors of its own."""
         new = copy.copy(self)
         new.layers = [None if layer is None else _copy_sharing(layer) for layer in self.layers]
         return new
@@ -104,7 +104,7 @@ class RecurrentStates(Cache):
         self.fill_states({name: torch.cat([one[name] for one in states]) for name in states[0]})
 
     def _trim_states(self) -> dict[str, Tensor]:
-        """Return all states by name, to `join`; a convolution's, which may record more, is cut to what the next token needs."""
+        """Return all states by name, for `join`; those of convolutions are cut to the columns that the next token needs."""
         found = self.tensors()
         for number in self.numbers:
             layer: Any = self.layers[number]

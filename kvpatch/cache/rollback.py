@@ -64,7 +64,7 @@ def record_step(layer: Recorded, shared: Tensor | None) -> Undo:
 
 
 def restore_step(layer: Recorded, undo: Undo) -> Tensor | None:
-    """Restore `layer`, for crop(), to the state before the newest step; return the score that layers shared then."""
+    """Restore `layer`, for crop(), to its state before the newest decode step; return the score that layers shared then."""
     # buffers have grown since, or an earlier rollback has shrunk them: the columns cut off were empty
     C = min(undo.positions.shape[-1], layer.positions.shape[-1])
     layer.mode = undo.mode

@@ -100,7 +100,7 @@ class CacheSettings:
         )
 
     def first_layers(self, count: int | None) -> CacheSettings:
-        """Return the settings of a decoder that exits early, after `count` layers, to draft; None: all layers."""
+        """Return the settings for a decoder that drafts with its first `count` layers alone (early exit); None: all layers."""
         if count is None or (own := self.within(count)) == self.n_layers:
             return self
         budget, budgets = self.budget.first_layers(own), {dtype: one.first_layers(own) for dtype, one in self.budgets.items()}
@@ -245,7 +245,7 @@ def _describe_policy(policy: Policy) -> dict[str, Any]:
 
 
 def _simplify_option(value: object) -> object:
-    """Return what JSON is to hold for an option that it cannot: numbers for tensors and arrays, else the repr."""
+    """Return a plain value for an option that JSON cannot hold: numbers for a tensor or array, else the repr."""
     if isinstance(value, Calibration):
         return value.digest
     converted = as_python(value)

@@ -177,7 +177,7 @@ class Slots(ABC):
 
     @abstractmethod
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
-        """Return, for the invariants, the slots taken, and how many may be allocated for them.
+        """Return how many slots are taken, and the most that may be allocated for them, for the checks of invariants.
 
         ahead: free slots that each head may have in any case. columns: those in use, if tokens are appended.
         """
@@ -400,7 +400,7 @@ def restore_slots(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) 
 
 
 def gather_entries(tensor: Tensor, index_BHK: Tensor) -> Tensor:
-    """[B,H,T,...] -> [B,H,K,...]: gather each head's entries at `index`, such as the tokens kept."""
+    """[B,H,T,...] -> [B,H,K,...]: gather each head's entries at slots `index_BHK`, such as those of kept tokens."""
     if tensor.ndim == 3:
         return tensor.gather(2, index_BHK)
     b, h = (torch.arange(n, device=tensor.device) for n in index_BHK.shape[:2])

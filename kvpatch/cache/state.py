@@ -71,7 +71,7 @@ class Meter:
     peak: int = 0
 
     def count(self, before: int, during: int, after: int) -> None:
-        """Update the sums by a layer's bytes before, while and after it reads a prompt or moves to new buffers."""
+        """Update `now` and `peak` by a layer's bytes before, while and after it reads a prompt or moves to new buffers."""
         others = self.now - before
         self.peak = max(self.peak, others + during + (after if after != during else 0))
         self.now = others + after

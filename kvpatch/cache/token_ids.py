@@ -115,7 +115,7 @@ class TokenIds(Batched):
 
     @staticmethod
     def join_parts(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:
-        """Join rows of concatenated caches, ids given with their rows' lengths [B]; all end in the last of so many columns."""
+        """Join the ids of concatenated caches, each with its rows' lengths [B]; every row ends in the last of `columns`."""
         rows = [_align_right(ids, lengths_B, columns) for ids, lengths_B in parts]
         new = TokenIds.of(torch.cat([one.to(rows[0].device) for one in rows]))
         known = [ids.offsets_B1 for ids, _ in parts]
@@ -127,7 +127,7 @@ class TokenIds(Batched):
 
 
 def _align_right(ids: TokenIds, lengths_B: Tensor, columns: int) -> Tensor:
-    """Return a cache's ids, to join, aligned at the right of so many columns [B,columns].
+    """Return the ids of a cache aligned at the right [B,columns], to join them with those of other caches.
 
     PADDING is before a row's text; tokens without an id have UNKNOWN.
     """
