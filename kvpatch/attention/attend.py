@@ -54,7 +54,7 @@ def is_autocasting(device: str) -> bool:
 def _attend_writing(
     cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter
 ) -> Tensor:
-    """Attend in a layer with keys of its own, in a replay or through a cache. A cache's tensors stay writable (see below)."""
+    """Attend in a layer with keys of its own, in a replay or through a cache. Inference mode is off meanwhile."""
     if isinstance(cache, ReplayPass):
         return cache.attend(layer, q, k, v, bound_adapter)
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():

@@ -92,7 +92,7 @@ class PromptEnd:
         self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _warn_of_scores, self.call)
 
     def rank(self) -> Tensor:
-        """Set and return `keys`: sort keys of tokens [B,H,T] by score alone, lowest evicted first. Heads share budgets so."""
+        """Set and return `keys`: sort keys [B,H,T] by score alone, lowest evicted first, by which heads share a budget."""
         self.context.keep_BH1 = None  # heads share by score alone
         self.keys = self.call.policy.eviction_keys(self.context, self.empty)
         return self.keys

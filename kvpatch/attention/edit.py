@@ -69,7 +69,7 @@ class EditEnd(PromptEnd):
         self.keep = slots.own_budget_BH1[..., 0].tolist()
 
     def make_context(self) -> None:
-        """Set `context`, which scores read: ages count from the text's newest token; the edit's last tokens are the recent."""
+        """Set `context` for scores: ages count from the text's newest token, but recent tokens from the last of the edit."""
         now, slots = self.call.now, self.call.slots
         newest_B11 = now.copy([n - 1 for n in now.n_B], slots.positions.device)[:, None, None]
         self.context = self.call.eviction_context(newest_B11, -1)
@@ -108,7 +108,7 @@ def end_edit(call: Call, past: int, q_BHGQD: Tensor) -> None:
 
 
 def _count_unseen(call: Call, past: int, new: int) -> None:
-    """Add to the state "unseen", after an edit, by how many rows `context.rows_seen`, by positions, is too high for each token.
+    """Add to a token's state "unseen", after an edit, by how much a count of queries by positions (`rows_seen`) is too high.
 
     A token is seen by the queries (rows) after it. But the rows after an edit have not seen its tokens, and the tokens before
     an edit are seen by its rows, of which positions count only the opened ones, so that there the number is negative.

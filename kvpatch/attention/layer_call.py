@@ -339,7 +339,7 @@ class Call(LayerRead):
         return self.rotated_back(self.held()[0], self.positions_BHT)
 
     def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
-        """Return the mean rotation [B,1,1,D,D] of `future` coming positions, for scores by expected queries; None: no table."""
+        """Return the mean rotation [B,1,1,D,D] of `future` positions, for scores by expected queries; None: no rotary table."""
         now = self.now
         if now.table is None:
             return None

@@ -21,8 +21,8 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     """Return the output [B,H,G,Q,D] of rows that repeat a chunk of the prompt; their own keys and values are not kept.
 
     Called for policies that read a prompt twice (KVzip). The layer's slots stay as they are, but the scores of the chunk's
-    tokens rise. Attention to the chunk and to the rows' own keys is computed first: its log-sum-exp makes the scores'
-    probabilities, and joins its output with that over the rest of the prompt.
+    tokens rise. Attention to the chunk and to the rows' own keys is computed first. Its log-sum-exp gives the
+    probabilities for scores, and the weight of its output beside that over the rest of the prompt.
     """
     held = call.keys(call.slots.used)
     if call.shows:

@@ -73,7 +73,7 @@ def count_held(
 def count_by_terms(
     terms: Terms, prompt: int, new: int | None, *, heads: int = 1, read: int = 0, room: int = 0, longest: bool = False
 ) -> Holding:
-    """Count what a layer holds on these terms, as `count_held` does; `kvpatch.plan` asks before there are settings."""
+    """Count what a layer holds on these terms, as `count_held` does; `kvpatch.plan` calls it before a model is patched."""
     rule, schedule, every, turns, divided = terms
 
     def count(prompt: int, new: int | None) -> list[int]:

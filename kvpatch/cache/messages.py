@@ -31,7 +31,7 @@ class Messages:
         return int(self.mark_system(columns).sum())
 
     def number_messages(self, columns: int) -> Tensor:
-        """Return the number of its message for each column, int64 [columns], for `quota=`; -1 for answers."""
+        """Return for each column the number of the message that it is in, int64 [columns], for `quota=`; -1 in answers."""
         numbers = torch.full((columns,), -1, device="cpu")
         for number, (role, start, stop) in enumerate(zip(self.roles, self.starts, self.starts[1:], strict=False)):
             numbers[start:stop] = -1 if role == "assistant" else number

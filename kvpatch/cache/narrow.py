@@ -61,7 +61,7 @@ class ReadingSlots(DenseSlots):
         return self._round_entries(index_BHK).move_to_front(every, kept_BHK, layout)
 
     def _round_entries(self, index_BHK: Tensor) -> DenseSlots:
-        """Return rounded slots of the columns at `index`, for the end of a prompt; those in `packed` keep their bytes."""
+        """Return slots with the columns at `index` rounded, as a prompt ends; entries in `packed` keep their bytes."""
         entries = []
         assert self.centre is not None, "the layer calls fix_centre() before it closes or moves columns"
         # keys, then values, which latent attention does not store

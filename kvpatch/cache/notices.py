@@ -31,7 +31,7 @@ class Notices:
         self._lock = threading.RLock()
 
     def say_if(self, flag: Tensor, name: str, message: str) -> None:
-        """In a pass: log a warning if `flag`, 0-d, is True. One on a GPU is copied without waiting; `look` logs it later."""
+        """Log a warning if `flag`, 0-d, is True. A flag on a GPU is copied without waiting, and `look` logs it later."""
         if flag.device.type != "cuda":
             if bool(flag):
                 self.say(name, message)
