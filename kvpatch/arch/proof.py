@@ -31,9 +31,9 @@ def check_twin(twin: nn.Module) -> Any:
 
 
 def prove_class(decoder: nn.Module, attentions: list[nn.Module], untested: str, remedy: str) -> None:
-    """Check a decoder's class on its tiny twin, once in a process, before it is patched under versions that nobody has tested.
+    """Check a class on its tiny twin (a small random model of it), once in a process, before a patch under untested versions.
 
-    A decoder that inherits nothing of transformers is not checked: it does not depend on its version.
+    A decoder that inherits nothing of transformers is not checked: its code does not change with the transformers version.
 
     Args:
         decoder: the decoder that is about to be patched.

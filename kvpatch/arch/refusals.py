@@ -51,7 +51,7 @@ def refuse_other_kinds(model: nn.Module) -> None:
 
 
 def _may_take_cache(attn: nn.Module) -> bool:
-    """Tell if an attention's forward may take a cache, for else its model is refused; outside transformers any may."""
+    """Tell if an attention's forward may take a cache; a model without such a one is refused. True outside transformers."""
     if not type(attn).__module__.startswith("transformers."):
         return True
     takes = inspect.signature(type(attn).forward).parameters.values()
@@ -85,7 +85,7 @@ def home_of(code: Any) -> str:
 
 
 def refuse_replaced(attn: nn.Module, adapter: Adapter) -> None:
-    """Raise KVPatchError if a module of transformers attends by a function of the user's, which a budget leaves out.
+    """Raise KVPatchError if a transformers module attends by the user's own function, which would not run under a budget.
 
     Called when a model is patched, and before each prompt. A replaced forward is left out too where the adapter does not run
     it; that is logged, for the code may compute the same.

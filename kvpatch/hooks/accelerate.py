@@ -121,7 +121,7 @@ def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.devi
 
 
 def list_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters by name, for the hash that a file of a cache or calibration has of its model.
+    """Yield all parameters by name, for the hash of the model that is written to a file of a cache or calibration.
 
     Offloaded ones are fetched from their hooks; sharded or quantized ones are yielded as their tensors on this process.
     """
@@ -136,7 +136,7 @@ def list_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def list_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors of a weight, for a hash of its model's weights: itself, or a quantized or sharded one's parts."""
+    """Yield a weight itself, or the plain tensors of a quantized or sharded weight, for a hash of the model's weights."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

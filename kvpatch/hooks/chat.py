@@ -175,7 +175,7 @@ class Chat:
         self._read.text, self.messages[index] = written, {"role": self.messages[index]["role"], "content": text}
 
     def _check_index(self, method: str, index: object) -> int:
-        """Return the number of messages read, for forget() and replace(); raise KVPatchError unless `index` is of one."""
+        """Return how many messages were read, for forget() and replace(); raise KVPatchError unless `index` is that of one."""
         read = len(self.spans)
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < read:
             known = f"give 0 to {read - 1}, an index of chat.messages" if read else "send() one first"
@@ -280,7 +280,7 @@ def begin_chat(
 
 
 def _check_kept(settings: CacheSettings, tokens: int) -> None:
-    """Raise KVPatchError unless so many first tokens are never evicted, before a chat with keep_system=True begins."""
+    """Raise KVPatchError unless the first `tokens` tokens are never evicted, before a chat with keep_system=True begins."""
     ks = [k for k, evicts in zip(settings.budget.per_layer, settings.evicts, strict=True) if evicts]
     sinks = getattr(settings.policy.scope, "sinks", 0)
     if ks and (sinks < tokens or not all(isinstance(k, int) and k > tokens for k in ks)):
@@ -291,7 +291,7 @@ def _check_kept(settings: CacheSettings, tokens: int) -> None:
 
 
 def _check_options(options: dict[str, Any], config: GenerationConfig) -> None:
-    """Raise KVPatchError, before a chat begins, for options of generate() that it gives itself or that make several texts."""
+    """Raise KVPatchError, before a chat begins, for options of generate() that chats set or that make several texts."""
     for name in OWN:
         if name in options:
             raise KVPatchError(f"patch.chat() gives generate() its own {name}: leave it out.")

@@ -181,7 +181,7 @@ def _give_no_place(call: dict[str, Any], tokens: Tensor) -> None:
 
 
 def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> Callable[[int], Any] | None:
-    """Return a maker of rotary tables for a pass that turns cached keys (renumbered, or back for scores); None for others."""
+    """Return what makes rotary tables in a pass that rotates cached keys (renumbered) or undoes it (scores); else None."""
     if state.settings.renumbered:
         return functools.partial(state.adapter.rotary_table, decoder, device)
     if not state.settings.acts or state.settings.policy.needs.lookahead is None:
@@ -221,7 +221,7 @@ def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -
 
 
 def _is_scratch(decoder: nn.Module, call: dict[str, Any]) -> bool:
-    """Tell before a pass if its cache is scratch, which ends with it: none is asked for, or the model is training."""
+    """Tell before a pass if its cache is scratch (dropped at its end): the caller wants none, or the model is training."""
     past, use_cache = cache_of(call), call.get("use_cache")
     if use_cache is None:
         use_cache = getattr(getattr(decoder, "config", None), "use_cache", True) if past is None else True
@@ -285,7 +285,7 @@ def own_cache(past: object) -> EvictingCache:
 
 
 def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, limit: int | None) -> None:
-    """Raise KVPatchError before a pass beyond the model's last position (limit), in place of its IndexError deep inside."""
+    """Raise KVPatchError before a pass that needs more positions than the model has (limit), not an IndexError deep inside."""
     if limit is None or cache.get_seq_length() + Q <= limit:
         return
     last = cache.get_seq_length() + Q if position_ids is None else int(position_ids.max()) + 1

@@ -167,7 +167,7 @@ def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> 
 
 
 def _finish(cache: EvictingCache, state: PatchState) -> None:
-    """Clear what a generate() has told its cache of the prompt, and stop its time; called at its end, also after an error."""
+    """Clear in `cache.request` what a generate() noted of its prompt, and stop its time: at its end, also after an error."""
     cache.request.prompt_len = cache.request.new_tokens = None
     cache.request.again = 0
     state.log.finish(cache)
@@ -186,7 +186,7 @@ def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None)
 
 
 def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:
-    """Prepare the cache of a model that drafts for another, before it does: drafts may be taken back, with the prompt's end."""
+    """Prepare the cache of a model that drafts for another, before its generate(): rejected drafts are later taken back."""
     cache.activate_past_recording()
     cache.request.drafts = True
     if columns is not None and cache.get_seq_length() >= columns:

@@ -36,7 +36,7 @@ _COMMON = vars(nn.Module()).keys() - {"training"}
 
 
 class GenerateSteps:
-    """Graphs of the steps of generate(), for one run at a time: of two in two threads the second calls the model."""
+    """CUDA graphs of generate()'s decode steps. One run at a time has them; a second thread's run calls the model."""
 
     def __init__(self, state: PatchState) -> None:
         """Begin without a graph; made when a patch wraps generate()."""

@@ -226,7 +226,7 @@ class StepGraph:
             raise
 
     def _call_model(self, inputs: Inputs, cache: EvictingCache, capturing: bool = False) -> Tensor:
-        """Call the model for a step that no graph replays; return its logits. capturing: with all that changes in tensors."""
+        """Call the model for a step that no graph replays; return its logits. capturing: hold all that changes in tensors."""
         call: dict[str, Any] = {**inputs, self.cache_name: cache, "use_cache": True}
         if capturing and "position_ids" in self.state.decoder_parameters:
             call.setdefault("position_ids", _positions(cache, len(inputs["input_ids"])))
@@ -254,7 +254,7 @@ def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGrap
     """Make the StepGraph of a model on a CUDA device. Called by Patch.graph.
 
     Raises:
-        KVPatchError: there is none, the model is on several, it is a hybrid, or it takes no position_ids.
+        KVPatchError: there is no CUDA device, the model is on several, it is a hybrid, or it takes no position_ids.
     """
     refuse("graph()", state.combine())
     devices = {str(parameter.device) for parameter in model.parameters()}
@@ -285,7 +285,7 @@ def _places(cache: EvictingCache) -> list[Place]:
 
 
 def _facts(cache: EvictingCache) -> object:
-    """Return what tells kinds of steps apart, to find a step's graph: all that one takes for constant, such as shapes."""
+    """Return all that a captured step takes for constant, such as shapes: steps with equal facts share a graph."""
     found: list[object] = [type(layer.mode) for layer in cache.layers]
     for holder in compiled.list_holders(cache):
         for name in sorted(holder):

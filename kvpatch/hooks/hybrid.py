@@ -26,7 +26,7 @@ def stack_of(decoder: Any) -> Stack | None:
     Read from the empty cache that transformers makes for its configuration, before a patch is installed.
 
     Raises:
-        KVPatchError: its cache is of a class of its own, or this transformers is too old for its states.
+        KVPatchError: the model brings a cache class of its own, or this transformers is too old for its states.
     """
     config = getattr(decoder, "config", None)
     types = getattr(config, "layer_types", None)

@@ -96,7 +96,7 @@ def find_tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
 
 
 def refuse_pass(call: dict[str, Any], decoder: Any) -> None:
-    """Raise KVPatchError before a pass that makes an encoder of the decoder, brings what one read, or asks for all keys."""
+    """Raise KVPatchError before a pass that reads a text both ways, brings an encoder's states, or asks for all keys."""
     if call.get("return_shared_kv_states"):
         raise KVPatchError(
             "return_shared_kv_states=True: under a budget no pass has the keys and values of all tokens, so there are none to "
@@ -214,7 +214,7 @@ def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
 def refuse_packed_rows(call: dict[str, Any]) -> None:
     """Raise KVPatchError before a pass with several texts in a row, which transformers tells by position_ids that begin anew.
 
-    It does so in a pass without a cache and without a mask; a budget is of one text. call: the decoder's arguments.
+    transformers does so in a pass without a cache and without a mask; a budget is of one text. call: the decoder's arguments.
     """
     given, lengths = call.get("position_ids"), call.get("cu_seq_lens_q")
     if cache_of(call) is not None or call.get("attention_mask") is not None:

@@ -138,7 +138,7 @@ def end_pass(output: Any, cache: LosslessCache) -> Any:
 
 
 def _check_rotations(model: Any, prompt: int, longest: int) -> None:
-    """Raise KVPatchError, before generate(), if a text of `longest` tokens is rotated anew on the way: host entries are not."""
+    """Raise KVPatchError, before generate(), if the model rotates all anew within `longest` tokens: host entries are not."""
     limit = switch_length(model)
     if limit is None or longest - 1 <= limit:  # the last token is not read
         return

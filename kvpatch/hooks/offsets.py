@@ -38,7 +38,7 @@ def clear_offsets(model: nn.Module | None, cache: EvictingCache) -> None:
 
 
 def forget_offsets(model: Any) -> None:
-    """Clear the model's offsets before a new text: one without images would be given those of the last."""
+    """Clear the model's offsets before a new text: a text without images would get those of the text before."""
     if has_offsets(model):
         model.rope_deltas = None
 

@@ -53,7 +53,7 @@ def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> 
 
 
 def _refuse_images(target: Target, tokens: tuple[int, ...]) -> None:
-    """Raise KVPatchError, before a prefix is read, for a text with images or sounds, of which it gets the tokens alone."""
+    """Raise KVPatchError, before a prefix is read, for a text with images or sounds: a prefix is read from tokens alone."""
     kinds = target.list_placeholders()
     found = next((token for token in tokens if token in kinds), None)
     if found is not None:
@@ -66,7 +66,7 @@ def _refuse_images(target: Target, tokens: tuple[int, ...]) -> None:
 
 
 def _refuse_invoked(target: Target, tokens: tuple[int, ...]) -> None:
-    """Raise KVPatchError, before a prefix is read, if it invokes PEFT's aLoRA: only generate() finds where that begins."""
+    """Raise KVPatchError, before a prefix is read, if its text invokes PEFT's aLoRA: only generate() finds where it acts."""
     acting = stamp_model(target.decoder).adapters[0].split(" + ")
     for model in target.generators:
         for name, config in getattr(model, "peft_config", {}).items():

@@ -18,7 +18,7 @@ class Recorder(Protocol):
         """Record what `run` asks of the device. Nothing of it is carried out."""
 
     def replay(self) -> None:
-        """Carry it out, on the same memory."""
+        """Run again what was recorded, on the same memory."""
 
 
 class CudaRecorder(Recorder):

@@ -42,7 +42,7 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> None:
-    """End a pass in all layers after the decoder has run; if the policy reads the prompt a second time, run it again before."""
+    """End a pass in all layers after the decoder has run. If the policy reads the prompt twice, first run the decoder again."""
     now = cache.running
     if now.reread_BN is not None:
         read_again(decoder, cache, state, now.reread_BN)

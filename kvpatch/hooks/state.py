@@ -186,7 +186,7 @@ def by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: int) -
 
 
 def put_attribute(module: nn.Module, name: str, value: object) -> None:
-    """Set an attribute of a module's own for a patch, or undo that; the value MISSING takes it away."""
+    """Set an instance attribute of a module, where a patch changes or restores it; the value MISSING removes it."""
     if value is MISSING:
         vars(module).pop(name, None)
     else:

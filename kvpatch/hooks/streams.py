@@ -27,7 +27,7 @@ class Outcome:
     error: BaseException | None = None
 
     def keep(self, call: Callable[[], Any], end: Callable[[], None]) -> None:
-        """Run `call` in a thread and keep its value; keep an error too, and then call `end`: the stream would wait for more."""
+        """Run `call`, as a thread's target, and keep its value or error. After an error call `end`, which ends the stream."""
         try:
             self.value = call()
         except BaseException as error:

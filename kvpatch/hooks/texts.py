@@ -116,7 +116,7 @@ def _check_ids(ids_BT: Tensor, known_BT: Tensor) -> None:
 
 
 def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
-    """Repeat rows of given ids or a mask for their beams, to compare them with a cache's; None if these are no multiple."""
+    """Repeat given rows (ids or a mask) for their beams, to compare them with a cache's rows; None if these are no multiple."""
     each = len(known_BT) // max(len(given_BT), 1)
     if len(known_BT) == 1:
         return given_BT  # of a prefix, which all rows begin with
