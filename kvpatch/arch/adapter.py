@@ -82,7 +82,7 @@ class Adapter:
         raise NotImplementedError
 
     def unplaced(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return changed arguments of the module's forward, by which it applies no positions to queries and keys."""
+        """Return the forward's arguments, changed so that it applies no positions: a renumbered cache rotates keys later."""
         return call
 
     def obstacle(self, decoder: Any, renumbered: bool) -> str | None:

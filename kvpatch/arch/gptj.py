@@ -46,7 +46,7 @@ class GPTJAdapter(Adapter):
         return q, k, v
 
     def unplaced(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return changed arguments of a forward, where keys are rotated later: sines of 0 and cosines of 1 rotate nothing."""
+        """Return a forward's arguments with sines of 0 and cosines of 1: a renumbered cache rotates keys later."""
         if call.get("position_embeddings") is None:
             return {**call, "position_ids": torch.zeros_like(call["position_ids"])}  # position 0 has these
         sin, cos = call["position_embeddings"]

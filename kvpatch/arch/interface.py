@@ -132,7 +132,7 @@ class InterfaceAdapter(Adapter):
         return _find_value(attn, self._scale) if isinstance(self._scale, str) else self._scale
 
     def sliding(self, attn: nn.Module) -> int | None:
-        """Return the window of the module's layer by its configuration, for masks; None: there is none; Chunk: of chunks."""
+        """Return the module's sliding window in tokens, by its configuration; None without one; a Chunk for chunks."""
         config: Any = attn.config
         types = getattr(config, "layer_types", None)
         slides = self._slides

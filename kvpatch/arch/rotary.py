@@ -42,7 +42,7 @@ class Rotary:
         return {**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
 
     def obstacle(self, decoder: Any, renumbered: bool) -> str | None:
-        """Return, before a patch, the reason that rotations cannot be undone, or None: a scaling that changes as text grows."""
+        """Return, before a patch, why rotations cannot be undone: a scaling that changes as text grows. None if they can."""
         kind = getattr(decoder.rotary_emb, "rope_type", None)
         follows = not renumbered and kind in BY_LENGTH
         return f"rope_type={kind!r} rotates tokens otherwise once a text is longer" if follows else None

@@ -214,7 +214,7 @@ class Chat:
         return torch.cat([self.ids, torch.tensor([unread], device=self.ids.device)], 1)
 
     def _drop_stripped(self, text: str) -> bool:
-        """Take what a new turn's `text` lacks of the newest answer (thinking) from cache and `_read`; False if it cannot."""
+        """Drop from cache and `_read` what the new `text` lacks of the newest answer (thinking); False if impossible."""
         if isinstance(self.cache, LosslessCache):
             return False  # what follows has seen these tokens
         before = self.ids.shape[1] - len(self._read.answer)

@@ -54,7 +54,7 @@ def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) ->
 
 
 def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
-    """Raise KVPatchError before a prompt if the policy needs one output projection, and adapter_names give each row its own."""
+    """Raise KVPatchError before a prompt if the policy needs one output projection, and adapter_names give several."""
     policy, name = state.settings.policy, state.adapter.projection
     if not policy.projects:
         return

@@ -58,7 +58,7 @@ class Given:
 
 
 def check_mask(given: Given) -> None:
-    """Raise KVPatchError before generate() unless its mask has a column for each given token, or for those seen before, too."""
+    """Raise KVPatchError before generate() unless its mask has a column for each given token, or for all seen ones, too."""
     mask, new, seen = given.mask, given.columns, given.seen
     if mask is not None and new is not None and mask.shape[1] not in (new, seen + new):
         whole = f"{new}, or " if new > seen else ""  # fewer are no whole text

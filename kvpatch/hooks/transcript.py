@@ -117,7 +117,7 @@ class Template:
             return ""
 
     def tokenize(self, rendered: Rendered, read: Transcript) -> tuple[list[int], list[int]]:
-        """Return the ids of what a new turn has to read after the text that was read, and where in them its messages begin."""
+        """Return the ids of a new turn's text after what was read, and the index among them where each message begins."""
         known = len(read.text)
         begins = [max(one - known, 0) for one in rendered.begins[len(read.starts) :]]
         unread = rendered.text[known:]
