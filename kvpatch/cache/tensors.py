@@ -33,7 +33,10 @@ class HeadTensor:
     wanted: str = ""
 
     def join(self, layers: Sequence[Any]) -> Tensor | None:
-        """Return this tensor of all rows of several layers, when caches are concatenated; None if no layer has it."""
+        """Return this tensor of all rows when caches are concatenated; layers: the same layer of each cache. Changes nothing.
+
+        None if no layer has it, or if some layer lacks it and no number stands for it (`missing`).
+        """
         found = [getattr(layer, self.name) for layer in layers]
         if all(one is None for one in found) or (self.missing is None and any(one is None for one in found)):
             return None

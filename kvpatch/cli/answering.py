@@ -261,7 +261,10 @@ class _Streamer(CBStreamer):
     """The text of a request, token by token, up to its first stop string."""
 
     def __init__(self, answers: Answers, request_id: str, processor: Any, pieces: Any, parser: Any) -> None:
-        """Make what puts one request's new tokens as text into the queue `pieces`. parser: of tool calls, or None."""
+        """Begin to stream one request, in the event loop: the engine hands over its new tokens, whose text goes into `pieces`.
+
+        pieces: an asyncio queue. parser: of tool calls, or None. The decoder is wrapped so that `watch` finds stop strings.
+        """
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
         super().__init__(answers.engine, request_id, tokenizer, asyncio.get_running_loop(), pieces, response_parser=parser)
         self.answers, self.watch = answers, StopWatch(answers.asked[request_id].stops)

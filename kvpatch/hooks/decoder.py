@@ -241,12 +241,12 @@ def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
 
 
 def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:
-    """Begin a decode step that torch.compile traces or a CUDA graph captures: change `call` and `cache`; False if none can."""
+    """Begin a decode step that torch.compile traces or a CUDA graph captures: change `call` and `cache`, or return False."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")
     custom = mask is not None and mask.ndim != 2
     if tokens is None or call.get("output_attentions") or custom or call.get("encoder_hidden_states") is not None:
-        return False  # the untraced hook raises the error
+        return False  # with nothing changed; the untraced hook, which runs then, raises the error
     if decoder.training:
         return False  # gradient checkpointing may remove the cache, which only the untraced hook's mask can tell
     if not is_aside(decoder, state.aside, ours=True):

@@ -73,7 +73,10 @@ def refuse(path: str, asked: FeatureSet) -> None:
 
 
 def refuse_pairs(asked: FeatureSet) -> None:
-    """Raise KVPatchError if two features that one call asks for do not go together, when a policy or a patch is made."""
+    """Raise KVPatchError if two features asked for in one call of patched() do not go together, when the patch is made.
+
+    Also raises if the `refuses` of a user's need misspells a feature. Changes nothing.
+    """
     known = {*FEATURES, *REFUSED}
     for need in asked.policy.needs:
         for name in need.refuses.keys() - known:

@@ -107,7 +107,11 @@ class _Layer:
         self.on_budget = cache.settings.evicts[index] and has_prompt
 
     def check(self, described: object, left: dict[str, Entry]) -> None:
-        """Check the layer's description and its tensors' header entries, before tensors are read. Entries leave `left`."""
+        """Check the layer's description and its tensors' header entries when a file is loaded, before tensors are read.
+
+        left: the entries that no layer has claimed so far, by name. Those of this layer are removed from it, and nothing else
+        changes. Raises KVPatchError at the first that is wrong.
+        """
         mode = self._find_mode(described)
         fields = (*LAYER, *BESIDE, *map(Field.of_count, mode.saved), *SLOTS)
         about = check_fields(self.where, described, fields, where=f"{self.where}: ")
@@ -117,7 +121,7 @@ class _Layer:
         C = self._take_tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
         _check_condition(0 <= used <= C and about["floor"] <= used, f"{self.where}: {used} of {C} slots are used")
         shape = self._find_shape(about["head_offsets"], C, mode.slotted and about["holes"])
-        bits = FULL if mode is Reading else self.cache.settings.bits  # a prompt's are in full
+        bits = FULL if mode is Reading else self.cache.settings.bits  # a prompt that is still being read is not rounded
         every = zip(("keys", "values"), self.sizes, codecs(bits, *self.sizes, dtype, self.latent), strict=True)
         for name, size, codec in every:
             if codec.latent:

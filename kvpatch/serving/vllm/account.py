@@ -30,12 +30,15 @@ class Account:
     """
 
     def __init__(self, scheduler: Any, figures: Figures | None) -> None:
-        """Log a line on the budget, and set the counts of pages. Made once, as vLLM's scheduler starts."""
+        """Log a line on the budget, and set two gauges, the pages in all and those claimed. Made once, as vLLM starts.
+
+        Only reads the scheduler. figures: the numbers that vLLM's /metrics shows, or None.
+        """
         self.figures = figures
         self.groups = [(len(one.layer_names), one.kv_cache_spec) for one in scheduler.kv_cache_config.kv_cache_groups]
         self._log_start(scheduler)
         if self.figures is not None:
-            self.figures.set("blocks", scheduler.kv_cache_config.num_blocks - 1)  # the first is nobody's
+            self.figures.set("blocks", scheduler.kv_cache_config.num_blocks - 1)  # the first page is vLLM's null block
             self.figures.set("blocks_claimed", 0)
 
     def _log_start(self, scheduler: Any) -> None:
