@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import KVPatchError, match_name
 from ..policies.budgets import check_count
 from ..policies.facts import COMBINATIONS, FACTS
 from ..policies.naming import split_combination
+from ..policies.repetition import Repetition
 from .configuration import Shape
 from .counting import find_most
-
-_BEFORE = 8  # tokens of the chunk before that follow the instruction of a later chunk
-
-
-class Repetition(NamedTuple):
-    """Tokens of a second reading: a chunk of the prompt at a time, after an instruction.
-
-    first, later: tokens put before the first chunk, and before later ones.
-    """
-
-    chunk: int
-    first: int
-    later: int
-
-    def count_tokens(self, prompt: int) -> int:
-        """Return the tokens of the longest piece that is read after a prompt of so many tokens, to find the longest prompt."""
-        before = max(self.first, self.later + _BEFORE) if prompt > self.chunk else self.first
-        return before + min(prompt, self.chunk)
 
 
 def find_repetition(policy: str, options: Mapping[str, Any]) -> Repetition | None:

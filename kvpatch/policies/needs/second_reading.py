@@ -14,11 +14,11 @@ from ...errors import KVPatchError
 from ..budgets import check_count
 from ..context import EvictionContext, NewTokens, accumulator
 from ..numbers import on_device
+from ..repetition import BEFORE, Repetition
 from .base import LayerRead, Need, Note, PromptRead
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
-_BEFORE = 8  # tokens of the chunk before that follow LATER
 
 
 View = TypeVar("View", covariant=True)
@@ -59,13 +59,13 @@ class Rereading(Need[View]):
         first, later, close = self._split_instruction()
         for start in range(0, len(ids), self.chunk):
             stop = min(start + self.chunk, len(ids))
-            before = [*later, *ids[max(start - _BEFORE, 0) : start]] if start else first
+            before = [*later, *ids[max(start - BEFORE, 0) : start]] if start else first
             yield start, stop, [*before, *close, *ids[start:stop]]
 
     def longest(self, n: int) -> int:
         """Return the length of the longest piece that `cut_pieces` makes of a prompt of n tokens, instruction included."""
         first, later, close = map(len, self._split_instruction())
-        return max(first, later + _BEFORE if n > self.chunk else 0) + close + min(n, self.chunk)
+        return Repetition(self.chunk, first + close, later + close).count_tokens(n)
 
     def _split_instruction(self) -> tuple[list[int], list[int], list[int]]:
         """Return the instruction's token ids: before the first piece, before later ones, and between either and the text."""
