@@ -107,7 +107,7 @@ class Adapter:
         return self.projection is not None or type(self).output is not Adapter.output
 
     def output(self, attn: nn.Module, y_BQE: Tensor) -> Tensor:
-        """Apply the output projection to attention's output [B,Q,H*G*D], in `run`, or to unit vectors to measure it."""
+        """Apply the output projection to attention's output [B,Q,H*G*D], in `run`; or to unit vectors, to measure its weight."""
         if self.projection is None:
             raise NotImplementedError
         return getattr(attn, self.projection)(y_BQE)
@@ -137,15 +137,15 @@ class Adapter:
     def sliding(self, attn: nn.Module) -> int | None:
         """Return the number of tokens that a query sees, itself included, or None if it sees all.
 
-        Asked when a model is patched, and for each new cache. A Chunk stands for chunks of so many positions, of which a query
-        sees its own (policies/windows.py).
+        Asked when a model is patched, and for each new cache. An int is a sliding window. A Chunk (a subclass of int) means
+        that the layer cuts the text into chunks of so many tokens: a query sees tokens of the chunk in which it is.
         """
         return None
 
     def counts_columns(self, attn: nn.Module) -> bool:
-        """Tell, when a model is patched, if the module's own code works with columns of the batch, whatever position_ids say.
+        """Tell if the module's code takes a token's index in the sequence dimension for its position, and ignores position_ids.
 
-        Rows of a cache that are at different places of their texts are then refused, as where a decoder takes no position_ids.
+        Asked when a model is patched. If True, features whose rows of a batch are at different positions are refused.
         """
         return False
 
@@ -208,9 +208,8 @@ def register_arch(adapter: Adapter, *, exist_ok: bool = False) -> None:
     """Register an adapter, so that models with its attention classes can be patched.
 
     Args:
-        adapter: what serves them.
-        exist_ok: replace the adapter of the same name, and those of the same classes, as a notebook's cell does that is run
-            again.
+        adapter: an instance of a subclass of Adapter, whose `classes` names the attention classes.
+        exist_ok: replace the adapter of the same name, and those of the same classes. For a notebook's cell that is run again.
 
     Raises:
         KVPatchError: `adapter` is not an instance of Adapter or is incomplete, or one of its classes has an adapter already.
@@ -288,7 +287,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def keys_dtype(model: nn.Module, device: str) -> torch.dtype:
-    """Return the dtype of keys that a pass makes on a device, to count bytes: under autocast its dtype, else the model's."""
+    """Return the dtype of a forward pass's keys on a device, to count cached bytes: autocast's if on, else the model's."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return dtype_of(model)

@@ -41,7 +41,8 @@ class AutomaticAdapter(InterfaceAdapter):
 def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]:
     """Return the attention modules of a model without an adapter, each with an automatic row that passed the checks.
 
-    A row is an adapter derived from the modules' attributes. Called when such a model is patched; checks a class once.
+    An automatic row is an adapter derived from the modules' attributes. Called when such a model is patched. The checks run on
+    a tiny random model of the class (its twin), once for each class and configuration; meanwhile the twin is patched, too.
 
     Raises:
         KVPatchError: the attention does not go through transformers' interface, or the row did not pass.
@@ -65,9 +66,10 @@ def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]
 
 
 def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> InterfaceAdapter:
-    """Return the row (a derived adapter) that passes the checks for a decoder's class, or raise the error that says why not.
+    """Return the row (a derived adapter) that passes the checks for a decoder's class; raise KVPatchError if none does.
 
-    The first call for a class and configuration runs the checks; the result is remembered in `_VERDICTS`.
+    Called when a model without an adapter is patched. The first call for a class and configuration runs the checks on a twin (a
+    tiny random model of the class). The result, a row or an error, is remembered in `_VERDICTS`.
     """
     key = type(decoder), describe_twin(decoder)
     if key not in _VERDICTS:
@@ -110,7 +112,7 @@ def _judge_rows(
     # what the attributes of a module do not tell: positions by the padding mask, a window that is in the mask alone, queries
     # that are scaled before attention
     for scaled, slides, from_mask in itertools.product((False, True), repeat=3):
-        if scaled and "set scale=" not in failures[0][0]:
+        if scaled and "set scale=" not in failures[0][0]:  # the first failure was not about the scale
             break
         row = derive_row(attentions, decoder, positions_from_mask=from_mask, slides=slides, scaled=scaled)
         try:
@@ -156,10 +158,11 @@ def derive_row(
     slides: bool = False,
     scaled: bool = False,
 ) -> InterfaceAdapter:
-    """Derive a row (an adapter) for a family without one from its attention modules, by attributes that other families name.
+    """Derive a row (an adapter) for a family without an adapter, when a model of it is patched and for each trial in its check.
 
-    positions_from_mask, slides: as in InterfaceAdapter, which attributes do not tell. scaled: whether the module scales its
-    queries before attention, so that logits get no further factor.
+    Settings are read from the attention modules' attributes, under the names that transformers' families use. Attributes do
+    not tell `positions_from_mask` and `slides` (see InterfaceAdapter), and `scaled`: the module scales its queries before
+    attention, so that logits get no further factor.
     """
     attn, config = attentions[0], attentions[0].config
     limit = position_limit(config)
@@ -179,7 +182,7 @@ def derive_row(
 
 
 def _causal_attentions(model: Any) -> list[nn.Module]:
-    """Return the causal attention modules of a model without an adapter that call transformers' attention interface."""
+    """Return, when a model without an adapter is patched, its causal attention modules that call transformers' interface."""
     config: Any = getattr(model, "config", None)
     text = type(config.get_text_config(decoder=True)) if hasattr(config, "get_text_config") else object
     return [

@@ -38,9 +38,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _plain_weight(module: Any, inputs: int) -> Tensor | None:
-    """Return the weight [inputs,E] of a plain output projection; None for others, which are measured by unit vectors.
+    """Return the weight [inputs,E] of a plain output projection; None for another, which is then measured by unit vectors.
 
-    Of a sharded one it is this process' part.
+    inputs: the width of this process' heads. Of a sharded weight this is the process' part, or all if it has all heads.
     """
     weight = getattr(module, "weight", None)
     if type(module) not in (nn.Linear, Conv1D) or hasattr(module, "_hf_hook") or not isinstance(weight, Tensor):
@@ -68,7 +68,10 @@ class BoundAdapter:
         self._rows: tuple[Any, Tensor] | None = None  # of a plain projection: its weight, and `output_rows`
 
     def geometry(self, device: torch.device) -> Geometry:
-        """Return the layer's variant of attention (scale, slopes, window, softcap, sinks), for a new cache or in a replay."""
+        """Return the layer's variant of attention (scale, ALiBi slopes, window, softcap, sinks), with its tensors on `device`.
+
+        Asked once for each layer of a new cache, which keeps it, and in passes without a cache (a replay for training).
+        """
         slopes = self.adapter.slopes(self.attn)
         if slopes is not None:
             slopes = slopes.to(device).unflatten(0, (self.H, -1))
@@ -89,7 +92,11 @@ class BoundAdapter:
         return self.adapter.rotate_back(self.attn, x_BHTD, places_BHT, table)
 
     def mean_rotation(self, places_BF: Tensor, like: Tensor, table: Any) -> Tensor:
-        """Return the mean rotation [B,1,D,D] over coming positions `places_BF`, by which policies foresee later queries."""
+        """Return the mean of the rotary matrices [B,1,D,D] at the next F positions, `places_BF`.
+
+        Policies that score keys by expected later queries multiply the mean unrotated query by it.
+        like: a tensor of its dtype and device. table: cosines and sines by position.
+        """
         limit = self.adapter.max_positions(getattr(self.attn, "config", None))
         places_BF = places_BF if limit is None else places_BF.clamp(max=limit - 1)  # beyond the model's table its last one
         return mean_rotation(functools.partial(self.rotate, table=table), places_BF, like)
@@ -99,16 +106,16 @@ class BoundAdapter:
         return self.adapter.head_values(self.attn, v_BHTD)
 
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
-        """Return the rows of the output projection per query head [N,G,D,E], and whether they were measured.
+        """Return the output projection W_O by query head [N,G,D,E], and whether it was measured.
 
-        Policies multiply values with them. A view of a plain weight is kept for the next call.
+        Called when scores or selections multiply values by W_O. A view of a plain weight is kept for the next call.
 
         The weight of a plain projection is read; any other (LoRA, quantized, offloaded) is measured by applying it to unit
         vectors, without its bias. The processes of a row-parallel projection, which sums over them, take turns.
 
         Args:
-            like: `head_values`, for dtype, device, N and D.
-            group: G, query heads for each of these.
+            like: values [B,N,T,D] to which W_O will be applied, for dtype, device, N and D.
+            group: G, query heads for each of the N.
             parallel: the share of this process in the layer's heads.
         """
         module = getattr(self.attn, self.adapter.projection) if self.adapter.projection else None

@@ -32,7 +32,7 @@ class FalconAdapter(LlamaAdapter):
         return super().project(attn, hidden_BQE, position_embeddings)
 
     def project_unrotated(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states to queries, keys and values [B,heads,Q,D], which the fused projection has by KV head."""
+        """Project hidden states to queries, keys and values [B,heads,Q,D]; the fused projection returns them by KV head."""
         qkv = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_kv_heads, -1, attn.head_dim))
         q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -46,14 +46,18 @@ class GPTJAdapter(Adapter):
         return q, k, v
 
     def unplaced(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return a forward's arguments with sines of 0 and cosines of 1: a renumbered cache rotates keys later."""
+        """Return a forward's arguments with sines 0 and cosines 1, under positions="renumbered": keys are rotated when read."""
         if call.get("position_embeddings") is None:
             return {**call, "position_ids": torch.zeros_like(call["position_ids"])}  # position 0 has these
         sin, cos = call["position_embeddings"]
         return {**call, "position_embeddings": (torch.zeros_like(sin), torch.ones_like(cos))}
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
-        """Return the model's own table on `device`, by which `rotate` turns cached keys; raise KVPatchError beyond its end."""
+        """Return the model's table of sines and cosines on `device`, by which `rotate` turns cached keys.
+
+        Asked under positions="renumbered" when a head may hold more tokens than before. Raises KVPatchError if `count`, the
+        number of positions needed, is beyond the table's end.
+        """
         if count > decoder.config.max_position_embeddings:
             raise KVPatchError(
                 f"A head would hold {count} tokens, but this model has {decoder.config.max_position_embeddings} positions: "

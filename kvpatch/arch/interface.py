@@ -81,9 +81,10 @@ class InterfaceAdapter(Adapter):
         learned: bool = False,
         positions_from_mask: bool = False,
     ) -> None:
-        """Note where a family's attention modules keep each setting; called for each row of the families' table, or a user's.
+        """Note where a family's attention modules keep each setting; the arguments are explained in the class's docstring.
 
-        `learned` positions are inside the keys, which cannot get others: `why_not` says so. The class explains the arguments.
+        Called at import for each row of the table of families, and by users. Learned positions are part of the keys, so that
+        keys cannot be given new positions: `why_not`, the reason in the error, then says so.
         """
         self.name, self.summary = name, summary
         self.classes = (class_name(attention) if isinstance(attention, type) else attention,)
@@ -93,9 +94,10 @@ class InterfaceAdapter(Adapter):
             self.why_not = IN_HIDDEN_STATES
 
     def run(self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any]) -> Any:
-        """Run the module's own forward, in which transformers' attention function is replaced by `core`, once per pass.
+        """Run `own`, the module's forward, with `core` in place of transformers' attention function, once per forward pass.
 
-        In place of the cache the module gets a stand-in that stores nothing: `core` writes the keys and values.
+        In place of the cache the module gets a stand-in that stores nothing: `core` writes the keys and values. With multi-head
+        latent attention (`absorbs`) it writes latents instead: kv_b_proj is then applied to queries and outputs, not to keys.
         """
         call, attended = {name: Handover(value) if isinstance(value, Cache) else value for name, value in call.items()}, False
         absorbs = self.latent(attn)
@@ -121,7 +123,10 @@ class InterfaceAdapter(Adapter):
         return out
 
     def attributes(self, attn: Any) -> dict[str, Any]:
-        """Return attributes for a module when it is patched: a copy of its config that asks for our attention function."""
+        """Return attributes to set on a module when it is patched: a copy of its config that names our attention function.
+
+        A module with latent attention (MLA) also gets a method `expand_kv` that leaves the latents as they are.
+        """
         AttentionInterface.register(NAME, attention)  # not at import: transformers would take and list the name for any model
         config = copy.copy(attn.config)
         config._kvpatch_own = attn.config  # which set_attn_implementation() changes
@@ -132,7 +137,11 @@ class InterfaceAdapter(Adapter):
         return _find_value(attn, self._scale) if isinstance(self._scale, str) else self._scale
 
     def sliding(self, attn: nn.Module) -> int | None:
-        """Return the module's sliding window in tokens, by its configuration; None without one; a Chunk for chunks."""
+        """Return the module's sliding window in tokens, by its configuration; None if it has no window.
+
+        Asked when a model is patched, for each new cache and in each pass. A Chunk (a subclass of int) stands for attention
+        in chunks of so many tokens. Without config.layer_types, `slides` of the family's row decides for all layers.
+        """
         config: Any = attn.config
         types = getattr(config, "layer_types", None)
         slides = self._slides
@@ -153,7 +162,10 @@ class InterfaceAdapter(Adapter):
         return _find_value(attn, self._dropout) or 0.0
 
     def kv_shape(self, attn: Any) -> tuple[int, int]:
-        """Return KV heads (0 if layers differ in them) and key size, for caches, by the names of the module and its config."""
+        """Return the number of KV heads (0 if layers differ in it) and the head size of keys, from the module or its config.
+
+        Asked when a model is patched, and in each pass, to check its keys. Latent attention (MLA) has one head: the latents.
+        """
         if self.latent(attn):
             return 1, latents.read_sizes(attn)[0]
         config = attn.config
@@ -225,9 +237,9 @@ class InterfaceAdapter(Adapter):
 
 
 def _refuse_arguments(attn: nn.Module) -> KVPatchError:
-    """Return the error for a forward that drops further arguments (**kwargs), by one of which `attention` gets the core.
+    """Return the error for a module whose forward does not pass its **kwargs to the attention function.
 
-    Raised at patched(), or in a pass that has not attended.
+    kvpatch hands over its attention, `core`, in one of them. Raised at patched(), or after a forward without attention.
     """
     return KVPatchError(
         f"The forward of {type(attn).__name__} does not hand its further arguments (**kwargs) on to its attention function, "
@@ -264,7 +276,7 @@ def routes_through_interface(module: nn.Module) -> bool:
 
 
 def _find_value(attn: Any, name: str | None) -> Any:
-    """Return the module's attribute that a family's row names, such as "config.x"; None without a name or the attribute."""
+    """Return the module's attribute (scale, sinks, ...) of the name in its family's row, such as "config.x"; None if none."""
     try:
         return attrgetter(name)(attn) if name is not None else None
     except AttributeError:

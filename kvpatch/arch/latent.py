@@ -25,10 +25,10 @@ def read_sizes(attn: Any) -> tuple[int, int]:
 
 
 def is_latent(attn: Any) -> bool:
-    """Tell whether the cache of an attention module can hold latents, in place of expanded keys and values.
+    """Tell whether the cache of a module with multi-head latent attention can hold latents instead of keys and values.
 
-    Asked when a model is patched, and in each pass. The weight that expands them is read: a projection that is quantized,
-    wrapped (LoRA), offloaded or shared out over processes is not, and its module's keys and values are held expanded.
+    Asked when a model is patched, and in each pass. It needs the weight of `kv_b_proj`, which expands latents to keys and
+    values. Where that is quantized, wrapped (LoRA), offloaded or sharded over processes, the cache holds what it expands to.
     """
     expands = getattr(attn, "kv_b_proj", None)
     if type(expands) is not nn.Linear or not hasattr(attn, "expand_kv"):
@@ -47,9 +47,10 @@ def _find_weights(attn: Any) -> tuple[Tensor, Tensor]:
 
 
 def expand_kv(attn: Any, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """Stand in for the method by which a module expands latents, while it is patched: entries pass as they are.
+    """Return latents as keys and values, in place of the module's method that expands them, while the module is patched.
 
-    Returns keys and values for the core: the entry (latent and rotary key), and the latent. A latent alone is expanded.
+    `latent` is an entry here (a latent with the token's rotary key behind it): it is returned as the key, and its latent as
+    the value. If it has the width of a latent alone, the module's own method expands it.
     """
     rank = attn.kv_lora_rank
     if latent.shape[-1] == rank:
@@ -58,7 +59,11 @@ def expand_kv(attn: Any, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor
 
 
 def attend(attn: Any, core: Core, q_BNQD: Tensor, entry_B1QD: Tensor, latent_B1QR: Tensor) -> Tensor:
-    """Attend to latents by `core` in a pass, from the module's own queries; return the heads' expanded outputs [B,Q,N,E]."""
+    """Attend to the cache's latents by `core`, once per layer and pass; return the outputs of the N heads [B,Q,N,E].
+
+    A logit is the same if the query is multiplied by W_UK instead of the latent, and an output if the mixture of latents is
+    multiplied by W_UV afterwards (the absorbed form of multi-head latent attention). entry: a latent and a rotary key.
+    """
     (up_NDR, value_NER), split = _find_weights(attn), [attn.qk_nope_head_dim, attn.qk_rope_head_dim]
     unrotated, rotary = q_BNQD.split(split, -1)
     q = torch.cat([unrotated @ up_NDR, rotary], -1)

@@ -31,9 +31,10 @@ def check_twin(twin: nn.Module) -> Any:
 
 
 def prove_class(decoder: nn.Module, attentions: list[nn.Module], untested: str, remedy: str) -> None:
-    """Check a class on its tiny twin (a small random model of it), once in a process, before a patch under untested versions.
+    """Check a class on its tiny twin (a small random model of it) under versions that kvpatch was not tested with.
 
-    A decoder that inherits nothing of transformers is not checked: its code does not change with the transformers version.
+    Called when a model is patched under such versions of torch or transformers; the result holds for the process. A decoder
+    that inherits nothing of transformers is not checked: its code does not change with the transformers version.
 
     Args:
         decoder: the decoder that is about to be patched.
@@ -79,7 +80,7 @@ def is_checkable(model: nn.Module) -> bool:
 
 
 def describe_twin(decoder: Any) -> str:
-    """Return a text by which a check's result is remembered: the configuration of the decoder's tiny twin, else its own."""
+    """Return a key to remember a check's result: the configuration of the decoder's tiny twin, else the decoder's as text."""
     try:
         return shrink_config(decoder.config).to_json_string(use_diff=False)
     except Exception:  # a configuration of any shape

@@ -77,7 +77,7 @@ def _is_lone_decoder(model: nn.Module, cross_attention: nn.Module) -> bool:
 
 
 def home_of(code: Any) -> str:
-    """Return the package that a class or function comes from (a wrapped one: its wrapper), to tell code of the user's own."""
+    """Return the top package of a class or function (of a wrapped one, the wrapper's), to tell code of the user's own."""
     if isinstance(code, functools.partial):
         return home_of(code.func)
     defined_in = getattr(getattr(code, "__func__", code), "__globals__", {}).get("__name__")
@@ -87,8 +87,8 @@ def home_of(code: Any) -> str:
 def refuse_replaced(attn: nn.Module, adapter: Adapter) -> None:
     """Raise KVPatchError if a transformers module attends by the user's own function, which would not run under a budget.
 
-    Called when a model is patched, and before each prompt. A replaced forward is left out too where the adapter does not run
-    it; that is logged, for the code may compute the same.
+    Called when a model is patched, and before each prompt. A forward that the user replaced does not run either, if the adapter
+    computes attention without it. That is only logged, once, since the user's code may compute the same.
     """
     if home_of(type(attn)) != "transformers" or home_of(type(adapter)) != "kvpatch":
         return
@@ -141,7 +141,7 @@ def innermost_attentions(model: nn.Module) -> list[nn.Module]:
 
 
 def holder_of(model: nn.Module, parts: list[nn.Module]) -> nn.Module | None:
-    """Return, where a model is patched, the innermost model of transformers that contains all modules `parts`; else None."""
+    """Return, when a model is patched, its innermost PreTrainedModel that contains all attention modules `parts`; or None."""
     wanted = {id(part) for part in parts}
     holders = (m for m in model.modules() if isinstance(m, PreTrainedModel) and wanted <= {id(child) for child in m.modules()})
     return max(holders, key=lambda holder: -sum(1 for _ in holder.modules()), default=None)

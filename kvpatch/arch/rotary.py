@@ -21,7 +21,7 @@ def switch_length(model: nn.Module) -> int | None:
 
 
 def _list_switches(rotary: Any) -> list[int]:
-    """Return the text lengths from which a rotary module's tables change, for `switch_length`: one for each kind of layer."""
+    """Return the text lengths beyond which a rotary embedding rotates all tokens otherwise, by kind of layer; [] if none."""
     kinds, config = vars(rotary).get("rope_type"), vars(rotary).get("config")
     asked = getattr(config, "rope_parameters", None) or {}
     one_kind = not isinstance(kinds, dict)
@@ -42,13 +42,20 @@ class Rotary:
         return {**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
 
     def obstacle(self, decoder: Any, renumbered: bool) -> str | None:
-        """Return, before a patch, why rotations cannot be undone: a scaling that changes as text grows. None if they can."""
+        """Return the reason why the rotation of cached keys cannot be undone: a scaling that changes as text grows; or None.
+
+        Asked when a model is patched, if the policy scores unrotated queries or keys. renumbered: keys are cached unrotated.
+        """
         kind = getattr(decoder.rotary_emb, "rope_type", None)
         follows = not renumbered and kind in BY_LENGTH
         return f"rope_type={kind!r} rotates tokens otherwise once a text is longer" if follows else None
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
-        """Return cosines and sines below position `count`, for `rotate`, by a copy of the decoder's module for a new text."""
+        """Return cosines and sines of the positions below `count`, for `rotate` and `rotate_back`.
+
+        Asked at the beginning of a pass that rotates cached keys, or undoes rotations. A copy of the decoder's rotary module
+        computes them as for a new text, so that the decoder's state does not change.
+        """
         rotary = copy.deepcopy(decoder.rotary_emb)
         if hasattr(rotary, "original_inv_freq"):  # dynamic scaling remembers the longest text: start anew
             rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq, rotary.original_max_seq_len
@@ -56,7 +63,7 @@ class Rotary:
         return [table[0] for table in rotary(like, torch.arange(count, device=device)[None])]
 
     def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
-        """Rotate queries or keys by positions `places_BHT`: cached keys under positions="renumbered", or in scores."""
+        """Rotate keys that were cached unrotated (positions="renumbered"), or queries in a score, by positions `places_BHT`."""
         cos, sin = (one.to(x_BHTD.device)[places_BHT] for one in table)
         size = cos.shape[-1]
         if size < x_BHTD.shape[-1]:
@@ -65,7 +72,7 @@ class Rotary:
         return turned.to(x_BHTD.dtype)  # some families have tables in float32
 
     def rotate_back(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
-        """Undo `rotate` exactly, also where its table scales, for scores of keys or queries without positions."""
+        """Undo the rotation of queries or keys, for policies whose scores leave positions out, and any scaling in the table."""
         cos, sin = (one.to(x_BHTD.device, x_BHTD.dtype) for one in table)  # divided in the precision of x
         size = cos.square() + sin.square()
         return self.rotate(attn, x_BHTD, places_BHT, [cos / size, -sin / size])

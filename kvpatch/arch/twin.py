@@ -83,9 +83,10 @@ def _draw_weights(parameter: nn.Parameter) -> None:
 
 
 def shrink_config(config: Any) -> Any:
-    """Copy a model's configuration for its tiny twin: few layers, heads and experts, small widths; what shapes attention stays.
+    """Copy a model's configuration for its tiny twin (a random model to check): few layers, heads and experts, small widths.
 
-    Head sizes, scales, caps, sinks and rotary parameters stay; sliding windows become so short that they matter.
+    Head sizes, scales, caps, sinks and rotary parameters stay, since they shape attention; sliding windows become so short that
+    they matter. The twin has a layer of each kind, with layers that reuse the keys of another. `config` does not change.
     """
     fields = {key: value for key, value in config.to_dict().items() if key not in ("quantization_config", "dtype")}
     of_hybrid = _of_hybrid(getattr(config, "layer_types", None) or ())
@@ -130,7 +131,10 @@ def _is_layer(key: object) -> bool:
 
 
 def _count_kinds(fields: dict[str, Any], layers: int) -> int:
-    """Return how many first layers a twin takes to show each of its model's kinds, at least 2. fields: its configuration's."""
+    """Return how many of a model's first layers its tiny twin needs to have a layer of each kind; at least 2 if it has two.
+
+    fields: the configuration as a dict. Kinds are told by lists with one value per layer, and dicts with layer numbers as keys.
+    """
     count = min(_LAYERS, layers)
     for value in fields.values():
         if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):
@@ -141,9 +145,10 @@ def _count_kinds(fields: dict[str, Any], layers: int) -> int:
 
 
 def _with_readers(fields: dict[str, Any], layers: int) -> list[int]:
-    """Return the numbers of layers that a twin takes of a model whose last layers (readers) use others' keys; [] if none do.
+    """Return the numbers of the layers that the tiny twin copies of a model whose last layers reuse keys of layers before them.
 
-    They are one of each kind with keys, the last of each kind that stores its keys, and one of each kind without keys.
+    They are the first and the last layer of each kind among those that compute keys (the last one's keys are reused), and the
+    first of each kind among the others. [] if the model has no layers that reuse keys. fields: the configuration as a dict.
     """
     if _READERS not in fields:
         return []
@@ -165,9 +170,9 @@ def _list_derived(config: Any) -> set[str]:
 
 
 def _of_hybrid(kinds: Sequence[str]) -> int:
-    """Return how many first layers a tiny twin needs of a hybrid, some of whose layers do not attend; 0: it is none.
+    """Return how many of a hybrid's first layers its tiny twin needs; 0 if the model is no hybrid (all layers only attend).
 
-    They are one of each kind, and two with attention. kinds: of the layers, by the model's configuration.
+    These have a layer of each kind, and two with attention. kinds: the kind of each layer by the configuration.
     """
     if not set(kinds) & (OTHERS | STATES):
         return 0
@@ -176,7 +181,7 @@ def _of_hybrid(kinds: Sequence[str]) -> int:
 
 
 def _few_heads(heads: int, kv_heads: int, most: int) -> tuple[int, int]:
-    """Return a tiny twin's numbers of KV heads and query heads: at most `most` KV heads, and query heads for each of them."""
+    """Return a tiny twin's numbers of KV heads, at most `most` (2 if queries share them), and query heads, `most` for each."""
     group = max(heads // kv_heads, 1)
     few = min(kv_heads, most if group == 1 else 2)
     return few, few * min(group, most)

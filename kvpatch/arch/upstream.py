@@ -45,7 +45,7 @@ def cache_argument(takes: Callable[..., Any]) -> str:
 
 
 def cache_of(call: Mapping[str, Any]) -> Any:
-    """Return the cache in a call's keyword arguments or a model's output, by any name it has had in transformers; or None."""
+    """Return the cache in a patched call's keyword arguments, or a model's output, by any of transformers' names; or None."""
     for name in CACHE_NAMES:
         if name in call and call[name] is not None:
             return call[name]
