@@ -107,7 +107,7 @@ class Adapter:
         return self.projection is not None or type(self).output is not Adapter.output
 
     def output(self, attn: nn.Module, y_BQE: Tensor) -> Tensor:
-        """Apply the output projection to attention's output [B,Q,H*G*D], in `run`; or to unit vectors, to measure its weight."""
+        """Apply the output projection to attention's output [B,Q,H*G*D] in `run`, or to unit vectors to measure its weight."""
         if self.projection is None:
             raise NotImplementedError
         return getattr(attn, self.projection)(y_BQE)
