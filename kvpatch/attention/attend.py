@@ -71,7 +71,8 @@ def _attend_layer(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor,
 def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run a pass in one layer: attend, store new keys and values, evict, and count the layer as done; return [B,Q,H*G*D].
 
-    In a decode step the first layer also prepares the others (bound_step.py).
+    In a decode step the first layer also prepares short versions of the step for the others (bound_step.py). A scratch cache
+    serves one pass without use_cache.
     """
     cache, layer, slots = call.cache, call.layer, call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: a cache keeps its first one
@@ -92,7 +93,7 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out_BQE = rearrange(out, "b h g q d -> b q (h g d)")
     if cache.settings.strict:
         anomaly.check_outcome(call, out.view(B, heads // call.group, call.group, Q, -1))
-    slots.graph = None
+    slots.graph = None  # keys and values with their autograd graph, which only this pass needs
     passes.end(cache, layer)
     if cache.settings.strict and layer == len(cache.layers) - 1 and not (cache.scratch or cache.unfinished):
         anomaly.check_cache(cache)
@@ -100,9 +101,9 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Run a pass that is no lone decode step: the prompt's columns at once, then a step per column; return [B,H,G,Q,D]."""
+    """Run a pass of a prompt or several tokens: the prompt's columns at once, then a step per column; return [B,H,G,Q,D]."""
     P, Q = call.now.prompt, k.shape[2]
-    repeat = call.now.repeat
+    repeat = call.now.repeat  # unless None, these columns repeat a part of the prompt, for scores by a second reading
     read: Callable[..., Tensor] = blockwise.attend if call.now.blocks else prefill.attend
     read = read if repeat is None else functools.partial(second_reading.attend, repeat)
     outs = [read(call, q_BHGQD[:, :, :, :P], k[:, :, :P], v[:, :, :P])] if P else []
@@ -113,7 +114,11 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 
 def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:
-    """Return the Call (layer and pass in one) of a layer that begins. A decode step takes its last Call, set to this pass."""
+    """Return the Call (layer and pass in one) of a layer that begins its part of a pass.
+
+    A decode step takes the layer's Call of the last step, set to this pass: that saves Python. Calls of other passes are new,
+    as are those that torch.compile traces.
+    """
     now = cache.running
     call = None if now.prompt or now.traced else find_steps(cache).calls.get(layer)
     if call is not None and call.bound_adapter.attn is bound_adapter.attn and call.device == q.device:
@@ -129,8 +134,9 @@ def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter
 def _find_stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
     """Return the stack by which a decode step's layers observe and evict together, or None if each layer does so alone.
 
-    It is built at the first layer once every slot is in use, kept in the cache's `steps`, and dropped when rows move or decode
-    steps are recorded.
+    A stack joins the layers' positions and scores in one tensor. It is built at the first layer, once no layer will need more
+    slots (`settled`), and kept in the cache's `steps`. It is dropped when batch rows are reordered (`stack_due` then asks for a
+    new one), and where each layer has to be seen alone: for rollback, strict=True, a replay's record or layers that share keys.
     """
     cache = call.cache
     if call.now.traced:

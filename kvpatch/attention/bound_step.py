@@ -36,7 +36,10 @@ class BoundStep:
     """
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Keep what does not change from step to step, so that a step costs little Python. `bind_steps` makes it."""
+        """Keep what a layer's decode steps have in common, so that each costs little Python. Made as the first layer runs.
+
+        `launched`: a kernel has run a step of this layer, so that launching one is known to work.
+        """
         self.call, self.stack = call, stack
         self.attn, self.slots, self.geometry = call.bound_adapter.attn, call.slots, call.geometry
         self.find_kv = weakref.ref(call.slots.kv)
@@ -82,8 +85,9 @@ class FusedByTorch(Fused):
     """Writes key and value and attends; where the stack observes, the probabilities are left in its buffer."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Bind the step as BoundStep does, and take views of the layer's buffers. Every step writes to these views."""
+        """Keep what the layer's decode steps have in common, and views of its buffers, which every step writes to."""
         super().__init__(call, stack)
+        # observes: scores need the probabilities. slotted: a token goes into a free slot, else after the used columns
         self.observes, self.slotted = stack is not None and call.observes, self.mode.slotted
         B, H, G, D = self.query
         self.heads = B * H, G, D
@@ -93,14 +97,17 @@ class FusedByTorch(Fused):
         self._view_buffers()
 
     def _view_buffers(self) -> None:
-        """Take views of the layer's buffers, when the step is bound and when they have grown."""
-        N, kv = self.heads[0], self.slots.kv
+        """Take views of the layer's key and value buffers, when the step is made and when the buffers have grown."""
+        N, kv = self.heads[0], self.slots.kv  # N is B*H
         self.kv, self.C, self.find_kv = kv, kv.width, weakref.ref(kv)
         self.keys_NCW, self.values_NCW = (entries.view(N, self.C, entries.shape[-1]) for entries in (kv.keys, kv.values))
         self.key_codec, self.value_codec = kv.codecs[0].of(slice(None)), kv.codecs[1].of(slice(None))
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Run the layer's decode step: count the token, write its key and value, and return the output [B,1,H*G*D]."""
+        """Run the layer's decode step: count the token, write its key and value, and return the output [B,1,H*G*D].
+
+        If scores need the probabilities, they go to the stack's buffer, from which it updates the scores of all layers.
+        """
         self.count(v)
         T = self._write_token(cache, k, v)
         if not self.observes and self.key_codec.exact:
@@ -118,7 +125,7 @@ class FusedByTorch(Fused):
     def _write_token(self, cache: TextState, k: Tensor, v: Tensor) -> int:
         """Write a token's key and value to free slots, or after the used columns; return the number of columns to attend to."""
         slots = self.slots
-        if self.slotted:
+        if self.slotted:  # the mode has a free slot for each head, and all columns are in use
             self.kv.write_at(slots.free_slots(), *self.kv.encode_pair(k, v))
             return self.C
         start = slots.used
@@ -136,14 +143,20 @@ class FusedByKernels(Fused):
     """Kernels write, attend, add to the statistics and may name the victims."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Bind the step, and tell its kernels which sums to add to and whom to evict. Without a stack they do neither."""
+        """Keep what the layer's decode steps have in common, and the `rule` by which kernels update scores and choose victims.
+
+        Without a stack (layers joined to evict at once) the layer neither scores nor evicts.
+        """
         super().__init__(call, stack)
         kernels, acts = backend("triton"), stack is not None
         self.step = kernels.step
         self.rule = kernels.rule(call.policy, call.slots, acts and call.observes, acts and call.evicting)
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Run the layer's decode step in Triton's kernels, which write the token too; return the output [B,1,H*G*D]."""
+        """Run the layer's decode step in Triton's kernels; return the output [B,1,H*G*D].
+
+        They write the token, too, into the slot `mode.free_BH`. tau: temperature of a score's softmax.
+        """
         slots, stack = self.slots, self.stack
         tau: float | Tensor = 1.0
         self.count(v)
@@ -172,7 +185,7 @@ def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
 
 
 def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | None) -> BoundStep | None:
-    """Return a layer's bound step from `steps.bound`; make it anew if stack, mode or buffers changed. None: it never ran."""
+    """Return a layer's bound step (short decode step), made anew if its stack, mode or buffers changed; None before it ran."""
     call = steps.calls.get(layer)
     if call is None:
         return None
@@ -190,14 +203,18 @@ def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | No
 def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
     """Return a stacked layer's bound step: fused (few calls) if the stack's backend can, else one that calls decode.attend."""
     slotted, kernels = call.slots.mode.slotted, stack.backend == "triton"
-    alone = call.policy.stores and not call.policy.entry_by_position  # else written for all layers at once
+    # the score stores something of each token's key: each layer writes it; what follows from positions the stack writes for all
+    alone = call.policy.stores and not call.policy.entry_by_position
     if alone or (kernels and not slotted) or not (kernels or _is_plain_softmax(call)):
         return Unbound(call, stack)
     return FusedByKernels(call, stack) if kernels else FusedByTorch(call, stack)
 
 
 def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
-    """Return the bound step of a layer in no stack: fused (few calls) if it only appends, else one that calls decode.attend."""
+    """Return the bound step of a layer in no stack: fused (few calls) if tokens are only appended, else by decode.attend.
+
+    `shows`: later layers attend to this layer's keys, too.
+    """
     slots = call.slots
     entry = call.policy.stores or call.policy.keeps_norms
     scores = call.observes or slots.statistics or (call.evicts and entry)
@@ -209,7 +226,10 @@ def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
 
 
 def _is_plain_softmax(call: Call) -> bool:
-    """Tell if FusedByTorch can run a step: its attention is a softmax of scaled products, without masks, in one precision."""
+    """Tell if FusedByTorch can run a layer's steps: a softmax of scaled products, without masks (ALiBi, window, empty slots).
+
+    Also, keys and scores are of the same dtype (no 16-bit numbers), and keys lie in one dense buffer.
+    """
     slots, geometry = call.slots, call.geometry
     masked = slots.holes or geometry.slopes_HG is not None or geometry.sliding is not None
     return slots.dtype == accumulator(slots.dtype) and slots.kv.in_place and geometry.plain and not masked

@@ -66,7 +66,7 @@ class PromptEnd:
         return self.call.rule.weighs and not self.call.now.keeps_all
 
     def count(self, everyone: Parallel) -> None:
-        """Set, as a prompt's end begins, `budget_B`, `held`, `fixed` and `keep`, which the class describes.
+        """Set, as a prompt's end begins, the tokens of each head: `held` now, `fixed` outside the budget, `keep` at most.
 
         It waits for the device if the host does not know how many tokens heads hold. everyone: the processes with these heads.
         """
@@ -149,7 +149,10 @@ def finish(cache: TextState, now: Forward) -> None:
 
 
 def finish_group(group: list[PromptEnd]) -> None:
-    """End a prompt, block or edit in one layer, or in all layers that share a budget: evict, and choose backends of steps."""
+    """End a prompt, block or edit in one layer, or in all layers that share a budget: evict down to it.
+
+    Also records which tokens were evicted, for a replay, and chooses the backends of the decode steps that follow.
+    """
     if group[0].call.evicts:
         _compress_group(group)
     else:
@@ -165,6 +168,7 @@ def _compress_group(group: list[PromptEnd]) -> None:
     """Evict down to the budget in a single layer, or in layers whose heads share one, and move kept tokens to new buffers.
 
     First it finds for each row how many tokens each head keeps (`count`), and how many it may hold while decoding (`keep`).
+    Heads either have budgets of their own, or share one (`share`), or keep what their scores require (`weighs`).
     """
     call = group[-1].call
     now, share = call.now, group[-1].share  # heads share a budget, also with heads on other processes
@@ -176,7 +180,7 @@ def _compress_group(group: list[PromptEnd]) -> None:
     weighs = group[-1].weighs
     count, scored = held, weighs or any(over_B)
     if not (share or now.keeps_all):
-        above = group[-1].above
+        above = group[-1].above  # tokens over its budget that a head may hold between decode steps; 0 at a prompt's end
         count = [[min(n, k + above) for n, k in zip(row, most, strict=True)] for row, most in zip(held, keep, strict=True)]
     for one in group if scored else []:
         one.make_context()
@@ -231,11 +235,11 @@ def _meter_move(call: Call) -> Iterator[None]:
 def _keep_all(call: Call) -> None:
     """End a prompt of a layer that never evicts: round its entries (`bits=`), and move them to buffers with room for more."""
     slots = call.slots
-    if not call.now.final:
+    if not call.now.final:  # another block of the prompt follows
         slots.round()
         return
     slots.allocate(None, None, Layout([slots.used + _count_spare(call, slots.used)]))
-    if call.cache.request.room is not None:
+    if call.cache.request.room is not None:  # compiled steps: buffers of a fixed size, whose last slots are empty
         slots.holes = True
         slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], slots.used))
     else:
@@ -243,7 +247,9 @@ def _keep_all(call: Call) -> None:
 
 
 def _count_held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], list[list[int]]]:
-    """Return how many tokens each head holds, and how many of them the budget does not count (a prompt or turns), by row.
+    """Return how many tokens each head holds, and how many of them are outside the budget, by row.
+
+    The budget does not count the prompt if only generated tokens are evicted, nor earlier turns of a chat if they are kept.
 
     The numbers are read from the device only where earlier evictions have left heads with different tokens. past: slots in use
     before the prompt that ends. everyone: the processes whose heads are counted.
@@ -288,10 +294,11 @@ def _compress_layer(
 ) -> None:
     """End a prompt in one layer: move kept tokens to new buffers; set its mode (where next tokens go) and heads' budgets.
 
-    count: tokens that each head keeps, the first ones of `order`; None: all. uneven: heads may hold different numbers,
-    perhaps only because of heads on other processes. This process then runs the eviction at every step as they do, because
-    a score may need all processes to take part. scored: `order` are sort keys by score, not positions. keep: the most tokens of
-    each head while decoding.
+    count: tokens that each head keeps, those with the greatest `order`; if `order` is None, all. uneven: heads may hold
+    different numbers, perhaps only because of heads on other processes. This process then runs the eviction at every step as
+    they do, because a score may need all processes to take part. scored: `order` are sort keys by score, not positions.
+    keep: the most tokens of each head while decoding. At the end it chooses the mode: a head's size moves with the text, heads
+    evict at each step, all fill up first, tokens go into slots and none is evicted, or tokens are appended.
     """
     slots, now = call.slots, call.now
     keep = [[call.rule.bound(n) for n in row] for row in keep]
@@ -370,7 +377,7 @@ def _move_kept(call: Call, index: Tensor | None, kept: Tensor | None, values: Te
 
 
 def _count_spare(call: Call, tokens: int) -> int:
-    """Return how many slots a head gets for coming tokens as a prompt ends: for all if steps are compiled, else a few."""
+    """Return a head's slots for coming tokens as a prompt ends: `room`, for all steps that are compiled, or else a few."""
     room, coming = call.cache.request.room, call.cache.request.new_tokens
     if room is not None:
         return room
@@ -399,7 +406,8 @@ def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
 def set_limits(call: Call) -> list[int]:
     """Set `slots.limits`, how many tokens (sinks, recent ones ...) each row protects within its budget; return the sums by row.
 
-    Called where a prompt ends, before its attention is computed.
+    Called where a prompt ends, before its attention is computed. A size's last number is the sum; `protect=` marks some tokens,
+    `quota=` gives each span of the text a number of tokens to keep.
     """
     cache, slots, now = call.cache, call.slots, call.now
     B, device = len(now.n_B), slots.positions.device
@@ -425,7 +433,10 @@ def set_limits(call: Call) -> list[int]:
 
 
 def _set_quotas(call: Call) -> list[int]:
-    """Set the state "quota": how many tokens each span of a text keeps (`quota=`) as a prompt ends; return the sums by row."""
+    """Set the state "quota" as a prompt ends: at each token, how many its span of the text keeps (`quota=`).
+
+    Returns the number of tokens that all spans of a row keep.
+    """
     slots, given = call.slots, (_list_budgets(call), call.now.budget_n_B)
     span, held = slots.state["span"][:, :, : slots.used], slots.positions[:, :, : slots.used] >= 0
     slots.statistic("quota", slots.state["span"])[:, :, : slots.used] = share_out(span, *given)

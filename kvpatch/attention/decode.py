@@ -24,8 +24,9 @@ from .stacked import LayerStack
 def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, stack: LayerStack | None = None) -> Tensor:
     """Run a decode step in one layer: write the token at column `t` of the pass, attend, observe and evict.
 
-    Returns the output [B,H,G,D]. With a `stack`, the first of its layers writes the new token's position for all layers, and
-    the last one observes and evicts for all. Without one, this layer does so for itself.
+    Returns the output [B,H,G,D]. With a `stack` (layers joined for scoring and eviction), the first of its layers writes the
+    new token's position for all layers, and the last one observes and evicts for all. Without one, this layer does so for
+    itself. `named`: kernels have evicted already. `shows`: later layers attend to this layer's keys, too.
     """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
     newest_B11 = positions_B1[:, None]
@@ -106,7 +107,8 @@ def _end_step(
 ) -> None:
     """End a decode step: add its attention to the layer's sums, show it to the policy's `needs`, evict, and record evictions.
 
-    named: kernels have evicted, and named the slots for the next token, already. new: queries, key and value of the token;
+    The needs (what the policy asks a layer to gather) keep their numbers in notes; what a step overwrites goes to the undo log.
+    named: kernels have evicted, and chosen the slots for the next token, already. new: queries, key and value of the token;
     None for stacked layers.
     """
     if p_BHGT is not None and call.policy.needs.sums:
@@ -131,10 +133,10 @@ def _end_step(
 
 def choose_backend(call: Call, q_BHGD: Tensor) -> str:
     """Return the name of the backend that is to run a layer's decode step, and record it with the reason for the report."""
-    if call.no_kernels is not None:
+    if call.no_kernels is not None:  # the reason why no kernel can serve the policy
         call.cache.choice.record(_name_task(call), "torch", call.no_kernels)
         return "torch"
-    if call.cache.counters.shortfall_B is not None and call.observes:
+    if call.cache.counters.shortfall_B is not None and call.observes:  # joined caches: rows are at different steps
         call.cache.choice.record(_name_task(call), "torch", "rows have temperatures of their own")
         return "torch"
     return call.cache.choice.of(*_describe_case(call, q_BHGD))
@@ -169,9 +171,9 @@ def _run_kernels(
 ) -> tuple[Tensor, bool] | None:
     """Run a step in Triton's kernels, which write, attend and observe; return the output, and if they have evicted too.
 
-    Returns None if the kernels cannot be launched; all is then as before, but the free slots may hold the new entry already,
-    which torch overwrites. Of stacked layers only the first tries: a failure in a later one is raised, for the layers before it
-    have changed.
+    Returns None if the kernels cannot be launched. All is then as before, but free slots may hold the new token's state, which
+    the caller overwrites as it runs the step in torch. Of stacked layers only the first tries: a failure in a later one is
+    raised, since the layers before it have changed.
     """
     slots, wanted = call.slots, call.observes
     appends = not slots.mode.slotted
@@ -225,7 +227,8 @@ def _evicts_nothing(call: Call) -> bool:
 def _evict_over_budget(call: Call, newest_B11: Tensor, t: int) -> None:
     """Evict the tokens over each head's budget, if some are due at this step, and set the slots for the next token.
 
-    Changes the layer's positions and mode in place. t: column of the pass.
+    Changes the layer's positions and mode in place. t: column of the pass. `rule.moves`: a budget that follows the text, under
+    which a head evicts none, one or several tokens. `every`: heads wait to evict so many at once. `holes`: slots may be empty.
     """
     slots, every = call.slots, call.policy.every
     if _evicts_nothing(call):

@@ -108,10 +108,11 @@ def end_edit(call: Call, past: int, q_BHGQD: Tensor) -> None:
 
 
 def _count_unseen(call: Call, past: int, new: int) -> None:
-    """Add to a token's state "unseen", after an edit, by how much a count of queries by positions (`rows_seen`) is too high.
+    """Correct the state "unseen" after an edit (`new` tokens read into the middle of a text), for scores that are means.
 
-    A token is seen by the queries (rows) after it. But the rows after an edit have not seen its tokens, and the tokens before
-    an edit are seen by its rows, of which positions count only the opened ones, so that there the number is negative.
+    Such a score divides a token's attention by the number of queries that saw it, taken to be the positions after it, less
+    "unseen". Queries after the edit were computed before its tokens, and never saw them: "unseen" of these tokens grows. Tokens
+    before the edit were seen by its queries, but the text grew by `opened` positions alone: there it falls by the difference.
     """
     edit, positions, unseen = call.now.edit, call.slots.positions, call.slots.statistic("unseen")
     assert edit is not None

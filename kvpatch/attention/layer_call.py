@@ -40,7 +40,8 @@ class Call(LayerRead):
     ) -> None:
         """Bind a layer of `cache` to its attention module for the pass `now`; later decode steps reuse the Call by `begin`.
 
-        group: query heads per KV head. The first Call of a layer also sets `slots.geometry`.
+        group: query heads per KV head. The first Call of a layer also sets `slots.geometry`. `policy`, `rule`: the layer's
+        eviction policy and budget. `shows`: later layers attend to this layer's keys, too.
         """
         # the cache owns its calls, which must not keep it alive; a traced pass makes calls of its own
         self._find_cache: Callable[[], TextState | None] = (lambda: cache) if now.traced else weakref.ref(cache)
@@ -64,10 +65,12 @@ class Call(LayerRead):
         self.begin(now)
 
     def begin(self, now: Forward) -> None:
-        """Set `now`, `positions_BQ` and `rows_BQ` to another pass, before the layer runs in it; all else stays as it is."""
+        """Set `now`, `positions_BQ` and `rows_BQ` to another pass, before the layer runs in it; all else stays as it is.
+
+        A layer with a sliding window of the model's (`bounds`) evicts by that alone: it ignores options such as `protect=`.
+        """
         asked = now.keeps_all or any(one is not None for one in (now.fixed_B, now.protect_BQ, now.span_BQ))
         if asked and self.settings.bounds[self.layer] is not None:
-            # the user's policy options do not apply to a window of the layer's own
             now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None, span_BQ=None)
         self.now = now
         self.positions_BQ = now.positions_on(self.device)
@@ -81,7 +84,7 @@ class Call(LayerRead):
         return cache
 
     def copy_for_stack(self, slots: SlotLayer, layer_B: Tensor) -> Call:
-        """Return a copy of this Call for layers stacked for decode steps. slots: their rows. layer_B [B]: the layer of each."""
+        """Return a copy of this Call for all layers, joined along the batch (`slots`). layer_B [B]: the layer of each row."""
         other = copy.copy(self)
         other.slots, other.layer_B = slots, layer_B
         return other
@@ -121,10 +124,10 @@ class Call(LayerRead):
         return NewTokens(k_BHQD, v_BHQD, positions_BQ, self.group, self.layer_B, self.settings.seed, first)
 
     def selection_entry(self, v_BHQD: Tensor) -> dict[str, Tensor]:
-        """Return the norms of new tokens' values after the output projection, for policies that choose by them in decode steps.
+        """Return the state "norm" of new tokens: the norms of their values after the output projection; or no state at all.
 
-        A policy that evicts at the prompt's end alone computes norms there, for fewer tokens. But layers that share a budget
-        evict after the last layer, when accelerate may have offloaded this layer's weights: then norms are computed here too.
+        For policies that choose by norms in decode steps, or after the last layer (layers that share a budget), when accelerate
+        may have offloaded this layer's weights. Others compute norms as a prompt ends, for the tokens in question alone.
         """
         if not self.evicts or not self.policy.keeps_norms:
             return {}
@@ -159,7 +162,7 @@ class Call(LayerRead):
         return projected_norms(v_BNTD.repeat_interleave(group, 1), rows, 2).unflatten(1, (-1, self.group))
 
     def _output_rows(self, like_BNTD: Tensor, group: int) -> Tensor:
-        """Return the output projection's rows W_O by head, for norms of values; `slots` keeps dequantized or gathered ones."""
+        """Return the output projection W_O by query head, for norms of values; `slots` keeps it if it had to be measured."""
         rows = self.slots.output_rows
         if rows is None:
             rows, worked_out = self.bound_adapter.output_rows(like_BNTD, group, self.settings.parallel)
@@ -167,11 +170,11 @@ class Call(LayerRead):
         return rows
 
     def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-        """Return by name the state to be written with one decoded token, for score and selection; for a prompt: `entry`."""
+        """Return by name the state to be written with one decoded token, for score and selection; `entry` is for prompts."""
         if not self.evicts:
             return {}
         entry = {**self.selection_entry(v_BH1D), **self.slots.make_blanks()}
-        if not self.policy.entry_by_position or self.now.traced:
+        if not self.policy.entry_by_position or self.now.traced:  # the state depends on the key, or cannot be kept for later
             return {**self.score_entry(k_BH1D, v_BH1D, positions_B1), **entry}
         return {**self.entry_ahead(k_BH1D, positions_B1), **entry}
 
@@ -186,14 +189,21 @@ class Call(LayerRead):
         return {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
 
     def keys(self, past: int, contents: bool = True) -> Keys:
-        """Return the used slots for a backend to attend to. past: those before a prompt. contents: False if shapes suffice."""
+        """Return the keys and values of the used slots, in the form that backends attend to. Changes nothing.
+
+        past: number of slots that were used before the prompt's columns. contents: False if only shapes are asked for, to
+        choose a backend: storage that is not in place is then not copied.
+        """
         slots = self.slots
         keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline_view()
         grown = None if self.now.traced else slots.mode.count_new_slots()  # a traced step knows it from the positions only
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown, slots.kv.codecs)
 
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
-        """Describe an attention task of this layer, to choose a backend for it. scores: the policy's sums are needed too."""
+        """Describe an attention task of this layer, to choose a backend for it. scores: the policy's sums are needed too.
+
+        fresh: the policy's statistic draws noise for every query and key. special: variants such as capped logits.
+        """
         T = keys.positions_BHT.shape[-1]
         sliding, special = self.geometry.sliding, self.geometry.special
         if sliding is not None and sliding >= T and not keys.past and task in ("prompt", "statistics"):
@@ -237,7 +247,7 @@ class Call(LayerRead):
         else:
             q_ranks = ranks[..., -Q:]
         if self.geometry.slopes_HG is not None:
-            # distances in ranks, counted back from the newest token's position
+            # ALiBi: keys stay, and their positions become distances in ranks, counted back from the newest token's position
             distance = ranks.amax(-1, keepdim=True) - ranks
             places = rows_BQ.amax(-1)[:, None, None] - distance
             return q_BHGQD, replace(keys, positions_BHT=places.masked_fill(positions < 0, -1))
@@ -246,7 +256,7 @@ class Call(LayerRead):
         codec, codecs = keys.codecs[0], (EXACT[0], keys.codecs[1])
         if keys.head_offsets is None:
             k = self.bound_adapter.rotate(codec.decode(keys.k_BHTD), ranks, table)
-        else:
+        else:  # keys of all heads lie end to end [F,D]
             head, column = keys.head_offsets.places()
             k = codec.of(head).decode(keys.k_BHTD[:, None])[:, 0]
             k = self.bound_adapter.rotate(k[None, None], ranks.flatten(0, 1)[head, column][None, None], table)[0, 0]
@@ -297,7 +307,7 @@ class Call(LayerRead):
         return self.now.once(name, self.device, make)
 
     def note_deaths(self, newest_B11: Tensor) -> None:
-        """Note after an eviction at which position each evicted token died, if the patch records lifetimes for a replay."""
+        """Note after an eviction from which position on evicted tokens are unseen, if the patch keeps a record for replays."""
         lifetimes, slots = self.cache.lifetimes, self.slots
         if lifetimes is not None:
             lifetimes.note(self.layer, slots.positions[:, :, : slots.used], newest_B11 + 1)
@@ -305,7 +315,7 @@ class Call(LayerRead):
     def rotated_back(self, x_BHTD: Tensor, positions_BHT: Tensor) -> Tensor:
         """Return queries or keys with their rotation undone, in the dtype of scores, for scores that leave positions out."""
         x_BHTD = x_BHTD.to(accumulator(x_BHTD.dtype))
-        if self.now.table is None:
+        if self.now.table is None:  # no rotary positions
             return x_BHTD
         return self.bound_adapter.rotate_back(x_BHTD, positions_BHT.clamp(min=0), self.now.table)
 
@@ -339,7 +349,10 @@ class Call(LayerRead):
         return self.rotated_back(self.held()[0], self.positions_BHT)
 
     def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
-        """Return the mean rotation [B,1,1,D,D] of `future` positions, for scores by expected queries; None: no rotary table."""
+        """Return the mean rotary matrix [B,1,1,D,D] of each row's next `future` positions; None without rotary positions.
+
+        For scores by the attention that keys can expect from later queries. The first layer computes it for all.
+        """
         now = self.now
         if now.table is None:
             return None
@@ -424,9 +437,10 @@ class Call(LayerRead):
         return self._project_norms(self.slots.view()[1], ~unwanted)
 
     def sums(self, rows: ProbabilityRows, rows_BQ: Tensor, tau: float | Tensor) -> dict[str, Tensor]:
-        """Return by name what the attention probabilities of a block of query rows add to the policy's sums [N,M].
+        """Return by name what the attention probabilities of a block of query rows add to the policy's sums per key [N,M].
 
-        Nothing is stored: `add` does that. rows_BQ: positions of all query rows. tau: temperature of a softmax with noise.
+        Called for each block of a prompt, and for a decode step. N of the B*H heads, M key columns. `add` stores the result.
+        rows_BQ: positions of all query rows. tau: temperature of Keyformer's softmax with noise.
         """
         slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
         if isinstance(tau, Tensor) and tau.ndim:  # one per row where rows are at different steps

@@ -27,17 +27,18 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
 
     Keys and values are written, the queries attend to all that the layer then holds, the policy's needs read the pass, and if
     the prompt (or block) ends here the layer is compressed to its budget. attend.py calls this, and blockwise.py per block.
+    `lender`: the store of all tokens under lossless=True. `shows`: later layers attend to these keys, too.
     """
     slots, now = call.slots, call.now
     positions_BQ, rows_BQ = call.positions_BQ[:, : now.prompt], call.rows_BQ[:, : now.prompt]
     slots.begin_prompt()
     if now.lender is not None:
         _borrow(call, k_BHQD, v_BHQD)
-    past, nbytes_before = slots.used, slots.kv.nbytes  # a new prompt is appended; compression makes slots again
+    past, nbytes_before = slots.used, slots.kv.nbytes  # a prompt is appended, and its end moves kept tokens to new slots
     _write_columns(call, k_BHQD, v_BHQD, positions_BQ)
     after_edit = None if now.edit is None else Hidden(slots, now.edit)  # tokens that an edit's queries must not see
     keys, nbytes_held = call.keys(past), slots.kv.nbytes
-    if torch.is_grad_enabled() and k_BHQD.requires_grad:  # the cache's own copies are detached
+    if torch.is_grad_enabled() and k_BHQD.requires_grad:  # the cache's copies are detached: attend to those with a graph
         old_k, old_v = slots.graph or (keys.k_BHTD[:, :, :past], keys.v_BHTD[:, :, :past])
         slots.graph = (torch.cat([old_k, k_BHQD], 2), torch.cat([old_v, v_BHQD], 2))
         keys.k_BHTD, keys.v_BHTD = slots.graph
@@ -68,13 +69,17 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
 
 
 def _write_columns(call: Call, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> None:
-    """Write a prompt's columns into the layer before they attend, and set the layer's fields that describe its columns."""
+    """Write a prompt's columns into the layer before they attend, and set the layer's fields that describe its columns.
+
+    `floor`: columns that cannot be cropped. `contiguous`: columns are in text order without gaps. `ahead`: state computed for
+    coming decode steps.
+    """
     slots, now, past = call.slots, call.now, call.slots.used
     with torch.no_grad():
         entry = call.entry(k_BHQD, v_BHQD, positions_BQ)
         whole = past == 0 and now.ends_prompt and now.final  # compressed at once, so it needs no copy
         (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, positions_BQ, entry)
-    if now.padding is not None:  # its slots are empty, and columns up to its last cannot be cropped
+    if now.padding is not None:  # padding leaves empty slots; columns up to the last of them (`reach`) cannot be cropped
         slots.holes = True
         slots.contiguous &= not past and not now.padding.gapped
         slots.floor = max(slots.floor, past + now.padding.reach)
@@ -100,7 +105,8 @@ def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
 def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:
     """Return the attention of a prompt's queries over `keys`, by the chosen backend, or by torch if that cannot do it.
 
-    Nothing but `choice`, the record of backends, changes. noise: Triton also returns the log-sum-exp of the noisy logits.
+    Nothing but `choice`, the record of backends, changes. noise: Triton also returns the log-sum-exp of the logits with noise,
+    for Keyformer's scores.
     """
     choice, case, padding = call.cache.choice, call.case("prompt", q_BHGQD, keys), call.now.padding
     name = choice.of("prompt", case)
@@ -130,7 +136,11 @@ def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: N
 
 
 def _attend_and_sum(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
-    """Attend as `attend_to` does, and add the attention that each key gets to the layer's sums, from which scores follow."""
+    """Attend as `attend_to` does, and add the attention that each key gets to the layer's sums, from which scores follow.
+
+    Sums are by a kernel after attention, by torch block by block (`observe`), or by torch with the output in the same blocks
+    (`fuses`). Long prompts are sampled if the policy says so.
+    """
     sampled = any(one.sampled for one in call.policy.needs.sums)
     if sampled and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
         return _attend_and_sample(call, q_BHGQD, keys, rows_BQ)
@@ -236,7 +246,8 @@ def _score_by_window(
 ) -> Tensor:
     """Return each used slot's score [B,H,T]: the attention that an observation window's rows pay it, summed or folded.
 
-    The policy's needs call it as PromptRead.attention where they read a prompt; fold, join: see there.
+    The policy's needs call it as PromptRead.attention where they read a prompt. fold: a function of each block of rows that
+    takes the place of their sum; join: "sum" or "max", by which its results for the blocks are joined.
     """
     choice, arguments = call.cache.choice, (q_BHGWD, keys, rows_BW, call.geometry, lse_BHGW)
     if fold is not None:

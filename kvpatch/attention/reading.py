@@ -47,7 +47,10 @@ def attend(cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: T
 
 
 def _attend_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, first: int) -> Tensor:
-    """Return the output [B,H,G,Q,D] of a prompt's columns from `first` on, over the `keys` that another layer's queries saw."""
+    """Return the output [B,H,G,Q,D] of a prompt's columns from `first` on, over the `keys` that another layer's queries saw.
+
+    first: above 0 if the model runs its layers without keys on the last columns alone.
+    """
     rows_BQ = call.rows_BQ[:, first : call.now.prompt]
     if not first:
         return prefill.attend_to(call, q_BHGQD, keys, rows_BQ).out
@@ -55,7 +58,7 @@ def _attend_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, first: int) -> Tenso
 
 
 def _attend_replay(cache: ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    """Attend in a replay, in a layer without keys of its own. First columns that the model left out are padded, and cut off."""
+    """Attend in a replay, in a layer without keys of its own. Columns that the model left out are padded here, and cut off."""
     missing = k.shape[2] - q.shape[2]
     out = cache.attend(layer, torch.nn.functional.pad(q, (0, 0, missing, 0)), k, v, bound_adapter)
     return out[:, missing:]

@@ -31,9 +31,13 @@ class ReplayPass:
     def __init__(
         self, settings: CacheSettings, record: Record, text_B: Tensor, positions_BQ: Tensor, padded: bool, ordered: bool
     ) -> None:
-        """Set up the pass as the decoder begins. record: who was evicted when. The class describes the other fields."""
+        """Set up the replay of recorded texts as the decoder's forward begins. record: which tokens were evicted when.
+
+        text_B: the recorded text of each row. padded: some columns are padding. ordered: none stands between two tokens.
+        """
         self.settings, self.record, self.text_B, self.positions_BQ = settings, record, text_B, positions_BQ
         self.padded, self.ordered, self.choice = padded, ordered, Choice(settings.backend)
+        # first columns, before the first eviction: their queries see all keys before them, as in any causal pass
         self.whole = 0 if padded else min(int(record.first_N[text_B].min()), positions_BQ.shape[1])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:

@@ -21,8 +21,8 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     """Return the output [B,H,G,Q,D] of rows that repeat a chunk of the prompt; their own keys and values are not kept.
 
     Called for policies that read a prompt twice (KVzip). The layer's slots stay as they are, but the scores of the chunk's
-    tokens rise. Attention to the chunk and to the rows' own keys is computed first. Its log-sum-exp gives the
-    probabilities for scores, and the weight of its output beside that over the rest of the prompt.
+    tokens rise. Attention to the chunk and to the rows' own keys is computed first. Its log-sum-exp gives the probabilities for
+    scores. It is also the weight by which this output and that over the rest of the prompt (`rest`) are joined.
     """
     held = call.keys(call.slots.used)
     if call.shows:
@@ -37,7 +37,7 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     near = _join_keys(call, part.shown, k_BHQD, v_BHQD)
     found = prefill.attend_to(call, q_BHGQD, near, call.rows_BQ)
     hidden, factors = repeat.hidden, None
-    if by_outputs:  # a row counts relative to the input of its attention module
+    if by_outputs:  # a row counts relative to the norm of the attention module's input, `hidden`
         factors = torch.linalg.vector_norm(hidden, dim=-1, dtype=accumulator(hidden.dtype)).reciprocal()
     most_BHGM = torch_backend.find_greatest(q_BHGQD, near, call.rows_BQ, call.geometry, found.lse, factors)
     _raise_scores(call, part, most_BHGM * call.head_norms(part.shown.v_BHTD) if by_outputs else most_BHGM)
@@ -83,7 +83,10 @@ class _Part:
 
     @classmethod
     def of(cls, call: Call, repeat: Repeat, held: Keys) -> _Part:
-        """Divide the keys `held` by a layer for a repeated chunk: views where slots are positions, else gathered copies."""
+        """Divide the keys `held` by a layer into the repeated chunk with the sinks (`shown`), and all others (`rest`).
+
+        Called for each layer and chunk of a second reading. Views where slots are positions, else gathered copies.
+        """
         sinks, T = call.policy.scope.sinks, held.past
         start, stop = max(repeat.start_B), max(repeat.stop_B)
         alike = min(repeat.start_B) == start and min(repeat.stop_B) == stop

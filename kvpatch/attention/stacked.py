@@ -33,7 +33,10 @@ class LayerStack:
     """
 
     def __init__(self, cache: TextState, call: Call, backend: str) -> None:
-        """Join the layers' positions and state as a decode step begins; the layers keep views of the joined tensors."""
+        """Join the layers' positions and state along the batch as a decode step begins; layers keep views of joined tensors.
+
+        norms_LNB: buffer for norms of the new token's values; offset_LN: each layer's first slot in the flattened slots.
+        """
         self.backend = backend
         self.layers, self.L = cache.layers, len(cache.layers)
         first = self.layers[0]
@@ -71,18 +74,18 @@ class LayerStack:
 
     @classmethod
     def of(cls, cache: TextState, call: Call, backend: str) -> LayerStack | None:
-        """Stack the layers of `cache` as a decode step begins; None if they differ or do not evict one token per step."""
+        """Stack the layers of `cache` as a decode step begins; None if they differ, or cannot score and evict as one."""
         first = cache.layers[0]
         if why_not("stack", cache.settings.combine()) is not None:
             return None
-        if len(cache.layers) * first.positions.numel() * call.group > BUFFER:
+        if len(cache.layers) * first.positions.numel() * call.group > BUFFER:  # so large that stacking saves little
             return None
         alike = all(
             layer.positions.shape == first.positions.shape
             and layer.positions.device == first.positions.device
             and layer.sliding == first.sliding
             and layer.limits is first.limits
-            and layer.settled
+            and layer.settled  # coming steps need no more slots than there are
             and not layer.holes
             and layer.used == first.used
             and (not layer.mode.slotted or layer.used == layer.positions.shape[2])

@@ -72,6 +72,7 @@ class Choice:
     def __init__(self, wanted: str = "auto") -> None:
         """Begin without any choice, when a cache or a pass of a replay is made. wanted: the `backend` argument of patched()."""
         self.wanted = wanted
+        # each holds (backend, why not the preferred ones): of all calls so far, of each task's last call, of steps to compile
         self.known: dict[tuple[Task, Case], tuple[str, str]] = {}
         self.ran: dict[str, tuple[str, str]] = {}
         self.coming: dict[str, tuple[str, str]] = {}

@@ -90,7 +90,7 @@ class Rounded:
         return count_rounded_bytes(self.bits, self.D, self.groups, self.dtype.itemsize)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Round numbers [...,D] to entries, the bytes that the cache stores: scales, zeros and codes. Changes nothing."""
+        """Round new keys or values [...,D], less their centre, to the bytes that the cache stores: scales, zeros and codes."""
         x = x.detach().to(accumulator(self.dtype))
         x = (x if self.centre is None else x - self.centre).unflatten(-1, (self.groups, -1))
         low, high = x.aminmax(dim=-1, keepdim=True)
@@ -194,8 +194,8 @@ class Latent:
         return self.whole.mix(p_NGT, entries_NTW)[..., : self.D]
 
     def cached(self, x: Tensor) -> Tensor:
-        """Return new values as attention will read them from the cache, for scores: rounded as part of their keys."""
-        if isinstance(whole := self.whole, Exact):  # below: no group of channels that share a scale reaches beyond D
+        """Return new values as attention will read them from the cache, for scores. `whole` is the codec of their keys."""
+        if isinstance(whole := self.whole, Exact):  # else round these D channels alone: no group with one scale crosses D
             return x
         centre = None if whole.centre is None else whole.centre[..., : self.D]
         return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)

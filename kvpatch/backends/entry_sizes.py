@@ -22,7 +22,7 @@ def count_rounded_bytes(bits: int, size: int, groups: int, itemsize: int) -> int
 def count_entry_bytes(bits: int, key: int, value: int, itemsize: int, latent: bool = False) -> int:
     """Return the bytes of a token's key and value in one head, for plans and reports; itemsize: of the model's dtype.
 
-    latent: as in `count_groups`; the key's entry then holds the value too.
+    latent: a value is the first numbers of its key, so that only the key is stored.
     """
     if bits == FULL:
         return (key if latent else key + value) * itemsize

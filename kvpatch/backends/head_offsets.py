@@ -67,7 +67,10 @@ class HeadOffsets:
     """
 
     def __init__(self, capacities: list[int], filled: list[int], device: torch.device) -> None:
-        """Lay the heads' segments end to end, the shortest first. Made when heads get or change their capacities."""
+        """Lay the slots of B*H heads end to end, the shortest head first; made when heads get or change their capacities.
+
+        capacities: slots of each head; filled: slots in use. slot_F: for each flat entry, its slot in dense [B*H,width] slots.
+        """
         self.capacities, self.filled = capacities, filled
         self.width, self.rows = max(capacities), sum(capacities)
         order = sorted(range(len(capacities)), key=capacities.__getitem__)
@@ -95,7 +98,8 @@ class HeadOffsets:
     def _cut_blocks(self) -> Blocks:
         """Cut the entries into blocks of BLOCK, and list apart those of blocks in which two heads meet (the edges).
 
-        For products of all heads at once in decode steps. Pure: returns a new Blocks, whose attributes are explained there.
+        A decode step multiplies all heads at once, as a batch of equal blocks; edges are gathered by head, at most E for each.
+        Pure: returns a new Blocks, whose attributes are explained there.
         """
         F, N, device = self.rows, len(self.capacities), self.begin_N.device
         whole, head_F = F - F % BLOCK, self.slot_F.long() // self.width

@@ -225,10 +225,11 @@ def _attend_in_blocks(
 
 
 def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry) -> Iterator[tuple[int, int]]:
-    """Yield ranges [start, stop) of a prompt's rows, as many as keep the masks of `heads` heads below a bounded size."""
+    """Yield ranges [start, stop) of a prompt's rows, as long as a mask for `heads` heads may be of a bounded size."""
     entries, start = (MASK_BLOCK if device == "cpu" else DEVICE_BLOCK) // heads, 0
     while start < Q:
         lo, hi = _find_columns(keys, geometry, start, start)  # a block of R rows sees R more
+        # the greatest R with R * (hi - lo + R) <= entries
         size = (math.isqrt((hi - lo) ** 2 + 4 * entries) - (hi - lo)) // 2
         stop = min(start + max(size, 1), Q)
         yield start, stop
@@ -272,7 +273,10 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
 
 
 def _find_alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geometry) -> Tensor:
-    """Return the ALiBi bias of keys at `positions` relative to a key at `origin`: the softmax depends on differences alone."""
+    """Return the ALiBi bias of keys at `positions` less that of a key at `origin`, which leaves the softmax as it is.
+
+    `coarse`: a factor, if the model rounds slopes and positions to bfloat16 (Falcon).
+    """
     if geometry.coarse is None:
         return slopes * (positions - origin)
     rounded = (slopes / geometry.coarse).bfloat16()  # as Falcon's own code computes it
@@ -613,10 +617,10 @@ def window_folds(
 ) -> Tensor:
     """Return a number for each key [B,H,T]: what `fold` computes from the attention of an observation window (the last rows).
 
-    Called where a prompt ends, for scores that give WindowAttention a `fold`, which gets the keys in text order.
+    Called where a prompt ends, for policies whose score is another function of that attention than its sum (`fold`).
 
-    candidate_BHT: bool, keys before the window. fold: see context.Observed. join: joins what `fold` returns for two blocks
-    of rows. `window_sums` explains the other arguments.
+    candidate_BHT: bool, keys before the window. fold: takes an Observed (probabilities and values, keys in text order), and
+    returns a number for each key. join: joins two such results, of two blocks of rows. `window_sums` explains the others.
     """
     B, H, _, W, _ = q_BHGWD.shape
     T = keys.k_BHTD.shape[2]

@@ -66,9 +66,10 @@ def flatten_float(tensor: Tensor | None) -> Tensor | None:
 
 
 def noise_tiles(noise_BHTG: Tensor | None, tau: float, logarithm: bool) -> Tensor | None:
-    """Return Keyformer's noise [B,H,G,T'] as kernels read it: exp(noise), or its logarithm in base 2 over the temperature tau.
+    """Return Keyformer's noise [B,H,G,T'] as kernels read it: exp(noise), a factor of exp(logits), from noise_BHTG.
 
-    T' is a multiple of NOISE_BLOCK: so that a tile's loads are wide and need no mask.
+    logarithm: instead noise / tau in base 2, to be added to logits / tau. T' is a multiple of NOISE_BLOCK, so that a tile's
+    loads are wide and need no mask.
     """
     if noise_BHTG is None:
         return None

@@ -63,7 +63,9 @@ def plan(
 ) -> LaunchPlan:
     """Return the sizes of a decode step's launches over `heads` KV heads of C slots each, on a GPU of so many multiprocessors.
 
-    splits: segments and chunks of a head; None: the best number. bits: of keys and values. pages: a head has several.
+    Called for each step and cached. One launch reads a head's keys in segments (`span` slots), the next updates statistics in
+    chunks (`chunk` slots) and computes outputs; LaunchPlan explains all sizes. splits: segments and chunks of a head; None: the
+    best number. bits: of keys and values. pages: the slots of a head lie in several pages.
     """
     width, group = max(16, _round_to_power(D)), _round_to_power(G)
     lanes, warps = max(16, group), 8 if group > 16 or width > 128 else 4  # with fewer threads, registers spill

@@ -39,7 +39,7 @@ class Columns(NamedTuple):
 
 
 def columns(codec: Codec, D: int) -> Columns:
-    """Return how a decode step lays out a tile of keys or values of D numbers; unrounded ones have one piece without groups."""
+    """Return how a decode step's kernel lays out a tile of keys or values of D numbers: as they are, or as bytes to unpack."""
     if not isinstance(codec, Rounded):
         return Columns(D, 0, D, _round_width(D), _round_width(D))
     return _make_columns(codec.bits, D // codec.groups, codec.header_bytes, D)
@@ -48,8 +48,8 @@ def columns(codec: Codec, D: int) -> Columns:
 @lru_cache(maxsize=64)
 def _make_columns(bits: int, group: int, head: int, D: int) -> Columns:
     """Return how a decode step's tile lays out rounded entries. group: channels of a scale. head: bytes before the codes."""
-    piece = (D + 1) // 2 if bits == 4 else D
-    step = math.gcd(group, piece)
+    piece = (D + 1) // 2 if bits == 4 else D  # channels in the low (or high) halves of the bytes
+    step = math.gcd(group, piece)  # neighbours that share a scale and a piece
     steps = _round_width(piece // step, 1)
     span = max(_round_width(step, 1), 16 // steps)
     return Columns(group, head, step, span, steps * span)
