@@ -90,9 +90,9 @@ def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -
 
 
 def _take_model_for_twin(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:
-    """Return the decoder, to be checked itself as no tiny twin of it can be built, if it is small and has its weights.
+    """Return the decoder itself, to be checked in place of a tiny twin that could not be built, if it is small and has weights.
 
-    Raises KVPatchError for others. error: of the attempt to build the twin.
+    Raises KVPatchError for any other decoder. error: the one that building the twin raised.
     """
     if is_checkable(model):
         return decoder

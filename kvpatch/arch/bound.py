@@ -20,7 +20,7 @@ from .upstream import Conv1D
 
 @contextmanager
 def _set_evaluating(attn: nn.Module) -> Iterator[None]:
-    """Switch a module and all inside it to evaluation while its projection is measured, and those that were training back."""
+    """Switch a module and its submodules to eval mode in a with-block that measures its projection; afterwards switch back."""
     training = [module for module in attn.modules() if module.training]
     for module in training:
         module.training = False

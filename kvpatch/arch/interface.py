@@ -214,7 +214,7 @@ class InterfaceAdapter(Adapter):
             )
 
     def compare(self, attn: Any, asked: dict[str, Any]) -> None:
-        """Raise KVPatchError in a pass if the module asks attention for something else than this adapter says.
+        """Raise KVPatchError in a forward pass if the module asks attention for another setting than this adapter says.
 
         asked: the module's keyword arguments to its attention function.
         """
@@ -286,9 +286,9 @@ def _find_value(attn: Any, name: str | None) -> Any:
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **asked: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend by the core (through kvpatch's cache) that a patched module hands on, else by the model's own function.
+    """Attend by `core` (attention through kvpatch's cache), which `run` passes as `kvpatch=`, else by the model's function.
 
-    Attention modules call it in place of their function while they are patched: their config names it, as NAME.
+    Attention modules call this in place of their attention function while they are patched: their config names it, as NAME.
     """
     core = asked.pop("kvpatch", None)
     if core is None:

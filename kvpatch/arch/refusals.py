@@ -51,7 +51,8 @@ def refuse_other_kinds(model: nn.Module) -> None:
 
 
 def _may_take_cache(attn: nn.Module) -> bool:
-    """Tell if an attention's forward may take a cache; a model without such a one is refused. True outside transformers."""
+    """Tell by its parameters if an attention's forward may take a cache: patched() refuses a model in which none does."""
+    # code outside transformers may use other names
     if not type(attn).__module__.startswith("transformers."):
         return True
     takes = inspect.signature(type(attn).forward).parameters.values()
@@ -134,7 +135,7 @@ def row_of(attn: nn.Module) -> str:
 
 
 def innermost_attentions(model: nn.Module) -> list[nn.Module]:
-    """Return, for a model without an adapter, modules with "attention" in their class name that contain no other such one."""
+    """Return, for a model without an adapter, modules with "attention" in their class name that contain no other of these."""
     named = {module for module in model.modules() if "attention" in type(module).__name__.lower()}
     holders = {module for module in named if any(child in named for child in module.modules() if child is not module)}
     return [module for module in model.modules() if module in named - holders]

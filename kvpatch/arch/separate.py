@@ -43,7 +43,7 @@ class SeparateAdapter(Adapter):
         return position_limit(config) if self.learned else None
 
     def check(self, model: nn.Module) -> None:
-        """Raise KVPatchError when a model is patched if it has cross-attention, or prompts of its own."""
+        """Raise KVPatchError when a model is patched if it has cross-attention, or learned prompt keys outside the cache."""
         name, config = type(model).__name__, model.config
         if getattr(config, "add_cross_attention", False):
             raise KVPatchError(f"This {name} has add_cross_attention=True: kvpatch serves causal decoders.")

@@ -53,7 +53,7 @@ def cache_of(call: Mapping[str, Any]) -> Any:
 
 
 def set_cache(call: dict[str, Any], cache: Any, name: str) -> None:
-    """Make `cache` the one that a call's keyword arguments hold, under `name` alone, before the model gets them."""
+    """Set `cache` as the only cache in a call's keyword arguments, under `name`, before they are passed to the model."""
     for other in CACHE_NAMES:
         call.pop(other, None)
     call[name] = cache

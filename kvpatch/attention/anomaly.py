@@ -35,7 +35,7 @@ def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
 
 
 def check_value(call: Call, value_BHT: Tensor) -> None:
-    """Raise under strict=True, at an eviction, if the score's value() is NaN for a token though it reads finite state."""
+    """Raise under strict=True, at an eviction, if the score's value() is NaN for a token, but all state it reads is finite."""
     given = [tensor for tensor in call.slots.state_view().values() if tensor.is_floating_point()]
     if all(bool(tensor.isfinite().all()) for tensor in given):  # else check_outcome names it
         _refuse_bad(call, "scores (of value())", value_BHT.isnan(), call.slots.view()[2], "")

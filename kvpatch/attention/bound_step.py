@@ -91,7 +91,7 @@ class FusedByTorch(Fused):
         self.observes, self.slotted = stack is not None and call.observes, self.mode.slotted
         B, H, G, D = self.query
         self.heads = B * H, G, D
-        self.p_NGC = (
+        self.p_NGC = (  # this layer's part of the buffer of all layers' probabilities
             stack.view_probabilities(call, self.dtype).flatten(0, 1) if self.observes and self.slotted and stack else None
         )
         self._view_buffers()
@@ -170,7 +170,7 @@ class FusedByKernels(Fused):
 
 
 def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
-    """Bind all layers but the first, which calls this, and the last to a decode step, so that it costs them little Python.
+    """Make a bound step (a short decode step, to save Python time) for each layer between the first, which runs, and the last.
 
     The attention modules find the bound steps in `steps.running`, and call them in place of attend.attend. None is bound where
     the step needs all that attend.attend does.
@@ -228,7 +228,7 @@ def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
 def _is_plain_softmax(call: Call) -> bool:
     """Tell if FusedByTorch can run a layer's steps: a softmax of scaled products, without masks (ALiBi, window, empty slots).
 
-    Also, keys and scores are of the same dtype (no 16-bit numbers), and keys lie in one dense buffer.
+    Also, keys and scores are of the same dtype (no 16-bit numbers), and keys are read from storage without a copy.
     """
     slots, geometry = call.slots, call.geometry
     masked = slots.holes or geometry.slopes_HG is not None or geometry.sliding is not None

@@ -92,7 +92,7 @@ class PromptEnd:
         self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _warn_of_scores, self.call)
 
     def rank(self) -> Tensor:
-        """Set and return `keys`: sort keys [B,H,T] by score alone, lowest evicted first, by which heads share a budget."""
+        """Set and return `keys`: sort keys [B,H,T] by score alone, lowest evicted first, to divide a budget heads share."""
         self.context.keep_BH1 = None  # heads share by score alone
         self.keys = self.call.policy.eviction_keys(self.context, self.empty)
         return self.keys
@@ -191,7 +191,7 @@ def _compress_group(group: list[PromptEnd]) -> None:
         count = group[0].weigh()
     if share is not None:  # while decoding, each head keeps what it has; only the rest is divided
         keep = [list(map(sum, zip(row, _divide_rest(most, row), strict=True))) for row, most in zip(count, keep, strict=True)]
-    first = 0
+    first = 0  # the first of a layer's heads among those of all layers
     for one in group:
         heads = slice(first, first := first + len(one.held[0]))
         counts, keeps = ([row[heads] for row in rows] for rows in (count, keep))
@@ -226,7 +226,7 @@ def _join_rows(layers: list[list[list[int]]]) -> list[list[int]]:
 
 @contextmanager
 def _meter_move(call: Call) -> Iterator[None]:
-    """Run a block that moves a layer to new buffers, and count both for a report's peak: the old live until it has ended."""
+    """Count, around a with-block that moves a layer to new buffers, the bytes of both for a report's peak: both then exist."""
     old_nbytes = call.slots.kv.nbytes
     yield
     call.cache.meter.count(old_nbytes, old_nbytes, call.slots.kv.nbytes)

@@ -143,7 +143,7 @@ def choose_backend(call: Call, q_BHGD: Tensor) -> str:
 
 
 def foresee(call: Call, q_BHGD: Tensor) -> None:
-    """Choose the backends of the coming steps where a prompt ends: a step that torch.compile traces cannot choose."""
+    """Choose the backends of the coming decode steps as a prompt ends, since a step that torch.compile traces cannot choose."""
     if call.slots.mode.slotted:
         task, case = _describe_case(call, q_BHGD)
         for padding, gradients in product((case.padding, True), (case.gradients, False)):

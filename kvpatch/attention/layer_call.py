@@ -274,7 +274,7 @@ class Call(LayerRead):
         self.now.shown.setdefault(self.layer, []).append(keys)
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
-        """Return what the policy's score and scope read to decide whom to evict. t: the token's column in the pass."""
+        """Return, at an eviction, all that the policy's score and scope (protected tokens) read. t: the token's column."""
         slots, limits = self.slots, self.slots.own_limits
         positions, state = self.positions_BHT, slots.state_view()
         for one in self.policy.needs.sums:
@@ -404,7 +404,7 @@ class Call(LayerRead):
         return (x - lse_BHGW[..., None]).masked_fill(~seen, -torch.inf).exp()
 
     def _find_logits(self, q_BHGWD: Tensor, k: Tensor, positions: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [B,H,G,W,M] of queries at `positions` with keys at positions `at`, and which keys each query sees."""
+        """Return, to refit values, logits [B,H,G,W,M] of queries at `positions` with keys at `at`, and which keys each sees."""
         place, rows = at[:, :, None, None], positions[:, None, None, :, None]
         seen = keep_in_window((place >= 0) & (rows >= 0), self.geometry.sliding, place, rows)
         return window_logits(q_BHGWD, k, at, positions, self.geometry), seen
@@ -492,7 +492,7 @@ class Call(LayerRead):
             total.add_(increment)
 
     def _find_decay(self, total: Tensor, decay: float) -> float | Tensor:
-        """Return the factor by which old totals are multiplied: `decay`, but 1 for batch rows without a token in this block."""
+        """Return the factor of a total before a pass adds to it: `decay`, but 1 for batch rows without tokens in this block."""
         if min(self.now.rows_B, default=1) > 0:
             return decay
         has_token = self.now.copy(self.now.rows_B, total.device)[:, None, None] > 0
@@ -534,7 +534,7 @@ def _mask_seen(x_BHGWT: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rank_positions(positions_BHT: Tensor) -> Tensor:
-    """Return each token's rank among the tokens of its head, oldest first: its position if renumbered. Empty slots get 0."""
+    """Return each token's rank among its head's tokens, its position under positions="renumbered". Empty slots get 0."""
     order = positions_BHT.argsort(-1)
     count = torch.arange(positions_BHT.shape[-1], device=positions_BHT.device).expand_as(order)
     ranks = torch.empty_like(order).scatter_(-1, order, count)

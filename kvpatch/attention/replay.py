@@ -111,7 +111,7 @@ class _Kernels(torch.autograd.Function):
 
 
 def _by_torch(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, whole: int = 0) -> Tensor:
-    """Return a replay's output [B,H,G,Q,D]: `whole` first queries see all before; masks hide evicted keys from the others."""
+    """Return a replay's output [B,H,G,Q,D]: the first `whole` queries see all before them, others not what was evicted."""
     outs, n = [], whole
     if n:
         first = replace(keys.columns(0, n), past=0, holes=False, ordered=True, deaths_BHT=None)

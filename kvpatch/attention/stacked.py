@@ -67,6 +67,7 @@ class LayerStack:
             slots.mode = Evicting(torch.cat([layer.mode.free_BH for layer in layers]))
         else:
             slots.mode = Filling(first.mode.filling)
+        # all C slots are in use when heads evict: `every` tokens at once
         slots.keep_BH1 = torch.full((len(slots.positions), 1, 1), self.C - first.every, device=first.device)
         if first.limits is not None:
             slots.limits = first.limits.map_rows(lambda tensor: tensor.repeat(self.L, 1, 1))

@@ -90,7 +90,7 @@ class HeadOffsets:
         return slot // self.width, slot % self.width
 
     def blocks(self) -> Blocks:
-        """Return the entries cut into blocks for a decode step's products. The first call cuts them, and keeps the result."""
+        """Return how the flat entries are cut into blocks, for a decode step's products; worked out once, at the first call."""
         if self._blocks is None:
             self._blocks = self._cut_blocks()
         return self._blocks
@@ -123,7 +123,10 @@ class HeadOffsets:
         return Blocks(whole, head_P, inner, head_P[inner], edge_NE, self.slot_F[edge_NE], real_NE, at_S)
 
     def multiply_keys(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
-        """Return a decode step's logits [N,G,width]: queries times their head's keys. Past a head's last slot: any number."""
+        """Return a decode step's logits [N,G,width]: queries times their head's keys. Past a head's last slot: any number.
+
+        For layers whose N heads hold different numbers of tokens. k_FD: the keys of all heads, end to end.
+        """
         blocks, (N, G, _) = self.blocks(), q_NGD.shape
         inner, edges = self._split_entries(k_FD, codec, q_NGD.dtype)
         of_P, of_N = self._split_codecs(codec)

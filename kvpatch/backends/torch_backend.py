@@ -108,7 +108,7 @@ def _all_see_the_past(keys: Keys, geometry: Geometry) -> bool:
 
 
 def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Attend from a prompt by the CPU's flash kernel, to earlier keys and its own apart; return joined output, log-sum-exp."""
+    """Attend from a prompt by the CPU's flash kernel, to earlier and to its keys apart; return joined output, log-sum-exp."""
     past, T = keys.past, keys.k_BHTD.shape[2]
     if not past:
         return _call_flash(q_BNQD, keys, geometry, causal=True)
@@ -188,7 +188,7 @@ def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geome
     k_BHTD, v_BHTD, dtype = keys.k_BHTD, keys.v_BHTD, q_BHGQD.dtype
     if geometry.slopes_HG is not None:  # ALiBi's bias exceeds half precision
         q_BHGQD, k_BHTD, v_BHTD = (t.to(accumulator(dtype)) for t in (q_BHGQD, k_BHTD, v_BHTD))
-    alike = keys.past == 0 and keys.deaths_BHT is None
+    alike = keys.past == 0 and keys.deaths_BHT is None  # one mask serves all heads
     heads = H * G if geometry.slopes_HG is not None else (1 if alike else H)
 
     def attend_rows(q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, start: int, stop: int) -> Tensor:

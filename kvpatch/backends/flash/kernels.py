@@ -102,7 +102,7 @@ class Generation:
     limits: dict[str, Any] = field(default_factory=dict)
 
     def find_kernels(self, modules: dict[str, Any]) -> Iterator[Kernel]:
-        """Yield, as kernels are searched, one for each installed module (`modules`, by name) of this flash-attn generation."""
+        """Yield, as kernels are searched, a Kernel for each module (`modules`: installed, by name) of this generation."""
         for name, module in modules.items():
             functions = [getattr(module, function, None) for function in ("flash_attn_func", "flash_attn_varlen_func")]
             if all(callable(f) and self.arguments | COMMON <= set(inspect.signature(f).parameters) for f in functions):

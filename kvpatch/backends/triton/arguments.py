@@ -48,7 +48,10 @@ def padded_size(D: int) -> int:
 def tile_constants(
     G: int, D: int, tile: tuple[int, int, int, int], *, sliding: int | None, softcap: float | None, by_position: bool
 ) -> dict[str, Any]:
-    """Return the constants and options that the launches of a prompt's kernels share. tile: keys, rows, warps and stages."""
+    """Return the constants and options that the launches of a prompt's kernels share. tile: keys, rows, warps and stages.
+
+    by_position: the causal mask compares positions, not columns.
+    """
     keys, rows, warps, stages = tile
     sizes = {"G": G, "D": D, "PADDED": padded_size(D), "BLOCK_N": keys, "BLOCK_M": rows}
     kind = {"SLIDING": sliding is not None, "BY_POSITION": by_position, "CAPPED": softcap is not None}
@@ -80,7 +83,7 @@ def noise_tiles(noise_BHTG: Tensor | None, tau: float, logarithm: bool) -> Tenso
 
 
 def logit_units(scale: float, softcap: float | None) -> tuple[float, float]:
-    """Return the factors `unit` and `inner` by which kernels make logits in base 2, unit * x, of products q k.
+    """Return the factors `unit` and `inner`, for a launch, by which kernels make logits in base 2, unit * x, of products q k.
 
     x is q k, or with a cap tanh(scale q k / softcap) = 1 - 2 / (1 + exp2(inner q k)).
     """

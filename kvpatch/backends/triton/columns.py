@@ -70,7 +70,8 @@ def column_statistics(
     For policies that score by the attention of a prompt's rows. A key that no row sees has zero.
 
     lse_BHGQ: log-sum-exp of the same logits (with attention sinks, if there are any); its values for padding and for rows
-    that see nothing are ignored. noise_BHTG: exp(noise). spans_B4: `spans` of the rows, if they are known.
+    that see nothing are ignored. noise_BHTG: exp(noise). spans_B4: `spans` of the rows, if they are known. by_position: the
+    causal mask compares positions, since rows are not the last columns; else columns, of which `past` are before the prompt.
     "sum": of probabilities, over rows and the group's heads. "squares": over rows, of the group's mean probability.
     "count": number of pairs (row, head) that give the key more than an even share of the keys_BHQ keys of the row.
     """

@@ -47,7 +47,7 @@ class Rule:
     evicts: bool = True
 
     def __post_init__(self) -> None:
-        """Raise KVPatchError for names that the kernels do not know, as a rule is made."""
+        """Raise KVPatchError, as a Rule (what decode kernels update, and whom they evict) is made, for names unknown there."""
         if unknown := set(self.statistics) - set(STATISTICS):
             raise KVPatchError(f"statistics={self.statistics!r} has {sorted(unknown)}: use some of {STATISTICS}.")
         if wrong := set(self.decayed) - (set(self.statistics) - {"observed"}):

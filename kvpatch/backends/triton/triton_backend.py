@@ -157,7 +157,8 @@ def statistics(
 ) -> dict[str, Tensor]:
     """Return the sums [B,H,T] by name, over all rows of a prompt, by which policies score; policies/statistics.py defines them.
 
-    attended: what attention returned; normalizers that it lacks are computed. noise: of "gumbel". spans_B4: `spans`.
+    attended: what attention returned; log-sum-exps that it lacks are computed. noise: of the sum "gumbel" (Keyformer's).
+    spans_B4: `spans` of the rows, if they are known.
     """
     from . import forward
     from .columns import column_statistics
@@ -216,6 +217,7 @@ def _describe_noise(noise: Noise | None) -> dict[str, Any]:
 def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
     """Count the keys n that each row of a prompt sees, [B,H,Q], for "count": the rows that give a key more than 1/n."""
     B, H, _ = keys.positions_BHT.shape
+    # a row sees the prompt's tokens up to its own, and those held before the prompt
     prompt_keys = rows_BQ - rows_BQ.masked_fill(rows_BQ < 0, torch.iinfo(torch.int64).max).amin(-1, keepdim=True) + 1
     past = keys.positions_BHT[:, :, : keys.past].sort(-1).values.contiguous()
     held = (past >= 0).sum(-1, keepdim=True)
