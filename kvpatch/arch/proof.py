@@ -75,7 +75,7 @@ def _find_failure(decoder: nn.Module, attentions: list[nn.Module]) -> str:
 def is_checkable(model: nn.Module) -> bool:
     """Tell whether a model of which no tiny twin can be built is small and has its weights, so that it can be checked."""
     small = sum(parameter.numel() for parameter in model.parameters()) <= PARAMETERS
-    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate brings its numbers
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate loads weights as modules run
     return small and (offloaded or not all(parameter.is_meta for parameter in model.parameters()))
 
 

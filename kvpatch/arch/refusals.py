@@ -78,7 +78,7 @@ def _is_lone_decoder(model: nn.Module, cross_attention: nn.Module) -> bool:
 
 
 def home_of(code: Any) -> str:
-    """Return the top package of a class or function (of a wrapped one, the wrapper's), to tell code of the user's own."""
+    """Return the top package of a class or function (of a decorated one, the decorator's), to tell code of the user's own."""
     if isinstance(code, functools.partial):
         return home_of(code.func)
     defined_in = getattr(getattr(code, "__func__", code), "__globals__", {}).get("__name__")
@@ -101,7 +101,7 @@ def refuse_replaced(attn: nn.Module, adapter: Adapter) -> None:
                 f"{name} attends by a function of your own ({asked!r}), which attention under a budget would leave out: call "
                 "model.set_attn_implementation('sdpa') before if it computes the same."
             )
-    for code in (type(attn).forward, attributes.get("forward"), attributes.get("_old_forward")):
+    for code in (type(attn).forward, attributes.get("forward"), attributes.get("_old_forward")):  # accelerate's: the old one
         if type(adapter).run is Adapter.run and code is not None and home_of(code) not in HOMES:
             _warn_once(f"[kvpatch] The forward of {name} is code of {home_of(code)}, which passes under a budget leave out.")
 

@@ -155,7 +155,7 @@ class FusedByKernels(Fused):
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run the layer's decode step in Triton's kernels; return the output [B,1,H*G*D].
 
-        They write the token, too, into the slot `mode.free_BH`. tau: temperature of a score's softmax.
+        They write the token, too, into the slot `mode.free_BH`. tau: temperature of Keyformer's softmax with noise.
         """
         slots, stack = self.slots, self.stack
         tau: float | Tensor = 1.0

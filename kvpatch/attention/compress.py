@@ -124,6 +124,7 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
     layers wait, and the second reading calls `finish`. nominal_B: tokens of each row that the policy protects. The host waits
     for the device only if heads share a budget by their scores, or if it cannot know how many tokens they hold (`_count_held`).
     """
+    # of the queries only the shape of a decode step's is kept, to choose a backend by
     now, mine = call.now, PromptEnd(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
     sharing = [layer for layer in call.settings.together if layer < len(call.cache.layers)]
     together = call.layer in sharing
@@ -377,7 +378,10 @@ def _move_kept(call: Call, index: Tensor | None, kept: Tensor | None, values: Te
 
 
 def _count_spare(call: Call, tokens: int) -> int:
-    """Return a head's slots for coming tokens as a prompt ends: `room`, for all steps that are compiled, or else a few."""
+    """Return how many free slots a head gets for coming tokens as a prompt ends.
+
+    `room` if torch.compile compiles the steps (slots for all of them); else a few, or `new_tokens` if fewer are generated.
+    """
     room, coming = call.cache.request.room, call.cache.request.new_tokens
     if room is not None:
         return room

@@ -68,7 +68,7 @@ _NOTHING = None, None, None
 def _run_torch(
     call: Call, q_BHGD: Tensor, positions_B1: Tensor, name: str, stack: LayerStack | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Attend in a step that Triton does not run, by torch or a flash kernel; the slots hold the new token already.
+    """Attend in a decode step that Triton does not run, by torch or a flash kernel; the slots hold the new token already.
 
     Returns the output, the probabilities if the policy needs them (else None), and the keys' positions.
     """

@@ -106,7 +106,7 @@ class Call(LayerRead):
         """Return by name the state to be written with a prompt's tokens, for score, selection, `protect=` and `quota=`."""
         if not self.evicts:
             return {}
-        entry = self.slots.make_blanks(k_BHQD.shape[2])
+        entry = self.slots.make_blanks(k_BHQD.shape[2])  # zeros, where the slot may hold an evicted token's marks
         entry |= {**self.score_entry(k_BHQD, v_BHQD, positions_BQ), **self.selection_entry(v_BHQD)}
         for name, given_BQ in (("protect", self.now.protect_BQ), ("span", self.now.span_BQ)):
             if given_BQ is not None:
@@ -363,8 +363,8 @@ class Call(LayerRead):
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, first_B1: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [B,H,G,W,T] of stored queries, and the candidates: the tokens before `first_B1`, bool [B,H,T].
 
-        For scores by the attention of the last queries, at `positions_BW`. Where a query does not see a candidate, the logit is
-        the lowest number of its dtype.
+        Called at an eviction by policies that store a layer's last queries, of the tokens at `positions_BW`, and score by their
+        attention. Where a query does not see a candidate, the logit is the lowest number of its dtype.
         """
         slots, geometry = self.slots, self.geometry
         (k, v), positions = self.held(), self.positions_BHT
@@ -415,7 +415,7 @@ class Call(LayerRead):
         return slots.kv.make_dense(*slots.positions.shape[:2]).numbers(slots.used)
 
     def live(self, newest_B11: Tensor) -> Tensor:
-        """Return which used slots a later query can see, bool [B,H,T]: merging makes up for these alone if they are evicted."""
+        """Return which used slots later queries can see [B,H,T]. Merging makes up for these alone, where a prompt ends."""
         positions, sliding = self.positions_BHT, self.geometry.sliding
         live = positions >= 0
         return live if sliding is None else live & (positions >= find_oldest(sliding, newest_B11 + 1))

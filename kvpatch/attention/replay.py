@@ -51,7 +51,7 @@ class ReplayPass:
         q_BHGQD, geometry = rearrange(q, "b (h g) q d -> b h g q d", h=H), bound_adapter.geometry(q.device)
         positions_BHQ, n = positions_BQ[:, None].expand(-1, H, -1), self.whole  # n: first rows, of which none lacks a key
         if not geometry.plain or geometry.slopes_HG is not None or (geometry.sliding is not None and geometry.sliding < n):
-            n = 0  # these rows need masks too
+            n = 0  # a plain causal mask is not enough for the first rows either
         deaths_BHQ = self._find_deaths(layer, positions_BQ) if n < Q else None
         keys = Keys(k, v, positions_BHQ, self.padded, 0, self.ordered, deaths_BHT=deaths_BHQ)
         out = None if deaths_BHQ is None else self._by_kernels(q_BHGQD, keys, positions_BQ, geometry)

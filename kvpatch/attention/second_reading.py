@@ -52,7 +52,7 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
 
 
 def _join_keys(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
-    """Return `keys` followed by the keys and values of the repeated tokens themselves, which attend to both."""
+    """Return `keys` followed by the keys and values of the repeated tokens, as the queries of a second reading see them."""
     return replace(
         keys,
         k_BHTD=torch.cat([keys.k_BHTD, k_BHQD], 2),
@@ -107,7 +107,7 @@ class _Part:
         start_B11, stop_B11 = (call.now.copy(of, call.device)[:, None, None] for of in (repeat.start_B, repeat.stop_B))
         position = held.positions_BHT
         inside = (position >= start_B11) & (position < stop_B11)
-        wanted = inside | ((position >= 0) & (position < start_B11.clamp(max=sinks)))
+        wanted = inside | ((position >= 0) & (position < start_B11.clamp(max=sinks)))  # the chunk, and the sinks before it
         longest = max(b - a for a, b in zip(repeat.start_B, repeat.stop_B, strict=True))
         index_BHM = (~wanted).byte().argsort(dim=-1, stable=True)[..., : min(longest + min(sinks, start), T)]
         shown = Keys(

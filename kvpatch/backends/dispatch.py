@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def backend(name: str) -> Any:
-    """Return the module of a backend, imported on first use."""
+    """Return the module of a backend ("torch", "flash" or "triton"), imported on first use."""
     if name not in _loaded:
         _loaded[name] = importlib.import_module(f".{BACKENDS[name]}", __package__)
     return _loaded[name]

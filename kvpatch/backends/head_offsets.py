@@ -135,7 +135,7 @@ class HeadOffsets:
         return every.index_select(1, blocks.at_S).view(G, N, self.width).transpose(0, 1)
 
     def mix_values(self, p_NGT: Tensor, v_FD: Tensor, codec: Codec = EXACT[1]) -> Tensor:
-        """Return a decode step's output: the sums [N,G,D] of each head's values weighted by the probabilities `p`."""
+        """Return a decode step's output [N,G,D]: sums of each head's values (all heads' end to end: v_FD), weighted by `p`."""
         blocks, p_GS = self.blocks(), p_NGT.transpose(0, 1).flatten(1)
         inner, edges = self._split_entries(v_FD, codec, p_NGT.dtype)
         of_P, of_N = self._split_codecs(codec)

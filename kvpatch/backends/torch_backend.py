@@ -225,7 +225,7 @@ def _attend_in_blocks(
 
 
 def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry) -> Iterator[tuple[int, int]]:
-    """Yield ranges [start, stop) of a prompt's rows, as long as a mask for `heads` heads may be of a bounded size."""
+    """Yield ranges [start, stop) of a prompt's rows, to attend in blocks whose masks for `heads` heads are of bounded size."""
     entries, start = (MASK_BLOCK if device == "cpu" else DEVICE_BLOCK) // heads, 0
     while start < Q:
         lo, hi = _find_columns(keys, geometry, start, start)  # a block of R rows sees R more

@@ -225,7 +225,7 @@ def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None
         return None
     B, H, G, D = q_BHGD.shape
     order, starts, filled = keys.head_offsets.view_sequences()
-    once = torch.arange(B * H + 1, dtype=torch.int32, device=q_BHGD.device)
+    once = torch.arange(B * H + 1, dtype=torch.int32, device=q_BHGD.device)  # starts of sequences of one query each
     longest = max(keys.head_offsets.filled) + keys.grown
     q_NGD, k_F1D, v_F1D = q_BHGD.flatten(0, 1)[order], keys.k_BHTD[:, None], keys.v_BHTD[:, None]
     try:

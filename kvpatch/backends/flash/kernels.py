@@ -291,7 +291,7 @@ _hub: tuple[str, ...] = ()
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """Return the kernels that can be called here, best first; the search runs once, and again after the hub has loaded one."""
+    """Return the kernels that can be called here, best first; the search runs once, and again if the Hub's have changed."""
     global _kernels, _hub
     loaded = _list_loaded()
     if _kernels is None or tuple(loaded) != _hub:

@@ -61,7 +61,7 @@ def _round_width(number: int, least: int = 16) -> int:
 
 
 def reason(bits: int, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Return why the kernels cannot read entries of so many bits, or None if they can; asked when a backend is chosen."""
+    """Return why the kernels cannot read keys and values rounded to so many bits, or None; asked when a backend is chosen."""
     if bits == FULL or not (head_dim * bits) % (8 * dtype.itemsize):
         return None
     return f"its kernels read scales of whole rows, which {head_dim} numbers of {bits} bits do not leave aligned"
