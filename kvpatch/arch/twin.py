@@ -92,16 +92,18 @@ def shrink_config(config: Any) -> Any:
     of_hybrid = _of_hybrid(getattr(config, "layer_types", None) or ())
     if of_hybrid:  # widths of its other layers follow from others
         fields = {key: value for key, value in fields.items() if key not in _list_derived(config)}
+    # a field's name in the family's configuration, by its usual name
     names = {**{name: name for name in fields}, **getattr(config, "attribute_map", {})}
     layers, heads = config.num_hidden_layers, query_heads(config) or 1
     kv_heads = None if hasattr(config, _HEADS[0]) else getattr(config, "num_key_value_heads", None)
+    # numbers of the layers that the twin copies
     chosen = _with_readers(fields, layers) or range(max(_count_kinds(fields, layers), of_hybrid))
     few_layers = len(chosen)
     few_kv, few_heads = _few_heads(heads, kv_heads or heads, 2 if of_hybrid else 4)  # a hybrid's layers are many
     for key, value in fields.items():
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple):  # one value for each layer, perhaps: then those of the chosen layers
             fields[key] = [_choose_size(key, one) for one in ([value[at] for at in chosen] if len(value) == layers else value)]
-        elif isinstance(value, dict) and value and all(map(_is_layer, value)):
+        elif isinstance(value, dict) and value and all(map(_is_layer, value)):  # values by number of the layer
             fields[key] = {chosen.index(int(layer)): one for layer, one in value.items() if int(layer) in chosen}
         elif isinstance(value, dict) and key.endswith("_config"):  # of its attention, or of its experts
             fields[key] = {name: few_kv if "kv_n_heads" in name else _choose_size(name, one) for name, one in value.items()}

@@ -176,6 +176,7 @@ def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
     the step needs all that attend.attend does.
     """
     now, cache = first.now, first.cache
+    # a rollback's log, torch.compile, checks and the like need all that attend.attend does
     whole = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered
     if whole or cache.settings.record or first.bound_adapter.autocast or torch.is_grad_enabled():
         return

@@ -325,7 +325,7 @@ def _compress_layer(
         return
     slots.keep_BH1 = _fill_counts(call, keep)[..., None].clone()  # the layer may write to its own
     every = call.policy.every
-    filling = max(room) + every - 1
+    filling = max(room) + every - 1  # steps until every head evicts
     roomy = call.cache.request.room is not None
     goals = [k + every for k in keeps] if evicts else None
     exactly = roomy or every > 1

@@ -517,7 +517,7 @@ class Call(LayerRead):
         shared.scatter_(-1, index, total)
 
     def _find_shared_score(self, like: Tensor) -> Tensor:
-        """Return `cache.shared`, the score that layers share, made of zeros at first and moved to the layer's device."""
+        """Return `cache.shared`, a sum per original position that all layers share, zeros at first, on the layer's device."""
         cache = self.cache
         if cache.shared is None:
             size = (*like.shape[:2], self.slots.seen + 1)
