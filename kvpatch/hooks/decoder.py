@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from ..arch.adapter import keys_dtype
-from ..arch.upstream import CACHE, cache_of, set_cache
+from ..arch.upstream import cache_of, set_cache
 from ..cache import compiled, passes
 from ..cache.cache import EvictingCache
 from ..cache.lossless import LosslessCache
@@ -20,10 +19,10 @@ from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.context import at_hand
 from ..serving.pool import RequestPool
-from . import inputs, lossless, offsets, ownership, texts
+from . import inputs, lossless, offsets, ownership, positions, texts
 from .attention import Courier, PassMask
 from .replay import begin_replay
-from .second_reading import check_second_reading, enter_prepared, note_places
+from .second_reading import enter_prepared
 from .state import Changed, NotCaptured, PatchState, by_kind, is_aside, pass_mask, put_aside
 
 NO_CAPTURE = (
@@ -94,16 +93,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
             "torch.export and torch.jit.trace record one pass, but what is kept under a budget is chosen anew in each: pass "
             "use_cache=False, or record the model outside of the block."
         )
-    past, config, scratch = cache_of(call), getattr(decoder, "config", None), _is_scratch(decoder, call)
-    cache = state.new_cache() if past is None else own_cache(past)
-    cache.scratch = scratch
-    n_layers = state.settings.within(getattr(config, "num_hidden_layers", sys.maxsize))
-    if len(cache.layers) != n_layers:
-        raise KVPatchError(
-            f"The cache was made for a model of {len(cache.layers)} layers, but this one has {n_layers}: make one with this "
-            "model's own patch.new_cache()."
-        )
-    ownership.check(cache, state)
+    cache = _choose_cache(decoder, call, state)
     inputs.refuse_pass(call, decoder)
     if _attentions_wanted(decoder, call):
         raise KVPatchError(
@@ -113,15 +103,64 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     tokens = inputs.find_tokens(call, decoder)
     if tokens is None:
         return None
+    tokens = _drop_seen_tokens(call, cache, tokens)
+    mask = _check_batch(decoder, call, cache, tokens, state)
+    positions.check_places(call, cache, tokens, mask, state)
+    cache.count_in(keys_dtype(decoder, tokens.device.type))
+    columns = cache.get_seq_length()
+    with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
+        repeatable = cache.scratch and decoder.training
+        table = table_maker(decoder, state, tokens.device)
+        merged = state.merged.take(*tokens.shape[:2])
+        passes.begin(cache, *tokens.shape[:2], mask, call.get("input_ids"), tokens.device, table, repeatable, merged)
+        if reader is not None:
+            offsets.note_offsets(reader, cache, tokens.shape[0], tokens.device)
+    positions.place_tokens(call, cache, tokens, columns, state)
+    marker = pass_mask(tokens.device)
+    carrying = Courier.carrying(cache, marker) if cache.scratch else marker.as_subclass(PassMask)
+    call["attention_mask"] = by_kind(state.settings.stack, carrying, mask, tokens.shape[1])
+    set_cache(call, None if cache.scratch else cache, state.cache_name)
+    call["use_cache"] = not cache.scratch
+    return (), call
+
+
+def _choose_cache(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> EvictingCache:
+    """Return the cache that a pass fills: the caller's, or a new one. Raises KVPatchError if it is not this patch's."""
+    past, config = cache_of(call), getattr(decoder, "config", None)
+    scratch = _is_scratch(decoder, call)
+    cache = state.new_cache() if past is None else ownership.own_cache(past)
+    cache.scratch = scratch
+    n_layers = state.settings.within(getattr(config, "num_hidden_layers", sys.maxsize))
+    if len(cache.layers) != n_layers:
+        raise KVPatchError(
+            f"The cache was made for a model of {len(cache.layers)} layers, but this one has {n_layers}: make one with this "
+            "model's own patch.new_cache()."
+        )
+    ownership.check(cache, state)
+    return cache
+
+
+def _drop_seen_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor) -> Tensor:
+    """Return a pass's new tokens (ids [B,Q] or embeddings). Those that its cache was said to have read already leave `call`."""
     again, cache.request.again = cache.request.again, 0
     if again and tokens.shape[1] >= (cache.request.prompt_len or 0):
         tokens = inputs.drop_read(call, again, tokens.shape[1])
-    B, Q = tokens.shape[:2]
-    if not Q:
+    if not tokens.shape[1]:
         raise KVPatchError(
             f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. Give generate() the "
             "whole text as input_ids, or what is new together with an attention_mask [B, seen + new] over both."
         )
+    return tokens
+
+
+def _check_batch(
+    decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, tokens: Tensor, state: PatchState
+) -> Tensor | None:
+    """Check before a pass that its cache, rows and padding mask go together; return the mask [B,seen+Q], or None.
+
+    A copy of a prefix, which has one row, is repeated for each row of the batch.
+    """
+    B, Q = tokens.shape[:2]
     cache.check_finished()
     if Q > 1 or cache.get_seq_length() < (cache.request.prompt_len or 1):  # not in a step, which has no time for it
         ownership.check_reader(cache, decoder, state)
@@ -129,55 +168,18 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     if spread and B > 1:
         cache.batch_repeat_interleave(B)
     mask = inputs.check_padding_mask(call.get("attention_mask"), B)
-    mask = inputs.read_empty_rows(mask) if scratch else mask
+    mask = inputs.read_empty_rows(mask) if cache.scratch else mask
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
     if mask is not None and cache.get_seq_length() and (Q > 1 or _is_by_hand(cache, mask)):
         texts.check_seen_mask(mask, cache, Q)
     inputs.refuse_gaps(mask, cache, Q)
-    inputs.check_position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
-    if scratch or not state.settings.transparent:  # with a cache the unpatched model reads them as one text
-        inputs.refuse_packed_rows(call)
-    renumbered = cache.settings.renumbered
-    if cache.rows.joined and not renumbered:
-        inputs.give_position_ids(call, cache, Q, mask, state.decoder_parameters, state.places_itself)
-    if not renumbered:
-        _check_positions(cache, Q, call.get("position_ids"), state.max_positions)
-    if cache.settings.rereads and state.max_positions is not None and Q > 1:
-        check_second_reading(cache.settings, cache.get_seq_length() + Q, Q, state.max_positions)
-    cache.count_in(keys_dtype(decoder, tokens.device.type))
-    columns = cache.get_seq_length()
-    with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
-        repeatable = scratch and decoder.training
-        table = table_maker(decoder, state, tokens.device)
-        merged = state.merged.take(B, Q)
-        passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable, merged)
-        if reader is not None:
-            offsets.note_offsets(reader, cache, B, tokens.device)
-    if state.adapter.positions_from_mask and call.get("position_ids") is None:
-        call["position_ids"] = cache.running.positions_BQ
-    if renumbered and state.max_positions is not None:
-        _give_no_place(call, tokens)
-    if cache.running.reread_BN is not None and not renumbered and "position_ids" in state.decoder_parameters:
-        note_places(cache.running, call.get("position_ids"), columns)
-    if cache.rows.padded and not renumbered and "position_ids" in state.decoder_parameters:
-        cache.rows.by_columns |= call.get("position_ids") is None
-    marker = pass_mask(tokens.device)
-    carrying = Courier.carrying(cache, marker) if scratch else marker.as_subclass(PassMask)
-    call["attention_mask"] = by_kind(state.settings.stack, carrying, mask, Q)
-    set_cache(call, None if scratch else cache, state.cache_name)
-    call["use_cache"] = not scratch
-    return (), call
+    return mask
 
 
 def _is_by_hand(cache: EvictingCache, mask_BT: Tensor) -> bool:
     """Tell if the user calls this step, whose mask must be checked; generate() extends its own. No mask on a GPU is read."""
     read = cache.request.prompt_len
     return at_hand(mask_BT) and (read is None or cache.get_seq_length() < read)
-
-
-def _give_no_place(call: dict[str, Any], tokens: Tensor) -> None:
-    """Pass position 0 for every token: keys are rotated later, and a text may be longer than the decoder's table."""
-    call["position_ids"] = torch.zeros(1, tokens.shape[1], dtype=torch.long, device=tokens.device)
 
 
 def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> Callable[[int], Any] | None:
@@ -257,43 +259,11 @@ def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, 
         inputs.give_position_ids(call, cache, 1, mask, state.decoder_parameters, state.places_itself)
     compiled.begin_step(cache, None if cache.settings.renumbered else state.max_positions, mask, call.get("input_ids"))
     if cache.settings.renumbered and state.max_positions is not None:
-        _give_no_place(call, tokens)
+        positions.give_zeros(call, tokens)
     mask = pass_mask(tokens.device)
     set_cache(call, cache, state.cache_name)
     call.update(use_cache=True, attention_mask=mask)
     return True
-
-
-def own_cache(past: object) -> EvictingCache:
-    """Return a caller's cache `past`, before a pass or generate(); raise KVPatchError unless it is an EvictingCache."""
-    if isinstance(past, EvictingCache):
-        return past
-    kind = type(past).__name__
-    if not isinstance(past, Cache):
-        made = "patch.new_cache(DynamicCache(past)), unless the policy scores by attention" if past else "patch.new_cache()"
-        raise KVPatchError(f"{CACHE} is a {kind}, which transformers takes no more: give {made}.")
-    if past.get_seq_length() == 0:
-        raise KVPatchError(
-            f"An empty {kind} was passed as {CACHE}; it would stay empty, for inside the block kvpatch's own cache "
-            f"is filled. Leave {CACHE} out, or pass patch.new_cache(); if a model around the patched one made it in generate, "
-            "patch that model."
-        )
-    raise KVPatchError(
-        f"{CACHE} is a {kind} that was filled outside the block. Run the prompt inside the block, or convert the "
-        "cache with patch.new_cache(past), which works for policies that do not score by attention."
-    )
-
-
-def _check_positions(cache: EvictingCache, Q: int, position_ids: Tensor | None, limit: int | None) -> None:
-    """Raise KVPatchError before a pass that needs more positions than the model has (limit), not an IndexError deep inside."""
-    if limit is None or cache.get_seq_length() + Q <= limit:
-        return
-    last = cache.get_seq_length() + Q if position_ids is None else int(position_ids.max()) + 1
-    if last > limit:
-        raise KVPatchError(
-            f"The text needs {last} positions, but this model has {limit}. Evicting tokens does not give new positions: "
-            "shorten the prompt or generate fewer tokens."
-        )
 
 
 # torch.compile must not trace these: prompts, and all that advances the cache's counters

@@ -28,7 +28,6 @@ from ..errors import KVPatchError
 from ..policies.served import refuse
 from . import inputs, lossless, offsets, ownership, texts
 from .accelerate import OwnMethod
-from .decoder import own_cache
 from .generate_steps import GenerateSteps
 from .identity import remove_adapter_hooks
 from .state import PatchState
@@ -182,7 +181,7 @@ def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None)
     if isinstance(past, Cache) and not isinstance(past, EvictingCache) and past.get_seq_length():
         from_dynamic.absorb(cache := state.new_cache(), past, mask)
         return cache
-    return own_cache(past)
+    return ownership.own_cache(past)
 
 
 def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:

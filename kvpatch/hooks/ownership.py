@@ -17,6 +17,26 @@ from .identity import adapter_names, stamp_model
 from .state import PatchState
 
 
+def own_cache(past: object) -> EvictingCache:
+    """Return a caller's cache `past`, before a pass or generate(); raise KVPatchError unless it is an EvictingCache."""
+    if isinstance(past, EvictingCache):
+        return past
+    kind = type(past).__name__
+    if not isinstance(past, Cache):
+        made = "patch.new_cache(DynamicCache(past)), unless the policy scores by attention" if past else "patch.new_cache()"
+        raise KVPatchError(f"{CACHE} is a {kind}, which transformers takes no more: give {made}.")
+    if past.get_seq_length() == 0:
+        raise KVPatchError(
+            f"An empty {kind} was passed as {CACHE}; it would stay empty, for inside the block kvpatch's own cache "
+            f"is filled. Leave {CACHE} out, or pass patch.new_cache(); if a model around the patched one made it in generate, "
+            "patch that model."
+        )
+    raise KVPatchError(
+        f"{CACHE} is a {kind} that was filled outside the block. Run the prompt inside the block, or convert the "
+        "cache with patch.new_cache(past), which works for policies that do not score by attention."
+    )
+
+
 def check(cache: EvictingCache, state: PatchState) -> None:
     """Raise KVPatchError, before a pass over a caller's cache, if it was made under other settings or has other shapes."""
     if cache.settings is state.settings:

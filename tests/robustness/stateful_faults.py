@@ -20,7 +20,7 @@ from kvpatch.cache.counters import DeviceCounters
 from kvpatch.cache.layer import SlotLayer
 from kvpatch.cache.slots import DenseSlots
 from kvpatch.cache.state import TextState
-from kvpatch.hooks import decoder, files, install
+from kvpatch.hooks import decoder, files, install, positions
 from kvpatch.hooks.run_log import RunLog
 from kvpatch.policies.batched import Batched
 from kvpatch.policies.policy import Policy
@@ -50,7 +50,7 @@ PASS = [
     (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record_step"),
     (head_offsets.HeadOffsets, "pack_entries"), (DeviceCounters, "advance"), (passes, "begin"),
     (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
-    (passes, "finish"), (decoder, "_begin_pass"), (decoder, "_check_positions"), (RunLog, "begin"),
+    (passes, "finish"), (decoder, "_begin_pass"), (positions, "_refuse_too_many"), (RunLog, "begin"),
 ]  # fmt: skip
 ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Batched, "change_rows"), (head_offsets.HeadOffsets, "select_heads")]
 CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (layer, "restore_step")]

@@ -1,0 +1,64 @@
+"""Positions of a pass's tokens: checked before the pass, given where the cache decides them, noted where the caller does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache.cache import EvictingCache
+from ..errors import KVPatchError
+from . import inputs
+from .second_reading import check_second_reading, note_places
+from .state import PatchState
+
+
+def check_places(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, mask: Tensor | None, state: PatchState) -> None:
+    """Check a pass's position_ids and that the model has positions for its tokens; give rows that were joined their own."""
+    B, Q = tokens.shape[:2]
+    settings, limit = cache.settings, state.max_positions
+    inputs.check_position_ids(call.get("position_ids"), B, Q, limit is not None)
+    if cache.scratch or not state.settings.transparent:  # with a cache the unpatched model reads them as one text
+        inputs.refuse_packed_rows(call)
+    if cache.rows.joined and not settings.renumbered:
+        inputs.give_position_ids(call, cache, Q, mask, state.decoder_parameters, state.places_itself)
+    if not settings.renumbered:
+        _refuse_too_many(cache, Q, call.get("position_ids"), limit)
+    if settings.rereads and limit is not None and Q > 1:
+        check_second_reading(settings, cache.get_seq_length() + Q, Q, limit)
+
+
+def place_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, columns: int, state: PatchState) -> None:
+    """Set the position_ids of a pass that has begun, where the cache decides them, and note which ones the caller gave.
+
+    columns: tokens that the cache had seen before the pass.
+    """
+    renumbered, takes = cache.settings.renumbered, "position_ids" in state.decoder_parameters
+    if state.adapter.positions_from_mask and call.get("position_ids") is None:
+        call["position_ids"] = cache.running.positions_BQ
+    if renumbered and state.max_positions is not None:
+        give_zeros(call, tokens)
+    if renumbered or not takes:
+        return
+    if cache.running.reread_BN is not None:
+        note_places(cache.running, call.get("position_ids"), columns)
+    if cache.rows.padded:
+        cache.rows.by_columns |= call.get("position_ids") is None
+
+
+def give_zeros(call: dict[str, Any], tokens: Tensor) -> None:
+    """Pass position 0 for every token: keys are rotated later, and a text may be longer than the decoder's table."""
+    call["position_ids"] = torch.zeros(1, tokens.shape[1], dtype=torch.long, device=tokens.device)
+
+
+def _refuse_too_many(cache: EvictingCache, Q: int, position_ids: Tensor | None, limit: int | None) -> None:
+    """Raise KVPatchError before a pass that needs more positions than the model has (limit), not an IndexError deep inside."""
+    if limit is None or cache.get_seq_length() + Q <= limit:
+        return
+    last = cache.get_seq_length() + Q if position_ids is None else int(position_ids.max()) + 1
+    if last > limit:
+        raise KVPatchError(
+            f"The text needs {last} positions, but this model has {limit}. Evicting tokens does not give new positions: "
+            "shorten the prompt or generate fewer tokens."
+        )
