@@ -325,25 +325,40 @@ def _compress_layer(
         return
     slots.keep_BH1 = _fill_counts(call, keep)[..., None].clone()  # the layer may write to its own
     every = call.policy.every
-    filling = max(room) + every - 1  # steps until every head evicts
-    roomy = call.cache.request.room is not None
     goals = [k + every for k in keeps] if evicts else None
-    exactly = roomy or every > 1
+    exactly = call.cache.request.room is not None or every > 1
     layout = plan(counts, goals, lambda tokens: max(_count_spare(call, tokens), slots.waiting_slots), exactly)
     _move_kept(call, index, kept, values, layout)
     if moves:
         slots.start_moving(counts, goals)
-    elif evicts and (slots.holes or not filling or roomy):
-        slots.holes |= filling > 0
-        first_BH = None
-        if kept is None and slots.kv.appends:  # all heads have as many tokens, in their first slots
-            first_BH = slots.positions.new_full(slots.positions.shape[:2], held)
-        slots.start_evicting(filling, first_BH, counts, goals)
     elif evicts:
+        _start_evicting(call, kept, counts, goals, max(room) + every - 1)
+    else:
+        _start_keeping(call, kept, counts)
+
+
+def _start_evicting(call: Call, kept: Tensor | None, counts: list[int], goals: list[int] | None, filling: int) -> None:
+    """Set, after a prompt, the mode of a layer that evicts while decoding: tokens take free slots, or those of evicted ones.
+
+    counts: tokens that each head has. goals: those at which it evicts. filling: steps after which all heads do.
+    """
+    slots, roomy = call.slots, call.cache.request.room is not None
+    if filling and not (slots.holes or roomy):
         slots.start_filling(filling)
-    elif kept is not None and not slots.kv.appends:
+        return
+    slots.holes |= filling > 0
+    first_BH = None
+    if kept is None and slots.kv.appends:  # all heads have as many tokens, in their first slots
+        first_BH = slots.positions.new_full(slots.positions.shape[:2], max(counts))
+    slots.start_evicting(filling, first_BH, counts, goals)
+
+
+def _start_keeping(call: Call, kept: Tensor | None, counts: list[int]) -> None:
+    """Set the mode of a layer that keeps all tokens after a prompt: they go into empty slots, or after the last used one."""
+    slots, held = call.slots, max(counts)
+    if kept is not None and not slots.kv.appends:
         slots.start_growing(kept.sum(-1), counts)
-    elif roomy:
+    elif call.cache.request.room is not None:
         slots.holes = True
         slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], held), [held] * len(counts))
     else:
