@@ -263,9 +263,10 @@ class LosslessCache(Unpicklable, Cache):
         new.layers = list(new.whole)
         return new
 
-    def __deepcopy__(self, memo: dict[int, object]) -> LosslessCache:
-        new = memo[id(self)] = self.clone()
-        return new
+    def __copy__(self, memo: object = None) -> LosslessCache:
+        return self.clone()
+
+    __deepcopy__ = __copy__
 
     @property
     def is_compileable(self) -> bool:
@@ -282,9 +283,8 @@ class LosslessCache(Unpicklable, Cache):
 
     def reset(self) -> None:
         """Empty the full cache and the budgeted one, for another text."""
-        self.ids.clear()
-        self.kept_positions.clear()
-        self._staged.clear()
+        for stored in (self.ids, self.kept_positions, self._staged):
+            stored.clear()
         self.edited = self.again = 0
         for layer in self.whole:
             layer.reset()

@@ -74,8 +74,8 @@ def run(
         manager = start_engine(model, engine, conversations)
         most = "any number of" if positions is None else f"at most {positions}"
         print_note(f"{patched}; a request has {most} tokens, its answer included")
-        where = f"http://{address.host}:{port}/v1"
-        print_note(f"serving {source.name} at {where} (the client's model name is {source.name})")
+        host = f"[{address.host}]" if ":" in address.host else address.host  # of IPv6, in a URL
+        print_note(f"serving {source.name} at http://{host}:{port}/v1 (the client's model name is {source.name})")
         with _serve_loaded(model, tokenizer, Answers(manager, model, positions), address.key, sockets):
             device = str(model.device)
             served = Serve(

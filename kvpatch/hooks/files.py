@@ -23,7 +23,7 @@ from .target import Target
 
 def save_cache(target: Target, state: PatchState, cache: Any, path: str | PathLike[str]) -> None:
     """Check that a cache is the patch's own and its model unchanged, and write it to a file. Called by Patch.save_cache."""
-    if state.lossless:
+    if state.lossless and cache is not None:  # for None the next line would make a new cache
         whole = lossless.own_lossless(cache, state)
         ownership.refuse_changed(whole.drafts, stamp_model(target.decoder))
         return save_lossless(whole, check_path(path), target.identity())

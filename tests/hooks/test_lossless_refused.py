@@ -127,11 +127,20 @@ def test_training_is_the_unpatched_model_s(training, caplog):
 
 
 @pytest.mark.usefixtures("no_gradients")
-def test_a_deep_copy_is_a_clone():
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
+def test_a_copy_is_a_clone(make_copy):
     model, ids, more = make("llama_gqa", dtype=torch.float64), prompt(1, 30), prompt(1, 5, 3)
     with kvpatch.patched(model, "h2o", 0.3, lossless=True):
         cache = cache_of(model(ids))
-        twin = copy.deepcopy(cache)
+        twin = make_copy(cache)
         want = model(more, past_key_values=cache).logits
         assert len(twin.ids) == 30 and len(cache.ids) == 35
         torch.testing.assert_close(model(more, past_key_values=twin).logits, want)
+
+
+def test_nothing_cannot_be_saved(tmp_path):
+    with (
+        kvpatch.patched(make("llama_gqa"), "h2o", 0.3, lossless=True) as patch,
+        pytest.raises(kvpatch.KVPatchError, match="is a NoneType"),
+    ):
+        patch.save_cache(None, tmp_path / "cache")
