@@ -243,16 +243,22 @@ def test_bad_requests(served):
     assert client.completions.create(model=name, prompt=TEXT, max_tokens=8, temperature=0.0).choices[0].text == alone(TEXT, 8)
 
 
-def test_in_the_foreground(monkeypatch):
+@pytest.mark.parametrize(("host", "shown"), [("localhost", "localhost"), ("::1", "[::1]")])
+def test_in_the_foreground(monkeypatch, capfd, host, shown):
     """As the command runs it: the server answers until it is told to stop, and the patch goes with it."""
+    try:
+        socket.getaddrinfo(host, 0, flags=socket.AI_ADDRCONFIG)
+    except OSError:
+        pytest.skip(f"this machine has no address {host}")
     source, asked = Source(str(MODELS / "llama-python"), "float32", "cpu"), []
 
     async def ask_once(server):
-        with socket.create_connection(server.servers[0].sockets[0].getsockname()) as client:
+        with socket.create_connection(server.servers[0].sockets[0].getsockname()[:2]) as client:
             asked.append(client.getpeername()[1] == server.config.port)
 
     monkeypatch.setattr("uvicorn.Server.main_loop", ask_once)
-    served = commands.run(source, get_policy("h2o"), 24, {}, commands.Address("localhost", 0), {"num_blocks": 400})
+    served = commands.run(source, get_policy("h2o"), 24, {}, commands.Address(host, 0), {"num_blocks": 400})
+    assert f" at http://{shown}:" in capfd.readouterr().err
     assert asked == [True] and served._generation_state._cb_manager.engine.over
 
 
