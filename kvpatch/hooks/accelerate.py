@@ -20,9 +20,10 @@ OwnMethod = Callable[[Any], Callable[..., Any]]
 
 
 def own_method(module: nn.Module, name: str, previous: Callable[..., Any] | None) -> OwnMethod:
-    """Return a function by which the patch's method finds the unpatched method `name` of its module, or of a module's copy.
+    """Return a function `own(module)` that returns the unpatched method `name` of that module, bound to it.
 
-    Called when the method is replaced. previous: the module's own value of the attribute until then; None: it is its class's.
+    Called when a patch replaces the method; the replacement calls `own(self)`, and `self` may then be a copy of `module`.
+    previous: the module's instance attribute `name` before the patch; None: it had none, and the class's method is meant.
     """
     if previous is None:
         return lambda one: functools.partial(getattr(type(one), name), one)
@@ -73,7 +74,10 @@ def replace_forward(
 
 
 def replicate(module: nn.Module) -> nn.Module:
-    """Make the replica of a patched module that nn.DataParallel asks for in each pass: our forward is bound to the replica."""
+    """Replicate a patched module for nn.DataParallel, and bind the patch's forward to the replica instead of the original.
+
+    A patch sets this as a module's `_replicate_for_data_parallel`, which nn.DataParallel calls in each forward pass.
+    """
     replica: nn.Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[operator]
     if isinstance(ours := vars(module).get("forward"), MethodType):
         vars(replica)["forward"] = MethodType(ours.__func__, replica)
@@ -108,7 +112,8 @@ def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[Ho
 def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.device:
     """Return the device on which a module computes, and where its layer's cache lies; its weights may lie on another.
 
-    accelerate's hooks tell it. A module without parameters (linear modules that pack int8 weights) computes on its decoder's.
+    accelerate's hooks name it. A module without parameters (a linear module may pack int8 weights) computes where `decoder`
+    does.
     """
     for one in module.modules():
         for hook in _list_hooks(one):

@@ -53,10 +53,10 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
             """Attend through this layer of the cache, which changes it; the adapter calls this in place of attention."""
             now, compiling = cache.now, torch.compiler.is_compiling()
             if not (compiling or reads or now is None) and (steps := cache.steps) is not None and steps.now is now:
-                step = steps.running[layer]  # a bound step: all that stays the same from step to step was looked up before
+                step = steps.running[layer]  # a decode step with all that stays the same looked up before
                 if step is not None and step.takes_call(self, q):
                     return step(cache, q, k, v)
-            if now is not None and now.repeat is not None:
+            if now is not None and now.repeat is not None:  # the pass reads a prompt a second time, for scores
                 now.repeat.hidden = hidden
             run = attend_untraced if compiling and not (now is not None and now.traced) else attend
             out = run(cache, layer, q, k, v, BoundAdapter(adapter, self, k.shape[1]), reads)
@@ -92,17 +92,20 @@ class Courier(Tensor):
 
     @classmethod
     def carrying(cls, cache: Any, mask: Tensor) -> Courier:
-        """Return a view of `mask` that carries `cache`, when a pass begins whose cache its layers would not get otherwise."""
+        """Return `mask` as a Courier that carries `cache`: for a pass whose layers do not get their cache as an argument.
+
+        Called as such a pass begins: its cache is dropped at its end, or it has several requests' tokens, each with a cache.
+        """
         courier = mask.as_subclass(cls)
         courier.cache = cache
         return courier
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on this mask, as torch asks for each one; masks made from it carry the `cache` on to the layers."""
+        """Run a torch operation on this mask; masks made from it get its `cache`. torch calls this for each operation."""
         out = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(out, Courier) and isinstance(args[0], Courier):
-            if not hasattr(args[0], "cache"):  # the model's own attention has made it of scores
+            if not hasattr(args[0], "cache"):  # scores plus a mask: the unpatched attention runs
                 raise KVPatchError(
                     "Gradient checkpointing runs layers again in the backward pass, which came after the block: call "
                     "backward() inside it."
@@ -112,9 +115,10 @@ class Courier(Tensor):
 
 
 def _refuse_lost_mask(call: dict[str, Any], Q: int) -> None:
-    """Raise KVPatchError for a one-entry mask without its cache, which would let each of Q tokens attend to all others.
+    """Raise KVPatchError for a patched decoder's one-entry mask, which lets each of Q tokens attend to all others.
 
-    Called where a patched module finds no cache. A plain one-entry mask for one token may be the model's own.
+    Called where an attention module finds no cache, whose attention would mask them. A plain one-entry mask for one token may
+    be the model's own.
     """
     for value in call.values():
         one = isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (1, 1, 1, 1)

@@ -55,10 +55,11 @@ def wrap_generate_batch() -> Callable[..., Any]:
 
 
 def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placeholders: dict[int, str]) -> Callable[..., Any]:
-    """Make the init_continuous_batching() of a patched model, whose manager gives each request a budget.
+    """Make the init_continuous_batching() of a patched model: it returns a manager that gives each request a budget.
 
-    The user calls it, or generate_batch() does. Where nothing is evicted the manager is transformers' own, unless
-    `conversations` are to be kept, or `messages` is True: requests then bring `messages=`, which says where theirs begin.
+    The user calls it, or generate_batch() does. Where the patch changes nothing (policy "full") it returns transformers' own
+    manager, unless the user gives `conversations`, which keep requests' caches for later ones, or `messages=True`: each request
+    then says at which tokens its messages begin.
 
     decoder: its name in the model. own: finds the unpatched method. placeholders: token ids of images and sounds, which a
     request cannot have.
@@ -99,10 +100,10 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
 
 
 def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
-    """Return the most positions of a request, None if unlimited, and the sentence for requests that need more.
+    """Return the most positions of a request, None if unlimited, and the sentence of the error for requests that need more.
 
-    Called when a manager of continuous batching is made. The limit is the model's number of positions, or a length from which
-    it rotates all tokens otherwise (LongRoPE) if less.
+    Called when a manager of continuous batching is made. The limit is the model's number of positions or, if less, the length
+    from which it uses other rotary frequencies for all tokens (LongRoPE).
     """
     limit = None if state.settings.renumbered else position_limit(model.config.get_text_config())
     limit, switch = state.max_positions or limit, switch_length(model)

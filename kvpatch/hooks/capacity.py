@@ -31,7 +31,7 @@ def round_capacity(slots: int) -> int:
 
 
 def round_capacities(cache: EvictingCache) -> None:
-    """Enlarge a cache's layers to one of few numbers of slots (places for tokens), so that more prompts share a graph.
+    """Enlarge a cache's layers to one of few numbers of slots (places for tokens), so that more prompts share a CUDA graph.
 
     Called before a step is captured or looked up. Changes the dense layers whose number of slots depends on the prompt's
     length: keys, values, positions and scores are copied once to larger tensors. A cache rounded before stays as it is.
@@ -39,8 +39,8 @@ def round_capacities(cache: EvictingCache) -> None:
     follows = [layer for index, layer in enumerate(cache.layers) if _follows_prompt(cache, index)]
     if all(_is_rounded(layer) for layer in follows):
         return
-    cache.drop_stack(due=cache.stacked)  # layers' tensors may be views of the stack's
-    limits: dict[int, Limits] = {}  # layers that share their protected sizes still do
+    cache.drop_stack(due=cache.stacked)  # layers' tensors may be views of one that stacks all layers
+    limits: dict[int, Limits] = {}  # numbers of protected tokens; layers that share them still do
     for layer in follows:
         _widen(layer, round_capacity(layer.positions.shape[2]))
         old = layer.limits
@@ -53,7 +53,8 @@ def round_capacities(cache: EvictingCache) -> None:
 def _follows_prompt(cache: EvictingCache, index: int) -> bool:
     """Tell if a layer's slots are to be rounded up for a graph: their number depends on the prompt's length, and can grow.
 
-    Ragged layers are left out: how many entries each head has there follows from the text, not from its length alone.
+    Left out: ragged layers, whose heads have different numbers of slots, which depend on the text itself, and layers whose
+    `storage` is the pages of a serving engine.
     """
     layer, rule = cache.layers[index], cache.settings.rules[index]
     if not isinstance(layer.kv, DenseSlots) or layer.storage is not None:
@@ -72,9 +73,9 @@ def _is_rounded(layer: SlotLayer) -> bool:
 
 
 def _widen(layer: SlotLayer, C: int) -> None:
-    """Enlarge a layer in place to C slots for each head, before a graph takes it; the new ones are empty."""
+    """Enlarge a layer in place to C slots a head, before a graph takes it; attention masks the new, empty slots (holes)."""
     before = layer.positions.shape[2]
     layer.resize_slots([C])
     layer.used, layer.holes = C, True
     if isinstance(layer.mode, Growing):
-        layer.mode.slack += C - before
+        layer.mode.slack += C - before  # tokens that can still be written before buffers move

@@ -42,7 +42,7 @@ class Chat:
         self, model: Any, tokenizer: Any, new_cache: Callable[[], EvictingCache | LosslessCache], replace: Callable[..., None],
         system: str | None, **options: Any,
     ) -> None:  # fmt: skip
-        """Begin an empty conversation, for `begin_chat`. new_cache, replace: Patch's. options: generate()'s and `template`."""
+        """Begin an empty chat, for `begin_chat`. new_cache, replace: Patch's methods. options: of generate(), or `template`."""
         _check_options(options, model.generation_config)
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._template = Template(tokenizer, dict(options.pop("template", None) or {}))
@@ -63,7 +63,7 @@ class Chat:
 
     def _begin_again(self) -> None:
         """Empty `cache`, `ids` and `_read`, in a new chat, after a failed turn, or if a template rewrote what was read."""
-        if not isinstance(self.cache, LosslessCache):  # which goes back by itself
+        if not isinstance(self.cache, LosslessCache):  # which is cropped where texts begin to differ
             self.cache = self._new_cache()
         self.ids = torch.empty(1, 0, dtype=torch.long, device=self._model.device)
         self._read = Transcript(left_out=frozenset(i for i, one in enumerate(self.messages) if one.get("forgotten")))
@@ -119,7 +119,7 @@ class Chat:
         return list(zip(starts, [*starts[1:], self.ids.shape[1]], strict=True)) if starts else []
 
     def forget(self, index: int) -> None:
-        """Take a message out of the cache, wherever it is held; what was read after it has seen it, and stays.
+        """Evict a message's tokens from the cache, in all heads. Later tokens, which were computed with it, stay as they are.
 
         Args:
             index: of the message in `messages`.
@@ -140,7 +140,7 @@ class Chat:
         """Put another text in place of a message, such as the summary of a tool's result; what follows is not read again.
 
         Args:
-            index: of the message in `messages`; it may be forgotten. The newest answer is not read to its end.
+            index: of the message in `messages`; not of the newest answer, whose last token is not read yet.
             text: of at most as many tokens as the message has had, or of any with `positions="renumbered"`.
 
         Raises:
@@ -216,7 +216,7 @@ class Chat:
     def _drop_stripped(self, text: str) -> bool:
         """Drop from cache and `_read` what the new `text` lacks of the newest answer (thinking); False if impossible."""
         if isinstance(self.cache, LosslessCache):
-            return False  # what follows has seen these tokens
+            return False  # it keeps exact entries, and later tokens attended to these
         before = self.ids.shape[1] - len(self._read.answer)
         found = find_dropped(self._read.text, text, [self._tokenizer.decode([one]) for one in self._read.answer])
         if found is None:
@@ -224,15 +224,15 @@ class Chat:
         (first, last), kept = found
         try:
             self.cache.forget([(before + first, before + last)])
-        except KVPatchError:  # a state that saw the tokens, or heads that other processes hold
+        except KVPatchError:  # a recurrent state has taken the tokens in, or other processes hold heads
             return False
         self._read.text = kept
         return True
 
     def _generate(self, asked: Tensor, *criteria: StoppingCriteria, **options: Any) -> Tensor:
-        """Call generate() for a turn, after telling `cache` of it: it reads what is new. Return ids [1,N] with the answer."""
+        """Call generate() for a turn; it reads the new tokens of `asked`. Return ids [1,N]: all of `asked`, then the answer."""
         if isinstance(self.cache, LosslessCache):
-            self.cache.go_back(asked[0].tolist())
+            self.cache.go_back(asked[0].tolist())  # crops it where its text and `asked` begin to differ
         else:
             self.cache.messages = Messages([*(one["role"] for one in self.messages), "assistant"], list(self._read.starts))
         given = self._options | options | {"tokenizer": self._tokenizer, "return_dict_in_generate": False, CACHE: self.cache}

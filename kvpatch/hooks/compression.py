@@ -39,9 +39,10 @@ def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: 
         known = ids if ids is None or mask is None else ids.masked_fill(mask.to(ids.device) == 0, -1)
         now = passes.begin_compression(cache, known, decoder.table_maker(target.decoder, state, devices[0]))
         if by_columns:
+            # positions in `past` counted padding columns too, so the next token's is higher by these
             now.ahead_B1 = past.get_seq_length() - cache.lengths_B[:, None]
         _end_prompt(target, cache, devices)
-        if now.reread_BN is None:
+        if now.reread_BN is None:  # else the policy scores by a second reading of the prompt
             passes.finish(cache)
         else:
             read_again(target.decoder, cache, state, now.reread_BN)
@@ -54,7 +55,10 @@ _EMPTY = "past has read nothing yet: call the model with it first."
 
 
 def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device]) -> None:
-    """Evict from each layer of `cache` in place for compress(), as the end of a prompt that the patched model reads does."""
+    """Evict from each layer of `cache` in place for compress(), with the code that runs where a prompt ends in a forward pass.
+
+    No query attends here, since the policy's scores need none.
+    """
     shapes, now = target.shapes(), cache.running
     for layer, (module, adapter) in enumerate(target.attentions):
         shape = shapes[layer]

@@ -32,13 +32,13 @@ NO_CAPTURE = (
 
 
 def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Changed:
-    """Begin a pass before each forward of the decoder (a pre-hook): give it an EvictingCache in place of a DynamicCache."""
+    """Begin each forward pass of a patched decoder (its pre-hook): give it an EvictingCache, new or the caller's."""
     call = {**dict(zip(state.decoder_parameters, args, strict=False)), **kwargs}
     past = cache_of(call)
     if isinstance(past, Prefix):
         past = ownership.start_from_prefix(past, state)
         set_cache(call, past, state.cache_name)
-    if isinstance(past, EvictingCache) and past is state.capturing.cache:
+    if isinstance(past, EvictingCache) and past is state.capturing.cache:  # a CUDA graph is being captured
         if not _begin_step(decoder, call, past, state):
             raise NotCaptured(NO_CAPTURE)
         return (), call
@@ -52,10 +52,10 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
-    """Begin a pass of the decoder by its kind, and return its changed arguments; None leaves it to the model's own code.
+    """Begin a forward pass of the decoder by its kind; return its changed arguments, or None to run the model's own code.
 
-    `before_decoder` calls this for all but traced and captured steps. It changes `call`, the cache, the patch's log, and the
-    decoder's attributes that an adapter replaces.
+    The pre-hook calls this for all but traced and captured steps. It changes `call` (the decoder's arguments), the cache, the
+    patch's log, and the decoder's attributes that an adapter replaces (`put_aside`).
     """
     mask = call.get("attention_mask")
     if isinstance(mask, Courier) and isinstance(mask.cache, RequestPool):  # the engine's mask carries its pool
@@ -72,7 +72,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
     made_here = past is None
     changed = _begin_pass(decoder, call, state)
     if lossless_cache is not None:
-        lossless_cache.lend()
+        lossless_cache.lend()  # layers attend to all earlier tokens, which it keeps on the host
     put_aside(decoder, state.aside, ours=changed is not None)
     if changed is None:
         state.log.count_own_code(call, decoder.training)
@@ -84,8 +84,8 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
 
 
 def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
-    """Check an ordinary pass and begin it: change its arguments `call` and cache. None leaves it to the model's own code."""
-    reader = state.merged.take_reader()
+    """Check an ordinary forward pass and begin it: change its arguments `call` and cache. None: the model's own code runs."""
+    reader = state.merged.take_reader()  # the multimodal model around the decoder, or None
     if runs_own_code(decoder, call, state):
         return None
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
@@ -106,7 +106,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     tokens = _drop_seen_tokens(call, cache, tokens)
     mask = _check_batch(decoder, call, cache, tokens, state)
     positions.check_places(call, cache, tokens, mask, state)
-    cache.count_in(keys_dtype(decoder, tokens.device.type))
+    cache.count_in(keys_dtype(decoder, tokens.device.type))  # turns a budget in bytes into tokens
     columns = cache.get_seq_length()
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
         repeatable = cache.scratch and decoder.training
@@ -142,7 +142,7 @@ def _choose_cache(decoder: nn.Module, call: dict[str, Any], state: PatchState) -
 
 def _drop_seen_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor) -> Tensor:
     """Return a pass's new tokens (ids [B,Q] or embeddings). Those that its cache was said to have read already leave `call`."""
-    again, cache.request.again = cache.request.again, 0
+    again, cache.request.again = cache.request.again, 0  # columns read before, which generate() may give again
     if again and tokens.shape[1] >= (cache.request.prompt_len or 0):
         tokens = inputs.drop_read(call, again, tokens.shape[1])
     if not tokens.shape[1]:
@@ -164,7 +164,7 @@ def _check_batch(
     cache.check_finished()
     if Q > 1 or cache.get_seq_length() < (cache.request.prompt_len or 1):  # not in a step, which has no time for it
         ownership.check_reader(cache, decoder, state)
-    spread, cache.request.spread = cache.request.spread, False
+    spread, cache.request.spread = cache.request.spread, False  # True: a prefix, which each row gets a copy of
     if spread and B > 1:
         cache.batch_repeat_interleave(B)
     mask = inputs.check_padding_mask(call.get("attention_mask"), B)
@@ -183,9 +183,9 @@ def _is_by_hand(cache: EvictingCache, mask_BT: Tensor) -> bool:
 
 
 def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> Callable[[int], Any] | None:
-    """Return what makes rotary tables in a pass that rotates cached keys (renumbered) or undoes it (scores); else None."""
+    """Return the function (count -> rotary table) of a pass that rotates cached keys, or scores them unrotated; else None."""
     if state.settings.renumbered:
-        return functools.partial(state.adapter.rotary_table, decoder, device)
+        return functools.partial(state.adapter.rotary_table, decoder, device)  # keys are cached unrotated
     if not state.settings.acts or state.settings.policy.needs.lookahead is None:
         return None
     most = state.max_positions or sys.maxsize
@@ -214,7 +214,7 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
 
 
 def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> bool:
-    """Tell before a pass if it is left to the model's own code: training and forwards without a cache, unless block= is set."""
+    """Tell before a pass if the model's own code runs it: in training or without a cache, unless patched() got `block=`."""
     past = cache_of(call)
     unserved = past is not None or _own_attention(decoder, call)
     if state.settings.transparent and not isinstance(past, EvictingCache) and unserved:
@@ -236,7 +236,7 @@ def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:
 
 
 def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
-    """Tell before a pass if it wants attention matrices or a pattern of its own: policy "full" lets the model's code run it."""
+    """Tell if a pass asks for attention matrices or a mask that is not causal; under policy "full" the model's code runs it."""
     mask = call.get("attention_mask")
     unusual = inputs.reads_both_ways(call, decoder) or bool(call.get("return_shared_kv_states"))
     return unusual or _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)

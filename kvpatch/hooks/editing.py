@@ -16,9 +16,10 @@ from .state import PatchState, put_aside
 
 
 def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[int, int], ids: Any, reread: int = 0) -> None:
-    """Replace a span of a cache's text by other tokens `ids`; all checks come before the first change of the cache.
+    """Replace the tokens of a span (start, stop) of a cache's text by `ids`. All checks come before the cache changes.
 
-    Called by Patch.replace and by engines that keep conversations. reader: the decoder. reread: tokens after it to read again.
+    Called by Patch.replace, and by a serving engine that keeps conversations. reader: the decoder. reread: number of tokens
+    after the span to read again.
     """
     refuse("replace", state.combine())
     ownership.check_own(cache, state)
@@ -29,7 +30,7 @@ def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[i
     start, stop, reread = (int(one) for one in (*span, reread))
     if stop + reread > start:
         cache.forget([(start, stop + reread)])
-    if opened:
+    if opened:  # more tokens than the span had: later positions move up
         replacing.open_positions(cache, stop, opened)
     _read_edit(reader, state, cache, call, Edit(start, int(places_Q[-1]) + 1, opened), places_Q)
 
@@ -37,9 +38,10 @@ def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[i
 def _read_edit(
     reader: nn.Module, state: PatchState, cache: EvictingCache, call: dict[str, Any], edit: Edit, places_Q: Any
 ) -> None:
-    """Run the decoder over the tokens that replace a span, at positions `places_Q`, then put the cache's slots in text order.
+    """Run the decoder over the tokens that replace a span, at positions `places_Q`; then sort each head's slots by position.
 
-    call: the decoder's arguments, which are updated. edit: the span, for the pass.
+    Called once the replaced tokens are gone. call: the decoder's arguments, which are updated. edit: where the new tokens begin
+    and end.
     """
     tokens_BQ, before = call["input_ids"], cache.now
     with torch.no_grad():

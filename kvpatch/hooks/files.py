@@ -47,10 +47,10 @@ def load_cache(target: Target, state: PatchState, path: str | PathLike[str]) -> 
         whole.drafts.read_by = stamp_model(target.decoder)
         return whole
     cache = load(state.new_cache(), check_path(path), target.identity(), target.shapes(), target.devices())
-    cache.lifetimes = None  # the file has none
+    cache.lifetimes = None  # when tokens were evicted, for `record=True`: the file does not say
     cache.read_by = stamp_model(target.decoder)
     cache.states.place(target.state_devices())
-    clear_offsets(target.outer, cache)
+    clear_offsets(target.outer, cache)  # of positions after images, which a file never holds
     with torch.no_grad():  # geometry comes from the model; concatenate() compares it
         for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):
             layer.geometry = BoundAdapter(adapter, module, layer.positions.shape[1]).geometry(layer.device)

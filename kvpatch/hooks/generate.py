@@ -37,7 +37,7 @@ DEFAULT_LENGTH = 20  # new tokens of a generate() that is told no number
 
 
 def wrap_generate(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Make the generate() of a patched model: it passes a cache that knows the prompt's length and the number of new tokens.
+    """Make a patched model's generate(), which passes an EvictingCache to the unpatched one. Called when a model is patched.
 
     A caller's cache that has read another text raises an error: see texts.check_text.
     """
@@ -61,7 +61,7 @@ def _run_with_cache(
 ) -> Any:
     """Run the model's generate() once with an EvictingCache, unless its options ask for no cache or another kind.
 
-    Called by the wrapper of generate(). The cache knows the prompt's length and the new tokens until `_finish`.
+    Called by the wrapper of generate(). `cache.request` holds the lengths of prompt and answer until `_finish` clears them.
     """
     state = steps.state
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
@@ -97,7 +97,7 @@ def _run_with_cache(
         elif given.columns is not None:
             _announce_prompt(cache, given, virtual)
             cache.request.new_tokens = _count_new(kwargs, configs, (cache.request.prompt_len or 0) - virtual)
-            cache.request.room = cache.request.new_tokens if compiles else cache.request.room
+            cache.request.room = cache.request.new_tokens if compiles else cache.request.room  # slots to allocate at once
             if not state.settings.transparent and _drafts_wanted(kwargs, *configs):
                 inputs.refuse_switch(self, given.whole or 0, cache.request.new_tokens or DEFAULT_LENGTH)
         set_cache(kwargs, cache, taken_as)
@@ -121,7 +121,7 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Put an EvictingCache into `model_kwargs` as generate() begins. The configuration is its own copy, and is changed."""
+        """Put an EvictingCache into `model_kwargs` as generate() begins. Changes `generation_config`, generate()'s copy."""
         past = cache_of(model_kwargs)
         past = ownership.start_from_prefix(past, state) if isinstance(past, Prefix) else past
         if isinstance(past, LosslessCache):
@@ -144,7 +144,7 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
 
 
 def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState) -> None:
-    """Tell a cache its prompt's length if generate() was called on the class, around our wrapper; until `config` is freed."""
+    """Note a prompt's length in its cache if type(model).generate was called, past the wrapper; undone as `config` is freed."""
     mask = model_kwargs.get("attention_mask")
     columns = mask_columns(config) if mask is None else mask.shape[1]
     if getattr(config, "is_assistant", False):
@@ -156,17 +156,17 @@ def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwarg
 
 
 def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
-    """Tell a cache, before generate() runs, the prompt's length, with what it has read before and PEFT's `virtual` tokens."""
+    """Note in `cache.request` the length of a prompt, with tokens read before and PEFT's `virtual` ones. Before generate()."""
     columns, seen = given.whole or 0, given.seen
     if not virtual:
         cache.request.prompt_len = columns
-        cache.request.again = 0 if given.alone else seen
+        cache.request.again = 0 if given.alone else seen  # tokens read before that the first pass may bring again
     else:  # input_ids that only continue a cache leave out the tokens it has seen
         cache.request.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
 
 
 def _finish(cache: EvictingCache, state: PatchState) -> None:
-    """Clear in `cache.request` what a generate() noted of its prompt, and stop its time: at its end, also after an error."""
+    """Clear what a generate() noted of its prompt in `cache.request`, and note its end time in the log; also after an error."""
     cache.request.prompt_len = cache.request.new_tokens = None
     cache.request.again = 0
     state.log.finish(cache)
@@ -185,17 +185,17 @@ def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None)
 
 
 def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:
-    """Prepare the cache of a model that drafts for another, before its generate(): rejected drafts are later taken back."""
+    """Prepare an assistant's cache before its generate() drafts for another model: it records steps, to take drafts back."""
     cache.activate_past_recording()
     cache.request.drafts = True
     if columns is not None and cache.get_seq_length() >= columns:
-        cache.reset()  # transformers 5.15 removes fewer tokens than were rejected: the rest is no prefix of the text
+        cache.reset()  # transformers 5.15 leaves rejected drafts in it: read the text anew
     seen = cache.get_seq_length()
     cache.request.prompt_len = seen or (None if columns is None else max(columns - 1, 1))
 
 
 def _cache_parameter(run: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:
-    """Return the name by which generate() (`run`) is passed a cache; None for a user's own that takes none, and makes one."""
+    """Return the name of generate()'s (`run`) argument for a cache; None: a custom generate() that takes none and makes one."""
     if isinstance(kwargs.get("custom_generate"), str):
         return None
     taken = inspect.signature(run).parameters
@@ -213,7 +213,7 @@ def find_option(name: str, kwargs: dict[str, Any], *configs: Any) -> Any:
 
 
 def _asks_for_others(kwargs: dict[str, Any], *configs: Any) -> bool:
-    """Tell if generate() is asked for the model's own cache or attention matrices: policy "full" then lets it run as it is."""
+    """Tell if generate() is asked for another cache, or attention matrices; under policy "full" the model's code then runs."""
     past = cache_of(kwargs)
     if past is not None and not isinstance(past, EvictingCache | Prefix):
         return True
@@ -284,7 +284,7 @@ def wrap_make_masks(previous: Callable[..., Any] | None) -> Callable[..., Any]:
     """Wrap, for a patched model, the method by which generate() makes masks before a step that may be compiled."""
 
     def create_masks_for_generate(*args: Any, **kwargs: Any) -> Any:
-        """Return, over an EvictingCache, the padding mask of a pass, or a step's newest column of it: shapes stay constant."""
+        """Return, with an EvictingCache, a prompt's padding mask, or a step's last column of it: steps' shapes stay equal."""
         past, mask = cache_of(kwargs), kwargs.get("attention_mask")
         if not isinstance(past, EvictingCache):
             return (previous or make_masks)(*args, **kwargs)

@@ -39,18 +39,19 @@ class GenerateSteps:
     """CUDA graphs of generate()'s decode steps. One run at a time has them; a second thread's run calls the model."""
 
     def __init__(self, state: PatchState) -> None:
-        """Begin without a graph; made when a patch wraps generate()."""
+        """Begin without a CUDA graph. Called when a patch wraps generate()."""
         self.state, self._lock = state, threading.Lock()
         self._graph: StepGraph | None = None
-        self._described: object = None  # the model of that graph
-        self._output: ModelOutput | None = None  # of the model's newest call
+        self._described: object = None  # the model's state that the graph depends on
+        self._output: ModelOutput | None = None  # of the model's call inside the newest capture
         self._make_output: Callable[..., ModelOutput]
 
     @contextmanager
     def running(self, model: nn.Module, cache: EvictingCache) -> Iterator[None]:
-        """Run the steps over `cache` by graphs inside the with-block around a generate(), where model and cache allow it.
+        """Run generate()'s decode steps over `cache` by CUDA graphs inside the with-block, where model and patch allow graphs.
 
-        Inside, the model has `_call` as an attribute that generate() calls for its steps; another thread's run gets none.
+        Inside, the model has `_call` as an attribute that generate() calls for its steps. If another thread's generate() is
+        using the graphs, this one calls the model. At the end graphs are dropped until they fit the memory limit.
         """
         graph = None
         if not self._lock.acquire(blocking=False):
@@ -74,6 +75,7 @@ class GenerateSteps:
         make = RECORDERS.get(device.type)
         if not state.options.graphs or make is None or STEP_CALL in vars(model):
             return None
+        # a policy or feature whose steps cannot be captured
         if state.settings.untraced or why_not("graph()", state.combine()):
             return None
         described = describe_model(model, device, state.aside)
@@ -85,7 +87,8 @@ class GenerateSteps:
         return self._graph
 
     def _call(self, model: nn.Module, graph: StepGraph, cache: EvictingCache, /, *args: Any, **inputs: Any) -> Any:
-        """Run a step by its graph, or call the model: generate() calls this for each step while `running`."""
+        """Run one pass of generate(), which calls this for the model while `running`: by a graph if it is a decode step."""
+        # another cache than the one of this generate(), such as an assistant model's
         foreign = bool(args) or cache_of(inputs) is not cache
         reads = cache.seen < (cache.request.prompt_len or 0)  # a prompt in pieces, the last of which may be one token
         taken = None if foreign or reads else _take_inputs(inputs)
@@ -93,7 +96,7 @@ class GenerateSteps:
         return type(model).__call__(model, *args, **inputs) if output is None else output
 
     def _step_by_graph(self, graph: StepGraph, inputs: dict[str, Tensor], cache: EvictingCache) -> ModelOutput | None:
-        """Run a step by a graph, which is captured if need be, and return the model's output; None: call the model."""
+        """Run a decode step by a CUDA graph, captured first if need be; return the model's output. None: it did not run."""
         replays = graph.replays
         try:
             logits = graph.step(inputs, cache)
