@@ -193,7 +193,7 @@ def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> 
 
 
 def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, state: PatchState) -> Changed:
-    """Begin a packed pass of continuous batching (one row of several requests' tokens): `call` gets the requests' caches."""
+    """Begin a pass of continuous batching, one row of several requests' tokens. `call` gets a mask with their caches."""
     tokens: Any = call.get("input_ids")
     if tokens is None:  # of a model that reads images, whose decoder gets embeddings
         tokens = state.merged.take(*call["inputs_embeds"].shape[:2])

@@ -70,7 +70,7 @@ class GenerateSteps:
             self._lock.release()
 
     def _find_graph(self, model: nn.Module) -> StepGraph | None:
-        """Return the graphs of a model before a generate(), new ones if it has changed; None if it runs its steps itself."""
+        """Return the model's graphs before a generate(); new ones if the model has changed, None if steps run without any."""
         state, device = self.state, next(model.parameters()).device
         make = RECORDERS.get(device.type)
         if not state.options.graphs or make is None or STEP_CALL in vars(model):
@@ -161,7 +161,7 @@ def describe_model(model: nn.Module, device: torch.device, changing: Mapping[str
 
 
 def _only_computes(module: nn.Module) -> bool:
-    """Tell if a graph may skip a module's code: all of it, with what hooks or replaces its forward, is of known packages."""
+    """Tell if a graph may skip a module's Python code: its class, replaced forwards and hooks all come from known packages."""
     attributes = vars(module)
     code = [type(module), type(module).forward, attributes.get("forward"), attributes.get("_old_forward")]
     hooks = [*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()]

@@ -54,7 +54,7 @@ class _Captured:
         self.recorder, self.tensors = recorder, [holder[name] for holder, name in _places(cache)]
         self.owner, self.inputs = weakref.ref(cache), {name: tensor.clone() for name, tensor in inputs.items()}
         self.logits: Tensor  # from the capture on
-        self.seen_B = cache.seen_B  # another tensor after every pass and change but a replay
+        self.seen_B = cache.seen_B  # any pass or change but a replay gives the cache another tensor
         self.left = 0
 
     @property
@@ -81,7 +81,7 @@ class _Captured:
             for holder, name in _places(before):
                 if any(holder[name] is tensor for tensor in self.tensors):
                     holder[name] = holder[name].clone()
-        cache.drop_stack(due=cache.stacked)  # its layers' tensors were views of the stack's
+        cache.drop_stack(due=cache.stacked)  # a stack holds all layers' tensors as one
         for (holder, name), tensor in zip(_places(cache), self.tensors, strict=True):
             if holder[name] is not tensor:
                 tensor.copy_(holder[name])
@@ -89,7 +89,7 @@ class _Captured:
         self.owner = weakref.ref(cache)
 
     def replay(self, inputs: Inputs, cache: EvictingCache) -> None:
-        """Run the captured step on new inputs. First the host's counters are marked as stale: the device's tensors count."""
+        """Run the captured step on new inputs. It advances counters on the device; the host's are marked as stale."""
         for name, tensor in inputs.items():
             self.inputs[name].copy_(tensor)
         cache.counters.stale, self.left = True, self.left - 1
@@ -128,7 +128,7 @@ class StepGraph:
         return sum(captured.nbytes for captured in self._known.values() if captured is not None)
 
     def __call__(self, ids_B1: Tensor, cache: EvictingCache) -> Tensor:
-        """Feed one token of each row to the cache, by a graph or by the model, and return the logits [B,1,V]."""
+        """Feed one token of each row to the model, by a graph if possible; return logits [B,1,V]. Called by the user."""
         inputs = {"input_ids": ids_B1}
         logits = self.step(inputs, cache)
         if logits is None:
@@ -145,7 +145,7 @@ class StepGraph:
             captured = self._newest
             if captured is None or not captured.goes_on(inputs, cache):
                 ownership.check(cache, self.state)
-                cache.catch_up()
+                cache.catch_up()  # adds replayed steps to the host's counters
                 left = 0 if self._failed else self._count_steps(cache, inputs["input_ids"])
                 if not left:
                     return None
@@ -175,7 +175,7 @@ class StepGraph:
     def _find_captured(self, inputs: Inputs, cache: EvictingCache) -> _Captured | None:
         """Find or capture the graph for a step, and move the cache's tensors into it; None: the caller runs the step itself.
 
-        That is the first step of a kind (`_facts`), or one whose capture has failed, after which none is tried.
+        None for the first step with these shapes and `_facts`, and for a step whose capture failed; later none is captured.
         """
         round_capacities(cache)
         kind = (_shapes(inputs), _facts(cache))
@@ -204,7 +204,7 @@ class StepGraph:
             self._drop_oldest()
 
     def _capture(self, inputs: Inputs, cache: EvictingCache) -> _Captured:
-        """Capture a step as a graph, without running it. Stacked layers are taken apart before: the graph keeps addresses."""
+        """Capture a step as a graph, without running it. Stacked layers become tensors of their own: it keeps addresses."""
         cache.drop_stack(due=cache.stacked)
         captured = _Captured(self.make(inputs["input_ids"].device), cache, inputs)
 
@@ -226,7 +226,7 @@ class StepGraph:
             raise
 
     def _call_model(self, inputs: Inputs, cache: EvictingCache, capturing: bool = False) -> Tensor:
-        """Call the model for a step that no graph replays; return its logits. capturing: hold all that changes in tensors."""
+        """Run a step by the model; return its logits. capturing: the decoder's hook keeps in tensors what a step changes."""
         call: dict[str, Any] = {**inputs, self.cache_name: cache, "use_cache": True}
         if capturing and "position_ids" in self.state.decoder_parameters:
             call.setdefault("position_ids", _positions(cache, len(inputs["input_ids"])))
@@ -272,8 +272,8 @@ def _shapes(inputs: Inputs) -> tuple[object, ...]:
 
 
 def _positions(cache: EvictingCache, B: int) -> Tensor:
-    """Return the next token's positions [B,1] for a captured step, in which the model cannot work them out of a number."""
-    if not cache.rows.by_columns:
+    """Return the next token's positions [B,1] as a tensor, for a captured step: the model would compute them on the host."""
+    if not cache.rows.by_columns:  # True: positions count padding columns, as in the unpatched model
         return cache.next_positions()
     return cache.counters.tensors.columns.expand(B, 1).clone()
 

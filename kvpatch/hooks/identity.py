@@ -137,7 +137,7 @@ def remove_adapter_hooks(model: nn.Module) -> None:
 
 
 def describe_weights(decoder: nn.Module) -> dict[str, Any]:
-    """Describe weights for a file: a hash of a few numbers of each, how they are quantized, and the adapters that act."""
+    """Describe a model's weights for a calibration's or cache's file: a hash of some numbers, quantization, active adapters."""
     digest = hashlib.sha256()
     for name, weight in list_weights(decoder):
         few = weight.flatten()[:FEW]

@@ -141,8 +141,8 @@ def check_padding_mask(mask: object, B: int) -> Tensor | None:
 
 
 def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
-    """Raise KVPatchError before a pass with padding between a row's tokens: a hybrid's layers with a state would read it."""
-    stack = None if cache.settings.transparent else cache.settings.stack
+    """Raise KVPatchError before a pass with padding between a row's tokens: a hybrid's recurrent layers would read it."""
+    stack = None if cache.settings.transparent else cache.settings.stack  # policy "full" does as the unpatched model
     if mask_BT is None or stack is None or not stack.states or not (Q > 1 or at_hand(mask_BT)):
         return
     real_BT = mask_BT.bool()
@@ -231,7 +231,7 @@ def refuse_packed_rows(call: dict[str, Any]) -> None:
 def refuse_switch(model: Any, prompt: int, new: int) -> None:
     """Raise KVPatchError before assisted decoding if the model would drop its cache on the way, to read the text anew.
 
-    Phi 3 does where its rotations switch (longrope): such models prepare their inputs by a method of their own.
+    Phi 3 does at the length where it takes other rotary frequencies (longrope): such models define how they prepare inputs.
     prompt, new: numbers of tokens in the prompt, and to be generated.
     """
     prepares_itself = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
@@ -262,10 +262,10 @@ def give_position_ids(
     """Give a decoder the position_ids of Q new tokens per row, because its own would be equal for all rows.
 
     Called before a pass over joined caches, whose rows have texts of different lengths. call: the decoder's arguments, which
-    are updated. known: names of its parameters. untold: the reason that it can be told no positions, or None.
+    are updated. known: names of its parameters. untold: the reason that it ignores position_ids, or None.
 
     Raises:
-        KVPatchError: the caller gave other position_ids, or the decoder needs some and cannot be told.
+        KVPatchError: the caller gave other position_ids, or the decoder ignores them.
     """
     refuse("joined rows", cache.settings.combine(untold=untold))
     if "position_ids" not in known:

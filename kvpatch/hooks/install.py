@@ -71,6 +71,7 @@ class Installation:
         Called once by `install`. Each change is noted in its module's mark before it is made, so that `restore` undoes it.
         """
         state = self.state
+        # reads: the module has no keys, and uses those of `layer`
         for layer, reads, (module, adapter) in target.modules():
             mark = self._mark_module(module)
             for name, value in adapter.attributes(module).items():
@@ -81,7 +82,7 @@ class Installation:
         mark = self._mark_module(target.decoder)
         for name, ours in state.adapter.aside(target.decoder).items():
             state.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
-            self._set_attribute(target.decoder, mark, name, state.aside[name][0])
+            self._set_attribute(target.decoder, mark, name, state.aside[name][0])  # a pass sets it to `ours`
         if state.settings.rereads or state.settings.stack is not None or state.lossless:
             put_hook(target.decoder, functools.partial(after_decoder, state=state), mark.undo.append, after=True)
         merges = target.outer is not None and target.outer.config is not target.decoder.config
@@ -113,7 +114,7 @@ class Installation:
             mark.undo.append(end_continuous_batching)
         if not state.settings.transparent and hasattr(generator, START_BATCHING):
             changes["generate_batch"] = MethodType(wrap_generate_batch(), generator)
-            changes[KEPT_MANAGER] = MISSING  # one without a budget; the patch's own goes with it
+            changes[KEPT_MANAGER] = MISSING  # the manager of continuous batching made before the patch
         for name in COMPILED:  # dropped with the patch
             changes[name] = MISSING
         for name, value in changes.items():

@@ -51,9 +51,10 @@ def new_cache(state: PatchState) -> LosslessCache:
 
 
 def check_lossless(lossless: object, folder: object) -> Offload | None:
-    """Return where a lossless patch keeps the entries of all tokens; None for a patch that is not lossless.
+    """Return where a lossless patch keeps the keys and values of all tokens; None for a patch that is not lossless.
 
-    Called when patched() is. lossless, folder: `lossless` and `offload_folder` of patched().
+    Called when patched() is. lossless, folder: `lossless` and `offload_folder` of patched(). A lossless patch drafts tokens
+    from a budgeted cache, and verifies them with the full one.
 
     Raises:
         KVPatchError: they are no truth value and no folder, or a folder is given to a patch that is not lossless.
@@ -94,9 +95,10 @@ def own_lossless(past: object, state: PatchState) -> LosslessCache:
 
 
 def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, state: PatchState) -> EvictingCache:
-    """Begin a pass over a lossless cache, which reads all entries and fills the budgeted cache (`drafts`), which is returned.
+    """Begin a pass over a lossless cache: it attends to all tokens' entries, and refills `drafts`, which this returns.
 
-    Called by the decoder's pre-hook. Entries: keys and values on the host. reader: the decoder. call: its changed arguments.
+    Called by the decoder's pre-hook. Entries are keys and values, kept on the host; `drafts` is the budgeted cache, from which
+    tokens are drafted. reader: the decoder. call: its changed arguments.
     """
     tokens = call.get("input_ids")
     if tokens is None or tokens.shape[0] != 1:
@@ -124,7 +126,7 @@ def check_room(reader: nn.Module, tokens_1N: Tensor, cache: LosslessCache, state
 
 
 def end_pass(output: Any, cache: LosslessCache) -> Any:
-    """End a pass over a lossless cache after the decoder, and put it into the output in place of its budgeted cache."""
+    """End a pass over a lossless cache after the decoder has run; return its output with `cache` in place of `cache.drafts`."""
     cache.end()
     if isinstance(output, tuple):
         return tuple(cache if one is cache.drafts else one for one in output)
@@ -138,7 +140,7 @@ def end_pass(output: Any, cache: LosslessCache) -> Any:
 
 
 def _check_rotations(model: Any, prompt: int, longest: int) -> None:
-    """Raise KVPatchError, before generate(), if the model rotates all anew within `longest` tokens: host entries are not."""
+    """Raise KVPatchError, before generate(), if within `longest` tokens rotary frequencies change: stored keys would not."""
     limit = switch_length(model)
     if limit is None or longest - 1 <= limit:  # the last token is not read
         return
@@ -248,8 +250,8 @@ def generate(
 ) -> Any:
     """Run generate() of a lossless patch once, by transformers' loop that drafts and verifies; its wrapper calls this.
 
-    run: the function that is wrapped; args, kwargs: its arguments. given: the ids among them. taken_as: its name of the cache.
-    strings: that end the text, of its arguments or of a configuration.
+    run: the unpatched generate(); args, kwargs: its arguments. given: the ids among them. taken_as: name of its argument for a
+    cache. strings: texts at which to stop, from the arguments or a configuration.
     """
     for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "compile_config"):
         if kwargs.get(name) is not None:
@@ -264,7 +266,7 @@ def generate(
             "leave the cache out."
         )
     set_cache(kwargs, cache, taken_as)
-    streamer, tokenizer = kwargs.get("streamer"), kwargs.pop("tokenizer", None)  # which generate() hands to its own loops alone
+    streamer, tokenizer = kwargs.get("streamer"), kwargs.pop("tokenizer", None)  # generate() gives them to no custom loop
     if tokenizer is not None and strings is not None:
         kwargs["stop_strings"] = None  # a configuration's, too
         kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
@@ -282,7 +284,7 @@ def generate(
         if (read or piece) and input_ids.shape[1] > read + 1:  # else the loop's first pass reads the text
             for ids_1Q in input_ids[:, read:-1].split(piece or input_ids.shape[1], 1):
                 model(ids_1Q, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-        cache.again = len(cache.ids)
+        cache.again = len(cache.ids)  # the loop's first pass brings these tokens once more
         others["stopping_criteria"] = CriteriaAfterPrompt(others["stopping_criteria"], input_ids.shape[1])
         vars(generation_config)[CRITERIA] = others["stopping_criteria"]  # of this call's own configuration
         others.pop("streamer", None)

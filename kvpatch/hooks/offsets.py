@@ -21,7 +21,10 @@ def has_offsets(model: nn.Module | None) -> bool:
 
 
 def note_offsets(model: nn.Module, cache: EvictingCache, B: int, device: torch.device) -> None:
-    """Copy the model's `rope_deltas` [B,1], offsets of positions after images, to `cache.ids` as a pass begins."""
+    """Copy `rope_deltas` [B,1] from the outer model to `cache.ids` as a pass begins; 0 if there is none for a new text.
+
+    Models that read images keep it: an image takes fewer positions than tokens, and this is the difference for later tokens.
+    """
     if not has_offsets(model):
         return
     given = vars(model)[NAME]
@@ -44,15 +47,15 @@ def forget_offsets(model: Any) -> None:
 
 
 def give_back_offsets(model: nn.Module, cache: EvictingCache, B: int | None) -> None:
-    """Set the offsets of a cache's positions (after images) on the modules that keep them, before the cache goes on.
+    """Set a cache's `rope_deltas` (offsets of positions after images) on the model that computes positions from them.
 
-    B: rows of the next pass, if known.
+    Called before a pass or generate() over the cache, as another text may have been read since. B: rows of that pass, if known.
     """
     noted = cache.ids.offsets_B1
     if noted is None or not cache.get_seq_length():
         return
     each = len(noted) // B if B and len(noted) % B == 0 else 1  # a text's row is given once for all its beams
-    # a step, whose model keeps them itself, has no time to look through its modules
+    # in a decode step the model itself has them: looking through all modules would take long
     holders: list[Any] = [model] if has_offsets(model) else [*filter(has_offsets, model.modules())]
     for holder in holders:
         holder.rope_deltas = noted[::each]

@@ -56,7 +56,7 @@ def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) ->
     attn = next((module for module in decoder.modules() if qualified_name(module) in state.adapter.classes), None)
     if attn is not None:  # FSDP gives a module that it wraps another class
         refuse_replaced(attn, state.adapter)
-    if cache.scratch:
+    if cache.scratch:  # dropped after this pass
         return
     now = stamp_model(decoder)
     if len(now.adapters) > 1:
@@ -69,7 +69,7 @@ def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) ->
         )
     if cache.read_by is None or not cache.get_seq_length():
         cache.read_by = now
-    elif not cache.settings.transparent or cache.request.spread:
+    elif not cache.settings.transparent or cache.request.spread:  # spread: the cache begins from a Prefix
         refuse_changed(cache, now)
 
 

@@ -51,14 +51,18 @@ class TextRecord:
     """
 
     def __init__(self, log: Any, cache: EvictingCache, made_here: bool = False) -> None:
-        """Begin the record of a cache at its first pass under a patch; log: the patch's RunLog; made_here: see the class."""
+        """Begin the record of a cache at its first pass under a patch. log: the patch's RunLog.
+
+        made_here: the caller gave no cache.
+        """
         self.log, self.cache, self.made_here = log, weakref.ref(cache), made_here
-        self.acted = False
+        self.acted = False  # in some pass, tokens attended after an eviction
         self.number = 0
-        self.columns = self.base = cache.seen
+        self.columns = self.base = cache.seen  # up to the last pass, and up to the last prompt's end
         # of a cache that was loaded or joined, the history is what its layers show
         layers = [cache.layers[index] for index in evicting(cache.settings)]
         self.evicted = any(layer.used < layer.seen for layer in layers)
+        # decode steps after `base` until one evicts
         self.room = min((layer.mode.filling for layer in layers if layer.mode.evicts), default=MAX_POSITION)
         self.timing: Timing | None = None
 
@@ -67,10 +71,12 @@ class TextRecord:
         return self.evicted or cache.seen + Q - 1 - self.base > self.room
 
     def note_prompt(self, cache: EvictingCache, now: Forward, Q: int) -> bool:
-        """Tell if the budget acts in a pass of Q columns that reads some of a prompt, which may end in it.
+        """Tell if tokens of this pass of Q columns attend to what an eviction left.
 
-        Called where such a pass begins. Changes `evicted`, and at the prompt's end `base` and `room`, which tell of the steps
-        that follow.
+        The pass reads a prompt, which may end in it.
+
+        Called where such a pass begins. Changes `evicted`, and at the prompt's end `base` (columns up to there) and `room`
+        (decode steps after it until one evicts).
         """
         settings, seen = cache.settings, cache.seen
         acted = self.evicted = self.evicted or seen - self.base > self.room
@@ -95,7 +101,7 @@ class TextRecord:
 
 
 def _count_kept(settings: CacheSettings, now: Forward) -> list[int]:
-    """Return how many tokens each row may hold after its prompt, in the layer of the smallest budget, to tell if one evicts."""
+    """Return how many tokens each row may hold after its prompt, budget and tokens kept outside it, in the tightest layer."""
     layers = evicting(settings)
     known = {n: min((settings.rules[layer].least(n) for layer in layers), default=MAX_POSITION) for n in set(now.budget_n_B)}
     fixed_B = now.n_B if settings.policy.schedule == "decode" else now.fixed_B or [0] * len(now.n_B)

@@ -48,10 +48,10 @@ class RunLog:
         self.passes = {kind: Passes() for kind in ("training", "no_cache", "prompt", "decode", "full")}
         self.dropped = 0  # prompts whose cache was freed without being used again
         self.last: Snapshot | None = None
-        self.replayed: dict[str, tuple[str, str]] = {}  # who served the last replay, as in Snapshot.ran
+        self.replayed: dict[str, tuple[str, str]] = {}  # backends that ran in the last replay
         self.verified: Verified | None = None  # of the last lossless cache
         self.number = self.newest = 0  # uses of caches, counted, and the last one
-        self._cache: weakref.ref[EvictingCache] | None = None  # a record would close a circle
+        self._cache: weakref.ref[EvictingCache] | None = None  # not its record, which refers to this log
         self._warned: set[str] = set()
         self._lock = threading.RLock()  # re-entrant: a cache may be freed at any line
 
@@ -70,8 +70,8 @@ class RunLog:
     def begin(self, cache: EvictingCache, training: bool, made_here: bool) -> None:
         """Count a pass through `cache` that has just begun, by its kind, and note if the budget acts in it.
 
-        The decoder's pre-hook calls this for each pass. The budget acts if tokens of the pass come after an eviction. training:
-        of the decoder. made_here: the caller gave no cache.
+        The decoder's pre-hook calls this for each pass. The budget acts if tokens of the pass attend after an eviction; until
+        then the pass is as without a patch. training: of the decoder. made_here: the caller gave no cache.
         """
         record, now = self.record(cache, made_here), cache.running
         Q, missed = now.positions_BQ.shape[1], cache.seen - record.columns
@@ -92,7 +92,7 @@ class RunLog:
             self._warn_once(kind, max(now.n_B))
 
     def record(self, cache: EvictingCache, made_here: bool = False) -> TextRecord:
-        """Return the record in which a cache's passes are counted; one that has none of this log gets a new `cache.record`."""
+        """Return the TextRecord that counts a cache's passes; if this log has none for it, set `cache.record` to a new one."""
         record = cache.record
         if not isinstance(record, TextRecord) or record.log is not self:
             record = cache.record = TextRecord(self, cache, made_here)
@@ -122,8 +122,8 @@ class RunLog:
             self._note_last(record)  # an assistant's cache may have had the last pass
 
     def release(self, cache: EvictingCache, record: TextRecord) -> None:
-        """Keep a snapshot of a cache for the report, if it had the last pass. Called by its record before it is freed."""
-        if cache.unfinished or not record.number:
+        """Keep a snapshot of a cache for the report, if the cache was used last. Called before the cache is freed."""
+        if cache.unfinished or not record.number:  # interrupted in a pass, or in none under this patch
             return
         self._catch_up(cache, record)
         if record.number >= self.newest:
@@ -154,7 +154,7 @@ class RunLog:
         return {kind: (one.total, one.acted) for kind, one in self.passes.items() if one.total}
 
     def snapshot(self) -> Snapshot | None:
-        """Return, for a report or record, a snapshot of the latest pass's cache (kept, if that is gone); None before any."""
+        """Return a snapshot of the cache used last, for a report; one taken earlier if it is freed, None before any pass."""
         cache = self._find_cache()
         if cache is None:
             return self.last
@@ -200,7 +200,8 @@ class RunLog:
     def _note_unused(self, cache: EvictingCache, record: PassRecord | None) -> None:
         """Count a prompt whose cache was made for it and is not used again, and warn once if the budget did not act in it.
 
-        Called when a cache is freed or the patch removed; does nothing for a cache that went on or was looked at.
+        A user who measures such passes measures the unpatched model. Called when a cache is freed or the patch removed; does
+        nothing for a cache that went on or was looked at.
         """
         if not isinstance(record, TextRecord) or not record.made_here or cache.scratch or cache.changes > 1 or cache.was_read:
             return
@@ -211,7 +212,7 @@ class RunLog:
             self._warn_once("prompt" if record.timing is None else "first token", record.columns)
 
     def _warn_once(self, kind: str, Q: int) -> None:
-        """Warn once that the budget cannot act in passes of a kind, and name the argument that would change it."""
+        """Warn once that the budget cannot act in a kind of pass (see `begin`), and name the patched() option that helps."""
         with self._lock:
             if self.lossless or kind in self._warned:
                 return

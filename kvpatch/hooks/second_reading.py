@@ -26,9 +26,10 @@ from .state import Changed, PatchState, by_kind, pass_mask
 
 
 def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, state: PatchState) -> Any:
-    """End a pass that its last attention layer has not ended, after each forward of the decoder (a forward hook).
+    """End a pass after each forward of the decoder (a forward hook), if its last attention layer could not end it.
 
-    These are passes of hybrids, prompts to be read a second time, and passes of lossless caches, which the output then names.
+    That is so for hybrids, and for prompts that the policy reads twice. After a pass over a lossless cache, return an output
+    that has this cache in place of the budgeted one; else None.
     """
     cache = cache_of(kwargs)
     if torch.compiler.is_compiling() or not isinstance(cache, EvictingCache):
@@ -42,7 +43,7 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> None:
-    """End a pass in all layers after the decoder has run. If the policy reads the prompt twice, first run the decoder again."""
+    """End a pass after the decoder: count its tokens. If the policy reads the prompt twice, first read it again, then evict."""
     now = cache.running
     if now.reread_BN is not None:
         read_again(decoder, cache, state, now.reread_BN)
@@ -56,7 +57,7 @@ def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> No
 def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_BN: Tensor) -> None:
     """Run the decoder over texts that repeat the prompt `ids_BN` (as KVzip asks), chunk by chunk, then evict in all layers.
 
-    Called where the prompt has ended. Changes the cache; a hybrid's states are put back after each chunk.
+    Called where the prompt has ended. Changes the cache; the repeated tokens do not stay in it, nor in a hybrid's states.
     """
     now, need = cache.running, cache.settings.policy.needs.find(Rereading)
     assert need is not None

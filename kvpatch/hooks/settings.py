@@ -115,8 +115,10 @@ def settings_of(  # noqa: PLR0913 - those of patched()
 ) -> CacheSettings:
     """Check the arguments of `patched` against the model and each other, and return the settings of the patch.
 
+    Called when patched() is. target: the model's parts that are patched.
+
     Raises:
-        KVPatchError: the model cannot work with this policy, budget, positions or backend, or these not with one another.
+        KVPatchError: the model cannot work with this policy, budget, positions or backend, or two of these exclude each other.
     """
     renumbered, bounds, k = positions == "renumbered", target.bounds(), as_python(k)
     policy, listed = _resolve_protected(policy, target), is_list(k)
@@ -160,6 +162,7 @@ def _parse_budgets(
     """
 
     def parse(dtype: torch.dtype) -> Budget:
+        # fixed: bytes of the centres that keys are rounded around; extra: tokens over the budget that wait to be evicted
         sizes = {"bytes_per_token": target.bytes_per_token(bits, dtype), "fixed": target.bytes_of_centres(bits, dtype)}
         return Budget.parse(k, n_layers=len(target.attentions), **sizes, bounds=bounds, extra=policy.every - 1)
 
@@ -173,7 +176,7 @@ def _parse_budgets(
 
 
 def _resolve_protected(policy: Policy, target: Target) -> Policy:
-    """Return a new patch's policy with the "image" or "text" of its `protect=` replaced by this model's token ids of images."""
+    """Return a new patch's policy in which `protect=` "image" (or "text": all others) is the model's image token ids."""
     kind = policy.scope.protect
     if not isinstance(kind, str) or policy.scope.keeps_system:
         return policy

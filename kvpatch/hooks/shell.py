@@ -30,7 +30,7 @@ Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def makes_masks(module: nn.Module) -> bool:
-    """Tell if a model's forward makes attention masks by its module's functions: a pass under a patch then begins there."""
+    """Tell if a model's forward makes attention masks for its decoder: the patch then hooks this model, before it makes any."""
     if not isinstance(module, PreTrainedModel):
         return False
     home = vars(source_module(module))
@@ -64,7 +64,7 @@ def before_outer(
     state.merged.ids = ids = call.get("input_ids")
     state.merged.reader = weakref.ref(outer)
     past, changed = cache_of(call), None
-    if isinstance(past, Prefix) and cache_of(kwargs) is past:  # the model may ask a cache for its length first
+    if isinstance(past, Prefix) and cache_of(kwargs) is past:  # now, since the model may ask it for a length
         past = ownership.start_from_prefix(past, state)
         changed = args, {name: past if name in CACHE_NAMES else value for name, value in kwargs.items()}
     if ids is not None and call.get("position_ids") is None and (past is None or _is_empty(past)):
@@ -81,7 +81,7 @@ def _is_empty(past: Any) -> bool:
 def _before_shell(
     shell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inner: str, names: tuple[str, ...], state: PatchState
 ) -> Changed:
-    """Begin a pass at a model that makes its decoder's masks: its forward pre-hook. inner: the decoder's name in it."""
+    """Begin a pass at a model that makes its decoder's masks (its forward pre-hook). inner: the decoder's name in it."""
     call, decoder = {**dict(zip(names, args, strict=False)), **kwargs}, shell.get_submodule(inner)
     if not runs_own_code(decoder, call, state):
         _refuse_open_masks(shell, call)
@@ -96,7 +96,10 @@ def _before_inner(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _refuse_open_masks(shell: nn.Module, call: dict[str, Any]) -> None:
-    """Raise KVPatchError before a pass if token types let the shell's masks show later tokens, as those of an image."""
+    """Raise KVPatchError before a pass if token types ask for masks that show later tokens, as among those of an image.
+
+    shell: the model around the decoder that makes its masks.
+    """
     name, types = next(((n, v) for n, v in call.items() if n.endswith("token_type_ids") and v is not None), ("", None))
     if types is None:
         return

@@ -57,7 +57,7 @@ class Mark:
         self.undo: list[Callable[[nn.Module], None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
-        """Copy the mark with a module that is deep-copied, so that the copy can be unpatched as well."""
+        """Copy a module's list of changes and their undo when the module is deep-copied: the copy can be unpatched as well."""
         new = memo[id(self)] = Mark(self.policy)
         new.undo = copy.deepcopy(self.undo, memo)
         return new
@@ -135,11 +135,11 @@ class PatchState:
         places_itself: str | None,
         options: RunOptions,
     ) -> None:
-        """Hold the facts of one patch; called once, before it is installed."""
+        """Hold the facts of one patch, which its class describes; called once, before the patch is installed."""
         self.settings, self.adapter, self.max_positions, self.shapes = settings, adapter, max_positions, shapes
         self.decoder_parameters, self.log = decoder_parameters, RunLog(settings, options.offload is not None)
         self.cache_name = next((name for name in CACHE_NAMES if name in decoder_parameters), CACHE)
-        self.aside: dict[str, tuple[Any, Any]] = {}
+        self.aside: dict[str, tuple[Any, Any]] = {}  # attributes of the decoder to replace: (its value, ours)
         self.capturing = Capturing()
         self.options = options
         self.replayed: Record | None = None
@@ -166,7 +166,7 @@ class PatchState:
 
 
 def pass_mask(device: torch.device) -> Tensor:
-    """Make the mask that a pass under the patch gets in place of the caller's.
+    """Make the mask that the decoder gets in a pass under the patch: attention through the cache masks by positions instead.
 
     The decoder takes a 4-D mask as it is: no n x n mask is built, and its size need not match the cache's length.
     """

@@ -69,7 +69,7 @@ class Target:
         stack: Stack | None,
         given: nn.Module,
     ) -> None:
-        """Hold what `find` has found, before a model is patched; the class explains it."""
+        """Hold the modules of a model that `find` has found, before the model is patched. The class describes each."""
         self.attentions, self.readers = attentions, readers
         self.decoder, self.generators, self.parallel = decoder, generators, parallel
         self.shell, self.outer, self.stack, self.given = shell, outer, stack, given
@@ -82,7 +82,7 @@ class Target:
 
         Args:
             model: the model.
-            auto: whether an automatic row may serve a family that has none.
+            auto: whether a family without an adapter may get one that is derived from its code.
 
         Raises:
             KVPatchError: the model is no decoder, has no adapter, is patched already, or lacks layers on this process.
@@ -116,7 +116,7 @@ class Target:
         generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
         numbers = layer_numbers(decoder, [module for module, _ in found])
         found.sort(key=lambda pair: numbers[pair[0]])
-        stack = with_readers(stack_of(decoder), numbers)
+        stack = with_readers(stack_of(decoder), numbers)  # readers use the keys of another layer
         reads = dict(stack.readers) if stack else {}
         with_keys = [pair for pair in found if numbers[pair[0]] not in reads]
         layers = {module: numbers[module] for module, _ in with_keys}
@@ -125,7 +125,7 @@ class Target:
         indices = {numbers[module]: index for index, (module, _) in enumerate(with_keys)}
         readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
-        around = holders[-2::-1]
+        around = holders[-2::-1]  # models around the decoder, the innermost first
         named = [holder for holder in around if _read_token_ids(holder, IMAGE_TOKENS + SOUND_TOKENS)]
         outer = next(iter([*named, *(holder for holder in around if holder.config is not decoder.config), *around]), None)
         return cls(with_keys, readers, decoder, generators, parallel_of(model, found), shell, outer, stack, model)
@@ -162,7 +162,7 @@ class Target:
         return dict.fromkeys(self.image_tokens(), "an image") | dict.fromkeys(self.sound_tokens(), "a sound")
 
     def check_projection(self, policy: Policy) -> None:
-        """Raise KVPatchError before a patch if an adapter has no plain output projection, for a policy that needs one."""
+        """Raise KVPatchError before a patch if the policy needs output projections, and a layer's is no plain linear one."""
         for module, adapter in self.attentions:
             automatic = isinstance(adapter, AutomaticAdapter)
             obstacle = None if adapter.projects else "more than a projection"
@@ -214,7 +214,7 @@ class Target:
         self.check_identity(calibration.model, "calibration=", command)
         for layer, (bound, shape) in enumerate(zip(self.bounds(), self.shapes(), strict=True)):
             sizes = {"H": shape.heads * self.parallel.size, "G": shape.group, "D": shape.key, "F": shape.value + MORE}
-            for name in calibrated.names if bound is None else ():
+            for name in calibrated.names if bound is None else ():  # layers with a sliding window are not calibrated
                 tensor = calibration.layers.get(layer, {}).get(name)
                 found = [] if tensor is None else list(tensor.shape)
                 # axes that no configuration tells are as the file has them: load_calibration() checked that they agree
@@ -262,8 +262,11 @@ class Target:
         return shapes
 
     def list_cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
-        """Yield a Case for each layer, by which backends say if they can serve it when a model is patched."""
-        fresh = policy.needs.fresh
+        """Yield a Case (device, dtype, head size, features) for each layer, by which backends say if they support it.
+
+        Called when a model is patched.
+        """
+        fresh = policy.needs.fresh  # the score draws noise for every query and key
         dtype = dtype_of(self.decoder)
         for module, adapter in self.attentions:
             head_dim, value_dim = adapter.kv_shape(module)[1], adapter.value_size(module)

@@ -126,6 +126,7 @@ def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
 def check_seen_mask(mask_BT: Tensor, cache: EvictingCache, Q: int) -> None:
     """Raise KVPatchError before a pass of Q columns if its mask contradicts the padding that the cache knows it has read."""
     known_BT, seen = cache.ids.ids_BT, cache.get_seq_length()
+    # joined rows, of caches of different lengths, have no columns in common with a mask
     if known_BT is None or known_BT.shape[1] != seen or mask_BT.shape[1] != seen + Q or cache.rows.joined:
         return
     _check_padding(mask_BT[:, :seen], known_BT, cache.rows.edited)
@@ -134,7 +135,8 @@ def check_seen_mask(mask_BT: Tensor, cache: EvictingCache, Q: int) -> None:
 def _check_padding(mask_BT: Tensor, known_BT: Tensor, edited: int = 0) -> None:
     """Raise KVPatchError, before generate() or a pass, if a mask has 0 where the cache has read a token, or 1 for padding.
 
-    known_BT: ids that the cache has read, PADDING or UNKNOWN. edited: first columns, of which tokens may have been forgotten.
+    known_BT: ids that the cache has read, PADDING or UNKNOWN. edited: in so many first columns 0 is allowed, since forget() may
+    have removed the token.
     """
     real_BT = _rows_like(mask_BT.to(known_BT.device).bool(), known_BT)
     if real_BT is None:

@@ -82,8 +82,9 @@ class Template:
     def _find_end(self, text: str, messages: list[Message]) -> int:
         """Return the index in a rendered text at which its first messages, `messages`, end: where the next one begins.
 
-        Where the template writes them otherwise if nothing follows, one and two more messages tell the end; where it refuses
-        two, the next one's header is taken for theirs.
+        A template may write the last message otherwise if nothing follows. Then texts with one and with two messages added
+        differ by the added one, whose length tells the end; if it refuses two, the end is where the text and the one with one
+        message added begin to differ.
         """
         alone = self._try_to_write(messages)
         if alone and text.startswith(alone):

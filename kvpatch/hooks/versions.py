@@ -60,7 +60,10 @@ def check_engine(transformers: str) -> None:
 
 
 def check_prompt_tuning(peft: str) -> None:
-    """Raise KVPatchError before generate() for a PEFT that puts prompts before every token, as it looks for no `cache`."""
+    """Raise KVPatchError before generate() for a PEFT that does not know transformers' cache argument `cache`.
+
+    It then puts its prompt before every new token.
+    """
     if CACHE == "cache" and _parse_release(peft) <= _parse_release(PEFT_BY_OLD_NAME):
         raise KVPatchError(
             f"PEFT {peft} puts its tuned prompt before every generated token under transformers 5.24, without a patch too: "
