@@ -286,7 +286,7 @@ class Target:
         return [*attentions, *others.values()]
 
     def counts_columns(self) -> bool:
-        """Tell if attention measures distances in columns of the batch (windows, most ALiBi); caches under "full" then do."""
+        """Tell if attention measures distances in columns of the batch, padding too; under policy "full" the patch does so."""
         return any(
             not adapter.distances_from_mask and (adapter.sliding(module) is not None or adapter.slopes(module) is not None)
             for module, adapter in self.attentions

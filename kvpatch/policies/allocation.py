@@ -49,7 +49,8 @@ class Adaptive:
         """Divide tokens over heads by score, where a prompt or block ends: return how many each may keep, int64 [B,N].
 
         Args:
-            key_BNT: eviction keys (see selection.py) of the N heads that share the budget; FIRST for empty slots.
+            key_BNT: eviction keys (numbers that sort tokens: the lowest is evicted first) of the N heads that share the budget;
+                FIRST, the lowest number, for empty slots.
             least_BN: tokens that each head receives in any case.
             total_B1: tokens of all N heads together.
         """

@@ -25,9 +25,10 @@ class Batched:
     """
 
     def map_rows(self: Owner, change: Callable[[Tensor], Tensor]) -> Owner:
-        """Return a copy with every tensor replaced by `change(tensor)`, which reorders, repeats or drops rows (axis 0).
+        """Return a copy of this part of a cache's state, with every tensor replaced by `change(tensor)`.
 
-        Called when a cache is copied or its rows change, as in beam search; this object stays as it is.
+        `change` reorders, repeats or drops batch rows (axis 0). Called when a cache is copied or its rows change, as in beam
+        search; this object stays as it is.
         """
         new = copy.copy(self)
         new.change_rows(change)
@@ -35,7 +36,7 @@ class Batched:
 
     @classmethod
     def cat(cls: type[Owner], parts: Sequence[Owner]) -> Owner:
-        """Return an object with the rows of all `parts` (of one class), when caches are joined. Other fields: of parts[0]."""
+        """Join parts of several caches' state (of one class) into one with the rows of all. Other fields: those of parts[0]."""
         new = copy.copy(parts[0])
         for name, value in vars(parts[0]).items():
             if isinstance(value, Tensor):
@@ -49,7 +50,10 @@ class Batched:
 
 
 def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of `value` with `change` applied to each tensor in it, when rows change; lists, dicts too. Pure."""
+    """Return a copy of `value`, state of a cache whose rows change, with `change` applied to each tensor in it.
+
+    Lists, tuples, dictionaries and Batched objects are searched for tensors; `value` itself is not changed.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Batched):

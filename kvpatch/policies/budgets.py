@@ -174,9 +174,9 @@ class Rule:
         """Raise KVPatchError unless the policy and a layer of so many KV heads can work with this budget."""
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Count the tokens [B,H,1] that each head keeps at an eviction, and the sum of scores that it has lost so far, or None.
+        """Count the tokens [B,H,1] that each head keeps at an eviction; and sum the scores of all it has evicted, or None.
 
-        Called where a prompt or block ends, and at decode steps, under a budget that follows from the scores, such as Mass.
+        Called where a prompt or block ends, and at decode steps, for budgets that depend on scores or on the text so far.
 
         keys_BHT: eviction keys (the lowest goes first): LAST for protected tokens, FIRST for empty slots.
         """
@@ -261,7 +261,10 @@ class Budget:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """The Rule of each layer, made from its entry in `per_layer`: a Rule says how many tokens the layer's KV heads keep."""
+        """The Rule of each layer: how many tokens its KV heads keep.
+
+        Made once of `per_layer`: a Rule, a number, or one per head.
+        """
         return tuple(
             one if isinstance(one, Rule) else HeadSizes(one) if isinstance(one, tuple) else Size(one) for one in self.per_layer
         )
@@ -307,6 +310,7 @@ class Budget:
             return cls((k,) * n_layers)
         one = parse_k(k)
         windows = [bound for bound in bounds if bound is not None]
+        # layers without a window share the bytes that those with one leave
         free, reserved = n_layers - len(windows), sum(windows) * bytes_per_token
         tokens = _count_tokens(one, bytes_per_token * free, reserved, n_layers * fixed, extra)
         return cls(
@@ -366,7 +370,8 @@ def _parse_layer(
 def _count_tokens(k: int | float | str, bytes_per_token: int, reserved: int, fixed: int, extra: int) -> int | float:
     """Convert a budget in bytes to tokens, for Budget.parse; other budgets stay. KVPatchError if the bytes hold no token.
 
-    reserved: bytes of sliding-window layers. fixed, extra: as in Budget.parse.
+    reserved: bytes of sliding-window layers. fixed: bytes that do not grow with the tokens. extra: tokens that a head may hold
+    over its budget between evictions.
     """
     if not isinstance(k, str):
         return k

@@ -33,7 +33,7 @@ class CalibratedScore(Score):
         return (Calibrated(self.calibrated, self.calibration),)
 
     def read_calibration(self, new: NewTokens) -> Tensor:
-        """Return the first of the score's calibrated statistics, [H,...], for `entry`: when new tokens are cached."""
+        """Return this layer's part [H,...] of the first statistic in `calibrated`; read when new tokens are cached."""
         assert self.calibration is not None and isinstance(new.layer, int)
         H = new.k_BHQD.shape[1]
         return self.calibration.of(new.layer, self.calibrated[0], new.k_BHQD)[new.first : new.first + H]
@@ -107,9 +107,10 @@ class TriAttention(CalibratedScore):
         check_count("reach", self.reach, "positions")
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return how much coming queries will look at each key, at an eviction, by the calibrated mean query and its spread."""
+        """Return, at an eviction, how much queries at coming positions will attend to each key, as calibrated: [B,H,T]."""
         keys = context.view(Held)[0]
         keys = keys.to(accumulator(keys.dtype))
+        # of queries; pairs: channels that rotate together; turn: each pair's angle per position
         mean, norm, pairs, turn = self._read_statistics(context, keys)
         # the mean of the rotations; angles are float64 like `turn`, or far positions would be rounded
         offset = 1 << torch.arange(self.reach.bit_length(), device=keys.device)
@@ -135,7 +136,7 @@ class TriAttention(CalibratedScore):
 def _standardize_scores(x_BHGT: Tensor, context: EvictionContext) -> Tensor:
     """Scale each query head's logits to mean 0 and deviation 1 at an eviction, so that heads of a group can be compared.
 
-    Mean and deviation leave out empty slots, and a prompt that the schedule keeps.
+    Mean and deviation leave out empty slots, and the prompt where a policy evicts generated tokens alone.
     """
     counted = context.positions_BHT >= (context.limits.prompt.clamp(min=0) if context.limits.any_prompt else 0)
     counted = counted[:, :, None]
@@ -190,7 +191,10 @@ class WholeHeads(CalibratedScore, Recency):
         return k if part == 1.0 else self._make_table(part, few, bounds)
 
     def _make_table(self, part: float, few: int, bounds: Sequence[int | None]) -> list[float | list[float | int]]:
-        """Return the table k[layer][head] for `budget`: 1.0 for a share `part` of heads, of largest areas; `few` for others."""
+        """Return the table k[layer][head] for `budget`: 1.0 for a share `part` of heads, of largest areas; `few` for others.
+
+        A head's area is the attention that a window of newest tokens would miss, as calibrated.
+        """
         assert self.calibration is not None
         areas = {layer: self.calibration.layers[layer]["area"] for layer, bound in enumerate(bounds) if bound is None}
         order = torch.cat([*areas.values()]).argsort(descending=True, stable=True)  # of equal areas the lower layer's

@@ -86,7 +86,7 @@ class Cur(Score):
         return {name: t.to(dtype).square().sum(-1) for name, t in (("key_square", new.k_BHQD), ("value_square", new.v_BHQD))}
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return the scores [B,H,T] from the norms that `entry` stored, when tokens are evicted (see the class)."""
+        """Return, at an eviction, each token's share of its window's squared norms [B,H,T], keys and values combined."""
         order, _ = sort_by_position(context.positions_BHT)
         K, V = (self._compare_neighbours(context.state[name], order, context) for name in ("key_square", "value_square"))
         combined = {"product": K * V, "mean": (K + V) / 2, "key": K, "value": V}[self.combine]
@@ -126,7 +126,10 @@ class LagKV(Score):
         check_count("lag", self.lag, "tokens")
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return each token's rank in its partition, where a prompt ends; 1 for sinks and from the last whole partition on."""
+        """Return each token's rank in its partition, where a prompt ends; 1 for sinks and from the last whole partition on.
+
+        Partitions are `lag` tokens each, after the sinks (first tokens). With fewer than two, s[i] = i in text order.
+        """
         position = context.positions_BHT
         order, n_BH1 = sort_by_position(position)
         start_BH1 = ((position >= 0) & (position < context.limits.first)).sum(-1, keepdim=True)
@@ -145,7 +148,10 @@ class LagKV(Score):
         return torch.empty_like(score).scatter_(-1, order, score)
 
     def _rank_tokens(self, tensors: list[Tensor]) -> Tensor:
-        """Rank tokens in each partition except the last, by deviation: [B,H,(P-1)*lag]. tensors: keys, values [B,H,P*lag,D]."""
+        """Rank tokens in each partition but the last, by deviation relative to the next one's range: [B,H,(P-1)*lag].
+
+        tensors: keys, values [B,H,P*lag,D], in text order.
+        """
         shares = []
         for tensor in tensors:
             parts = tensor.to(accumulator(tensor.dtype)).unflatten(2, (-1, self.lag))
@@ -244,7 +250,10 @@ class Compactor(Leverage):
             raise KVPatchError(f"blend={self.blend!r} must be a number, 0 or more, that the leverage is multiplied by.")
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return, at an eviction, the pooled attention inside chunks plus `blend` times the leverage, both standardized."""
+        """Return the score [B,H,T] at an eviction: attention inside chunks, smoothed, plus `blend` times the leverage of keys.
+
+        Both are standardized over the candidates: tokens that are neither sinks nor protected recent ones.
+        """
         position = context.positions_BHT
         among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)  # the candidates
         attention = context.view(ChunkAttention)

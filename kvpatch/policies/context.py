@@ -124,7 +124,7 @@ class EvictionContext:
     _mean: Tensor | None = field(default=None, repr=False)
 
     def view(self, kind: type[Viewed[View]]) -> View:
-        """Return what a need of this kind reads of the layer, for a score or scope: context.view(Held) returns keys and values.
+        """Return what a need (what a score or scope declares that it reads) gives at an eviction: keys, values for view(Held).
 
         Raises:
             KVPatchError: neither the score nor the scope declares it.
@@ -137,12 +137,15 @@ class EvictionContext:
 
     @property
     def rows_seen(self) -> Tensor:
-        """Number c of query rows that could see each token so far [B,H,T]; it makes sums means. Computed once per eviction."""
+        """Number c of query rows that could see each token so far [B,H,T]: a sum of attention over c is its mean.
+
+        Computed once.
+        """
         if self._rows_seen is None:
             next_B11, positions = self.newest_B11 + 1, self.positions_BHT
             until = next_B11 if self.sliding is None else torch.minimum(next_B11, find_end(self.sliding, positions))
             self._rows_seen = (until - positions).to(self.state["sum"].dtype)
-            if "unseen" in self.state:  # rows that have passed by a token that an edit read into the text, or that it brought
+            if "unseen" in self.state:  # after an edit: by how much a count by positions is too high
                 self._rows_seen = self._rows_seen - self.state["unseen"]
         return self._rows_seen
 
@@ -217,7 +220,7 @@ class Limits(Batched):
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]], device: torch.device) -> Limits:
-        """Make the limits (protected sizes) of a batch, where a prompt ends, from a tuple of SIZES per row (Scope.limits)."""
+        """Make the numbers of protected tokens of a batch, where a prompt ends. rows: of each row what Scope.limits returns."""
         first, newest, prompt, deviation, _, _ = zip(*rows, strict=True)
         count = deviation[0] if len(set(deviation)) == 1 else None
         sizes = on_device(rows, device).T.contiguous().view(6, len(rows), 1, 1)

@@ -61,7 +61,7 @@ class ExpectedAttention(Score):
         """Return the expected attention times the norm of each value, [B,H,T], where a prompt ends (see the class)."""
         keys, values = context.view(Held)
         dtype = accumulator(keys.dtype)
-        # empty slots are at position -1
+        # sinks are kept in any case; empty slots are at position -1
         outside = context.positions_BHT < context.limits.first
         expected = _expect_attention(context.view(QueryMoments), keys.to(dtype), context, outside)
         return (expected + self.eps) * torch.linalg.vector_norm(values, dim=-1, dtype=dtype)

@@ -124,7 +124,7 @@ class Sample:
 
     @property
     def kinds(self) -> tuple[Of, ...]:
-        """Kinds of statistics (Measure.kind) that a calibration can measure of this sample."""
+        """Kinds of statistics (Measure.kind) that a calibration can measure of this sample: what it has decides."""
         if self.x_HTF is not None:
             return ("scores",)
         more: tuple[tuple[Of, object], ...] = (("turned", self.rotation), ("outputs", self.area_HT))
@@ -156,8 +156,8 @@ class Measure:
     adds_up: bool = True
 
     def add_piece(self, sums: Totals | None, sample: Sample) -> Totals:
-        """Return a calibration's `sums` so far plus those of a text's next piece, on the CPU, in float64 unless integers."""
-        if sums is not None and not self.adds_up:
+        """Return a calibration's totals `sums` plus those of a text's next piece, on the CPU; floats are added in float64."""
+        if sums is not None and not self.adds_up:  # every piece gives the same
             return sums
         found = tuple(one.double().cpu() if one.is_floating_point() else one.cpu() for one in self.of(sample))
         return found if sums is None else tuple(old + new for old, new in zip(sums, found, strict=True))
@@ -202,7 +202,10 @@ def _divide_sums(sums: Totals) -> Tensor:
 
 
 def _sum_areas(sample: Sample) -> Totals:
-    """Return, for a calibration's "area", a piece's number of queries after the first tokens, and the sum of areas [H]."""
+    """Return, for "area" (attention that a window would miss), a piece's number of queries, and the sum of areas [H].
+
+    The first tokens are left out of both.
+    """
     assert sample.q_HGQD is not None and sample.area_HT is not None
     _, G, Q, _ = sample.q_HGQD.shape
     return torch.tensor(max(Q - FIRST, 0), device="cpu"), sample.area_HT[:, FIRST:].sum(1) / G

@@ -82,12 +82,12 @@ class Merge(Merging):
             raise KVPatchError(f"threshold={given!r} must be a cosine in [0, 1], below which nothing is merged.")
 
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
-        """Return the kept values [B,H,K,D], where a prompt ends: evicted values are added to those of the likest keys. Pure."""
+        """Return the kept values [B,H,K,D] where a prompt ends; evicted ones are averaged into those of like keys. Pure."""
         dtype, D, index_BHK = accumulator(v_BHTD.dtype), v_BHTD.shape[-1], kept.index_BHK
         evicted_BHT = kept.live_BHT & ~kept.stays_BHT
         unit = k_BHTD.to(dtype)
         unit = unit / torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_min(_EPS)
-        kept_unit = kept.gather(unit).flip(2)  # the newest first: max() takes the first of equal ones
+        kept_unit = kept.gather(unit).flip(2)  # newest first: of equal cosines max() takes the first
         values = v_BHTD.to(dtype)
         kept_values = kept.gather(values)
         size_BHT = torch.linalg.vector_norm(values, dim=-1)

@@ -141,7 +141,10 @@ class Mass(Rule):
         return min(max(1, share(self.floor, n)), self.tokens(n))
 
     def check(self, policy: Any, heads: int) -> None:
-        """Refuse policies that this budget does not go with (served.REFUSED), before the model is patched."""
+        """Refuse policies that do not go with this budget (the table served.REFUSED), before the model is patched.
+
+        Without a ceiling, refuse a protected size that is a share of the budget, too.
+        """
         refuse("moving budget", FeatureSet(policy, k=self))
         refuse("weighed budget", FeatureSet(policy, k=self))
         if self.ceiling is None:
@@ -161,7 +164,7 @@ class Mass(Rule):
         lost = context.lost_BH1 if adds_up and context.lost_BH1 is not None else torch.zeros_like(held)
         enough = (reached < (held + lost) * self.share).sum(-1, keepdim=True) + 1
         outside = (context.positions_BHT >= 0) & (context.positions_BHT < context.limits.prompt)
-        least = context.limits.nominal + outside.sum(-1, keepdim=True)
+        least = context.limits.nominal + outside.sum(-1, keepdim=True)  # protected tokens, and a kept prompt
         count = torch.maximum(enough, least)
         count = count if context.keep_BH1 is None else torch.minimum(count, context.keep_BH1)
         count = _clamp_counts(count, keys_BHT)
@@ -222,13 +225,13 @@ def _clamp_counts(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:
 
 
 def _weigh_tokens(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Tensor:
-    """Return the scores [B,H,T] that Mass adds up at an eviction; 0 for tokens that do not count (see Mass)."""
+    """Return the scores [B,H,T] that Mass adds up at an eviction; 0 for tokens that a budget by scores leaves out."""
     counted = keys_BHT >= 0
-    if (dead := context.dead_BHT) is not None:  # protected ones too
+    if (dead := context.dead_BHT) is not None:  # out of a sliding window; protected ones too
         counted = counted & ~dead
     if context.limits.any_prompt:
         counted = counted & (context.positions_BHT >= context.limits.prompt)
-    if any(need.protects for need in score.needs):
+    if any(need.protects for need in score.needs):  # the tokens of an observation window have no score
         counted = counted & (context.positions_BHT <= context.newest_B11 - context.limits.observed)
     return context.value.nan_to_num(0.0, posinf=torch.finfo(context.value.dtype).max).masked_fill(~counted, 0.0)
 
@@ -239,7 +242,7 @@ def _weigh_tokens(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Ten
 def _check_sizes(rule: Rule, policy: Any, also: str = "") -> None:
     """Raise KVPatchError, before patching, for a protected size that is a share of this budget, which is no token count.
 
-    also: another remedy, for the message.
+    also: another remedy, for the message. scope.ranked: name of the option for tokens that are protected by rank.
     """
     for name in ("recent", policy.scope.ranked):
         value = policy.options().get(name)

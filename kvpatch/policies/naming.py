@@ -43,9 +43,10 @@ def split_combination(name: str) -> tuple[list[str], str]:
 
 
 def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -> Division:
-    """Look up how a policy of FACTS, or a combination of one, divides its budget; for `kvpatch.plan`, without torch.
+    """Look up how a named policy divides its budget over heads and layers; for `kvpatch.plan`, without torch.
 
-    schedule: what the user asks for, or None for the policy's own. options: those that the user has set.
+    name: of a policy in the table FACTS, or a combination of one. schedule: what the user asks for, or None for the policy's
+    own. options: those that the user has set.
 
     Raises:
         KVPatchError: the table has no policy of this name, or it has no such option.

@@ -37,7 +37,7 @@ class OutputChange(ObservationWindow):
         return (WindowAttention(self.window, self._fold, "sum", protected=True),)
 
     def _fold(self, rows: Observed) -> Tensor:
-        """Return, for WindowAttention where a prompt ends, how far (squared) outputs move without each key: [N,M]."""
+        """Return, where a prompt ends, how far (squared) a window's outputs move if a key is lost, for each key: [N,M]."""
         # differences of large numbers where a row looks at little else
         p_NGRM, v_NMD = rows.p_NGRM.double(), rows.values().double()
         out_NLD, p_NLM = p_NGRM @ v_NMD[:, None], p_NGRM.flatten(1, 2)

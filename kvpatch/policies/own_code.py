@@ -60,6 +60,8 @@ def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | N
 def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens, taken: Collection[str]) -> dict[str, Tensor]:
     """Call `entry` of a user's score or need as tokens are cached; check and return it. taken: names that others store under.
 
+    `entry` returns the numbers to store with each new token, by name.
+
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
     """
@@ -80,7 +82,10 @@ def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens, taken: Collec
 def bind_passes(
     needs: Iterable[AnyNeed], method: Literal["read", "step"], policy: str
 ) -> tuple[tuple[AnyNeed, Callable[[PromptRead | StepRead], None]], ...]:
-    """Pair each need that defines `method` with a call of it, for a layer's passes. Errors in a user's need name it."""
+    """Pair each need of a policy that defines `method` with a function that calls it, for layers to run in their passes.
+
+    method: "read" for prompts, "step" for decode steps. An error in a user's own method then names it.
+    """
 
     def bind_method(need: AnyNeed) -> Callable[[Any], None]:
         run: Callable[[Any], None] = getattr(need, method)
@@ -124,7 +129,7 @@ def _describe_result(result: object) -> str:
 
 
 def _name_missing_need(error: Exception, context: EvictionContext) -> str:
-    """Return advice if a user's method read a missing key of `context.state`: the need or entry that its class must have."""
+    """Return advice if a user's method read a missing key of `context.state`: what its class must declare or store."""
     if not isinstance(error, KeyError) or not error.args:
         return ""
     name, has = error.args[0], ", ".join(map(repr, context.state)) or "nothing"

@@ -73,7 +73,7 @@ class Policy:
     needs: Needs = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the parts, one by one and together, and gather their needs; see Raises in the class."""
+        """Check the parts of a new policy, one by one and together, and gather what they need; the class lists the errors."""
         for name, kind, optional in _PARTS:
             part = getattr(self, name)
             if not isinstance(part, kind) and not (optional and part is None):
@@ -137,7 +137,7 @@ class Policy:
 
     @property
     def entry_by_position(self) -> bool:
-        """Tell whether all that is stored with a token follows from its position, so that a step can compute it ahead."""
+        """Tell whether the numbers stored with a token (`entry`) follow from its position: a step then has them in advance."""
         storing: list[Score | AnyNeed] = [need for need in self.needs if type(need).entry is not Need.entry]
         if type(self.score).entry is not Score.entry:
             storing.append(self.score)
@@ -185,9 +185,9 @@ class Policy:
         return self.weighs_values and (self.schedule != "prompt" or self.over_model)
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        """Return what the score and its needs store with tokens that enter the cache: see Score.entry. Changes nothing."""
+        """Return the numbers that the score and its needs store with tokens that enter the cache, by name. Changes nothing."""
         found: dict[str, Tensor] = {}
-        for part in sorted((*self.needs, self.score), key=own_code.is_own):  # a user's come last, so that clashes are theirs
+        for part in sorted((*self.needs, self.score), key=own_code.is_own):  # a user's last: it is blamed for equal names
             if own_code.is_own(part):
                 kept = {name for need in self.needs if need is not part for name in need.states}
                 found |= own_code.call_entry(part, self.name, new, found.keys() | kept)
@@ -213,9 +213,9 @@ class Policy:
         context.value = value
         if context.watch is not None:
             context.watch(value)
-        dead = context.dead_BHT
+        dead = context.dead_BHT  # left a sliding window: no later query sees them
         keys = score_keys(value, position, self.score.signed)
-        if scope.quota is not None:
+        if scope.quota is not None:  # spans of the prompt that each keep a share
             protected = protect_shares(context, keys, protected, dead)
         keys = eviction_keys(keys, protected=protected, dead=dead, empty=empty)
         if self.selection is None:

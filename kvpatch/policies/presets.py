@@ -138,9 +138,9 @@ def merged(base: str | Policy, **options: Any) -> Policy:
 
 
 def refit(base: str | Policy, **options: Any) -> Policy:
-    """Solve the values anew that `base` keeps at a prompt's end, so that attention gives what it gave [Attention Matching].
+    """Replace the values that `base` keeps at a prompt's end, to keep attention's outputs [Attention Matching].
 
-    The prompt is read a second time, as `kvzip` reads it: see Refit.
+    The values are solved by regression over queries of a second reading of the prompt (as `kvzip` reads it): see Refit.
 
     Args:
         base: a policy or the name of one; its schedule becomes "prompt".

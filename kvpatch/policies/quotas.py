@@ -27,7 +27,7 @@ MESSAGES = "messages"  # the word of `quota=` for the messages of a chat
 
 
 def read_quota(quota: Any) -> list[Span] | Tensor:
-    """Convert `quota=`, the spans of a prompt that keep their share, to pairs (start, stop) or an int64 tensor of numbers.
+    """Convert a user's `quota=` (spans of a prompt, each to keep its share of the budget) to pairs or an int64 tensor.
 
     Args:
         quota: (start, stop) for each span, or the number of its span for each token, [n] or [B,n], -1 for none.
@@ -104,9 +104,10 @@ def number_columns(quota: Any, B: int, columns: int, device: torch.device) -> Te
 
 
 def encode_spans(numbers_BN: Tensor, real_BN: Tensor) -> Tensor:
-    """Encode, as a prompt is read, each token's span (a part with a share of the budget) as the state `span` [B,N].
+    """Encode each token's span (a part with a share of the budget) as an int64 [B,N], stored with the token as `span`.
 
-    One int64 holds the span's number and its size. numbers_BN: of spans, -1 for none. real_BN: False for padding (no span).
+    Called as a prompt is read. The lower 32 bits are the span's number of tokens, those above its number from 1 on; 0 is no
+    span. numbers_BN: of spans, -1 for none. real_BN: False for padding (no span).
     """
     numbers = torch.where(real_BN, numbers_BN + 1, 0)
     ranked, place = numbers.sort(-1)
@@ -116,11 +117,11 @@ def encode_spans(numbers_BN: Tensor, real_BN: Tensor) -> Tensor:
 
 
 def share_out(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> Tensor:
-    """Return for each token [B,H,T] its span's quota: of the span's |s| tokens a head keeps floor(budget |s| / total).
+    """Return for each token [B,H,T] its span's quota: how many tokens of the span a head keeps at least.
 
-    Called where a prompt or block ends.
+    Of |s| tokens of a span these are floor(budget * |s| / total). Called where a prompt or block ends.
 
-    span: as encode_spans makes it. budget_B: tokens that a head may keep. total_B: tokens that the budget covers.
+    span: as encode_spans makes it. budget_B: tokens that a head may keep. total_B: tokens that the budget is for.
     """
     budget, total = (torch.tensor(row, device=span.device).view(-1, 1, 1) for row in (budget_B, total_B))
     tokens = span & _TOKENS
@@ -128,9 +129,10 @@ def share_out(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> 
 
 
 def count_quotas(span: Tensor, held: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> list[int]:
-    """Sum for each row the quotas of all spans of which a head holds a token, where a prompt or block ends; see share_out.
+    """Sum for each row the quotas (see share_out) of all spans of which a head holds a token, where a prompt or block ends.
 
-    span: [B,H,T], as encode_spans makes it. held: bool [B,H,T], tokens that are there.
+    So many more tokens may then be protected. span: [B,H,T], as encode_spans makes it. held: bool [B,H,T], tokens that are
+    there.
     """
     sums = []
     for span_HT, held_HT, budget, total in zip(span, held, budget_B, total_B, strict=True):
@@ -146,7 +148,7 @@ def protect_shares(context: EvictionContext, keys: Tensor, protected: Tensor | N
     more tokens than are left of the budget, each span's lack is cut in proportion, rounded down.
 
     Args:
-        context: whose `limits.nominal` bounds the protected tokens of a head.
+        context: state of the layer; its `limits.nominal` bounds the protected tokens of a head.
         keys: score keys [B,H,T].
         protected: bool mask of protected tokens, or None.
         dead: bool mask of tokens that no later query can see, which are not chosen, or None.

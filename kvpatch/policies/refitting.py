@@ -56,16 +56,17 @@ class Refit(Merging):
             raise KVPatchError(f"ridge={given!r} must be a number above 0, such as 0.1: higher leaves values as they are.")
 
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
-        """Return new values [B,H,K,D] of kept tokens, with which queries of a second reading get about the full outputs.
+        """Return new values [B,H,K,D] of kept tokens, by which attention to these gives about the outputs over all tokens.
 
-        Called where a prompt ends, before the evicted tokens go. Pure; NaN where a head's equations have no solution.
+        Solved for queries of a second reading of the prompt. Called where a prompt ends, before the evicted tokens go. Pure;
+        NaN where a head's equations have no solution.
         """
         kept_BHKD = kept.gather(v_BHTD)
         asked = layer.notes.get(RepeatQueries.name)
         if asked is None:  # nothing was read again
             return kept_BHKD
         looks = _Looks.of(k_BHTD, v_BHTD, kept, layer, asked)
-        # V' - V = X^T (X X^T + l)^-1 (Y - X V): of the queries' size, however many tokens a head keeps
+        # X: attention to kept tokens, Y: outputs over all; V' - V = X^T (X X^T + l)^-1 (Y - X V) is of the queries' size
         gram_BHNN, error_BHND = torch.zeros((), device=kept_BHKD.device), looks.out_BHND
         for some, x_BHNM in looks.iterate_blocks():
             gram_BHNN = gram_BHNN + x_BHNM @ x_BHNM.mT
@@ -100,7 +101,7 @@ class _Looks:
 
     @classmethod
     def of(cls, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead, asked: Asked) -> _Looks:
-        """Attend from the queries `asked` to all tokens, some at a time, where a prompt ends, and gather the kept keys."""
+        """Attend from `asked`, queries of a second reading, to all tokens, where a prompt ends, before any is evicted."""
         (B, H, G, W, _), stays_BHT = asked.q_BHGWD.shape, kept.stays_BHT
         v_BHTD = v_BHTD.to(accumulator(v_BHTD.dtype))
         found = [
@@ -111,7 +112,7 @@ class _Looks:
         return cls(out.flatten(2, 3), lse, asked, kept.gather(k_BHTD), kept, layer)
 
     def iterate_blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the kept tokens, and the attention [B,H,N,M] to each; a query's sum over all kept tokens is one."""
+        """Yield slices of the kept tokens, and each query's attention to them, [B,H,N,M]; over all slices it sums to one."""
         kept, asked = self.kept, self.asked
         for some in _split_blocks(kept.index_BHK.shape[2], self.lse_BHGW.numel(), self.out_BHND):
             index, real = kept.index_BHK[:, :, some], kept.real_BHK[:, :, None, None, some]

@@ -13,9 +13,10 @@ from torch import Tensor
 
 
 def list_waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
-    """Return in how many decode steps heads evict next, without repeats, when slots change.
+    """Return in how many decode steps heads evict next, without repeats, when a layer's tokens were moved to other slots.
 
-    counts: tokens that each head holds. goals: the count at which each head evicts, its budget and `every`.
+    counts: tokens that each head holds. goals: the count at which each head evicts: its budget and `every`, the number of
+    tokens that it evicts at once.
 
     Example:
         >>> list_waits([10, 10, 7], goals=[14, 14, 14])
@@ -25,7 +26,9 @@ def list_waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
 
 
 def advance_waits(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int, ...]:
-    """Return what `list_waits` would return `steps` decode steps later. A wait that is over evicts, then is `every` again.
+    """Return what `list_waits` would return `steps` decode steps later; a layer calls this as steps are taken.
+
+    A wait that is over evicts, and begins again at `every`, the number of tokens that are evicted at once.
 
     Example:
         >>> advance_waits((4, 7), steps=4, every=4)

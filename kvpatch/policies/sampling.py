@@ -17,7 +17,9 @@ ROWS, READ = 16, 1024
 
 
 def sample_rows(rows_BQ: Tensor, seed: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Choose the query rows whose attention is summed (scores="sampled"), as a layer reads a prompt; see the module. Pure.
+    """Choose about READ query rows whose attention is summed (scores="sampled"), as a layer reads a prompt. Pure.
+
+    Rows are cut into blocks of ROWS: the newest is taken, and of every r before it one at random.
 
     Args:
         rows_BQ: positions of a pass's rows, int64, ascending; -1 for padding.

@@ -33,10 +33,10 @@ SYSTEM = "system"  # the word of `protect=` for the system message of a chat
 
 
 def fit_window(score: Score, room: int) -> int:
-    """Return how many newest tokens a score's window protects, where a prompt ends. room: tokens of the budget left for it.
+    """Return how many newest tokens are protected because a score reads their queries (its window), where a prompt ends.
 
-    A window that would fill the room takes half of it, rounded up, so that the score chooses the rest. A window of the last
-    queries (LastQueries), by which decode steps evict too, may fill it.
+    A window that would fill `room`, the tokens of the budget left for it, takes half of that, rounded up, so that the score
+    chooses the rest. A window of the last queries (LastQueries), by which decode steps evict too, may fill it.
     """
     window = protected_rows(score)
     if _reads_last_queries(score):
@@ -108,9 +108,10 @@ class Scope:
         return 0
 
     def limits(self, budget: int, n: int, marked: Sequence[int], score: Score, fixed: int, rows: int) -> tuple[int, ...]:
-        """Return the protected sizes of one batch row, in the order of context.SIZES, clamped inside the budget.
+        """Return the sizes of a batch row's protected parts, in the order of context.SIZES, clamped inside the budget.
 
-        Called where a prompt or block ends, before eviction. Pure.
+        They are numbers of tokens, and positions below which all are protected. Called where a prompt or block ends, before
+        eviction. Pure.
 
         Args:
             budget: tokens that a head may keep.
@@ -146,7 +147,8 @@ class Scope:
     def misfits(self, budget: int, score: Score) -> Iterator[tuple[str, int, int, int]]:
         """Yield (option, size asked for, size that `limits` cuts it to, budget that would not cut it), for a warning in a run.
 
-        Sizes that are given as shares of the budget always fit; too large a `protect=` is an error of `limits`.
+        These are protected sizes that the budget has no room for. Sizes that are given as shares of the budget always fit; too
+        large a `protect=` is an error of `limits`.
         """
         sinks = min(self.sinks, budget)
         window = protected_rows(score)
@@ -167,7 +169,7 @@ class Scope:
         position, limits = context.positions_BHT, context.limits
         protected = context.state.get("protect")
         if limits.any_newest:
-            recent = position > context.recent_B11
+            recent = position > context.recent_B11  # the newest tokens, by `recent=` or a window
             protected = recent if protected is None else protected | recent
         if limits.any_first:
             first = position < limits.first
@@ -265,7 +267,7 @@ class AllBut:
 
 
 def protect_tensor(protect: Any) -> Tensor:
-    """Convert `protect=`, as a user gives it, to a tensor: bool for a mask, int64 for token ids; of AllBut, the ids left out.
+    """Convert a user's `protect=` to a tensor: bool for a mask, int64 for token ids; for AllBut the ids that it leaves out.
 
     Raises:
         KVPatchError: anything else, or nothing to protect.

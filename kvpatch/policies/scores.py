@@ -33,8 +33,8 @@ def kernel_value(form: Form | Callable[[Any], Form]) -> Callable[[Value], Value]
 
     The declaration belongs to the decorated function: if a subclass overrides `value`, torch calls it instead.
 
-    form: name of a state, "mean" (context.mean), "recency" (the position), or None for torch; or a function of the score that
-    returns one of these.
+    form: name of a tensor in context.state, "mean" (context.mean) or "recency" (the position); None: no kernel can, and torch
+    calls `value`; or a function of the score that returns one of these.
     """
 
     def declare(value: Value) -> Value:
@@ -399,8 +399,8 @@ class Defensive(ObservationWindow):
         return (WindowAttention(self.window, self._fold, "max", protected=True),)
 
     def _fold(self, rows: Observed) -> Tensor:
-        """Return, for WindowAttention where a prompt ends, the greatest pooled probability of each key, by KV head: [N,M]."""
-        candidate_NM = rows.candidate_NM
+        """Return the greatest pooled probability that a window's rows give each key, by KV head, where a prompt ends: [N,M]."""
+        candidate_NM = rows.candidate_NM  # True for tokens before the window
         p_NGRM = rows.p_NGRM * candidate_NM[:, None, None]
         if self.pooling is None:
             return p_NGRM.amax((1, 2))

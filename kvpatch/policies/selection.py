@@ -227,9 +227,10 @@ class TwoStage(Selection):
     def eviction_keys(
         self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
     ) -> Tensor:
-        """Return eviction keys: the first stage's tokens rank as protected ones, others by the second stage's bound.
+        """Return eviction keys (the lowest goes first): the first stage's tokens, by score, rank as protected; others by bound.
 
-        Called at each eviction. first: eviction keys by score alone; returned as they are where heads share a budget.
+        The bound is (share of the scores + eps) * norm of the projected value. Called at each eviction. first: eviction keys by
+        score alone; returned as they are where heads are about to share a budget.
         """
         if context.keep_BH1 is None:
             return first

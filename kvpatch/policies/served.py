@@ -75,7 +75,7 @@ def refuse(path: str, asked: FeatureSet) -> None:
 def refuse_pairs(asked: FeatureSet) -> None:
     """Raise KVPatchError if two features asked for in one call of patched() do not go together, when the patch is made.
 
-    Also raises if the `refuses` of a user's need misspells a feature. Changes nothing.
+    Also raises if what a user's need (what a score reads) declares in `refuses` is no feature. Changes nothing.
     """
     known = {*FEATURES, *REFUSED}
     for need in asked.policy.needs:
@@ -87,9 +87,10 @@ def refuse_pairs(asked: FeatureSet) -> None:
 
 
 def why_not(path: str, asked: FeatureSet, always: bool = False) -> str | None:
-    """Return why a feature that is asked for does not go with `path`, or None: for an error, or to choose another path.
+    """Return why a feature that is asked for does not go with `path`, or None: for an error, or to do without `path`.
 
-    path: a feature of REFUSED, as "kernels". always: ask the policy's needs also where the budget evicts nothing.
+    path: a feature of the table REFUSED, as "kernels". always: look at what the policy's needs refuse even if nothing is
+    evicted.
     """
     name, why = repr(asked.policy.name), asked.policy.needs.refusal(path) if asked.acts or always else None
     why = why and why.replace("{name}", name)
@@ -163,7 +164,7 @@ FEATURES: dict[str, Callable[[FeatureSet], object]] = {
 
 
 def _has_protect(it: FeatureSet, masked: bool) -> bool:
-    """Tell, for FEATURES, whether an evicting policy has `protect=` as a mask over columns (masked) or as token ids."""
+    """Tell whether an evicting policy has `protect=` as a mask over columns (masked) or as token ids: two rows of FEATURES."""
     protect = it.policy.scope.protect
     if protect is None or isinstance(protect, str):  # a kind of tokens, before the model says which
         return False

@@ -65,7 +65,10 @@ def _sum_squares(block: Block, need: Any) -> Tensor:
 
 
 def _count_rows(block: Block, need: Any) -> Tensor:
-    """Count, for "count", the rows and query heads that give a key [N,M] more than an even share (1 / number of keys)."""
+    """Count the rows and query heads of a block that give a key [N,M] more than an even share (1 / number of keys).
+
+    The statistic "count", called for each block of a prompt's rows and at decode steps, where no kernel computes it.
+    """
 
     def count(rows: slice) -> Tensor:
         ratio_NGRM = block.p_NGRM[:, :, rows] * block.keys_NR[:, None, rows, None]  # to an even share
@@ -104,7 +107,10 @@ def _sum_noisy(block: Block, need: Any) -> Tensor:
 
 
 def _sum_area(block: Block, need: Any) -> Tensor:
-    """Sum over rows and group, [N,M], the probability times (row - key + 1) / (row + 1), for a calibration of WholeHeads."""
+    """Sum over rows and group, [N,M], each probability times the share of window lengths that would miss the key.
+
+    Of a row's window of newest tokens, of any length, these are (row - key + 1) / (row + 1). For a calibration of WholeHeads.
+    """
     _, row_NR, key_NM = block.place()
 
     def weigh(rows: slice) -> Tensor:

@@ -64,10 +64,12 @@ class LayerRead(Protocol):
         """ALiBi's slopes; None without ALiBi."""
 
     def statistic(self, name: str) -> Tensor:
-        """Return the state tensor `name` of the used slots [B,H,T], for needs to read or write; one of `states` begins as zero.
+        """Return the layer's tensor `name` [B,H,T] of numbers beside the used slots, for a need to read or write.
+
+        One that a need lists in its `states` begins as zero.
 
         Raises:
-            KVPatchError: no entry() returns it, and no need has it among its `states`.
+            KVPatchError: no score's or need's entry() stores it with tokens, and no need has it among its `states`.
         """
 
     def held(self) -> tuple[Tensor, Tensor]:
@@ -87,7 +89,7 @@ class LayerRead(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return outputs [B,H,G,W,D] of queries that follow all used slots, and log-sum-exps [B,H,G,W] over kept slots alone.
 
-        For Refit, which solves kept values anew where a prompt ends, before the other tokens go. kept_BHT: bool, slots that
+        For Refit, which finds new values for kept tokens where a prompt ends, before the others go. kept_BHT: bool, slots that
         stay. k_BHTD, v_BHTD: of the used slots. positions_BW: of the queries. A query that sees no slot, such as one at
         position -1, has output 0. One that sees no kept slot has a log-sum-exp of infinity, so that it gives weights of 0.
         """
@@ -230,13 +232,13 @@ class Need(Generic[View]):
         """Read a prompt, or a piece of one: called once a layer has attended to it; may change the layer's notes and states."""
 
     def read_again(self, layer: LayerRead, q_BHGQD: Tensor, positions_BQ: Tensor, repeated_B: Sequence[int]) -> None:
-        """Read the queries of a piece of a second reading (its keys are not kept); may change the layer's notes for needs.
+        """Read the queries of a chunk that repeats a part of the prompt (KVzip's second reading); may change `layer.notes`.
 
-        repeated_B: tokens that each row repeats in all.
+        Called once a layer has attended; the repeated tokens are not cached. repeated_B: tokens that each row repeats in all.
         """
 
     def step(self, step: StepRead) -> None:
-        """Read a decode step, once the layer has attended; may change the layer's notes and states.
+        """Read a decode step, once the layer has attended; may change `layer.notes` and the tensors named in `states`.
 
         Not called for a need that reads attention (`rows`) where decode steps evict nothing.
         """
@@ -246,9 +248,9 @@ class Need(Generic[View]):
         raise NotImplementedError(f"{type(self).__name__} has no view")
 
     def end(self, layer: LayerRead, state: dict[str, Tensor], evicts: bool) -> None:
-        """Remove what no later step reads from a layer's notes for needs and from its state, once a prompt's end has evicted.
+        """Remove this need's note and tensors from a layer if no later step reads them; called once a prompt's end has evicted.
 
-        state: the layer's state tensors. evicts: whether more of this text may be evicted.
+        state: the layer's tensors beside the keys. evicts: whether more of this text may be evicted.
         """
         if evicts:
             return
@@ -262,7 +264,10 @@ class Need(Generic[View]):
         return {}
 
     def saved(self, sizes: Mapping[str, int]) -> dict[str, tuple[int | None, ...]]:
-        """Return the shape of each tensor of the note by field, to check a loaded cache. None: any size. sizes: by letter."""
+        """Return the shape of each tensor of this need's note, by field, to check a loaded cache. None: any size.
+
+        sizes: of axes by letter; a field's name ends with its axes, as in q_BHGWD.
+        """
         letters = {"1": 1, **sizes, **self.sizes}
         named = [] if self.note is None else [field.name for field in fields(self.note)]  # type: ignore[arg-type]
         return {name: tuple(letters.get(letter) for letter in name.rpartition("_")[2]) for name in named}

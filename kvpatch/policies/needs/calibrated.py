@@ -25,7 +25,7 @@ class Calibrated(Need[None]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Features (by names in served.py) that `patched` refuses beside this need, with the reason that its error gives."""
+        """Features (by names in served.py) that a policy which reads a calibration excludes, with the reason for the error."""
         return {
             "renumbered": "whose calibration is of keys at original positions",
             "vllm": "it needs a calibration, which these settings cannot hold: use 'key_diff'",

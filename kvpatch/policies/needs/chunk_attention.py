@@ -33,7 +33,10 @@ class Local(Note):
         return self.q_BHGCD.movedim(3, 1)[b, at_BM].movedim(1, 3), self.k_BHCD.movedim(2, 1)[b, at_BM].movedim(1, 2)
 
     def take_newest(self, count: int, start_B1: Tensor) -> Local:
-        """Return the `count` newest rows of each text, to wait for its next piece. Rows before `start_B1` get position -1."""
+        """Return the `count` newest rows of each text, which wait for the prompt's next piece.
+
+        Rows before `start_B1`: position -1.
+        """
         at = self.positions_BC.topk(min(count, self.positions_BC.shape[1]), dim=1).indices.sort(1).values
         positions = self.positions_BC.gather(1, at)
         positions = positions.masked_fill(positions < start_B1, -1)
@@ -60,7 +63,7 @@ class ChunkAttention(Need[Tensor]):
         return {"local": new.k_BHQD.new_zeros(new.k_BHQD.shape[:3], dtype=accumulator(new.k_BHQD.dtype))}
 
     def read(self, prompt: PromptRead) -> None:
-        """Add the attention inside whole chunks to the state "local", after each piece of a prompt.
+        """Add the attention that tokens get inside whole chunks to the layer's tensor "local", after each piece of a prompt.
 
         Tokens of a chunk that is not complete wait in the layer's notes for the next piece; the prompt's end completes it.
         """
@@ -68,7 +71,7 @@ class ChunkAttention(Need[Tensor]):
         columns_BQ = (prompt.past + torch.arange(positions_BQ.shape[1], device=positions_BQ.device)).expand_as(positions_BQ)
         rows = Local(prompt.q_BHGQD.detach(), prompt.k_BHQD.detach(), positions_BQ, columns_BQ)
         earlier = layer.notes.pop(self.name, None)
-        rows = rows if earlier is None else earlier.join_parts(rows)
+        rows = rows if earlier is None else earlier.join_parts(rows)  # those that waited come first
         (B, H, G, C, _), positions_BC = rows.q_BHGCD.shape, rows.positions_BC
         order_BC, padding_B1 = positions_BC.argsort(1), (positions_BC < 0).sum(1, keepdim=True)
         first_B1 = order_BC.gather(1, padding_B1.clamp(max=C - 1))

@@ -37,7 +37,7 @@ class Needs(tuple[AnyNeed, ...]):
     """
 
     def __init__(self, needs: Iterable[AnyNeed]) -> None:
-        """Set the attributes, when a policy is made; tuple.__new__ has stored the needs."""
+        """Note, when a policy is made, which needs are sums of attention, and how many rows of a prompt all of them read."""
         self.sums = tuple(need for need in self if isinstance(need, Sums))
         self.statistics = tuple(one.key for one in self.sums)
         asked = [need.rows for need in self]
@@ -45,7 +45,7 @@ class Needs(tuple[AnyNeed, ...]):
 
     @classmethod
     def of(cls, parts: Iterable[Any]) -> Needs:
-        """Return the needs that the parts of a policy declare, when the policy is made.
+        """Collect what the score, scope and merging of a policy declare that they read (`needs`), when the policy is made.
 
         Raises KVPatchError for a `needs` of another type, for two that contradict each other, and for an old attribute.
         """
@@ -66,7 +66,7 @@ class Needs(tuple[AnyNeed, ...]):
                 if need.rows not in ("none", "window", "all"):
                     raise KVPatchError(f"{type(need).__name__}.rows is {need.rows!r}: it must be 'none', 'window' or 'all'.")
                 same = found.setdefault(need.states or type(need), need)
-                if same != need and not isinstance(need, Sums):  # the score's counts
+                if same != need and not isinstance(need, Sums):  # of two Sums the first, the score's, counts
                     raise KVPatchError(f"score and scope need {same} and {need}, of which a layer can have one.")
         return cls(found.values())
 
@@ -84,7 +84,7 @@ class Needs(tuple[AnyNeed, ...]):
         return tuple(name for need in self for name in need.states)
 
     def check_state(self, name: str, known: Iterable[str]) -> None:
-        """Raise KVPatchError if a pass asks for a state tensor that no need keeps. known: names of what entries store."""
+        """Raise KVPatchError if a layer is asked for a tensor that no need keeps. known: names that entry() methods store."""
         if name not in self.states:
             there = ", ".join(sorted({*known, *self.states})) or "none"
             raise KVPatchError(f"layers keep no numbers {name!r}, but {there}; entry(new) of a need returns new ones.")

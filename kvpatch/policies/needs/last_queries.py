@@ -28,13 +28,13 @@ class Recent(Note):
 
     @classmethod
     def make_empty(cls, width: int, like_BHGQD: Tensor, dtype: torch.dtype) -> Recent:
-        """Make a note that has no queries yet, where a layer's first prompt is read."""
+        """Make the object that will hold a layer's last `width` queries, without any yet, where its first prompt is read."""
         (B, H, G, _, D), device = like_BHGQD.shape, like_BHGQD.device
         positions = torch.full((B, width), -1, dtype=torch.long, device=device)
         return cls(torch.zeros(B, H, G, width, D, dtype=dtype, device=device), positions)
 
     def read(self, q_BHGQD: Tensor, positions_BQ: Tensor) -> Recent:
-        """Return a new note that also has the queries of a prompt, or a piece of one, just read. Position -1 is padding."""
+        """Return a new object that also has the last queries of a prompt, or a piece of it, just read. Position -1: padding."""
         W = self.positions_BW.shape[1]
         positions, index = positions_BQ.topk(min(W, positions_BQ.shape[1]), dim=1)
         q = q_BHGQD.gather(3, index[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
@@ -46,22 +46,24 @@ class Recent(Note):
         return Recent(record.q_BHGWD[:, :, :, :W].contiguous(), record.positions_BW[:, :W].contiguous())
 
     def restore(self, overwritten: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Write queries [B,H,G,Q,D], with positions [B,Q], to columns [B,Q] in place: at a decode step, or to undo one."""
+        """Write queries [B,H,G,Q,D] and positions [B,Q] to columns [B,Q] of this object: at a decode step, or to undo one."""
         column_BQ, q_BHGQD, positions_BQ = overwritten
         at = column_BQ[:, None, None, :, None].expand(q_BHGQD.shape)
         self.q_BHGWD.scatter_(3, at, q_BHGQD.to(self.q_BHGWD.dtype))
         self.positions_BW.scatter_(1, column_BQ, positions_BQ)
 
     def overwritten_by(self, positions_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the columns, queries and positions that a decode step will overwrite, so that `restore` can undo the step."""
+        """Return column (position modulo W), query and position that a decode step will overwrite, for `restore` to undo it."""
         column, (B, H, G, _, D) = positions_B1 % self.positions_BW.shape[1], self.q_BHGWD.shape
         at = column[:, None, None, :, None].expand(B, H, G, 1, D)
         return column, self.q_BHGWD.gather(3, at), self.positions_BW.gather(1, column)
 
     def find_contradiction(self, seen_B11: Tensor) -> Tensor:
-        """Return True [B,W] for impossible queries, when a cache is checked: of tokens not yet seen, or in a wrong column.
+        """Return True [B,W] for held queries that cannot be: of tokens not yet seen, or in a wrong column.
 
-        All are True if the note has no query.
+        Called by cache checks.
+
+        All are True if no query is held.
         """
         width, known = self.positions_BW.shape[1], self.positions_BW >= 0
         placed = (self.positions_BW % width == torch.arange(width, device=known.device)) | (self.positions_BW == -1)
@@ -83,7 +85,10 @@ class Looks:
     counted_BW: Tensor
 
     def mean(self, p_BHWT: Tensor) -> Tensor:
-        """Average attention p_BHWT over the queries that count, for a score: [B,H,T]; 0 for tokens not before these queries."""
+        """Average the last queries' attention p_BHWT, for a score: [B,H,T]; 0 for tokens not before these queries.
+
+        Queries whose own tokens the budget has no room for do not count.
+        """
         counted_B1W1 = self.counted_BW[:, None, :, None].to(p_BHWT.dtype)
         mean_BHT = (p_BHWT * counted_B1W1).sum(2) / counted_B1W1.sum(2).clamp_min(1)
         return mean_BHT.masked_fill(~self.candidate_BHT, 0.0)
@@ -110,7 +115,7 @@ class LastQueries(Need[Looks]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Features (by names in served.py) that `patched` refuses beside this need, with the reason that its error gives."""
+        """Features (by names in served.py) that a policy which reads last queries excludes, with the reason for the error."""
         return {
             "insert": "it keeps a layer's last queries by their positions",
             "vllm": "it keeps a layer's last queries, for which a request claims no pages: use 'h2o'",
@@ -131,9 +136,9 @@ class LastQueries(Need[Looks]):
         note.restore((column, step.q_BHGD.detach()[:, :, :, None], step.positions_B1))
 
     def view(self, context: EvictionContext) -> Looks:
-        """Compute the logits of the layer's last queries, for a score, when tokens are evicted."""
+        """Return the logits of the layer's last queries for the tokens before them, for a score, when tokens are evicted."""
         note: Recent = context.layer_read.notes[self.name]
-        width = context.limits.observed[:, 0] if self.protected else self.width
+        width = context.limits.observed[:, 0] if self.protected else self.width  # as many as the budget has room for
         first_B1 = context.newest_B11[:, 0] + 1 - width
         x_BHGWT, candidate_BHT = context.layer_read.logits(note.q_BHGWD, note.positions_BW, first_B1)
         return Looks(x_BHGWT, candidate_BHT, (note.positions_BW >= 0) & (note.positions_BW >= first_B1))

@@ -39,7 +39,7 @@ class Rereading(Need[View]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Features (by names in served.py) that `patched` refuses beside this need, with the reason that its error gives."""
+        """Features (by names in served.py) that a policy which reads prompts twice excludes, with the reason for the error."""
         return {
             "block": "policy {name} evicts after a second reading of the whole prompt. Leave it out, or feed the text in "
             "pieces.",
@@ -138,7 +138,11 @@ class RepeatQueries(Rereading[Asked]):
         prompt.layer.notes.pop(self.name, None)  # of a reading that was interrupted
 
     def read_again(self, layer: LayerRead, q_BHGQD: Tensor, positions_BQ: Tensor, repeated_B: Sequence[int]) -> None:
-        """Add every m-th query of a piece of the second reading to the layer's notes, once the layer has read the piece."""
+        """Add every m-th query of a chunk of the second reading to the layer's notes, once the layer has attended; for Refit.
+
+        m is such that about `queries` of a row's tokens are taken. positions_BQ: -1 for padding. repeated_B: tokens that each
+        row repeats in all.
+        """
         every_B = [max(math.ceil(n / self.queries), 1) for n in repeated_B]
         column = torch.arange(positions_BQ.shape[1], device=positions_BQ.device)
         asks_BQ = (column % on_device(every_B, column.device)[:, None] == 0) & (positions_BQ >= 0)

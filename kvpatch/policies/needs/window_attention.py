@@ -52,7 +52,7 @@ class WindowAttention(Need[Tensor]):
         return self.width if self.protected else 0
 
     def read(self, prompt: PromptRead) -> None:
-        """Write, where a prompt ends, its last `width` rows' attention to the state "observed".
+        """Write, where a prompt ends, the attention that its last `width` rows give to the layer's tensor "observed" [B,H,T].
 
         An earlier piece of the prompt leaves its last queries in the layer's notes instead, for the next piece.
         """
@@ -60,6 +60,7 @@ class WindowAttention(Need[Tensor]):
         if (earlier := layer.notes.pop(self.name, None)) is not None:
             # the log-sum-exp of earlier rows was not kept
             q_BHGQD, rows_BW, lse = torch.cat([earlier.q_BHGWD, q_BHGQD], 3), torch.cat([earlier.rows_BW, rows_BW], 1), None
+        # prompt.once shares a tensor that is equal in all layers
         once, W = prompt.once if earlier is None else _make_now, min(self.width, rows_BW.shape[1])
         # the newest rows of each text, wherever its padding lies
         index_BW = once(f"columns of {W} rows", lambda: rows_BW.topk(W, dim=1).indices.sort(1).values)
