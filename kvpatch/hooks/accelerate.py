@@ -141,7 +141,7 @@ def list_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def list_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a weight itself, or the plain tensors of a quantized or sharded weight, for a hash of the model's weights."""
+    """Yield a weight, or the plain tensors that make up a quantized or sharded one: to hash them, or read some numbers."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

@@ -52,7 +52,7 @@ class Chat:
 
     @property
     def system_tokens(self) -> int:
-        """Count the tokens of the system prompt with its header, which `keep_system=True` keeps; 0 without one."""
+        """Count the tokens of the system prompt with its header, as a chat begins that is to keep it; 0 without one."""
         if not self.messages or self.messages[0]["role"] != "system":
             return 0
         rendered = self._template.render([self.messages[0], {"role": "user", "content": ""}])
@@ -86,7 +86,7 @@ class Chat:
             raise
 
     def stream(self, text: str, role: str = "user") -> Iterator[str]:
-        """Add a message and yield the answer in pieces; whoever stops listening ends the answer there.
+        """Add a message and yield the answer in pieces of text; if the caller stops iterating, generation ends there.
 
         Args:
             text: the message.
@@ -140,7 +140,7 @@ class Chat:
         """Put another text in place of a message, such as the summary of a tool's result; what follows is not read again.
 
         Args:
-            index: of the message in `messages`; not of the newest answer, whose last token is not read yet.
+            index: of the message in `messages`; it may be forgotten, but not the newest answer (not yet read to its end).
             text: of at most as many tokens as the message has had, or of any with `positions="renumbered"`.
 
         Raises:
@@ -214,7 +214,7 @@ class Chat:
         return torch.cat([self.ids, torch.tensor([unread], device=self.ids.device)], 1)
 
     def _drop_stripped(self, text: str) -> bool:
-        """Drop from cache and `_read` what the new `text` lacks of the newest answer (thinking); False if impossible."""
+        """Drop from cache and `_read` what `text` leaves out of the newest answer (such as thinking); False if impossible."""
         if isinstance(self.cache, LosslessCache):
             return False  # it keeps exact entries, and later tokens attended to these
         before = self.ids.shape[1] - len(self._read.answer)

@@ -71,7 +71,7 @@ def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device
 
 
 def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
-    """Return the keys and values, and the padding mask, of a cache that is given to compress() and has evicted nothing.
+    """Return keys and values, and the padding mask, of an EvictingCache that compress() is given and that never evicted.
 
     Raises:
         KVPatchError: it may have evicted something, or is empty.

@@ -32,7 +32,7 @@ NO_CAPTURE = (
 
 
 def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Changed:
-    """Begin each forward pass of a patched decoder (its pre-hook): give it an EvictingCache, new or the caller's."""
+    """Begin each forward pass of a patched decoder (its pre-hook), over an EvictingCache; return the changed arguments."""
     call = {**dict(zip(state.decoder_parameters, args, strict=False)), **kwargs}
     past = cache_of(call)
     if isinstance(past, Prefix):
@@ -243,7 +243,7 @@ def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
 
 
 def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:
-    """Begin a decode step that torch.compile traces or a CUDA graph captures: change `call` and `cache`, or return False."""
+    """Begin a decode step that torch.compile traces or a CUDA graph captures: change `call` and `cache`; False if it cannot."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")
     custom = mask is not None and mask.ndim != 2

@@ -116,7 +116,7 @@ def _run_with_cache(
 
 
 def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Wrap the method in which a patched model's generate() makes a cache: an EvictingCache unless the caller passed one."""
+    """Wrap, at patching, the method by which generate() makes a cache: an EvictingCache unless the caller passed a cache."""
 
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -173,7 +173,7 @@ def _finish(cache: EvictingCache, state: PatchState) -> None:
 
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
-    """Return the cache of a generate() that is given `past`: None, an EvictingCache, or one that an unpatched run filled."""
+    """Return the EvictingCache of a generate() given `past`: None, such a cache, or one that an unpatched run has filled."""
     refuse("generate() of the class", state.combine())
     if past is None:
         text_config = model.config.get_text_config()
@@ -195,7 +195,7 @@ def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:
 
 
 def _cache_parameter(run: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:
-    """Return the name of generate()'s (`run`) argument for a cache; None: a custom generate() that takes none and makes one."""
+    """Return the name of generate()'s (`run`) parameter for a cache, to pass one; None: a custom one takes none."""
     if isinstance(kwargs.get("custom_generate"), str):
         return None
     taken = inspect.signature(run).parameters
@@ -247,7 +247,7 @@ def _drafts_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
 
 
 def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
-    """Tell if generate() was asked to compile the decode step: its cache then gets room for all new tokens at once."""
+    """Tell, before generate(), if it will compile the decode step: its cache then gets room for all new tokens at once."""
     if kwargs.get("disable_compile") or any(getattr(config, "disable_compile", None) for config in configs):
         return False
     return find_option("compile_config", kwargs, *configs) is not None

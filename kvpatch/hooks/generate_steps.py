@@ -124,7 +124,7 @@ class GenerateSteps:
 
 
 def _take_inputs(inputs: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """Return the tensors that a graph needs for a call of the model; None if that is no plain step of one token per row."""
+    """Return the tensors that a graph needs for a call by generate(); None if it is no plain step of one token per row."""
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     others = any(value is not None and value is not False for name, value in inputs.items() if name not in INPUTS)
     if others or ids is None or ids.shape[1:] != (1,) or inputs.get("use_cache") is False:
@@ -169,7 +169,7 @@ def _only_computes(module: nn.Module) -> bool:
 
 
 def _describe(value: object) -> object:
-    """Return a module's attribute in a form to compare: plain values and containers of them; of any other object its id."""
+    """Return a module's attribute in a form to compare before a later generate(): values and containers, else the id."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

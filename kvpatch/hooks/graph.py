@@ -237,7 +237,7 @@ class StepGraph:
             self.state.capturing.cache = None
 
     def _count_steps(self, cache: EvictingCache, ids_B1: Tensor) -> int:
-        """Return how many steps a graph can replay without a look at the cache: until buffers move or positions end; or 0."""
+        """Return how many steps can be replayed before the cache needs a check: until buffers move or positions end; or 0."""
         # under autocast a capture would keep the casts that it finds
         varies = cache.settings.renumbered or cache.rows.joined or is_autocasting(ids_B1.device.type)
         if varies or ids_B1.ndim != 2 or not compiled.can_trace(cache, *ids_B1.shape):
@@ -285,10 +285,10 @@ def _places(cache: EvictingCache) -> list[Place]:
 
 
 def _facts(cache: EvictingCache) -> object:
-    """Return all that a captured step takes for constant, such as shapes: steps with equal facts share a graph."""
+    """Return what a step captured as a graph takes for constant, such as shapes; steps with equal facts share a graph."""
     found: list[object] = [type(layer.mode) for layer in cache.layers]
     for holder in compiled.list_holders(cache):
-        for name in sorted(holder):
+        for name in sorted(holder):  # attributes of one object that holds tensors
             value = holder[name]
             if isinstance(value, Tensor):
                 found.append((name, tuple(value.shape), value.stride(), value.dtype, value.device))

@@ -61,7 +61,10 @@ def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | 
 
 
 def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[nn.Module, int]:
-    """Return the number of each attention module's layer, by which caches order them: its own, or its place in the list."""
+    """Return each attention module's layer number, which orders cache layers: `layer_idx`, or the place in the module list.
+
+    Called before a model is patched.
+    """
     names, numbers = {module: name for name, module in decoder.named_modules()}, dict[nn.Module, int]()
     for attn in attentions:
         place = next(filter(str.isdigit, names[attn].split(".")), "0")

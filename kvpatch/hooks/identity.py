@@ -86,7 +86,8 @@ def _read_first(part: Tensor) -> Tensor:
 def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
     """Return, for a model's fingerprint, the names of PEFT's adapters that act, and a hash of which act where, how strongly.
 
-    tuned: modules that have adapters. If generate() was given adapter_names, the names are one for each row.
+    Called as the fingerprint is made, before each prompt, and for files. tuned: modules that have adapters. If generate() was
+    given adapter_names, the names are one for each row.
     """
     rows = next((names for module in tuned if (names := adapter_names(module)) is not None), None)
     if rows is not None:

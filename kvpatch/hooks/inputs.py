@@ -36,7 +36,8 @@ MISPLACED = (
 def refuse_misspelt_arguments(known: Sequence[str], options: dict[str, Any], arguments: Sequence[str]) -> None:
     """Raise KVPatchError for an option of patched() that is another library's name of an argument, or looks misspelt.
 
-    Other unknown options are left to the policy. known: names of its options; arguments: those of patched() itself.
+    Called before the model is patched. Other unknown options are left to the policy. known: names of its options; arguments:
+    those of patched() itself.
     """
     for name in [name for name in options if name not in known]:
         if name in BUDGETS:
@@ -246,7 +247,7 @@ def refuse_switch(model: Any, prompt: int, new: int) -> None:
 
 
 def check_path(path: object) -> Path:
-    """Return the path to which a file is written or from which it is read; raise KVPatchError if it names no file."""
+    """Return the path at which a cache or other file is to be written or read; raise KVPatchError if it names no file."""
     if not isinstance(path, str | PathLike) or not str(path) or "\0" in str(path):
         raise KVPatchError(f"path={path!r} is no path: give one such as 'cache.safetensors'.")
     if Path(path).is_dir():

@@ -106,6 +106,7 @@ class Installation:
         changes[MAKE_MASKS] = wrap_make_masks(getattr(generator, MAKE_MASKS, None))
         changes[PREPARE_CACHE] = MethodType(wrap_prepare_cache(originals[PREPARE_CACHE], state), generator)
         if state.lossless and hasattr(generator, CANDIDATES):
+            # makes the object that drafts tokens in assisted decoding
             changes[CANDIDATES] = MethodType(wrap_candidates(originals[CANDIDATES], state), generator)
         if hasattr(generator, START_BATCHING):
             inner = next(name for name, module in generator.named_modules() if module is self.target.decoder)
@@ -161,7 +162,10 @@ class Installation:
 
 
 def _skip_undo(marked: list[tuple[nn.Module, Mark]]) -> None:
-    """Drop the undo at which `restore` has failed twice, of the last module of `marked`; the module, if it has no undo left."""
+    """Drop the undo (function that takes a change back) at which `restore` failed twice, so that it goes on with the others.
+
+    It is the newest of the last module of `marked`; the module is dropped if it has no undo left.
+    """
     if marked[-1][1].undo:
         marked[-1][1].undo.pop()
     else:

@@ -214,7 +214,7 @@ class Drafter(CandidateGenerator):
 
 
 def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Wrap, for a lossless patch, the method by which a model makes the drafting object of assisted decoding."""
+    """Wrap, at patching for lossless=True, the method by which generate() makes the object that drafts tokens."""
 
     def _get_candidate_generator(self: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         """Return what drafts in assisted decoding: a Drafter for a lossless cache, else the model's own object."""

@@ -111,7 +111,7 @@ def start_from_prefix(prefix: Prefix, state: PatchState) -> EvictingCache:
 
 
 def check_own(cache: object, state: PatchState) -> None:
-    """Raise KVPatchError if `cache`, given to a method of the Patch, is no EvictingCache of this patch."""
+    """Raise KVPatchError if `cache`, given by the user to a method of the Patch, is no EvictingCache of this patch."""
     if isinstance(cache, Prefix):
         raise KVPatchError("Other texts share a Prefix: give its copy(), which is a cache of its own.")
     if not isinstance(cache, EvictingCache):

@@ -42,7 +42,7 @@ class RunLog:
     """
 
     def __init__(self, settings: CacheSettings, lossless: bool = False) -> None:
-        """Begin an empty log for a patch."""
+        """Begin an empty log of passes for a patch. Called when the patch is made, and for warm-up."""
         self.settings = settings
         self.lossless = lossless  # no warning of a pass in which nothing is evicted
         self.passes = {kind: Passes() for kind in ("training", "no_cache", "prompt", "decode", "full")}

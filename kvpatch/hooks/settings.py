@@ -39,7 +39,7 @@ UNNAMED = "\n".join(
 
 
 def check_model(model: object, policy: object) -> None:
-    """Raise KVPatchError unless patched() was given a module as `model`; policy: its second argument, maybe swapped."""
+    """Raise KVPatchError as patched() begins unless its `model` is a module; policy: its second argument, maybe swapped."""
     if isinstance(policy, nn.Module) and not isinstance(model, nn.Module):
         name = repr(model) if isinstance(model, str) else "policy"
         raise KVPatchError(f"patched() takes the model first: patched(model, {name}, k=0.5).")
@@ -158,7 +158,8 @@ def _parse_budgets(
 ) -> tuple[Budget, dict[torch.dtype, Budget]]:
     """Return the budget `k` of patched() for keys of the model's dtype; if k is in bytes, also one for each dtype of keys.
 
-    bounds: window of each layer, or None. Under autocast keys have another dtype than the model.
+    Called when patched() is. bounds: each layer's sliding window, or None. Under autocast keys have another dtype than the
+    model.
     """
 
     def parse(dtype: torch.dtype) -> Budget:

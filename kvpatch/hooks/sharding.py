@@ -48,7 +48,7 @@ def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -
 
 
 def _find_mesh(holder: Any, attentions: list[tuple[nn.Module, Adapter]]) -> Any:
-    """Return the one-dimensional device mesh of tensor parallelism, whose processes share a layer's heads."""
+    """Return the one-dimensional device mesh of tensor parallelism, whose processes share a layer's heads; at patching."""
     module, adapter = attentions[0]
     weight = getattr(getattr(module, str(adapter.projection)), "weight", None)
     mesh = getattr(weight, "device_mesh", None) or holder._device_mesh  # versions before DTensor weights

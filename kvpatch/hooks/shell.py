@@ -56,7 +56,8 @@ def before_outer(
 ) -> Changed:
     """Note in `state.merged` the token ids a multimodal model is given, whose decoder gets embeddings: its forward pre-hook.
 
-    A Prefix among the arguments is replaced by a cache that starts from it. The model's offsets are set to the cache's.
+    A Prefix among the arguments is replaced by a cache that starts from it. The model's `rope_deltas` (offsets of positions
+    after images) are set to the cache's.
     """
     if torch.compiler.is_compiling():
         return None

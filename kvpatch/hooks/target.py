@@ -35,7 +35,7 @@ from .shell import makes_masks
 
 
 def already_patched(module: nn.Module) -> KVPatchError:
-    """Make the error for patched() of a model of which `module` is patched already."""
+    """Make the error of patched() for a model that is patched already. module: one of its patched modules."""
     mark = vars(module)["_kvpatch"]
     return KVPatchError(
         f"This model is already patched with policy {mark.policy!r}: leave that block or call its Patch.remove() first. Patch "
@@ -243,7 +243,7 @@ class Target:
         return {**self.describe_class(), "dtype": str(dtype_of(self.decoder)), **describe_weights(self.decoder)}
 
     def describe_class(self) -> dict[str, Any]:
-        """Describe the model for a record, for replays to compare: class and shapes, not weights, which training changes."""
+        """Describe the model in a record of evictions, by which a replay knows it: class and shapes, not weights (training)."""
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
         part = {"part": str(self.parallel)} if self.parallel.size > 1 else {}
@@ -251,7 +251,7 @@ class Target:
         return {"class": type(self.decoder).__name__, **part, **shape}
 
     def shapes(self) -> list[LayerShape]:
-        """Return the shape that each layer's cache must have, to check caches and files; with the heads of this process."""
+        """Return the shape of each layer's cache, with the heads of this process: at patching, to check caches and files."""
         queries, shapes = query_heads(getattr(self.decoder, "config", None)), []
         for module, adapter in self.attentions:
             H, D = adapter.kv_shape(module)
@@ -314,7 +314,7 @@ class Target:
         return [device_of(module, self.decoder) for module, _ in self.attentions]
 
     def state_devices(self) -> dict[int, torch.device]:
-        """Return the device of each layer of a hybrid that has a state, by its number, for states that a file brings."""
+        """Return the device of each layer of a hybrid that has a state, by layer number, where a cache's file is loaded."""
         attentions = [module for module, _ in self.attentions]
         found = {} if self.stack is None else find_state_modules(self.decoder, self.stack, attentions)
         return {number: device_of(module, self.decoder) for number, module in found.items()}

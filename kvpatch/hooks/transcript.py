@@ -43,7 +43,7 @@ class Template:
     """A tokenizer's chat template, with what it takes besides the messages (such as tools, or enable_thinking)."""
 
     def __init__(self, tokenizer: Any, arguments: dict[str, Any]) -> None:
-        """Take a chat's tokenizer, which must have a template. arguments: of apply_chat_template(), besides the messages."""
+        """Take a chat's tokenizer as the chat begins. arguments: of apply_chat_template(), besides the messages."""
         if getattr(tokenizer, "chat_template", None) is None:
             raise KVPatchError(
                 "This tokenizer has no chat template: give that of an instruct model, or set tokenizer.chat_template before "

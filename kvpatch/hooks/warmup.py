@@ -38,7 +38,7 @@ def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: i
 
 
 def _choose_length(state: PatchState, tokens: int | None) -> int:
-    """Return the length of the made-up prompt: `tokens`, or one above the budgets of all layers, so that each evicts.
+    """Return the length of warm_up's made-up prompt: `tokens`, or one above the budgets of all layers, so that each evicts.
 
     Raises:
         KVPatchError: `tokens` is within a layer's budget.

@@ -74,7 +74,7 @@ def check_k(k: object, shown: str | None = None) -> None:
 
 
 def as_python(k: object) -> object:
-    """Convert a user's argument that is a number or an array of numpy or torch to Python's numbers; return others unchanged."""
+    """Convert a user's number or array of numpy or torch, such as k=, to Python's numbers; return other values unchanged."""
     if not hasattr(k, "tolist") or getattr(k, "is_meta", False):
         return k
     return k.tolist()
@@ -107,7 +107,7 @@ def parse_k(k: object, where: str = "k") -> int | float | str:
 
 
 def says_one_token(k: object) -> bool:
-    """Tell whether a valid `k`, or its entry for a layer, is the int 1: `patched` then warns, since 1.0 may be meant."""
+    """Tell whether a valid `k`, or its entry for some layer, is the int 1: patched() then warns, since 1.0 may be meant."""
     k = as_python(k)
     if isinstance(k, Rule):
         return False
@@ -349,7 +349,7 @@ def _parse_layer(
 ) -> int | float | tuple[int | float, ...] | Rule:
     """Check one layer's entry of a list `k` for Budget.parse: return its budget, or a tuple of one per head.
 
-    where: names the entry in errors, as "k[3]". The other arguments are those of Budget.parse.
+    where: names the entry in errors, as "k[3]". bytes_per_token, fixed, extra: as in Budget.parse, for an entry in bytes.
     """
     if isinstance(k, Rule):
         return k

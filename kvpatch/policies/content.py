@@ -266,7 +266,10 @@ class Compactor(Leverage):
 
 
 def _standardize_scores(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
-    """Scale a score of Compactor to mean 0, deviation 1 over tokens `among_BHT` of all heads. All processes must call it."""
+    """Scale a part of Compactor's score to mean 0, deviation 1 over tokens `among_BHT` of all heads, at an eviction.
+
+    Processes that share the layer's heads exchange their scores: all must call this.
+    """
     x = x_BHT.nan_to_num(0.0)  # one NaN would make all heads NaN
     among = everyone.gather_heads(among_BHT.to(x.dtype), empty=0)
     count, total = among.sum((1, 2), keepdim=True), everyone.gather_heads(x, empty=0) * among

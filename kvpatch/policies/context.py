@@ -137,10 +137,7 @@ class EvictionContext:
 
     @property
     def rows_seen(self) -> Tensor:
-        """Number c of query rows that could see each token so far [B,H,T]: a sum of attention over c is its mean.
-
-        Computed once.
-        """
+        """Number c of query rows that could see each token so far [B,H,T]: it divides sums into means, at an eviction."""
         if self._rows_seen is None:
             next_B11, positions = self.newest_B11 + 1, self.positions_BHT
             until = next_B11 if self.sliding is None else torch.minimum(next_B11, find_end(self.sliding, positions))

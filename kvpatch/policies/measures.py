@@ -93,7 +93,10 @@ class Calibration:
         return f"<Calibration {self.digest[:16]}>"
 
     def of(self, layer: int, name: str, like: Tensor) -> Tensor:
-        """Return a layer's statistic `name` for all heads, on `like`'s device and in scores' dtype. Keeps it in `_placed`."""
+        """Return a layer's statistic `name` for all heads, on `like`'s device, in the dtype of scores. A score calls this.
+
+        The converted tensor is kept in `_placed`, for the next call.
+        """
         found = self.layers[layer][name]
         key = layer, name, like.device, accumulator(like.dtype) if found.dtype == torch.float32 else found.dtype
         if key not in self._placed:
@@ -124,7 +127,7 @@ class Sample:
 
     @property
     def kinds(self) -> tuple[Of, ...]:
-        """Kinds of statistics (Measure.kind) that a calibration can measure of this sample: what it has decides."""
+        """Kinds of statistics (Measure.kind) that `kvpatch calibrate` or `learn` can measure of this sample, by what it has."""
         if self.x_HTF is not None:
             return ("scores",)
         more: tuple[tuple[Of, object], ...] = (("turned", self.rotation), ("outputs", self.area_HT))
@@ -156,7 +159,7 @@ class Measure:
     adds_up: bool = True
 
     def add_piece(self, sums: Totals | None, sample: Sample) -> Totals:
-        """Return a calibration's totals `sums` plus those of a text's next piece, on the CPU; floats are added in float64."""
+        """Return totals `sums` plus those of a text's next piece, in a calibration; on the CPU, floats in float64."""
         if sums is not None and not self.adds_up:  # every piece gives the same
             return sums
         found = tuple(one.double().cpu() if one.is_floating_point() else one.cpu() for one in self.of(sample))
@@ -176,7 +179,10 @@ def _sum_products(sample: Sample) -> Totals:
 
 
 def _find_direction(sums: Totals) -> Tensor:
-    """Return a calibration's "direction": each head's first right singular vector [H,D], turned to the queries' mean."""
+    """Return a calibration's "direction" from the sums over its text: first right singular vectors of queries [H,D].
+
+    Each is turned to the side of its queries' mean.
+    """
     products, total = sums
     first = torch.linalg.eigh(products).eigenvectors[..., -1]  # in ascending order
     side = (first * total).sum(-1, keepdim=True)

@@ -96,7 +96,7 @@ def check_policy(name: str, options: Collection[str] | None = None) -> None:
 
 
 def check_options(policy: str, options: Collection[str], known: Collection[str]) -> None:
-    """Raise KVPatchError for an option that a user gives but that is not among those of the policy (`known`)."""
+    """Raise KVPatchError for an option given by a user that is not among the policy's (`known`); before a policy is made."""
     for option in options:
         if option not in known:
             raise KVPatchError(

@@ -102,7 +102,7 @@ class Policy:
         return [part for name, _, _ in _PARTS if (part := getattr(self, name)) is not None]
 
     def options(self) -> dict[str, Any]:
-        """Return the value of every option by name, as `with_options` takes them; a tuple if parts differ in the option."""
+        """Return the value of every option by name, for messages, reports and `with_options`; a tuple if parts differ in it."""
         found: dict[str, list[Any]] = {}
         for part in self._list_parts():
             for f in dataclasses.fields(part):
@@ -111,7 +111,7 @@ class Policy:
         return {name: values[0] for name, values in found.items()} | different | {"every": self.every}
 
     def with_options(self, schedule: str | None = None, **options: Any) -> Policy:
-        """Return a copy with a changed schedule or changed options.
+        """Return a copy with a changed schedule or changed options. The user calls this, and patched() with its own options.
 
         Raises:
             KVPatchError: an option that this policy does not have (the message lists those it has), or a bad value.

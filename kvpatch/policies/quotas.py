@@ -29,6 +29,8 @@ MESSAGES = "messages"  # the word of `quota=` for the messages of a chat
 def read_quota(quota: Any) -> list[Span] | Tensor:
     """Convert a user's `quota=` (spans of a prompt, each to keep its share of the budget) to pairs or an int64 tensor.
 
+    Called when a policy is made, and as a prompt is read.
+
     Args:
         quota: (start, stop) for each span, or the number of its span for each token, [n] or [B,n], -1 for none.
 

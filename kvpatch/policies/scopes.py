@@ -21,7 +21,7 @@ TURNS = ("all", "each", "first")
 
 
 def check_size(name: str, value: object) -> None:
-    """Refuse an option of a policy unless it is a number of tokens (int >= 0) or a share of the budget (float in [0, 1])."""
+    """Refuse an option, as a policy is made, unless it is a number of tokens (int >= 0) or share of the budget (float <= 1)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise KVPatchError(f"{name}={value!r} must be a number of tokens (int) or a share of the budget (float).")
     if isinstance(value, float) and value > 1.0:
@@ -268,6 +268,8 @@ class AllBut:
 
 def protect_tensor(protect: Any) -> Tensor:
     """Convert a user's `protect=` to a tensor: bool for a mask, int64 for token ids; for AllBut the ids that it leaves out.
+
+    Called when a policy is made, and as a prompt is read.
 
     Raises:
         KVPatchError: anything else, or nothing to protect.

@@ -253,7 +253,7 @@ class TwoStage(Selection):
 
 
 def _one_for_all(count: Tensor) -> int | None:
-    """Return the value of all entries of `count`, so that mask_top is faster; None if they differ or the host would wait."""
+    """Return the value of all entries of `count`, by which mask_top is faster; None if they differ or lie on a device."""
     if not at_hand(count) or torch.compiler.is_compiling():
         return None
     low, high = count.aminmax()

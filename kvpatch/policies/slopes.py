@@ -84,8 +84,8 @@ class Sloped(Rule):
 def _split_budget(beta: int | float, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
     """Divide n_layers * budget, for Pyramid.split, along a line from the first layer to the last, which gets budget / beta.
 
-    least: tokens that each layer gets in any case. most: of the first layer; None: no bound. The line is of Fractions, so that
-    all processes round alike: up in the layers with the largest remainders.
+    Called where a prompt ends. least: tokens that each layer gets in any case. most: of the first layer; None: no bound. The
+    line is of Fractions, so that all processes round alike: up in the layers with the largest remainders.
     """
     last = max(budget / Fraction(beta), Fraction(min(least, budget)))
     if most is not None:

@@ -68,7 +68,7 @@ class NoisySums(Sums):
         return first + min(step, length) * (last - first) / length
 
     def draw_for_rows(self, block: Block) -> Tensor:
-        """Draw noise [N,G,R,M] for each pair of query and key in a block of rows that is summed under resample=True."""
+        """Draw noise [N,G,R,M] for each query and key of a block of rows that is summed, where each query draws its own."""
         head, row, key = block.place()
         head, row, key = head[:, :, None, None], row[:, None, :, None], key[:, None, None, :]
         return self._distribute_noise(noise.uniform(block.seed, block.layer, head, row, key))

@@ -49,7 +49,11 @@ class Moments(Note):
         return Moments(total, self.mean_BHG1D + apart * share, spread)
 
     def rotate_moments(self, rotation_B11DD: Tensor | None, factor: float) -> Queries:
-        """Return mean and covariance of `factor` times the queries, rotated by each row's matrix to coming positions."""
+        """Return mean and covariance of `factor` times the queries, rotated by each row's matrix to coming positions.
+
+        Called for the score where a prompt ends. rotation_B11DD: the mean rotation of those positions; None: the model has
+        none.
+        """
         mean, spread = self.mean_BHG1D * factor, self.spread_BHGDD
         covariance = None if spread is None else spread / self.count_B1111.clamp(min=1) * factor**2
         if rotation_B11DD is not None:
@@ -123,9 +127,10 @@ _AT_ONCE = 2048  # queries that are held without rotation at a time
 
 
 def mean_rotation(rotate: Callable[[Tensor, Tensor], Tensor], places_BF: Tensor, like: Tensor) -> Tensor:
-    """Return the mean [B,1,D,D] of the rotations at coming positions `places_BF`: row d is what the d-th unit vector becomes.
+    """Return the mean [B,1,D,D] of the rotations at positions `places_BF`: row d is what the d-th unit vector becomes.
 
-    rotate: applies positions [B,1,F] to vectors [B,D,F,D]. like: for dtype, device and D.
+    For scores that expect queries at coming positions, where a prompt ends, and for calibrations. rotate: applies positions
+    [B,1,F] to vectors [B,D,F,D]. like: for dtype, device and D.
     """
     (B, F), D = places_BF.shape, like.shape[-1]
     unit = torch.eye(D, dtype=like.dtype, device=like.device)[None, :, None]

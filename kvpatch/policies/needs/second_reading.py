@@ -55,7 +55,10 @@ class Rereading(Need[View]):
         self._split_instruction()
 
     def cut_pieces(self, ids: list[int]) -> Iterator[tuple[int, int, list[int]]]:
-        """Cut a prompt for its second reading: yield (start, stop, tokens). tokens: an instruction, then ids[start:stop]."""
+        """Cut a prompt, once read, into pieces to read again: yield (start, stop, tokens).
+
+        tokens: instruction, ids[start:stop].
+        """
         first, later, close = self._split_instruction()
         for start in range(0, len(ids), self.chunk):
             stop = min(start + self.chunk, len(ids))

@@ -96,7 +96,7 @@ def _make_now(name: str, make: Callable[[], Tensor]) -> Tensor:
 
 
 def pick_rows(q_BHGQD: Tensor, lse_BHGQ: Tensor | None, index_BR: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Pick from a prompt the queries whose attention is read [B,H,G,R,D], at columns index_BR, and their log-sum-exps. Pure."""
+    """Pick a prompt's queries at columns `index_BR`, [B,H,G,R,D], and their log-sum-exps, to read attention of some rows."""
     b = torch.arange(len(index_BR), device=index_BR.device)[:, None]
     q = rearrange(rearrange(q_BHGQD.detach(), "b h g q d -> b q h g d")[b, index_BR], "b r h g d -> b h g r d")
     return q, None if lse_BHGQ is None else rearrange(lse_BHGQ[b, :, :, index_BR], "b r h g -> b h g r")
