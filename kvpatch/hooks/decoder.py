@@ -73,7 +73,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
     changed = _begin_pass(decoder, call, state)
     if lossless_cache is not None:
         lossless_cache.lend()  # layers attend to all earlier tokens, which it keeps on the host
-    put_aside(decoder, state.aside, ours=changed is not None)
+    put_aside(decoder, state.aside, ours=changed is not None)  # attributes that the patch replaces
     if changed is None:
         state.log.count_own_code(call, decoder.training)
     else:
@@ -109,9 +109,9 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     cache.count_in(keys_dtype(decoder, tokens.device.type))  # turns a budget in bytes into tokens
     columns = cache.get_seq_length()
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
-        repeatable = cache.scratch and decoder.training
+        repeatable = cache.scratch and decoder.training  # gradient checkpointing may run the pass twice
         table = table_maker(decoder, state, tokens.device)
-        merged = state.merged.take(*tokens.shape[:2])
+        merged = state.merged.take(*tokens.shape[:2])  # token ids, where the decoder gets embeddings
         passes.begin(cache, *tokens.shape[:2], mask, call.get("input_ids"), tokens.device, table, repeatable, merged)
         if reader is not None:
             offsets.note_offsets(reader, cache, tokens.shape[0], tokens.device)
@@ -129,7 +129,7 @@ def _choose_cache(decoder: nn.Module, call: dict[str, Any], state: PatchState) -
     past, config = cache_of(call), getattr(decoder, "config", None)
     scratch = _is_scratch(decoder, call)
     cache = state.new_cache() if past is None else ownership.own_cache(past)
-    cache.scratch = scratch
+    cache.scratch = scratch  # True: dropped when the pass ends
     n_layers = state.settings.within(getattr(config, "num_hidden_layers", sys.maxsize))
     if len(cache.layers) != n_layers:
         raise KVPatchError(
@@ -199,11 +199,11 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
         tokens = state.merged.take(*call["inputs_embeds"].shape[:2])
     packed = pool.next_pass()
     for part in packed.parts:
-        if part.cache.read_by is None:
+        if part.cache.read_by is None:  # no model has read with it yet
             ownership.check_reader(part.cache, decoder, state)
     with torch.inference_mode(False), torch.no_grad():
         packed.begin(tokens[0], table_maker(decoder, state, tokens.device))
-    put_aside(decoder, state.aside, ours=True)
+    put_aside(decoder, state.aside, ours=True)  # attributes that the patch replaces
     for part in packed.parts:
         state.log.begin(part.cache, decoder.training, made_here=False)
     if "position_ids" in state.decoder_parameters:
@@ -255,7 +255,7 @@ def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, 
         return False  # the model's own code has run since the last pass under the patch
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
-    if cache.rows.joined and not cache.settings.renumbered:
+    if cache.rows.joined and not cache.settings.renumbered:  # rows at different positions of their texts
         inputs.give_position_ids(call, cache, 1, mask, state.decoder_parameters, state.places_itself)
     compiled.begin_step(cache, None if cache.settings.renumbered else state.max_positions, mask, call.get("input_ids"))
     if cache.settings.renumbered and state.max_positions is not None:

@@ -51,7 +51,7 @@ def _read_edit(
         if "position_ids" in state.decoder_parameters:
             unplaced = state.settings.renumbered and state.max_positions is not None  # keys are rotated later
             call["position_ids"] = torch.zeros_like(now.positions_BQ) if unplaced else now.positions_BQ
-        put_aside(reader, state.aside, ours=True)
+        put_aside(reader, state.aside, ours=True)  # attributes of the decoder that the patch replaces
         try:
             reader(**call)
         finally:

@@ -67,7 +67,7 @@ def _run_with_cache(
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
     config = config if isinstance(config, GenerationConfig) else None
     configs = (config, getattr(self, "generation_config", None))
-    if state.settings.transparent and _asks_for_others(kwargs, *configs, self.config):
+    if state.settings.transparent and _asks_for_others(kwargs, *configs, self.config):  # policy "full"
         return run(*args, **kwargs)
     _refuse_cache_implementation(kwargs, *configs)
     taken_as = _cache_parameter(run, kwargs)

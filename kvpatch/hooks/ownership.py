@@ -61,6 +61,7 @@ def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) ->
     now = stamp_model(decoder)
     if len(now.adapters) > 1:
         _refuse_mixed(decoder, state)
+    # the state of the model that calibration= is of
     if state.measured is not None and (changed := state.measured.differs(now)) is not None:
         name, there, here = changed
         raise KVPatchError(

@@ -21,7 +21,7 @@ def check_places(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, mas
     inputs.check_position_ids(call.get("position_ids"), B, Q, limit is not None)
     if cache.scratch or not state.settings.transparent:  # with a cache the unpatched model reads them as one text
         inputs.refuse_packed_rows(call)
-    if cache.rows.joined and not settings.renumbered:
+    if cache.rows.joined and not settings.renumbered:  # rows at different positions of their texts
         inputs.give_position_ids(call, cache, Q, mask, state.decoder_parameters, state.places_itself)
     if not settings.renumbered:
         _refuse_too_many(cache, Q, call.get("position_ids"), limit)

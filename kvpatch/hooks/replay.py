@@ -53,7 +53,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
     places_BQ = positions_BQ.to(tokens.device)
     if "position_ids" in state.decoder_parameters and call.get("position_ids") is None:
         call["position_ids"] = places_BQ.clamp(min=0)
-    put_aside(decoder, state.aside, ours=True)
+    put_aside(decoder, state.aside, ours=True)  # attributes of the decoder that the patch replaces
     now = ReplayPass(state.settings, record, text_B, places_BQ, not bool(real_BQ.all()), not bool(gaps.any()))
     state.log.replayed = now.choice.ran
     carried = by_kind(state.settings.stack, Courier.carrying(now, pass_mask(tokens.device)), mask, Q)
