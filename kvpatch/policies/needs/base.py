@@ -66,7 +66,7 @@ class LayerRead(Protocol):
     def statistic(self, name: str) -> Tensor:
         """Return the layer's tensor `name` [B,H,T] of numbers beside the used slots, for a need to read or write.
 
-        One that a need lists in its `states` begins as zero.
+        A need is what a score or scope reads. A tensor that one lists in its `states` begins as zero.
 
         Raises:
             KVPatchError: no score's or need's entry() stores it with tokens, and no need has it among its `states`.
@@ -238,9 +238,10 @@ class Need(Generic[View]):
         """
 
     def step(self, step: StepRead) -> None:
-        """Read a decode step, once the layer has attended; may change `layer.notes` and the tensors named in `states`.
+        """Read a decode step for a score or scope, once the layer has attended; may change what this need keeps.
 
-        Not called for a need that reads attention (`rows`) where decode steps evict nothing.
+        That is its memory in `layer.notes` and the tensors named in `states`. Not called for a need that reads attention
+        (`rows`) where decode steps evict nothing.
         """
 
     def view(self, context: EvictionContext) -> View:
@@ -248,7 +249,7 @@ class Need(Generic[View]):
         raise NotImplementedError(f"{type(self).__name__} has no view")
 
     def end(self, layer: LayerRead, state: dict[str, Tensor], evicts: bool) -> None:
-        """Remove this need's note and tensors from a layer if no later step reads them; called once a prompt's end has evicted.
+        """Remove what this need keeps of a layer (note and tensors) if no later step reads it; once a prompt's end has evicted.
 
         state: the layer's tensors beside the keys. evicts: whether more of this text may be evicted.
         """
@@ -264,9 +265,9 @@ class Need(Generic[View]):
         return {}
 
     def saved(self, sizes: Mapping[str, int]) -> dict[str, tuple[int | None, ...]]:
-        """Return the shape of each tensor of this need's note, by field, to check a loaded cache. None: any size.
+        """Return the shape of each tensor of this need's note (memory between passes), by field, to check a loaded cache.
 
-        sizes: of axes by letter; a field's name ends with its axes, as in q_BHGWD.
+        None: any size. sizes: of axes by letter; a field's name ends with its axes, as in q_BHGWD.
         """
         letters = {"1": 1, **sizes, **self.sizes}
         named = [] if self.note is None else [field.name for field in fields(self.note)]  # type: ignore[arg-type]

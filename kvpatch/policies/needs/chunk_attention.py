@@ -33,9 +33,9 @@ class Local(Note):
         return self.q_BHGCD.movedim(3, 1)[b, at_BM].movedim(1, 3), self.k_BHCD.movedim(2, 1)[b, at_BM].movedim(1, 2)
 
     def take_newest(self, count: int, start_B1: Tensor) -> Local:
-        """Return the `count` newest rows of each text, which wait for the prompt's next piece.
+        """Return the `count` newest queries and keys of each text, which wait for the prompt's next piece.
 
-        Rows before `start_B1`: position -1.
+        Those before position `start_B1` get position -1: they belong to no chunk that is open.
         """
         at = self.positions_BC.topk(min(count, self.positions_BC.shape[1]), dim=1).indices.sort(1).values
         positions = self.positions_BC.gather(1, at)
@@ -79,7 +79,7 @@ class ChunkAttention(Need[Tensor]):
         end_B1 = first_B1 + C - padding_B1
         whole_B1 = sinks + (end_B1 - sinks).clamp(min=0) // size * size  # the chunks before are complete
         stop_B1 = end_B1 if prompt.ends else whole_B1
-        begin_B1 = sinks + (first_B1.clamp(min=sinks) - sinks) // size * size
+        begin_B1 = sinks + (first_B1.clamp(min=sinks) - sinks) // size * size  # the first row's chunk begins here
         together = max(1, prompt.at_once // (B * H * G * size**2))
         state = layer.statistic("local")
         for chunk in range(0, C // size + 2, together):

@@ -84,7 +84,10 @@ class Needs(tuple[AnyNeed, ...]):
         return tuple(name for need in self for name in need.states)
 
     def check_state(self, name: str, known: Iterable[str]) -> None:
-        """Raise KVPatchError if a layer is asked for a tensor that no need keeps. known: names that entry() methods store."""
+        """Raise KVPatchError if a layer is asked for a tensor that none of the policy's needs keeps up to date.
+
+        known: names of the numbers that entry() stores with tokens.
+        """
         if name not in self.states:
             there = ", ".join(sorted({*known, *self.states})) or "none"
             raise KVPatchError(f"layers keep no numbers {name!r}, but {there}; entry(new) of a need returns new ones.")

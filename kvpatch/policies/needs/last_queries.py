@@ -61,9 +61,7 @@ class Recent(Note):
     def find_contradiction(self, seen_B11: Tensor) -> Tensor:
         """Return True [B,W] for held queries that cannot be: of tokens not yet seen, or in a wrong column.
 
-        Called by cache checks.
-
-        All are True if no query is held.
+        Called when a cache is checked. All are True if no query is held.
         """
         width, known = self.positions_BW.shape[1], self.positions_BW >= 0
         placed = (self.positions_BW % width == torch.arange(width, device=known.device)) | (self.positions_BW == -1)

@@ -74,7 +74,7 @@ class NoisySums(Sums):
         return self._distribute_noise(noise.uniform(block.seed, block.layer, head, row, key))
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        """Return exp(noise) of keys that enter the cache, to store with them; {} without noise, or under resample=True."""
+        """Return exp(noise) of keys that enter the cache, to store with them; {} without noise, or if queries draw theirs."""
         if self.noise == "none" or self.fresh:
             return {}
         (B, H, Q), G, device = new.k_BHQD.shape[:3], new.group, new.k_BHQD.device
