@@ -55,7 +55,7 @@ class _Captured:
         self.owner, self.inputs = weakref.ref(cache), {name: tensor.clone() for name, tensor in inputs.items()}
         self.logits: Tensor  # from the capture on
         self.seen_B = cache.seen_B  # any pass or change but a replay gives the cache another tensor
-        self.left = 0
+        self.left = 0  # replays until the cache must be checked again
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,7 @@ class _Captured:
         before = self.owner()
         if before is not None and before is not cache:
             before.drop_stack(due=before.stacked)
-            for holder, name in _places(before):
+            for holder, name in _places(before):  # where the cache's objects refer to tensors
                 if any(holder[name] is tensor for tensor in self.tensors):
                     holder[name] = holder[name].clone()
         cache.drop_stack(due=cache.stacked)  # a stack holds all layers' tensors as one

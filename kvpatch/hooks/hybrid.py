@@ -21,7 +21,7 @@ from ..errors import KVPatchError
 
 
 def stack_of(decoder: Any) -> Stack | None:
-    """Return which layers of a hybrid attend and which keep a state, by number; None for other decoders.
+    """Return the layer numbers of a hybrid decoder that attend and that keep a recurrent state; None for other decoders.
 
     Read from the empty cache that transformers makes for its configuration, before a patch is installed.
 

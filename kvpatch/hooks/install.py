@@ -126,7 +126,7 @@ class Installation:
         put_attribute(module, name, value)
 
     def _mark_module(self, module: nn.Module) -> Mark:
-        """Return a module's mark, where changes note their undo; the first call, before any change, sets it as `_kvpatch`."""
+        """Return a module's mark, the list of its changes and their undo; a first call sets a new one as `_kvpatch`."""
         for one, mark in self.marked:
             if one is module:
                 return mark
@@ -173,10 +173,10 @@ def _skip_undo(marked: list[tuple[nn.Module, Mark]]) -> None:
 
 
 def unmark_module(module: nn.Module, mark: Mark) -> None:
-    """Undo the changes that a mark lists, newest first, and take the mark off; nothing if the module has another or none.
+    """Undo the changes of a patch to a module, newest first, and take its mark off; nothing if it has another mark or none.
 
-    Called when a patch is removed, and by unpatch(). If interrupted, call it again: the change that was being undone is undone
-    once more, which every undo allows.
+    A mark lists a module's changes with their undo. Called when a patch is removed, and by unpatch(). If interrupted, call it
+    again: the change that was being undone is undone once more, which every undo allows.
     """
     attributes = vars(module)
     if attributes.get("_kvpatch") is not mark:

@@ -88,9 +88,9 @@ def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
 
 @contextmanager
 def follow(state: PatchState, model: dict[str, Any], record: Record | Sequence[Record], in_force: bool) -> Iterator[None]:
-    """Make passes without a cache follow a record inside a with-block, by `state.replayed`. Called by Patch.replay.
+    """Make passes without a cache follow a record (which keys each query saw) inside a with-block. Called by Patch.replay.
 
-    model: its class and shapes. in_force: the patch was not removed.
+    Sets `state.replayed`. model: class and shapes of this patch's model. in_force: the patch was not removed.
     """
     if not in_force:
         raise KVPatchError(
@@ -108,7 +108,7 @@ def follow(state: PatchState, model: dict[str, Any], record: Record | Sequence[R
 
 
 def find_record(state: PatchState, model: dict[str, Any], cache: EvictingCache | None) -> Record:
-    """Return the record of what each query attended to in a cache, by default the one used last. Called by Patch.record.
+    """Return the record of which keys each query saw in a cache, by default the cache used last. Called by Patch.record.
 
     model: its class and shapes, which a replay compares.
     """

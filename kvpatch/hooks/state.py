@@ -176,8 +176,8 @@ def pass_mask(device: torch.device) -> Tensor:
 def by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: int) -> Tensor | dict[str, Tensor | None]:
     """Return the mask of a pass of Q columns as its decoder takes it: one tensor, or for a hybrid one by kind of layer.
 
-    Called where a pass begins. Layers with a state must not read padding: they get the padding mask of the new columns, if any.
-    stack: of a hybrid, or None. mask: for the layers that attend. real_BT: the caller's padding mask.
+    Called where a pass begins. A hybrid has recurrent layers, too: these must not read padding, and get the padding mask of the
+    new columns, if any. stack: of a hybrid, or None. mask: for the layers that attend. real_BT: the caller's padding mask.
     """
     if stack is None or not stack.states:
         return mask

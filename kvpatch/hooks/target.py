@@ -196,9 +196,9 @@ class Target:
         calibration = calibrated.calibration
         kinds = {MEASURES[name].kind for name in calibrated.names}
         command = "kvpatch learn" if "scores" in kinds else "kvpatch calibrate"
-        if "outputs" in kinds:
+        if "outputs" in kinds:  # measured through the output projection
             self.check_projection(policy)
-        if "turned" in kinds:
+        if "turned" in kinds:  # measured of queries without their rotation
             self.check_rotations(policy)
             for module, adapter in self.attentions:
                 if type(adapter).rotary_table is Adapter.rotary_table or adapter.slopes(module) is not None:

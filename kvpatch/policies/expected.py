@@ -58,7 +58,7 @@ class ExpectedAttention(Score):
             raise KVPatchError(f"covariance={self.covariance!r} must be True, or False for the mean query alone.")
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return the expected attention times the norm of each value, [B,H,T], where a prompt ends (see the class)."""
+        """Return (attention expected of coming queries + eps) * norm of the value, [B,H,T], where a prompt ends."""
         keys, values = context.view(Held)
         dtype = accumulator(keys.dtype)
         # sinks are kept in any case; empty slots are at position -1

@@ -152,10 +152,10 @@ class Mass(Rule):
         refuse("Mass", FeatureSet(policy, k=self))
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens [B,H,1] that each head keeps, and the sum of the scores that it has lost so far, or None.
+        """Return the tokens [B,H,1] that each head keeps, and the sum of the scores that it has evicted so far, or None.
 
-        Called when tokens are evicted: it counts the fewest best tokens that have `share` of all scores, lost ones included.
-        keys_BHT: eviction keys, which sort tokens by score, protected ones first (selection.py).
+        Called at each eviction: counts the fewest best tokens that have `share` of all scores, evicted ones included, as they
+        were. keys_BHT: eviction keys, which sort tokens by score, protected ones first (selection.py).
         """
         weight = _weigh_tokens(score, context, keys_BHT)
         order = keys_BHT.argsort(dim=-1, descending=True)  # protected tokens first, dead ones and empty slots last

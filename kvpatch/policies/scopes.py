@@ -205,8 +205,8 @@ class DeviationScope(Scope):
     def mask(self, context: EvictionContext) -> Tensor | None:
         """Return True for the tokens that this eviction must not drop, bool [B,H,T].
 
-        These are the `limits.deviation` tokens whose attention varies most between query rows, and those that Scope protects.
-        A prompt that the schedule keeps (`any_prompt`: in some row) does not count among the former.
+        These are the `limits.deviation` tokens whose attention varies most between query rows, and those that Scope protects. A
+        prompt that the policy keeps whole (`any_prompt`: in some row) does not count among the former.
         """
         position, limits = context.positions_BHT, context.limits
         mean, seen = context.mean, context.rows_seen

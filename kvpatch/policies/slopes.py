@@ -73,9 +73,9 @@ class Sloped(Rule):
         return self.pyramid.split(self.uniform.tokens(n), self.n_layers, self.last, most)[self.layer]
 
     def highest(self, n: int, H: int, new: int | None = 0) -> list[int]:
-        """Return the most tokens of each of H heads after any prompt of up to n, to reserve memory: the larger end, plus one.
+        """Return the most tokens of each of H heads after any prompt of up to `n` tokens, by which memory is reserved.
 
-        The slope is least after the shortest prompt and greatest after the longest; rounding adds at most a token.
+        A layer's budget is largest after the shortest or the longest prompt; rounding adds at most a token.
         """
         return [max(self.tokens(1), self.tokens(n)) + 1] * H
 
