@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def list_waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
-    """Return in how many decode steps heads evict next, without repeats, when a layer's tokens were moved to other slots.
+    """Return in how many decode steps a layer's heads evict next, without repeats. Called once its slots have changed.
 
     counts: tokens that each head holds. goals: the count at which each head evicts: its budget and `every`, the number of
     tokens that it evicts at once.
