@@ -57,7 +57,7 @@ _EMPTY = "past has read nothing yet: call the model with it first."
 def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device]) -> None:
     """Evict from each layer of `cache` in place for compress(), with the code that runs where a prompt ends in a forward pass.
 
-    No query attends here, since the policy's scores need none.
+    No query attends here: the policy's scores need none, or come from a second reading of the prompt.
     """
     shapes, now = target.shapes(), cache.running
     for layer, (module, adapter) in enumerate(target.attentions):

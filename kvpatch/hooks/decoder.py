@@ -199,7 +199,7 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
         tokens = state.merged.take(*call["inputs_embeds"].shape[:2])
     packed = pool.next_pass()
     for part in packed.parts:
-        if part.cache.read_by is None:  # no model has read with it yet
+        if part.cache.read_by is None:  # nothing was read into it yet
             ownership.check_reader(part.cache, decoder, state)
     with torch.inference_mode(False), torch.no_grad():
         packed.begin(tokens[0], table_maker(decoder, state, tokens.device))

@@ -43,7 +43,7 @@ class GenerateSteps:
         self.state, self._lock = state, threading.Lock()
         self._graph: StepGraph | None = None
         self._described: object = None  # the model's state that the graph depends on
-        self._output: ModelOutput | None = None  # of the model's call inside the newest capture
+        self._output: ModelOutput | None = None  # of the newest `_run_model`
         self._make_output: Callable[..., ModelOutput]
 
     @contextmanager

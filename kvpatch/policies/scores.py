@@ -78,7 +78,7 @@ class Score:
 
     @property
     def kernel_source(self) -> str | None:
-        """Name of the state that a fused decode kernel reads in place of `value` (@kernel_value); None: torch calls `value`."""
+        """Name of the tensor in context.state that a decode kernel reads instead of `value` (see @kernel_value), or None."""
         value, form = getattr(type(self).value, "kernel_value", (None, None))
         if value is not type(self).value:  # a wrapper may copy the attributes of the function that it wraps
             return None
