@@ -24,7 +24,11 @@ class AmendingSend:
         self._send, self._change, self._end, self._whole, self._start, self._body = send, change, end, False, None, b""
 
     async def __call__(self, message: Any) -> None:
-        """Change and send an ASGI message of the app. A JSON answer is held back until it is whole: its length may change."""
+        """Send one ASGI message of an answer, its JSON changed; the app calls this in place of the server's own `send`.
+
+        A JSON answer is held back until it is complete, since a change may alter its length. Events of a stream are changed as
+        they come, and the bytes `end` follow the last one.
+        """
         if message["type"] == "http.response.start":
             self._whole = dict(message["headers"]).get(b"content-type", b"").startswith(b"application/json")
             self._start = message
@@ -41,14 +45,14 @@ class AmendingSend:
         await self._send(message)
 
     async def _send_whole(self) -> None:
-        """Send a JSON answer, when its last piece has come: the body after `change`, and headers with the new length."""
+        """Change and send the held-back JSON answer when its last piece has come; content-length is set to the new body's."""
         body = self._amend_json(self._body)
         headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]  # type: ignore[index]
         await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})  # type: ignore[dict-item]
         await self._send({"type": "http.response.body", "body": body})
 
     def _amend_lines(self, body: bytes) -> bytes:
-        """Return a piece of a streamed answer, its events changed where they have a "usage". No event is cut in two."""
+        """Return a streamed piece: of events with a "usage", the JSON after "data: " is changed. Pieces hold whole events."""
         if b'"usage":' not in body:
             return body
         lines = body.split(b"\n")
@@ -60,9 +64,10 @@ class AmendingSend:
 
 
 def complete_answer(answer: dict[str, Any], asked: AcceptedRequest) -> bool:
-    """Note in an answer, in place, how many prompt tokens came from a kept cache, and in a "response" that a limit cut it.
+    """Write into an outgoing answer, in place, how many prompt tokens were not read again, and whether a token limit ended it.
 
-    Called for each JSON object that goes out. Returns False for one without a usage, such as a piece of text: it is unchanged.
+    Called for each JSON object that the server sends. The count goes into "usage"; an object of /v1/responses that the limit
+    ended becomes "incomplete". Returns False for an object without a usage, such as a piece of text: it is unchanged.
     """
     response = answer.get("response") or answer
     usage = response.get("usage")

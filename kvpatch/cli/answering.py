@@ -35,10 +35,10 @@ USUAL = 1024  # new tokens of a request that does not say how many
 
 
 def start_engine(model: Any, options: dict[str, Any], conversations: Conversations | None = None, patience: float = 600) -> Any:
-    """Start the continuous batching of a server's patched model, and return its manager when it can take requests.
+    """Start transformers' continuous batching for `kvpatch serve`, and return its manager once it can take requests.
 
     Args:
-        model: the model.
+        model: the patched model.
         options: of ContinuousBatchingConfig.
         conversations: where the engine keeps the caches of requests that have ended; None to keep none.
         patience: seconds to wait for the engine before an error.
@@ -79,7 +79,7 @@ class Answers(CBGenerateManager):
     engine: Any
 
     def __init__(self, engine: Any, model: Any, positions: int | None) -> None:
-        """Begin without requests, as a server starts; `engine` runs already. Sets `note_reuse` of its conversations."""
+        """Begin without requests when a server starts; its engine runs already. Kept conversations will call `_note_reuse`."""
         super().__init__()
         self._cb = self.engine = engine
         self.model, self.positions, self.figures = model, positions, ServerFigures(engine)
@@ -90,7 +90,7 @@ class Answers(CBGenerateManager):
             self.conversations.note_reuse = self._note_reuse
 
     def _note_reuse(self, request_id: str, tokens: int) -> None:
-        """Note how many tokens of a request a kept conversation had read. The engine calls this when the request starts."""
+        """Note how many prompt tokens a kept cache has spared a request. The engine calls this when it begins the request."""
         asked = self.asked.get(request_id)
         if asked is not None:
             asked.cached = tokens
@@ -101,7 +101,7 @@ class Answers(CBGenerateManager):
     def generate_streaming(  # type: ignore[override]
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
-        """Begin a request; return the queue that its text comes in, and what fills it. transformers' handlers call this."""
+        """Begin a request; return the queue of its text and the streamer that fills it. transformers' handlers call this."""
         asked, arguments = self._accept_request(processor, inputs["input_ids"], gen_config, request_id)
         pieces: asyncio.Queue[Any] = asyncio.Queue()
         streamer = _Streamer(self, request_id, processor, pieces, response_parser)
@@ -156,13 +156,13 @@ class Answers(CBGenerateManager):
         return text, len(ids), cut_tokens(processor, tokens, text) if parsed else tokens
 
     def cancel(self, request_id: str) -> None:
-        """End a request whose client is gone, if it runs."""
+        """End a request that nobody waits for, unless it has ended or never reached the engine (no prompt tokens noted)."""
         asked = self.asked.get(request_id)
         if asked is not None and asked.prompt:
             self._end_request(request_id, "gone")
 
     def close(self, request_id: str) -> AcceptedRequest | None:
-        """Forget and return a request; `Gate` calls this when it has ended. Every EVERY-th call frees memory."""
+        """Forget and return a request when its answer has been sent. Every EVERY-th call gives free memory to the system."""
         self.cancel(request_id)
         asked = self.asked.pop(request_id, None)
         self._closed += asked is not None
@@ -177,14 +177,14 @@ class Answers(CBGenerateManager):
         self._check_alive(request_id)
         asked = self.asked[request_id]
         asked.prompt = len(ids)
-        room = None if self.positions is None else self.positions - len(ids) + 1
+        room = None if self.positions is None else self.positions - len(ids) + 1  # the last new token is not fed back
         new = asked.most or (USUAL if room is None else max(1, min(USUAL, room)))
         try:
             if self.positions is not None:
                 check_length(len(ids), new, self.positions, "this server takes {} (--max-model-len)")
             pool = self.engine.pool
             messages = find_messages(tokenizer, asked.body, ids) if pool.keeps_system else None
-            pool.check(ids, new, messages=messages)
+            pool.check(ids, new, messages=messages)  # raises for a request that the cache could never hold
             chosen = self._make_config(asked.sampling)
         except KVPatchError as error:
             asked.ended = "refused"
@@ -196,7 +196,7 @@ class Answers(CBGenerateManager):
         return asked, {"sampling": sampling} | ({} if messages is None else {"messages": messages})
 
     def _make_config(self, given: dict[str, Any]) -> Any:
-        """Return a copy of the model's generation config with the sampling fields of a new request, to make its Sampling."""
+        """Return a copy of the model's generation config, changed by a request's sampling fields, for `make_sampling`."""
         config = copy.deepcopy(self.model.generation_config)
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
             if name in given:
@@ -261,9 +261,9 @@ class _Streamer(CBStreamer):
     """The text of a request, token by token, up to its first stop string."""
 
     def __init__(self, answers: Answers, request_id: str, processor: Any, pieces: Any, parser: Any) -> None:
-        """Begin to stream one request, in the event loop: the engine hands over its new tokens, whose text goes into `pieces`.
+        """Begin to stream one request; called in the event loop. The engine's outputs go to `put`, and their text to `pieces`.
 
-        pieces: an asyncio queue. parser: of tool calls, or None. The decoder is wrapped so that `watch` finds stop strings.
+        pieces: an asyncio queue. parser: of tool calls, or None. The decoder is wrapped, to look for stop strings in its text.
         """
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
         super().__init__(answers.engine, request_id, tokenizer, asyncio.get_running_loop(), pieces, response_parser=parser)
@@ -271,10 +271,10 @@ class _Streamer(CBStreamer):
         self._decode_stream: Any = WatchedDecoder(self._decode_stream, self.watch)
 
     def put(self, output: Any) -> None:
-        """Decode the tokens that have come, and put their text into the queue. The engine calls this after each pass.
+        """Decode an output's new tokens, and put their text into the queue. Called with each output that the engine delivers.
 
-        Tokens after a stop string do not count: how many there are depends on the load. An answer that cannot be read fails
-        alone: raising here would lose the outputs of other requests of the same pass.
+        `total_tokens` leaves out those after a stop string: their number depends on the load. If the text cannot be parsed,
+        only this request fails: an exception would lose the outputs of other requests of the same forward pass.
         """
         try:
             super().put(output)
@@ -283,7 +283,7 @@ class _Streamer(CBStreamer):
         self.total_tokens = self._decode_stream.tokens
 
     def end(self) -> None:
-        """Put text held back, as it might begin a stop string, into the queue; close that. Called at the last output."""
+        """Put the text that was held back (it might have begun a stop string) into the queue, and close it; at the end."""
         rest = self.watch.flush()
         if rest:
             parsed = [rest] if self._parser is None else response_events_to_chunks(self._parser.feed(rest))

@@ -67,7 +67,7 @@ def learn(  # noqa: PLR0913 - as above
     option: given.NoOption = None,
     json: given.Json = False,
 ) -> None:
-    """Learn once what a second reading of your text looks at, for the policy learned, and write it to a file.
+    """Learn once, for the policy `learned`, which tokens a second reading of your text attends to, and write that to a file.
 
     The text is read twice, piece by piece. The file is a calibration and is used as one: --policy learned --option
     calibration=FILE, or kvpatch.load_calibration(FILE) in Python.
@@ -82,9 +82,9 @@ def learn(  # noqa: PLR0913 - as above
 def _measure_text(
     source: Source, text: TextFile, out: Path, sizes: tuple[int, int], json: bool, learn_from: str | None = None
 ) -> None:
-    """Do the work of `calibrate`, or with `learn_from` (a teacher's name) of `learn`: read the text in pieces, write to `out`.
+    """Do the work of `calibrate`, or of `learn` if a teacher is named: run the model on a text, and save what is measured.
 
-    sizes: tokens of a piece, and of all pieces.
+    sizes: tokens of a piece of the text, and of all pieces. learn_from: name of the policy whose scores are learned.
     """
     source.check()
     content, (length, tokens) = text.read_text(), sizes
@@ -107,7 +107,11 @@ def _measure_text(
 
 
 def _cut_text(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
-    """Cut a text's ids [1,n] into pieces that fit the model's positions; twice over with a teacher, which reads each again."""
+    """Cut a text's ids [1,n] into pieces of at most `length` tokens that fit the model's positions.
+
+    A teacher (policy to learn from) reads each piece twice, the second time after an instruction, so its pieces are shorter.
+    Raises KVPatchError if no more than the teacher's sinks would fit.
+    """
     from ..evaluation.teacher_forcing import positions_of
 
     limit = positions_of(model)

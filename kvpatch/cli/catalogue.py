@@ -19,7 +19,7 @@ DEFAULT_POLICY, SERVER_POLICY = find_use("question").policy, find_use("server").
 
 
 def check_calibration(name: str, options: dict[str, Any]) -> None:
-    """Raise KVPatchError if a policy needs a calibration and `options` has none; commands call this before loading torch."""
+    """Raise KVPatchError, before torch loads, if a policy needs a calibration (measured statistics) and `options` has none."""
     known_as = match_name(split_combination(name)[1], FACTS)
     if known_as is None or "calibration" not in FACTS[known_as].options or options.get("calibration") is not None:
         return

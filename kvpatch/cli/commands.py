@@ -44,6 +44,7 @@ def main(
     ] = False,
 ) -> None:
     """Put a Hugging Face decoder's KV cache on a budget, and look at what that does."""
+    # typer runs this before the command that was typed, and prints the docstring as help
     if version:
         print(describe_machine() if verbose else describe_version())
         raise typer.Exit
@@ -97,7 +98,7 @@ def demo(
 ) -> None:
     """Ask a model about a text of which each policy kept a part; prints answers and bytes, and saves a picture.
 
-    Without a model: eight policies on two small ones that come along, which read words of their own.
+    Without a model: eight policies on two small models that come with kvpatch, which read texts made for them.
     """
     with short_errors():
         if model is None and model_option is None:

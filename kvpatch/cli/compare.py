@@ -71,7 +71,8 @@ class CompareOptions:
 def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continuation: str | None) -> None:
     """Measure each prompt, print rows as they come, save a picture per prompt, and at last the advised settings.
 
-    The work of `kvpatch compare`, when its arguments have been read.
+    The work of `kvpatch compare`, when its arguments have been read. It measures the cache's bytes, and how far predictions
+    under each policy and budget diverge from the full cache's (KL, agreement).
 
     Args:
         asked: what to measure.
@@ -105,7 +106,7 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continua
 
 
 def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOptions) -> None:
-    """After the last prompt, print the columns' meanings, the advised setting and Python to paste; save it as Settings."""
+    """After the last prompt, print the columns' meanings, the advised setting and Python to paste; save it as settings.json."""
     out.print(view.LEGEND, style="dim")
     out.print(f"\n{view.write_advice(results, asked.tolerance, asked.agreement)}")
     if (setting := view.find_best(results, asked.tolerance, asked.agreement)) is not None:
@@ -123,8 +124,8 @@ def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOption
 def _measure_prompt(
     asked: CompareOptions, comparison: Comparison, out: Console, file: str, facts: dict[str, Any]
 ) -> DivergenceTable:
-    """Measure one prompt under every policy, budget and number of bits; print each row as it is measured, then notes."""
-    empty = comparison.result([])
+    """Measure divergence from the full cache under every policy, budget and number of bits; print each row, then notes."""
+    empty = comparison.result([])  # a table without rows, for the sizes of the text and of the full cache
     sizes = [Row("", k, None, bits=bits).size for k in asked.ks for bits in asked.bits]
     lines = view.Lines(asked.policies, sizes, empty)
     fed = "its own greedy text" if facts["continuation"] == "greedy" else "the continuation"
@@ -177,7 +178,7 @@ def _list_facts(
 
 
 def make_json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return one row of --json as plain values: figures or the error, the policy's options, and the `facts` of all rows."""
+    """Return one row of --json as plain values: measurements or the error, the policy's options, and facts on the prompt."""
     figures = {} if row.figures is None else asdict(row.figures)
     said = {"policy": row.policy, "k": row.k, "bits": row.bits, "chance": row.policy == CHANCE, "error": row.error or None}
     options = {name: value for name, value in policy.options().items() if name != "calibration"}  # facts have its file
@@ -203,9 +204,10 @@ def warn_of_length(name: str, tokens: int) -> list[str]:
 
 
 def choose_policies(names: str, options: dict[str, Any], new: int) -> dict[str, Policy]:
-    """Look up the policies that --policies lists, and random eviction (CHANCE), and set those `options` that each has.
+    """Return the policies that --policies names, and random eviction (CHANCE), which sets the mark that they must beat.
 
-    new: number of generated tokens, for policies whose temperature depends on it.
+    Each gets those of `options` that it has. new: number of generated tokens, for policies with an option `generation_length`.
+    Random eviction spares the first and newest tokens (SPARED), as good policies do.
 
     Raises:
         KVPatchError: an unknown name, an option that none of them has, or a value that one of them refuses.

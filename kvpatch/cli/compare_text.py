@@ -33,7 +33,9 @@ class ComparedText(NamedTuple):
 def read_text(
     model: Any, tokenizer: Any, prompt: str, continuation: str | None, new: int, raw: bool = False, later: str | None = None
 ) -> ComparedText:
-    """Encode a text to compare caches on, before any is measured: the prompt, and what is fed after it.
+    """Encode a text of `compare` before any is measured: the prompt's tokens, and those that are fed after it one by one.
+
+    With `later`, that question is fed first, when the prompt has been evicted; `asked` of the result counts its tokens.
 
     Args:
         model: the unpatched model.
@@ -75,7 +77,7 @@ def _count_common(one_1N: Tensor, other_1N: Tensor) -> int:
 
 
 def _continue_greedily(model: Any, ids_1T: Tensor, new: int) -> Tensor:
-    """Generate the unpatched model's greedy continuation [1,m], to be fed if the user gives none; without its end token."""
+    """Generate a continuation [1,m] greedily by the unpatched model, to feed if the user gives none; without its end token."""
     end, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
     ends = end if isinstance(end, list) else [end]
     out_1T = model.generate(

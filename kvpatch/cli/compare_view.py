@@ -38,7 +38,7 @@ class Lines:
     """
 
     def __init__(self, policies: dict[str, Policy], sizes: Iterable[str], empty: DivergenceTable) -> None:
-        """Choose the columns' widths before the first row is printed."""
+        """Set the columns' widths before any row. sizes: budgets as text. empty: a table with only the sizes of the text."""
         tokens = len(f"{empty.n + empty.fed:,}")
         names = max(len(_mark_chance(name)) for name in ["full", *policies])
         self.widths = (names, max(map(len, sizes)) + 1, max(4, tokens), 7, 6, 4, 7, 4)
@@ -50,8 +50,9 @@ class Lines:
         return self._align_cells(_HEADS)
 
     def format_full(self) -> str:
-        """Return the table's first line, of the unpatched model: all tokens held, and no divergence."""
+        """Return the table's first line, for the full cache: all tokens are held, and no prediction differs."""
         total = self.result.n + self.result.fed
+        # budget, KL, worst KL, agreement, loss, bytes, fewest and most tokens held, and their mean
         return self.format_row(
             Row("full", "", DivergenceFigures(0, 0.0, 0.0, 1.0, 0.0, self.result.nbytes, (total, total), total))
         )
@@ -88,7 +89,7 @@ class Lines:
 def write_python(
     name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16, calibration: str | None = None
 ) -> str:
-    """Return the line of Python that patches a model with the advised setting, to paste. calibration: the name of its file."""
+    """Return a line of Python, to paste, that patches a model with the setting that `compare` advises. calibration: a file."""
     options = _list_options(name, policy, schedule, seed, bits)
     size = k if k.replace(".", "", 1).isdigit() else f"kvpatch.{parse_k(k)}" if ":" in k else repr(k)
     loaded = {"calibration": f"kvpatch.load_calibration({calibration!r})"}
@@ -116,7 +117,7 @@ def _list_options(name: str, policy: Policy, schedule: str | None, seed: int, bi
 
 
 def find_changes(name: str, policy: Policy) -> dict[str, Any]:
-    """Return a policy's options that differ from its defaults, but for `generation_length`, which generate() sets."""
+    """Return a policy's options that differ from its defaults. `generation_length` is left out: generate() sets it itself."""
     defaults = get_policy(name).options()
     changed = {option: value for option, value in policy.options().items() if option in defaults and value != defaults[option]}
     changed.pop("generation_length", None)
@@ -124,7 +125,7 @@ def find_changes(name: str, policy: Policy) -> dict[str, Any]:
 
 
 def list_notes(rows: list[Row]) -> list[str]:
-    """Return notes to print below a prompt's rows: policies that protect more than a budget holds, reasons of refusals."""
+    """Return notes to print below a prompt's rows: protected tokens that were cut to fit a budget, and reasons of refusals."""
     cut: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
     for row in rows:
@@ -178,8 +179,8 @@ def _drop_useless(pooled: dict[Setting, DivergenceFigures]) -> dict[Setting, Div
 
 
 def find_best(results: list[DivergenceTable], tolerance: float, agreement: float) -> Setting | None:
-    """Return the setting to advise: the fewest bytes of those within both limits; else the lowest KL; else None."""
-    candidates = _drop_useless(_pool_figures(results))
+    """Return the setting to advise: of those within both limits the one of fewest bytes, else that of lowest KL, or None."""
+    candidates = _drop_useless(_pool_figures(results))  # without random eviction, and what is as large as the full cache
     within = {setting: one for setting, one in candidates.items() if _is_within(one, tolerance, agreement)}
     if within:
         return min(within, key=lambda setting: (within[setting].nbytes, within[setting].kl))
@@ -187,10 +188,10 @@ def find_best(results: list[DivergenceTable], tolerance: float, agreement: float
 
 
 def write_advice(results: list[DivergenceTable], tolerance: float, agreement: float) -> str:
-    """Advise the setting with the fewest bytes within both limits on every prompt, or the one with the lowest KL.
+    """Return the advice that `compare` prints: the setting of fewest bytes within both limits, or that of the lowest KL.
 
-    Ties go to the lower KL. Settings that hold as much as the full cache, and chance, are never advised. The sentence has
-    what was measured, and chance under the same budget.
+    Ties go to the lower KL. Random eviction ("chance") and settings as large as the full cache are never advised. The sentence
+    gives what was measured, and the KL of random eviction under the same budget.
     """
     chosen = find_best(results, tolerance, agreement)
     if chosen is None:
@@ -219,7 +220,10 @@ def _is_within(one: DivergenceFigures, tolerance: float, agreement: float) -> bo
 
 
 def _describe_setting(setting: Setting, one: DivergenceFigures, several: bool) -> str:
-    """Write a setting with its figures as a part of the advice. several: the figures are the worst of several texts."""
+    """Return the part of the advice that names a setting and its measurements, as `_pool_figures` has them.
+
+    Its bytes are in millionths of the full cache's. several: the measurements are the worst of several texts.
+    """
     most, least = (" at most", " at least") if several else ("", "")
     kl = f"a KL of{most} {one.kl:.4f} (worst token {one.worst:.2f})"
     policy, k, bits = setting

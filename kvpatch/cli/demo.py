@@ -53,9 +53,7 @@ class Stage:
 
 
 def run(out: Path, json: bool = False) -> None:
-    """Print what the policies are for, the table and the strips (what each kept of one prompt), and save the picture.
-
-    The work of `kvpatch demo` without a model.
+    """Run `kvpatch demo` without a model: print a table of results and what each policy kept of a prompt; save a picture.
 
     Args:
         out: folder of the picture.
@@ -88,7 +86,7 @@ def run(out: Path, json: bool = False) -> None:
 
 
 def _make_stages(model: Any) -> dict[str, Stage]:
-    """Pair llama-0 with its prompts of hidden facts, the question being a part of the prompt ("needles") or fed "later"."""
+    """Pair the model llama-0 with prompts of hidden facts: "needles" ask within the prompt, "later" after its eviction."""
     return {
         "needles": Stage(model, read_needles()),
         "later": Stage(model, read_needles(in_prompt=False)),
@@ -96,7 +94,7 @@ def _make_stages(model: Any) -> dict[str, Stage]:
 
 
 def _load_shipped(console: Console) -> dict[str, Stage]:
-    """Load the two small models that come with kvpatch, and pair them with their texts; prints which. Called by `run`."""
+    """Load the two small models that come with kvpatch, print what each is, and pair it with its texts."""
     stages = _make_stages(load_model(str(MODELS / "llama-0"), "float32"))
     console.print(f"needles: {stages['needles'].text.what}, by the small model llama-0")
     name = str(MODELS / "llama-python")
@@ -107,7 +105,7 @@ def _load_shipped(console: Console) -> dict[str, Stage]:
 
 
 def _try_policy(policy: str, k: float, stages: dict[str, Stage]) -> DemoOutcome:
-    """Feed all texts under one policy and budget, for a row of the demo's table: right answers, bytes, loss and predictions."""
+    """Run all texts under one policy and budget, for a row of the demo's table: right answers, bytes, loss, predictions."""
     fed = {name: _feed_text(stage, policy, k) for name, stage in stages.items()}
     right = {name: stages[name].text.find_right(one.logits_BSV) for name, one in fed.items() if stages[name].text.asks}
     outcome = DemoOutcome(policy, k, right["needles"], fed["needles"].nbytes, later=right.get("later"))
@@ -120,7 +118,7 @@ def _try_policy(policy: str, k: float, stages: dict[str, Stage]) -> DemoOutcome:
 
 
 def _feed_text(stage: Stage, policy: str, k: float) -> Fed:
-    """Feed a stage's text to its model under a policy, token by token after the prompt; "full" is the unpatched model."""
+    """Return logits and cache of a stage's text under a policy ("full": unpatched), fed token by token after the prompt."""
     text = stage.text
     if policy == "full":
         return feed(stage.model, text.ids_BT, text.n, text.mask_BT)
@@ -129,7 +127,7 @@ def _feed_text(stage: Stage, policy: str, k: float) -> Fed:
 
 
 def _report_prompt(policy: str, k: float, stage: Stage) -> Report:
-    """Read the first prompt alone under a policy, and report which of its tokens are kept, for its strip and picture."""
+    """Read the first prompt alone, without padding, under a policy; return the report of which tokens its cache then holds."""
     text = stage.text
     ids_1T = text.ids_BT[:1, : text.n]
     if text.mask_BT is not None:

@@ -85,7 +85,7 @@ def show_story(console: Console, policies: list[str]) -> None:
 
 
 def show(console: Console, outcomes: list[DemoOutcome], reports: Reports, text: TextBatch) -> None:
-    """Print at the end the table, and the strips: for each policy, which parts of one prompt it kept."""
+    """Print the demo's table, and a line of characters per policy that shows which parts of one prompt it kept; at the end."""
     full = outcomes[0]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("policy", style="cyan", no_wrap=True)

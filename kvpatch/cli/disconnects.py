@@ -22,7 +22,7 @@ class EndAtDisconnect:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or cancel the app if its client is gone. The ASGI server calls this for each request."""
+        """Answer a request; cancel the app if the client is gone before any answer. The ASGI server calls this for each."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -30,7 +30,7 @@ class EndAtDisconnect:
         begun = asyncio.Event()
 
         async def read_messages() -> None:
-            """Put what the client sends into `messages`, and return when it is gone: an app without an answer is cancelled."""
+            """Put the client's messages into `messages`, and return when it has disconnected."""
             connected = True
             while connected:
                 message = await receive()

@@ -44,7 +44,7 @@ class ServerFigures:
 
     def note_end(self, asked: AcceptedRequest) -> None:
         """Count a request when it has ended: its tokens, and how many of them were evicted. Changes `counts` alone."""
-        seen = asked.prompt + max(asked.new - 1, 0)  # nothing reads the last token
+        seen = asked.prompt + max(asked.new - 1, 0)  # the last token is never fed back to the model
         evicted = seen - self._count_held(asked.prompt, seen) if asked.new else 0
         self.counts["requests_ended_total", f'{{reason="{asked.ended}"}}'] += 1
         self.counts["prompt_tokens_total", ""] += asked.prompt
@@ -54,7 +54,7 @@ class ServerFigures:
         self.counts["compressed_requests_total", ""] += evicted > 0
 
     def describe_conversations(self) -> dict[str, int]:
-        """Return, for GET /health and /metrics, how many conversations are kept, their bytes, and tokens not read again."""
+        """Return the number and bytes of kept conversations (caches of ended requests), and the prompt tokens they saved."""
         kept = self.engine.conversations
         number, nbytes = (0, 0) if kept is None else (len(kept), kept.nbytes)
         return {"kept": number, "bytes": nbytes, "tokens_reused": self.counts["reused_tokens_total", ""]}
@@ -72,7 +72,7 @@ class ServerFigures:
         return "\n".join(lines) + "\n"
 
     def _measure_engine(self) -> dict[str, int]:
-        """Count requests, tokens and blocks now, for /metrics. The engine's thread runs meanwhile: lists are copied first."""
+        """Return gauges for /metrics: requests, tokens and cache blocks now. Lists are copied: the engine's thread goes on."""
         scheduler, pool = self.engine.batch_processor.scheduler, self.engine.pool
         running = list(scheduler.active_requests.values())
         seen = [(len(one.initial_tokens), one.current_len()) for one in running]
@@ -89,9 +89,10 @@ class ServerFigures:
         }
 
     def _count_held(self, prompt: int, seen: int) -> int:
-        """Count the tokens that a KV head holds, as the mean of the layers, once a request has read `seen` tokens."""
+        """Return how many tokens a KV head holds, by the settings, when a request has read `seen`: the mean of the layers."""
         if seen < prompt:  # nothing is evicted yet
             return seen
         settings = self.engine.terms.settings
+        # of each layer, its head that holds the most
         held = [max(count_held(settings, layer, prompt, seen - prompt).heads) for layer in range(settings.n_layers)]
         return round(sum(held) / len(held))

@@ -68,7 +68,9 @@ class Gate:
                 self.log(_describe_request(scope, status, time.monotonic() - began, asked))
 
     async def _check_and_answer(self, scope: Scope, receive: Receive, send: Send, name: str) -> None:
-        """Check a request and let the app answer it. An accepted request is noted as `answers.asked[name]`.
+        """Check a request and let transformers' app answer it. An accepted request is noted as `answers.asked[name]`.
+
+        /metrics is answered here. To /health the kept conversations are added, and to a stream of completions its end, [DONE].
 
         Raises:
             RefusedError: it cannot be obeyed; the caller answers with this.
@@ -106,7 +108,7 @@ class Gate:
 
 
 async def answer(send: Send, status: int, text: str, kind: str = "application/json") -> None:
-    """Send a whole answer of the gate's own, such as an error, through ASGI: its status and headers, then its text."""
+    """Send an answer that the app has no part in, such as an error, through ASGI: its status and headers, then its text."""
     body = text.encode()
     headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -136,7 +138,7 @@ def _parse_body(body: bytes) -> Any:
 
 
 def _encode_body(body: dict[str, Any]) -> bytes:
-    """Write the accepted fields as JSON, for transformers' handlers. Raises RefusedError if the text cannot be UTF-8."""
+    """Write an accepted request's fields as the JSON that the app reads. Raises RefusedError for text that is no UTF-8."""
     try:
         return json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -154,7 +156,7 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _mend_error(message: Message) -> Message:
-    """Convert a message whose error ends a stream to OpenAI's form, before it is sent; return others as they are."""
+    """Return an ASGI message of an answer as it is, but an error that ends a stream in OpenAI's form, not in transformers'."""
     before, found, rest = message.get("body", b"").rpartition(_BROKEN)
     if not found or not rest.endswith(_END):
         return message
@@ -163,7 +165,7 @@ def _mend_error(message: Message) -> Message:
 
 
 def _describe_request(scope: Scope, status: int, seconds: float, asked: AcceptedRequest | None) -> str:
-    """Describe an answered request in one line of the log. asked: None if it was refused or asks for no text."""
+    """Describe an answered request in a line of the log. asked: its counts; None if it was refused or generates nothing."""
     path = scope["path"] if scope["path"].isprintable() else repr(scope["path"])
     facts = [f"{scope['method']} {path}", str(status or GONE), f"{seconds:.2f} s"]
     if asked is not None:

@@ -77,7 +77,9 @@ def run(
 
 
 def encode_message(model: Any, tokenizer: Any, text: str, raw: bool, new: int) -> tuple[Tensor, str]:
-    """Encode a command's prompt as `encode_prompt` does; as a user's message if there is a chat template and `raw` is False.
+    """Encode a command's prompt: as a user's message if there is a chat template and `raw` is False, else as it is.
+
+    Returns token ids [1,n] that leave room for `new` tokens, and a sentence about omitted tokens, or "".
 
     Raises:
         KVPatchError: as `encode_prompt`.

@@ -40,7 +40,7 @@ def check_budget(text: str) -> None:
 
 
 def parse_k(text: str) -> Any:
-    """Parse `-k`: what the library's `parse_k` takes, `mass:0.95` and such, or a comma-separated list with one per layer.
+    """Parse `-k` into an argument of `patched`: tokens, a share, bytes, a budget such as Mass(0.95), or a list, one per layer.
 
     Raises:
         KVPatchError: the text is no budget.
@@ -52,7 +52,7 @@ def parse_k(text: str) -> Any:
 
 
 def _parse_budget(text: str, where: str) -> Any:
-    """Parse the budget that -k gives one layer, or all. where: its name in errors, such as "k[3]"."""
+    """Parse the budget that -k gives one layer, or all: "mass:0.95" gives Mass(0.95). where: its name in errors, as "k[3]"."""
     from .. import policies
     from ..policies import budgets
 
@@ -169,7 +169,7 @@ def silence_loading() -> None:
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
-    unwanted = are_progress_bars_disabled()
+    unwanted = are_progress_bars_disabled()  # the user has turned them off
     logging.set_verbosity_error()
     getLogger("huggingface_hub").setLevel("ERROR")
     logging.disable_progress_bar()

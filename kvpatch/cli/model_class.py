@@ -46,7 +46,7 @@ def _check_served(auto: Any, config: Any) -> None:
     try:
         with torch.device("meta"):
             model = auto.from_config(config, trust_remote_code=False)
-        Target.find(model)
+        Target.find(model)  # raises as `patched` does
     except KVPatchError as error:
         if not isinstance(error, NeedsWeights):
             raise

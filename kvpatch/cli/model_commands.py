@@ -65,7 +65,7 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
     option: given.Options = None,
     json: given.Json = False,
 ) -> None:
-    """Generate from a prompt under a budget, then report the kept tokens.
+    """Generate from a prompt with a KV cache under a budget, then report which tokens it kept.
 
     A model with a chat template gets the prompt as a user's message.
     """
@@ -87,7 +87,7 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
 def _find_prompt(
     model: str | None, file: str | None, model_option: str | None, prompt_file: str | None, prompt: str | None
 ) -> tuple[str, TextFile | str]:
-    """Return the model of `generate`, by name, and its prompt or file. Raises KVPatchError if one is missing or given twice."""
+    """Return a model's name, and a prompt's text or file, for `generate`. Raises KVPatchError if one is missing or doubled."""
     if prompt is not None:
         files = [one for one in (file, prompt_file) if one is not None]
         if files:
@@ -116,7 +116,10 @@ def check(  # noqa: PLR0913 - as above
     option: given.Options = None,
     json: given.Json = False,
 ) -> None:
-    """Check on your own model, in seconds and on random ids, that the patch keeps its promises."""
+    """Check on your own model, in seconds and on random ids, that the patch keeps its promises.
+
+    Such as: what a policy evicts changes the logits exactly as a mask does, and a removed patch leaves the model as it was.
+    """
     with short_errors():
         options = parse_options(option)
         check_budget(k)

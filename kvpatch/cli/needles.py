@@ -51,7 +51,9 @@ class TextBatch:
 
 
 def read_needles(in_prompt: bool = True) -> TextBatch:
-    """Read the demo's prompts for the model llama-0: keys with three values each among filler, and one key as the question.
+    """Read the prompts of `kvpatch demo` for the model llama-0: keys with three values each among filler, then a question.
+
+    Each row of ids ends with a question mark, the key that is asked for, and its three values.
 
     Args:
         in_prompt: the question belongs to the prompt; else it is fed after compression.
@@ -69,9 +71,10 @@ def read_needles(in_prompt: bool = True) -> TextBatch:
 
 
 def cut_excerpts(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fed: int = 72) -> TextBatch:
-    """Cut the demo's excerpts from a source file of Python's library, evenly spread, each after <bos> if there is one.
+    """Cut `rows` excerpts, evenly spread, from a source file of Python's library, as a text of `kvpatch demo`.
 
-    A model with few positions gets shorter prompts.
+    Each begins with <bos> if the tokenizer has one, and has `prompt` tokens and `fed` more. A model with few positions gets
+    shorter prompts.
     """
     limit = positions_of(model)
     prompt = prompt if limit is None else min(prompt, limit - fed)

@@ -128,7 +128,7 @@ def check_arguments(given: list[str] | None, k: str, positions: str, backend: st
 
 
 def make_policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
-    """Make the policy that a command's options name. Most mistakes raise KVPatchError before torch is imported."""
+    """Make the policy that options name, its calibration loaded. Most mistakes raise KVPatchError before torch is imported."""
     check_choice("schedule", schedule, SCHEDULES)
     check_policy(name, options)
     check_calibration(name, options)
@@ -158,6 +158,7 @@ def choose_policy(context: typer.Context, options: dict[str, Any], others: dict[
 
     merged = Settings.load(file).add_arguments(given | options)
     name, k, schedule = merged.pop("policy"), merged.pop("k"), merged.pop("schedule", None)
+    # what the file and the command line have left are the policy's options and arguments of `patched`
     of_policy = {option: merged.pop(option) for option in [*merged] if option not in OF_PATCH}
     return make_policy(name, schedule, of_policy), k, others | merged
 
@@ -238,9 +239,9 @@ def find_model_and_files(
     more: list[str] | None = None,
     more_given: str = "--prompt-file",
 ) -> tuple[str, list[TextFile]]:
-    """Return the model and the files of prompts that a command's arguments name; after --model every argument is a file.
+    """Return the model's name and the files of prompts, from a command's arguments; with --model the first is a file too.
 
-    more: files given by the option `more_given`.
+    option: the model by --model. more: files given by the option `more_given`.
 
     Raises:
         KVPatchError: a model or a file is missing.
@@ -261,7 +262,7 @@ def find_model_and_text(
 ) -> tuple[str, TextFile]:
     """Return the model and the text that `calibrate` or `learn` reads.
 
-    text: given by --text. misplaced: given by -o, which these commands do not have.
+    text: given by --text. misplaced: values of -o, which users take for --out; these commands have no -o, and it is refused.
 
     Raises:
         KVPatchError: the model or the text is missing or given twice, or -o is given.

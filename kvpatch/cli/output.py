@@ -80,7 +80,7 @@ def print_json(value: Any) -> None:
 def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a command's table: a line per row, but folded at words on a terminal.
 
-    The first column is never folded. Of more than three columns a terminal gets the others below one another.
+    The first column is never folded. On a terminal a row's other cells, if there are three or more, stand below one another.
     """
     out = make_console()
     if not out.is_terminal:

@@ -83,7 +83,7 @@ class FieldRefusal(NamedTuple):
 
 
 def _expect_number(low: float, high: float, above: bool = False) -> Callable[[object], str | None]:
-    """Make a check of a request's number: it returns what is wrong, or None. above: the number must be more than `low`."""
+    """Make a check for OBEYED, the table of fields: what is wrong with a number, or None. above: `low` itself is wrong too."""
     bounds = f"above {low:g}, at most {high:g}" if above else f"from {low:g} to {high:g}"
 
     def check(value: object) -> str | None:
@@ -94,7 +94,7 @@ def _expect_number(low: float, high: float, above: bool = False) -> Callable[[ob
 
 
 def _expect_integer(low: int, high: int) -> Callable[[object], str | None]:
-    """Make a check of a request's whole number: it returns what is wrong, or None."""
+    """Make a check for OBEYED, the table of fields: it returns what is wrong with a whole number, or None."""
 
     def check(value: object) -> str | None:
         valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
@@ -205,7 +205,7 @@ REFUSED = {
 
 
 def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
-    """Check the fields of an arriving request, and sort them by who reads them: the handlers, sampling, the stop watch.
+    """Check the fields of an arriving request, and sort them by use: by transformers' handlers, in sampling, as stop strings.
 
     Args:
         path: one of PATHS.
@@ -215,7 +215,7 @@ def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
     Raises:
         RefusedError: a field is unknown, wrong, or cannot be obeyed.
     """
-    letter = PATHS[path]
+    letter = PATHS[path]  # "c": chat completions, "t": text completions, "r": responses
     if not isinstance(body, dict):
         raise RefusedError("The body must be a JSON object with the fields of the request.")
     given = {name: value for name, value in body.items() if value is not None}
@@ -240,7 +240,10 @@ def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
 
 
 def _check_field(letter: str, path: str, name: str, value: object) -> None:
-    """Raise RefusedError unless a request to `path` may have this field with this value. letter: PATHS[path]."""
+    """Raise RefusedError unless a request to `path` may have this field with this value. letter: PATHS[path].
+
+    OBEYED has a check for each field that works here. REFUSED has the others, and the values of each that ask for nothing.
+    """
     obeyed, refused = OBEYED.get(name), REFUSED.get(name)
     if obeyed is not None and letter in obeyed.paths:
         wrong = obeyed.check(value)
@@ -257,7 +260,7 @@ def _check_field(letter: str, path: str, name: str, value: object) -> None:
 
 
 def _check_model(given: dict[str, Any], letter: str, served: Served) -> None:
-    """Raise RefusedError for another model's name, and for chats or tools that the served model does not know."""
+    """Raise RefusedError for a model that is not served, and for a chat or tools that the served one has no template for."""
     if given.get("model", served.name) != served.name:
         said = f"This server has the model {served.name!r}, not {given['model']!r}: GET /v1/models lists it."
         raise RefusedError(said, "model", 404, "model_not_found")

@@ -20,7 +20,7 @@ def check_messages(value: object) -> str | None:
 
 
 def check_input(value: object) -> str | None:
-    """Check a request's input, a string, parts of a message, or messages and tool calls; return how it is wrong, or None."""
+    """Check `input` of /v1/responses: a string, parts of a message, or messages and tool calls; return what is wrong."""
     if isinstance(value, str):
         return None if value else "must have at least one character"
     if not isinstance(value, list) or not value:

@@ -19,7 +19,7 @@ class StopWatch:
         self.stops, self.stopped, self._held = tuple(stops), False, ""
 
     def feed(self, piece: str) -> str:
-        """Take an answer's next piece, and return the text that surely precedes any stop string. Sets `stopped` at one."""
+        """Take an answer's next piece of text; return what can be sent: no stop string begins in it. Sets `stopped` at one."""
         if self.stopped:
             return ""
         text = self._held + piece
@@ -50,14 +50,14 @@ class WatchedDecoder:
         self.decoder, self.watch, self.tokens = decoder, watch, 0
 
     def step(self, tokenizer: Any, token: int) -> str | None:
-        """Return the text that one more token adds, or None; count tokens up to a stop. transformers' streamer calls this."""
+        """Return the text that one more token adds, or None; count it unless a stop string came. Called for each token."""
         self.tokens += not self.watch.stopped
         text = self.decoder.step(tokenizer, token)
         return self.watch.feed(text) or None if text else None
 
 
 def cut_tokens(processor: Any, tokens: list[int], text: str) -> list[int]:
-    """Cut an answer's tokens to those of `text`, its text before a stop string: transformers' parsers read tokens."""
+    """Cut an answer's tokens where `text` ends, before a stop string; for transformers' parsers of answers: they read ids."""
     kept = list(tokens)
     while kept and len(before := processor.decode(kept, skip_special_tokens=True)) > len(text):
         kept.pop()

@@ -12,7 +12,7 @@ from ..hooks.transcript import Template, Transcript
 def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messages:
     """Return the roles of a request's messages and the places where they begin in its tokens; a completion has none.
 
-    Called when the request arrives, under --protect system.
+    Called when the request arrives, under --protect system, so that a policy spares the system message.
 
     Args:
         tokenizer: of the model.
@@ -40,4 +40,4 @@ def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messa
             "--protect system: this model's chat template does not tell where the messages of this text end. Leave the option "
             "out, or protect tokens by their ids (-o protect=[1,2])."
         )
-    return Messages([*(one["role"] for one in messages), "assistant"], starts)
+    return Messages([*(one["role"] for one in messages), "assistant"], starts)  # the last: the answer to come

@@ -75,7 +75,7 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
 ) -> None:
     """Serve a model under a budget: transformers' OpenAI-compatible server, with continuous batching.
 
-    Each request has the budget of its own. Needs the extra `serve` (fastapi, uvicorn, pydantic, openai, psutil).
+    Each request has a budget of its own. Needs the extra `serve` (fastapi, uvicorn, pydantic, openai, psutil).
     """
     with short_errors():
         options = check_arguments(option, k, positions, backend, bits)

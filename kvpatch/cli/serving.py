@@ -88,7 +88,7 @@ def run(
                 log_level="error",
             )
         if background:
-            undo.pop_all()
+            undo.pop_all()  # the thread still needs the patch and the sockets
     return served
 
 
@@ -110,7 +110,10 @@ def _bind_sockets(address: Address) -> list[socket.socket]:
 
 
 def _find_limit(source: Source, asked: int | None, settings: dict[str, Any]) -> int | None:
-    """Return the most tokens of a request: those asked for, else the model's positions. Called before weights are loaded."""
+    """Return the most tokens of a request: as asked, else the model's positions, unless kept tokens are renumbered from 0.
+
+    Called before weights are loaded.
+    """
     from ..arch.kinds import position_limit
 
     known = None
@@ -147,7 +150,11 @@ def _check_extra() -> None:
 
 @contextmanager
 def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bound: list[socket.socket]) -> Iterator[None]:
-    """Make transformers' server serve this model alone, at the sockets `bound`, inside the with-block."""
+    """Make transformers' server serve this model alone, at the sockets `bound`, inside the with-block.
+
+    Inside it, names in transformers' and uvicorn's modules are replaced: the model manager returns the loaded model, the app
+    is wrapped by `_mend_app`, and the server listens at `bound`.
+    """
     import uvicorn
     from transformers.cli.serving import model_manager, server
     from transformers.cli.serving.utils import BaseHandler, get_response_template
@@ -200,9 +207,10 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
 
 
 def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) -> Any:
-    """Wrap the server's app: requests are checked, run by their fields, and end when clients hang up; errors get OpenAI's form.
+    """Wrap the server's app: requests are checked, run in `answers`, and end if clients hang up; errors get OpenAI's form.
 
     Called once, when the server starts. Changes `app` and `state` in place, and returns `app`.
+
 
     Args:
         app: transformers' app.

@@ -96,14 +96,14 @@ def run(source: Source, out: Path, json: bool = False) -> None:
 
 
 def draw(reading: StoryText, outcomes: list[view.PolicyAnswers]) -> Any:
-    """Draw the text once for each policy, words the darker the more heads kept them; `run` saves the figure."""
+    """Draw the text once per policy, a word the darker the more heads kept its tokens (share_T); `run` saves the figure."""
     pages = [(f"{one.policy}: {sum(one.right)} of {len(QUESTIONS)} answers right", one.share_T) for one in outcomes]
     title = f"Words that are left of the text under a budget of {K:.0%}: the darker, the more heads kept them"
     return plotting.draw_text(reading.text, reading.spans, pages, list(QUESTIONS.values()), title)
 
 
 def read_story(model: Any, tokenizer: Any) -> StoryText:
-    """Encode the text and the questions: as a user's message where the tokenizer has a chat template.
+    """Encode the demo's document, alone and with each question after it, by the tokenizer's chat template if there is one.
 
     Raises:
         KVPatchError: the model has no room for them, or the tokenizer does not say where its tokens stand in a text.
@@ -117,7 +117,7 @@ def read_story(model: Any, tokenizer: Any) -> StoryText:
     rendered = {
         question: _render_message(tokenizer, f"{document}\nAnswer in one short sentence. {question}") for question in QUESTIONS
     }
-    # tokens that are the same whatever is asked, up to the end of the document: the next one may join both
+    # tokens up to the document's end are the same for all questions; one across that end may have a part of the question
     first = next(iter(rendered.values()))
     end = first.index(document) + len(document.rstrip())
     encoded = tokenizer(first, add_special_tokens=False, return_offsets_mapping=True)
@@ -145,14 +145,14 @@ def _encode_text(model: Any, tokenizer: Any, text: str) -> Tensor:
 
 
 def ask(model: Any, tokenizer: Any, reading: StoryText, policy: str) -> view.PolicyAnswers:
-    """Read the text under a policy, and ask all questions of what is left, for a row of the table; "full" evicts nothing."""
+    """Read the text under a policy ("full": none), and answer all questions from its cache, for a row of the demo's table."""
     start = time.perf_counter()
     with patched(model, policy, 1.0 if policy == "full" else K, **POLICIES[policy]) as patch, torch.no_grad():
         cache = patch.new_cache()
         model(reading.ids_1T, logits_to_keep=1, **{CACHE: cache})
         kept_LHT = Report.of(cache).kept()
         answers = [_answer_question(model, tokenizer, reading, question, cache) for question in QUESTIONS]
-    share_T = kept_LHT.float().mean((0, 1))
+    share_T = kept_LHT.float().mean((0, 1))  # of each token, the share of all layers' heads that kept it
     held = [float(share_T[reading.find_tokens(phrase)].mean()) for phrase in QUESTIONS.values()]
     right = [phrase.casefold() in said.casefold() for phrase, said in zip(QUESTIONS.values(), answers, strict=True)]
     return view.PolicyAnswers(policy, cache.nbytes, time.perf_counter() - start, answers, held, right, share_T)

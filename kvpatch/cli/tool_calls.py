@@ -8,10 +8,10 @@ from transformers.cli.serving.utils import BaseHandler, Modality, _normalize_too
 
 
 def read_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
-    """Return a request's messages for a chat template, in place of transformers' function, with what that leaves out.
+    """Return a request's messages as its chat template takes them, for handlers that else call transformers' own function.
 
-    That leaves out an assistant's text where it also calls tools, and its reasoning. A developer's message becomes a system
-    message: many templates leave out roles that they do not know.
+    That one leaves out an assistant's reasoning, and its text where it also calls tools. A developer's message becomes a
+    system message: many templates leave out roles that they do not know.
     """
     found = BaseHandler.get_processor_inputs_from_messages(messages, modality)
     for sent, read in zip(messages, found, strict=True):
@@ -25,7 +25,7 @@ def read_messages(messages: list[dict[str, Any]], modality: Modality) -> list[di
 
 
 def forgive_calls(tokenizer: Any) -> None:
-    """Replace a server tokenizer's parse_response, in place: an unreadable tool call becomes text instead of an error."""
+    """Replace a tokenizer's parse_response as a server starts: an unreadable tool call then becomes text, not an error."""
     parse = tokenizer.parse_response
 
     def parse_response(tokens: list[int], *given: Any, **more: Any) -> Any:
@@ -33,7 +33,7 @@ def forgive_calls(tokenizer: Any) -> None:
         try:
             found = parse(tokens, *given, **more)
             for call in found.get("tool_calls") or ():
-                _normalize_tool_call(call)
+                _normalize_tool_call(call)  # raises for a call that the handlers could not answer with
         except (ValueError, LookupError, TypeError):
             return {"content": tokenizer.decode(tokens, skip_special_tokens=True)}
         return found
