@@ -26,7 +26,9 @@ class Admission:
     limit: str = HAS
 
     def add_waiting_request(self, state: Any) -> None:
-        """Add an arriving request to the waiting list. If it begins with a cached prefix, only the rest is left to read.
+        """Add an arriving request to the waiting list, in place of transformers' scheduler, if it can ever be served.
+
+        If its text begins with a prefix (a text that the patch has read before), only the rest is left to read.
 
         Raises:
             KVPatchError: it can never be served. The engine then fails this request.
@@ -61,16 +63,17 @@ class Admission:
     def _infer_request_tokens(self, state: Any, *rest: Any) -> Any:
         """Return the tokens of a request that are still to be read. transformers' scheduler asks before each pass.
 
-        A request that still waits first gets the kept conversation that its text goes on from, if there is one.
+        For a waiting request, a kept conversation (cache of an ended request) that its text goes on from is chosen first.
         """
         if self.cache.conversations is not None and state.request_id in self.waiting_requests:
             self._choose_beginning(state)
         return super()._infer_request_tokens(state, *rest)  # type: ignore[misc]
 
     def _choose_beginning(self, state: Any) -> None:
-        """Choose a kept conversation with which a waiting request begins, else its prefix; set what is left to read in `state`.
+        """Choose what a waiting request's text begins with and need not read again: a kept conversation, else its prefix.
 
-        Called before each pass until the request is admitted: a conversation may have been dropped meanwhile.
+        Sets what is left to read in `state`. Called before each pass until the request is admitted: a conversation (cache of an
+        ended request) may have been dropped meanwhile.
         """
         begins = self.cache.begins
         if isinstance(begins.get(state.request_id), Beginning):
@@ -83,7 +86,7 @@ class Admission:
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """Schedule the coming pass, as the engine asks. Empties `starved_requests`, which the engine would offload."""
-        self.cache.full = False
+        self.cache.full = False  # set when a request waits for room, so that later ones wait too
         scheduled = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
         self.starved_requests = []
         return scheduled
@@ -104,7 +107,7 @@ class Admission:
         if state.status is status.DECODING and bool(stops(newest, None)):
             state.status = status.FINISHED
             self.finish_request(state.request_id)
-            self.block_new_requests = False
+            self.block_new_requests = False  # there is room again
 
     def _limit_length(self, state: Any, positions: int) -> None:
         """Set a missing max_new_tokens, up to the model's last position. Raise KVPatchError if a request needs more."""

@@ -51,14 +51,18 @@ class Beginning:
     """
 
     def __init__(self, conversation: Conversation, length: int, reused: int) -> None:
-        """Note the first `length` tokens of a conversation, which begin a request's text. Copies nothing: `copy` does that."""
+        """Note the first `length` tokens of a conversation, which begin a request's text. Copies nothing: `copy` does that.
+
+        positions: of these tokens in the conversation's cache, with gaps where tokens were forgotten. held: tokens that each
+        layer's heads hold. reused: tokens that the request need not read again.
+        """
         self.positions, self.held, self.reused = conversation.positions[:length], conversation.held, reused
         self.system = 0 if conversation.messages is None else conversation.messages.count_system(length)
         self._cache: EvictingCache | None = conversation.cache
         seen = conversation.cache.seen
         cut = length < len(conversation.ids)
-        self.columns = self.positions[-1] + 1 if cut else seen
-        self._removed = seen - self.columns
+        self.columns = self.positions[-1] + 1 if cut else seen  # tokens read up to there, those since forgotten included
+        self._removed = seen - self.columns  # for `copy` to crop
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -90,9 +94,9 @@ class Conversations:
     def __init__(self, most: int, edits: bool = False) -> None:
         """Make an empty store of caches of ended requests. The patch and the server set its functions as an engine starts."""
         self.most, self.edits = most, edits
-        self.replace: Callable[[EvictingCache, Span, list[int]], None] | None = None
-        self.read_alike: Callable[[EvictingCache], bool] = lambda cache: True
-        self.note_reuse: Callable[[str, int], None] = lambda name, tokens: None
+        self.replace: Callable[[EvictingCache, Span, list[int]], None] | None = None  # reads ids in place of a span
+        self.read_alike: Callable[[EvictingCache], bool] = lambda cache: True  # whether the model is unchanged
+        self.note_reuse: Callable[[str, int], None] = lambda name, tokens: None  # request, tokens not read again
         self._kept: list[Conversation] = []  # the least recently used first
 
     def __len__(self) -> int:
@@ -104,9 +108,9 @@ class Conversations:
         return sum(one.nbytes for one in list(self._kept))
 
     def keep(self, new: Conversation) -> None:
-        """Keep what a request has read, if it is not too large alone. Called when the request ends.
+        """Keep the cache of a request that ends, unless it alone is too large; drop the first in the list until all fit.
 
-        Conversations that its text begins with are the first to go from now on: a turn is rarely asked for again.
+        Conversations with which its text begins go to the front: they are earlier turns of one chat, rarely asked for again.
         """
         before = [one for one in self._kept if one.ids == new.ids[: len(one.ids)] and len(one.ids) < len(new.ids)]
         others = [one for one in self._kept if one.ids != new.ids[: len(one.ids)]]
@@ -120,16 +124,17 @@ class Conversations:
         self._kept = []
 
     def find(self, ids: Sequence[int]) -> Beginning | None:
-        """Return the longest beginning of a text, without its last token, that a conversation has read; None if there is none.
+        """Return the longest beginning of a text, without its last token, that a kept conversation has read, or None.
 
-        A conversation that differs from some token on serves if it can be cut there, or, with `edits`, after it was edited in
-        place. It becomes the most recently used one. Called for each request that waits.
+        A conversation that differs from the text at some token is cut there if its cache can be, or, with `edits`, edited in
+        place. The one returned becomes the most recently used. Called for each request that waits.
         """
         text = list(ids)
         common = [(count_common(one.ids, text[:-1]), one) for one in self._kept]
         usable = [(count, one) for count, one in common if count and _can_cut(one, count)]
         most, best = max(usable, key=lambda pair: pair[0], default=(0, None))
         length = most
+        # the text goes on from the whole of a conversation, and no other has more in common with it
         whole = best is not None and len(best.ids) == most == max(common, key=lambda pair: pair[0])[0]
         if self.edits and not whole:
             found = self._find_edited(text, common, most)
@@ -146,9 +151,10 @@ class Conversations:
     def _find_edited(
         self, ids: list[int], common: list[tuple[int, Conversation]], most: int
     ) -> tuple[Conversation, Edited] | None:
-        """Return the conversation of which a request's text reuses the most tokens after edits, and the edits. Changes nothing.
+        """Return the conversation whose cache, after edits, spares a text the most tokens, with the edits. Changes nothing.
 
-        common: each conversation, with how many tokens it and the text begin with alike. None if it reuses `most` or fewer.
+        common: conversations, with how many tokens each and the text begin with alike; the TRIED best are looked at. None if no
+        more than `most` tokens are spared.
         """
         tried = sorted((pair for pair in common if pair[0]), key=lambda pair: (pair[0], len(pair[1].ids)), reverse=True)[:TRIED]
         found = [(one, edited) for _, one in tried if (edited := find_edits(one.ids, ids, one.answer)) is not None]
@@ -156,12 +162,12 @@ class Conversations:
         return best if best is not None and best[1].reused > most else None
 
     def _edit_conversation(self, one: Conversation, edited: Edited) -> Conversation | None:
-        """Return an edited copy of a conversation for a waiting request, and keep it in place of `one`; None if that fails."""
+        """Return an edited copy of a conversation, which takes its place, for a waiting request; None if the edit fails."""
         try:
             cache = one.cache.clone()
             gone = [_find_positions(one, start, stop) for start, stop, ids in edited.spans if not ids]
             if gone:
-                cache.forget(gone)
+                cache.forget(gone)  # evicts the tokens of these spans
             for start, stop, ids in edited.spans:
                 if ids:
                     assert self.replace is not None
@@ -189,11 +195,11 @@ def count_bytes(cache: EvictingCache) -> int:
 
 
 def _can_cut(one: Conversation, length: int) -> bool:
-    """Tell if a copy of a kept cache can be cut to the first `length` tokens, which a new text shares. Changes nothing."""
+    """Tell if a copy of a kept cache can be cut to its first `length` tokens, with which a new text begins. Changes nothing."""
     if length == len(one.ids):
         return True
     if not one.cache.settings.transparent and length < one.answer:  # a first reading would have evicted by another prompt
-        return False
+        return False  # transparent: nothing is evicted; answer: tokens before the last answer
     return can_crop(one.cache, one.cache.seen - one.positions[length - 1] - 1)
 
 

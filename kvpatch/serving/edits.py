@@ -26,7 +26,7 @@ class Edited(NamedTuple):
 
 
 def count_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens that two texts begin with alike, which need not be read again, by bisection."""
+    """Count the tokens with which two texts begin alike, by bisection; called to find what of a text was read before."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # slices are compared in C
         middle = (low + high + 1) // 2
@@ -35,7 +35,7 @@ def count_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def find_edits(kept: list[int], ids: list[int], answer: int) -> Edited | None:
-    """Find the edits by which a kept text becomes the beginning of a longer one: spans that go, or get other tokens.
+    """Find the edits that turn a kept text into the beginning of a longer one: spans that go, or get other tokens.
 
     Called for a request's text. The cache of the kept text is then edited, and only new tokens are read. The longer text must
     have the end of the kept text; but from `answer` on, where the last answer begins, anything may be gone.
@@ -46,7 +46,7 @@ def find_edits(kept: list[int], ids: list[int], answer: int) -> Edited | None:
         answer: tokens of the kept text before its last answer.
 
     Returns:
-        None if there are no such spans, some tokens have no room in theirs, or nothing of `ids` would be left to read.
+        None if nothing was edited, a span would get more tokens than it had, or nothing of `ids` would be left to read.
     """
     at = there = count_common(kept, ids)  # places in `kept` and in `ids`, before which all is explained
     known = _index_runs(kept, there)

@@ -86,7 +86,10 @@ class BatchingManager(ContinuousBatchingManager):
         tokenizer: Any,
         conversations: Conversations | None = None,
     ) -> None:
-        """Make a manager that has not started; once it starts, its thread makes the pool. tokenizer: for stop strings."""
+        """Make a manager that has not started. Its thread makes the pool, which takes the place of transformers' paged cache.
+
+        terms: facts of the patch and the model. tokenizer: for stop strings. conversations: where caches of ended requests go.
+        """
         self.terms, self.conversations = terms, conversations
         self.stops = _make_stops(getattr(generation_config, "stop_strings", None), tokenizer)
         super().__init__(model, generation_config, _switch_off(config), workload_hints)
@@ -95,21 +98,21 @@ class BatchingManager(ContinuousBatchingManager):
         """Leave the model's attention as it is: the patch computes it."""
 
     def _generation_step(self) -> None:
-        """Run one forward pass of all requests; transformers' thread calls this. Raises KVPatchError under a removed patch."""
+        """Run one forward pass of all requests, in transformers' thread. Raises KVPatchError if the patch was removed."""
         if self.over:
             raise KVPatchError(
                 "The patch that this continuous batching manager was made under was removed: make a new one with "
                 "model.init_continuous_batching()."
             )
-        model: Any = _Packing(self.model, self.pool, self.terms.carry)
+        model: Any = _Packing(self.model, self.pool, self.terms.carry)  # the model, which gets the pool in its mask
         assert self.batch_processor is not None
-        if self.pool.coming:
+        if self.pool.coming:  # tokens that were scheduled
             self.batch_processor._generation_step(model)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
-        """Return transformers' processor, with a new RequestPool (self.pool) and a scheduler that checks requests.
+        """Return transformers' processor, with a RequestPool for its paged cache and a scheduler that checks requests first.
 
-        transformers' thread calls this when it starts; a processor of an earlier start is used again.
+        transformers' thread calls this when it starts; a processor of an earlier start is used again. Sets self.pool.
         """
         ready = getattr(self, "batch_processor", None)
         if isinstance(ready, ContinuousBatchProcessor):
@@ -148,7 +151,7 @@ class BatchingManager(ContinuousBatchingManager):
         return processor
 
     def _make_pool(self) -> RequestPool:
-        """Make the pool as the thread starts. It has as many blocks as transformers' paged cache would have."""
+        """Make the pool as the thread starts, with as many blocks as transformers' paged cache would have in free memory."""
         config = self.continuous_batching_config
         per_block, settings = self.terms.kv_bytes * config.page_size, self.terms.settings
         handler = PagedAttentionMemoryHandler(
@@ -165,7 +168,7 @@ class BatchingManager(ContinuousBatchingManager):
         chunk, blocks = handler.infer_max_batch_tokens_and_num_sectors()
         if settings.block is not None:  # the same cuts as in a prompt that is read in one pass
             chunk = max(chunk // settings.block, 1) * settings.block
-        rows = config.max_requests_per_batch or chunk
+        rows = config.max_requests_per_batch or chunk  # requests that decode beside a prompt's chunk
         pool = RequestPool(settings, blocks, config.page_size, chunk + rows, self.model.device)
         pool.chunk, pool.find_prefix, pool.conversations = chunk, self.terms.find_prefix, self.conversations
         pool.placeholders = self.terms.placeholders
@@ -200,7 +203,7 @@ def find_manager(
     tokenizer: Any = None,
     conversations: Conversations | None = None,
 ) -> BatchingManager:
-    """Return the model's persistent manager if it was made under this patch; else a new one, not yet started.
+    """Return the manager that the model keeps between calls if it was made under this patch; else a new one, not yet started.
 
     Called by a patched model's init_continuous_batching(). tokenizer: for stop strings. conversations: for a new manager.
     """
@@ -243,7 +246,7 @@ def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCr
 
 
 def _switch_off(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-    """Return a copy of a new manager's configuration with the features of OFF switched off; log those that were asked for."""
+    """Return a copy of a manager's configuration without the features of OFF, such as CUDA graphs; log those asked for."""
     asked, new, usual = [], copy.copy(config), ContinuousBatchingConfig()
     for name, value, what in OFF:
         if not hasattr(config, name):

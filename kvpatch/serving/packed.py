@@ -27,7 +27,7 @@ class Part(NamedTuple):
     open: bool = False
 
     def leave_open(self) -> None:
-        """Mark a last block that is not full as not the prompt's end: the next pass fills it. Changes `cache.running`."""
+        """Note for the pass if a prompt's last block is not full: it goes on in the next pass, and nothing is evicted yet."""
         block = self.cache.settings.block
         if block is not None and self.columns.shape[-1] % block:
             self.cache.running.blocks[-1].ends_prompt = False
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     @property
     def columns_BQ(self) -> Tensor:
-        """Columns (tokens of the pass) of this part [B,Q], by row of its cache: q, k and v are indexed by them."""
+        """The pass's tokens [B,Q] that go through this part's cache, row by row, as indices into q, k and v of the pass."""
         if self.columns.ndim == 2:
             return self.columns
         return self.columns[:, None] if self.decodes else self.columns[None]
@@ -51,7 +51,7 @@ class PackedPass:
         self.parts, self.settings = parts, settings
 
     def begin(self, input_ids_Q: Tensor | None, table: Callable[[int], object] | None) -> None:
-        """Begin the pass in each part's cache. Called once per pass, before the first layer attends.
+        """Begin the pass in the cache of each part (some requests' tokens). Called once per pass, before the first layer.
 
         table: makes the rotary table for a number of positions, if keys are cached without their rotation.
         """
@@ -68,9 +68,9 @@ class PackedPass:
         return self._in_order([part.cache.running.positions_BQ.flatten() for part in self.parts])[None]
 
     def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Run a layer's attention part by part: q [1,H*G,Q,D], k and v [1,H,Q,D] -> [1,Q,H*G*D]. Called once per layer.
+        """Run a layer's attention, a cache at a time: q [1,H*G,Q,D], k and v [1,H,Q,D] -> [1,Q,H*G*D]. Called once per layer.
 
-        core: attends through one cache, and writes to it.
+        core: attends through the cache of one part, and writes the new keys and values to it.
         """
         if len(self.parts) == 1 and len(self.parts[0].columns_BQ) == 1:
             return core(self.parts[0].cache, q, k, v)

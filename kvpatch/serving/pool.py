@@ -56,7 +56,7 @@ class RequestPool:
     def __init__(
         self, settings: CacheSettings, num_blocks: int, page: int, max_batch_tokens: int, device: torch.device
     ) -> None:
-        """Begin without requests; the manager makes this once, and sets chunk, find_prefix and others afterwards."""
+        """Begin without requests. The manager makes this once, as transformers' paged cache, and sets chunk and such later."""
         self.settings, self.num_blocks, self.page, self.device = settings, num_blocks, page, device
         self.max_batch_tokens = max_batch_tokens
         self.cache_allocators: dict[str, Any] = {}
@@ -64,19 +64,19 @@ class RequestPool:
         self.chunk = max_batch_tokens
         self.requests: dict[str, Request] = {}
         self.find_prefix: Callable[[Sequence[int]], Prefix | None] = lambda ids: None
-        self.begins: dict[str, Prefix | Beginning] = {}
+        self.begins: dict[str, Prefix | Beginning] = {}  # by request: the part of its text that was read before
         self.placeholders: Mapping[int, str] = {}
         self.conversations: Conversations | None = None
         self.compute: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.after_token: Callable[[Any], None] | None = None
         self.rows = RowPool()
-        self.full = False
-        self.coming: list[tuple[str, int, int]] = []
+        self.full = False  # a request waits for room
+        self.coming: list[tuple[str, int, int]] = []  # of the next pass: request, its tokens before, and in the pass
         self._forked: list[str] = []  # requests whose caches are still their sources'
 
     @cached_property
     def _blockwise(self) -> CacheSettings | None:
-        """Settings, with a `block`, for prompts that one pass cannot hold; None if the policy must see a whole prompt."""
+        """Settings that evict after every `block` tokens of a prompt too long for one pass; None if the policy cannot."""
         settings = self.settings
         if settings.block is not None:
             return settings
@@ -87,13 +87,13 @@ class RequestPool:
     # ---- admission ----
 
     def count_blocks(self, prompt: int, new: int | None, prefix: Prefix | Beginning | None = None) -> int:
-        """Return how many blocks a request needs to be admitted. Changes nothing. new: None for no limit.
+        """Return how many blocks of `page` tokens a request claims to be admitted. new: tokens to generate; None: no limit.
 
         Raises:
             KVPatchError: its text has no limit, and the number of held tokens grows with the text.
         """
         read = 0 if prefix is None else len(prefix)
-        whole = prompt - read > self.chunk and self._blockwise is None
+        whole = prompt - read > self.chunk and self._blockwise is None  # evicts only after the last of several passes
         if isinstance(prefix, Beginning) and new is not None:
             rest = prompt - read
             claimed = count_continued(self.settings, prefix.held, prefix.columns + rest, rest, new, whole)
@@ -109,7 +109,7 @@ class RequestPool:
             raise KVPatchError("This request has no token: give each prompt at least one.")
         refuse_placeholders(ids, self.placeholders)
         if self.keeps_system:
-            step = prompt if self._blockwise is None else self.settings.block or self.chunk
+            step = prompt if self._blockwise is None else self.settings.block or self.chunk  # it is evicted after each
             check_system(self.settings, messages, prompt, step)
         needed = self.count_blocks(prompt, new, prefix)
         if needed > self.num_blocks:
@@ -129,7 +129,7 @@ class RequestPool:
         return sum(request.blocks for request in self.requests.values())
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Tell before each pass if a request's next tokens can be read in it. A new request claims its blocks, or sets `full`.
+        """Tell transformers' scheduler, before a pass, if a request's next tokens fit. Admits a new one, or sets `full`.
 
         A piece of a prompt is read whole or not at all, so that where it is cut does not depend on other requests.
         """
@@ -141,7 +141,7 @@ class RequestPool:
         prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.begins.get(state.request_id)
         blocks = self.count_blocks(prompt, new, prefix)
         self.full = self.full or self.claimed + blocks > self.num_blocks
-        if self.full:
+        if self.full:  # later requests wait, too
             return False
         messages = state.logit_processor_kwargs.get("messages")
         self.requests[state.request_id] = Request(prompt, new, blocks, prefix=prefix, messages=messages)
@@ -150,9 +150,9 @@ class RequestPool:
         return True
 
     def find_beginning(self, state: Any, positions: int | None) -> Beginning | None:
-        """Return a kept conversation that a waiting request goes on from, if it reuses more than its prefix and there is room.
+        """Return the beginning of a waiting request that a kept conversation has read, if it is more than its prefix and fits.
 
-        positions: that the model has, or None.
+        positions: how many the model has, or None. Only a request for which there are blocks gets one.
         """
         prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.begins.get(state.request_id)
         if self.conversations is None or new is None or state.num_children:
@@ -170,7 +170,7 @@ class RequestPool:
         return found if self.claimed + self.count_blocks(prompt, new, found) <= self.num_blocks else None
 
     def keep(self, state: Any) -> None:
-        """Keep the cache of a request that ends as a conversation, unless it has failed or its prompt was not read whole."""
+        """Keep an ending request's cache for later texts to go on from, unless it failed or its prompt was not read whole."""
         request = self.requests.get(state.request_id)
         if self.conversations is None or request is None or state.error is not None or state.request_id in self._forked:
             return
@@ -178,7 +178,7 @@ class RequestPool:
             cache = self.rows.copy_row(state.request_id) if request.cache is None else request.cache
             if cache is None or cache.unfinished or cache.turns.open or not cache.turns.count:
                 return
-            cache.settings = self.settings  # chunks are over
+            cache.settings = self.settings  # no more those of `_blockwise`
             begun = request.prefix if isinstance(request.prefix, Beginning) else None
             positions = list(range(cache.seen)) if begun is None else [*begun.positions, *range(begun.columns, cache.seen)]
             tokens = state.initial_tokens + state.generated_tokens
@@ -186,7 +186,7 @@ class RequestPool:
             self.conversations.keep(Conversation(ids, positions, answer, cache, request.messages))
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Drop a request, with its row and its claim of blocks. The engine calls this when the request has ended."""
+        """Drop a request: its row among those that decode, and its claim of blocks. The engine calls this at its end."""
         self.requests.pop(request_id, None)
         self.begins.pop(request_id, None)
         self.rows.drop(request_id)
@@ -230,14 +230,14 @@ class RequestPool:
     # ---- several sequences of one prompt ----
 
     def prepare_fork_request(self, src_state: Any, dst_req_ids: Sequence[str], copy_src_and_dst: Any) -> list[str]:
-        """Admit copies of a request for several answers, while there is room; return their names. `next_pass` copies caches."""
+        """Admit copies of a request for several answers, while there is room; return their names. The engine calls this."""
         source, forked = self.requests[src_state.request_id], list[str]()
         for name in dst_req_ids:
             if self.claimed + source.blocks > self.num_blocks:
                 break
             self.requests[name] = dataclasses.replace(source)
             forked.append(name)
-        self._forked += forked
+        self._forked += forked  # `next_pass` copies their caches
         return forked
 
     def perform_cache_copy(self, copy_src_and_dst: Any) -> None:
@@ -248,14 +248,14 @@ class RequestPool:
     def extend_read_and_write_indices(
         self, request_id: str, past_length: int, query_length: int, read_index: Any, write_index: Any
     ) -> None:
-        """Note, as the engine prepares a pass, that its next `query_length` columns are tokens of this request."""
+        """Note that the next `query_length` columns (tokens) of the coming pass are this request's. The engine calls this."""
         if query_length:  # 0: the only token that is left of the prompt is read once the request has been copied
             self.coming.append((request_id, past_length, query_length))
 
     def next_pass(self) -> PackedPass:
-        """Return the coming pass: one part of all decoding requests, and one of each prompt's piece. Called once per pass."""
+        """Return the coming pass: the requests that decode, as rows of one cache, and each prompt's next piece. Called once."""
         coming, self.coming = self.coming, []
-        for name in self._forked:
+        for name in self._forked:  # requests that still share another's cache
             request = self.requests.get(name)
             if request is not None and request.cache is not None:
                 request.cache = request.cache.clone()
@@ -277,7 +277,7 @@ class RequestPool:
         return PackedPass(parts, self.settings)
 
     def _make_piece(self, request: Request, past: int, columns: torch.Tensor) -> Part:
-        """Return a prompt's next piece, a chunk or its end, as a part of the pass. The first piece makes request.cache."""
+        """Return a prompt's next tokens as a part of the coming pass, with the request's cache, which the first piece makes."""
         end = past + len(columns)
         if request.cache is None:
             long = request.prompt - past > self.chunk and self._blockwise is not None
@@ -287,14 +287,14 @@ class RequestPool:
             request.cache.request.prompt_len = request.cache.seen + request.prompt - past
             request.cache.request.new_tokens = request.new
             request.cache.messages = request.messages
-        whole = end == request.prompt or len(columns) == self.chunk
+        whole = end == request.prompt or len(columns) == self.chunk  # else its last block may go on in the next pass
         return Part(request.cache, columns, decodes=False, open=not whole)
 
     def _join_rows(self, names: dict[str, int]) -> None:
-        """Move the caches of requests that decode for the first time into `rows`, before a decode step."""
+        """Give the caches of requests that decode for the first time to `rows`, which joins them in a batch, before a step."""
         for name in names:
             cache = self.requests[name].cache
             if cache is not None:
-                cache.settings = self.settings  # chunks are over
+                cache.settings = self.settings  # no more those of `_blockwise`
                 self.requests[name].cache = None
                 self.rows.add(name, cache)

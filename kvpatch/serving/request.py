@@ -37,7 +37,8 @@ def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: 
 
     A head has one slot (place in the buffers) more, for the token being written. Called when a request arrives.
 
-    whole: no layer evicts before a prompt of several passes ends. read: tokens of a prefix, which was read as a prompt before.
+    whole: the prompt takes several passes, and nothing is evicted before its end. read: tokens of a prefix of the text, which
+    was read as a prompt before.
 
     Raises:
         KVPatchError: the number grows with the text, and the text has no limit.
@@ -65,12 +66,12 @@ def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, r
     """
     most = list[int]()
     for layer, before in enumerate(held):
-        turns = settings.policies[layer].scope.turns
-        if turns == "all":
+        turns = settings.policies[layer].scope.turns  # what the budget of a chat's later turn covers
+        if turns == "all":  # the whole text
             count = max(count_held(settings, layer, prompt, new).heads)
-        elif turns == "each":
+        elif turns == "each":  # this turn alone
             count = before + max(count_held(settings, layer, rest, new).heads)
-        else:
+        else:  # nothing more is evicted
             count = before + rest + new
         most.append(max(count, _count_unrounded(settings, before + rest) if whole else 0))
     return -(-sum(most) // len(most))

@@ -41,7 +41,7 @@ class RowPool:
         self.parts.append(RequestRows([name], cache))
 
     def copy_row(self, name: str) -> EvictingCache | None:
-        """Return a new cache of a request's row alone, to be kept as a conversation; None if it does not decode yet."""
+        """Return a new cache of one request's row, to be kept when it ends; None if its prompt is still being read."""
         for part in self.parts:
             if name in part.names:
                 return part.cache.select_rows(part.names.index(name))
@@ -57,9 +57,10 @@ class RowPool:
                 return
 
     def gather(self, names: Collection[str]) -> RequestRows:
-        """Return these requests as the rows of one cache, and its `names` in their order. Called for each decode step.
+        """Return these requests as the rows of one cache, in the order of its `names`. Called for each decode step.
 
-        Rows are moved only if the last step had other requests. Those of requests that have ended go.
+        Their caches are joined, and other requests' rows are split off to wait, only if the last step had other requests. Rows
+        of requests that have ended go.
         """
         inside, outside = list[RequestRows](), list[RequestRows]()
         for part in self.parts:
@@ -76,7 +77,7 @@ class RowPool:
         return inside[0]
 
     def _order_rows(self, rows: RequestRows) -> RequestRows:
-        """Return joined rows sorted by `self.order`, so that they lie as their memory does. Moves the cache's rows in place."""
+        """Return joined rows sorted by `self.order`, such as by their places in memory. Moves the cache's rows in place."""
         if self.order is None or (names := sorted(rows.alive, key=self.order)) == rows.alive:
             return rows
         rows.cache.batch_select_indices(torch.tensor([rows.names.index(name) for name in names], device="cpu"))

@@ -98,7 +98,7 @@ class RequestSampling(ContinuousBatchingLogitsProcessor):
         return torch.zeros(len(self._coming), dtype=torch.int32, device="cpu")
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Return the logits `scores` [B,V], each request's row changed in place by its Sampling. Called once per pass."""
+        """Return logits `scores` [B,V], each row changed in place as its request samples. The engine calls this once a pass."""
         for row, state in enumerate(self._coming):
             sampling = state.logit_processor_kwargs.get("sampling")
             if sampling is not None and (sampling.samples or sampling.processors):
@@ -108,7 +108,7 @@ class RequestSampling(ContinuousBatchingLogitsProcessor):
 
 
 def sample_by_request(manager: Any) -> None:
-    """Make a server's ContinuousBatchingManager that has not started sample each request by its own Sampling.
+    """Make a server's ContinuousBatchingManager, before it starts, sample each request by the settings that came with it.
 
     The generation config that it was made with must be greedy: the engine then takes the largest logit.
     """

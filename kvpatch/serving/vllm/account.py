@@ -30,7 +30,7 @@ class Account:
     """
 
     def __init__(self, scheduler: Any, figures: Figures | None) -> None:
-        """Log a line on the budget, and set two gauges, the pages in all and those claimed. Made once, as vLLM starts.
+        """Log a line on the budget, and set gauges of the pages in all and those claimed. Made once, as vLLM starts.
 
         Only reads the scheduler. figures: the numbers that vLLM's /metrics shows, or None.
         """
@@ -55,9 +55,10 @@ class Account:
         _LOG.info(terms.describe_start(" and ".join(sizes), whole, fit, piece))
 
     def note_pass(self, request: Any, tokens: int, begins: bool) -> None:
-        """Count a pass that ends within a request's prompt, at `tokens` of its text. Called before each pass of a request.
+        """Count a pass that reads a piece of a request's prompt without its end. Called before each pass of each request.
 
-        begins: it is the request's first pass. A k of the request that is not served then gets a warning.
+        tokens: read when the pass has ended. begins: it is the request's first pass; a k (budget) that the request itself asks
+        for and cannot have then gets a warning.
         """
         asked = get_asked(request.sampling_params)
         if begins and OWN in asked and not read_own(request.sampling_params, self.groups[0][1].held.most):
@@ -70,7 +71,7 @@ class Account:
         if self.figures is None or not request.is_finished():
             return
         written = request.num_tokens - request.num_prompt_tokens
-        seen = min(request.num_computed_tokens, request.num_tokens - bool(written))  # nothing reads the last token
+        seen = min(request.num_computed_tokens, request.num_tokens - bool(written))  # the last is never fed back
         prompt = min(seen, request.num_prompt_tokens)
         own_k = [read_own(request.sampling_params, spec.held.most) for _, spec in self.groups]
         held = sum(

@@ -71,8 +71,8 @@ class BoundLayer(BoundAdapter):
     rows: Tensor | None = None
 
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
-        """Return the output projection's rows, by which policies weigh values, and True. The first call measures them."""
-        if self.rows is None:
+        """Return the output projection's rows per query head, by which policies weigh values, and True: they were measured."""
+        if self.rows is None:  # once, for vLLM's weights do not change
             self.rows, _ = super().output_rows(like, group, parallel)
         return self.rows, True
 
@@ -102,7 +102,7 @@ class BudgetedAttention(AttentionImpl):
         self.factor, self.window, self.cap, self.sinks_N = scale, sliding_window, logits_soft_cap or None, sinks
         self.slopes_N = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.bound = BoundLayer(VllmAdapter(), self, self.num_kv_heads)
-        self.holder: Callable[[], nn.Module | None] = lambda: None
+        self.holder: Callable[[], nn.Module | None] = lambda: None  # the worker sets it: the module around this layer
         before: list[BudgetedAttention] = [
             layer.impl for layer in _list_layers(config) if isinstance(layer.impl, BudgetedAttention)
         ]
@@ -112,8 +112,8 @@ class BudgetedAttention(AttentionImpl):
 
     @property
     def projection(self) -> nn.Module:
-        """The layer's output projection, for policies that weigh values by it: a child of this attention's module."""
-        holder = self.holder()
+        """The layer's output projection, for policies that weigh values by it: a sibling of vLLM's attention module."""
+        holder = self.holder()  # the module that has both
         found = [one for one in holder.children() if isinstance(one, RowParallelLinear)] if holder is not None else []
         if len(found) != 1:
             raise KVPatchError(
@@ -164,20 +164,23 @@ class Worker:
     """The layers of a model on this process, and its requests."""
 
     def __init__(self, config: VllmConfig) -> None:
-        """Check vLLM's configuration, as the first layer is made. If the policy weighs values, `_note_holder` is registered."""
+        """Check vLLM's configuration, as the first layer is made. `_note_holder` is registered if the policy weighs values.
+
+        It then finds each layer's output projection, by which such policies multiply values.
+        """
         terms = find_settings(config)
         assert terms is not None
         check_configuration(config, terms)
         self.terms, self.config, self.layers = terms, config, list[BudgetedAttention]()
         self._notes = register_module_module_registration_hook(self._note_holder) if terms.policy.weighs_values else None
         self.requests: Requests | None = None
-        if terms.policy.over_layers is not None:
+        if terms.policy.over_layers is not None:  # it gives layers unequal budgets
             self._refuse_prefix_caching()
         if config.cache_config.enable_prefix_caching:
             _LOG.info("[kvpatch] prefix caching is off under a budget.")
 
     def add(self, layer: BudgetedAttention) -> None:
-        """Add a layer to `layers`, while vLLM makes the model; layer.index is its place there."""
+        """Add a layer to `layers`, while vLLM makes the model; layer.index is its place. Unequal windows may be refused."""
         self.layers.append(layer)
         if layer.window != self.layers[0].window:
             self._refuse_prefix_caching()
@@ -192,8 +195,9 @@ class Worker:
 
     @functools.cached_property
     def settings(self) -> CacheSettings:
-        """Settings of the requests' caches, once all layers are there."""
+        """The policy and budget of the requests' caches, made when vLLM first sizes a layer's pages: all layers exist then."""
         windows, model, policy = tuple(layer.window for layer in self.layers), self.config.model_config, self.terms.policy
+        # layers with a sliding window keep that instead of a budget, unless all layers have one
         bounds = windows if None in windows else (None,) * len(windows)
         bytes_per_token = 2 * model.get_total_num_kv_heads() * model.get_head_size() * model.dtype.itemsize
         budget = Budget.parse(self.terms.k, n_layers=len(windows), bytes_per_token=bytes_per_token, bounds=bounds)
@@ -215,7 +219,7 @@ class Worker:
         ]
 
     def spec(self, layer: BudgetedAttention, spec: AttentionSpec) -> BudgetSpec:
-        """Return the spec of a layer's pages under the budget, in place of vLLM's `spec`. Asked for as vLLM starts."""
+        """Return the spec of a layer's pages under its budget, in place of vLLM's, when vLLM divides its memory into pages."""
         model, cache = self.config.model_config, self.config.cache_config
         budgeted = BudgetSpec.of(spec, self.held[layer.index], model.max_model_len, cache)
         check_manager(budgeted)
@@ -244,7 +248,7 @@ class Worker:
             self.packed = self.requests.begin(now.scheduled)
         if self.requests.pools[layer.index] is None:
             N, H, P, _ = kv_cache.shape
-            self.requests.pools[layer.index] = kv_cache.view(2, N * H, P, -1)
+            self.requests.pools[layer.index] = kv_cache.view(2, N * H, P, -1)  # strips: a page of one head
         return self.packed.attend(layer.core, q, k, v)
 
 

@@ -23,7 +23,7 @@ OWN: dict[str, str] = {}
 
 
 def __getattr__(name: str) -> Any:
-    """Return kvpatch's class of a backend, or the class registered before it. vLLM looks it up here as it makes a model."""
+    """Return the class that vLLM's registry seeks here for a backend, as a model is made: kvpatch's, or the one before it."""
     if name not in OWN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return resolve_name(BUDGETED[name] if _may_need_budget() else OWN[name])
@@ -32,8 +32,8 @@ def __getattr__(name: str) -> Any:
 def _may_need_budget() -> bool:
     """Tell whether the model that is being made, or a later one of this process, may have a budget.
 
-    vLLM keeps the class that it finds here for all models of a process whose layers look alike. A process has one model unless
-    engines run in the process that asks them: there the class is kvpatch's, which asks again for each model.
+    vLLM keeps the class that it finds here for all models of a process whose layers look alike. A process has one model, unless
+    the user's own process runs engines (no multiprocessing): then the class is kvpatch's, which asks again for each model.
     """
     from vllm import envs
     from vllm.config import get_current_vllm_config_or_none

@@ -6,7 +6,7 @@ from __future__ import annotations
 def choose_pages(free: bytes, count: int) -> list[int]:
     """Choose `count` free pages for a new request: the first `count` that follow each other; if there are none, the first free.
 
-    Pages that follow each other are read where they lie (cache/paged.py); the others are copied at each step on a CPU.
+    Keys in pages that follow each other are read in place (cache/paged.py); others are copied at each step on a CPU.
 
     free: 1 for each page that is free, else 0.
     """

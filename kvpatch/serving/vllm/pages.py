@@ -65,6 +65,7 @@ class BudgetSpec(CircularBufferSpec):
 
     def count_held(self, prompt: int, new: int, own_k: int = 0) -> int:
         """Count the tokens that a head holds after a prompt and `new` tokens, to size pages. own_k: the request's k, or 0."""
+        # bound: a sliding window, whatever the k; grows: generated tokens are kept beside the budget
         budget, schedule = own_k if own_k and not self.held.bound else self.held.budget, "prompt" if self.held.grows else "both"
         (held,) = count_tokens(Size(budget), schedule, prompt, new)
         return held
@@ -74,8 +75,8 @@ class BudgetSpec(CircularBufferSpec):
 
         Under a k that is a share of the prompt, the prompt is read in one pass, and `prompt` is all of it.
 
-        prompt: tokens of its prompt, or some of them if `total` is None. total: its tokens in the end; None: as many as the
-        model takes. own_k: the request's k, or 0.
+        prompt: tokens of its prompt, or those of its first pass if `total` is None. total: tokens of prompt and answer; None:
+        as many as the model takes. own_k: the budget that the request asks for, or 0.
         """
         last = min(total or self.longest, self.longest)
         held = self.count_held(prompt, max(last - 1 - prompt, 0), own_k)
@@ -94,8 +95,8 @@ class BudgetSpec(CircularBufferSpec):
         """Return the bytes of the largest request, for vLLM to check its memory.
 
         Raises:
-            KVPatchError: vLLM has found that one request does not fit, and asks for shorter texts until one does:
-                under a budget they need as many bytes.
+            KVPatchError: there is too little for one request. vLLM would ask about ever shorter texts, until one fits, but
+                under a budget these need as many bytes.
         """
         _refuse_too_few_bytes()
         return self.most_pages() * self.page_size_bytes
@@ -111,12 +112,12 @@ class BudgetManager(CircularBufferManager):
     kv_cache_spec: BudgetSpec
 
     def __init__(self, *given: Any, **more: Any) -> None:
-        """Make the page manager of a group of layers, as vLLM's scheduler starts. The first group's makes the Account."""
+        """Make the page manager of a group of layers, as vLLM's scheduler starts. The first one also counts requests."""
         super().__init__(*given, **more)
         self._scheduler = _find_scheduler()
         scheduler = self._scheduler()
         self._figures = find_figures()
-        # the first group's manager keeps the account of all
+        # the first group's manager logs and counts, for /metrics, what all groups hold
         self._account = None if scheduler is None or self.kv_cache_group_id else Account(scheduler, self._figures)
 
     def _find_request(self, request_id: str) -> Any:
@@ -125,7 +126,7 @@ class BudgetManager(CircularBufferManager):
         return None if scheduler is None else scheduler.requests.get(request_id)
 
     def _count_pages(self, request_id: str, num_tokens: int) -> tuple[int, int]:
-        """Return how many pages a new request needs, and the k that it asks for, or 0. num_tokens: read by its first pass."""
+        """Return how many pages a new request needs, and the k that it asks for, or 0. num_tokens: what a first pass reads."""
         request = self._find_request(request_id)
         if request is None:
             return self.kv_cache_spec.pages(num_tokens), 0
@@ -139,7 +140,10 @@ class BudgetManager(CircularBufferManager):
         return 0 if self.req_to_blocks.get(request_id) else self._count_pages(request_id, num_tokens)[0]
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *given: Any, **more: Any) -> Sequence[KVCacheBlock]:
-        """Claim all pages of a request before its first pass, and write its own k after them, where the worker reads it."""
+        """Claim all pages of a request, when vLLM asks before its first pass; return them, page 0, and the k that it asks for.
+
+        The worker gets only page numbers: the 0 ends those of the request, and the next one is its k, or 0.
+        """
         blocks, pool, request = self.req_to_blocks[request_id], self.block_pool, self._find_request(request_id)
         if self._account is not None and request is not None:
             self._account.note_pass(request, num_tokens, begins=not blocks)
@@ -168,7 +172,7 @@ class BudgetManager(CircularBufferManager):
 
 
 def _find_scheduler() -> Callable[[], Any]:
-    """Return a function that returns the scheduler that is being made, to ask it for requests; or None if not found.
+    """Return a weak reference to the scheduler that is being made, to ask it for requests; it gives None if none is found.
 
     vLLM tells a manager the id of a request and the tokens of its first pass. How many it may generate is known to the
     scheduler, which makes the managers: it is among their callers.

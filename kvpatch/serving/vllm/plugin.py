@@ -74,7 +74,7 @@ def _register_backends(asked: bool) -> None:
 
 
 def _register_choice(member: Any, path: str, register_backend: Any) -> None:
-    """Register `path`, of choice.py, under a backend's name. The path that was registered before is kept in OWN."""
+    """Make a backend's name in vLLM's registry lead to `path`, an attribute of choice.py. The former path is kept in OWN."""
     if member.get_path() != path:  # vLLM may run the plugin again
         OWN[member.name] = member.get_path()
         register_backend(member, path)

@@ -56,19 +56,19 @@ class Requests:
     def __init__(self, settings: CacheSettings, device: torch.device) -> None:
         """Begin without requests; the worker makes this at its first pass."""
         self.settings, self.device = settings, device
-        self.pools: list[Tensor | None] = [None] * settings.n_layers
-        self.now: list[Sequence[Scheduled]] = [()] * settings.n_layers
-        self.divided: list[tuple[Sequence[Scheduled], list[int], Strips]] = []
-        self.own_k: dict[str, int] = {}
-        self._by_own = {0: settings}
-        self.reading: dict[str, RequestRows] = {}
-        self.rows = defaultdict[int, RowPool](lambda: RowPool(order=int))  # in the order of their pages
+        self.pools: list[Tensor | None] = [None] * settings.n_layers  # each layer's pages
+        self.now: list[Sequence[Scheduled]] = [()] * settings.n_layers  # the newest pass, as each layer is told it
+        self.divided: list[tuple[Sequence[Scheduled], list[int], Strips]] = []  # pages of requests that begin in it
+        self.own_k: dict[str, int] = {}  # by request: the budget that it asks for, or 0
+        self._by_own = {0: settings}  # by that k
+        self.reading: dict[str, RequestRows] = {}  # by request, until it decodes
+        self.rows = defaultdict[int, RowPool](lambda: RowPool(order=int))  # that decode, by k; in the order of their pages
 
     def begin(self, scheduled: Sequence[Scheduled]) -> PackedPass:
-        """Begin a pass in parts: requests that decode, prompts of one length that begin, each further piece of a prompt.
+        """Begin a pass in parts, each with a cache: requests that decode, new prompts of one length, a prompt's next piece.
 
-        The first layer of each pass calls this. Requests with different budgets are in different parts. Drops requests whose
-        first page another one has now.
+        The first layer of each pass calls this. Requests with different budgets are in different parts. A request is known by
+        its first page: one whose page a new request has now is dropped.
         """
         self.divided.clear()
         begin, further = dict[tuple[int, int], list[Scheduled]](), list[Scheduled]()
@@ -91,7 +91,7 @@ class Requests:
         return packed
 
     def _step_requests(self, own_k: int, decoding: dict[str, int]) -> Part:
-        """Return a pass's part for requests that decode under one k, as rows of one cache. decoding: columns by name."""
+        """Return a pass's part for requests that decode under one k: a cache with a row for each. decoding: their columns."""
         for name in decoding:
             self._end_prompt(name)
         rows = self.rows[own_k].gather(decoding)
@@ -107,7 +107,7 @@ class Requests:
         together.sort(key=lambda one: one.pages[0])
         cache, firsts = EvictingCache(self._settings_of(together[0].own_k)), [one.first for one in together]
         for layer, slots in enumerate(cache.layers):
-            slots.storage = functools.partial(self._make_slots, layer, firsts)
+            slots.storage = functools.partial(self._make_slots, layer, firsts)  # called with the layer's first keys
         cache.request.prompt_len = together[0].columns
         rows = RequestRows([one.name for one in together], cache)
         self.reading |= dict.fromkeys(rows.alive, rows)
@@ -120,22 +120,22 @@ class Requests:
         return self._by_own[own_k]
 
     def _continue_prompt(self, one: Scheduled) -> Part:
-        """Return a pass's part for a prompt's further piece, which is compressed like a prompt. Sets the cache's prompt_len."""
+        """Return a pass's part for a further piece of a prompt. It is evicted after it, as at a prompt's end (prompt_len)."""
         cache = self.reading[one.name].cache
         cache.request.prompt_len = one.past + one.columns
         return Part(cache, self._list_columns([one]), decodes=False)
 
     def _make_slots(self, layer: int, firsts: list[int], keys: Tensor, values: Tensor) -> PromptSlots:
-        """Make a layer's slots (storage of keys and values) in the pages of requests whose columns begin at `firsts`.
+        """Make a layer's storage of keys and values in new requests' pages. firsts: the first column of each in the pass.
 
-        The cache of a prompt calls this when the layer's first keys and values come.
+        The cache of their prompts calls this when the layer's first keys and values come.
         """
         pool = self.pools[layer]
         assert pool is not None
         return first_prompt(keys, values, pool, self._divide_pages(self.now[layer], firsts, keys.shape[1]))
 
     def _divide_pages(self, now: Sequence[Scheduled], firsts: list[int], heads: int) -> Strips:
-        """Return the strips (a page of one head) of new requests. Noted in `divided`, for other layers with the same pages."""
+        """Return new requests' pages as strips (a page of one head each). Noted in `divided` for layers with the same pages."""
         for told, those, strips in self.divided:
             if told is now and those is firsts:
                 return strips
@@ -145,13 +145,13 @@ class Requests:
         return strips
 
     def _split_rows(self, decoding: Set[str]) -> None:
-        """Give each request in `reading` that began with others its own cache, before a pass, unless all of them decode now."""
+        """Give each prompt in `reading` that shares a cache its own, before a pass, unless all that share it decode now."""
         for name, rows in list(self.reading.items()):
             if len(rows.names) > 1 and not decoding >= set(rows.names):
                 self.reading[name] = RequestRows([name], rows.cache.select_rows(rows.names.index(name)))
 
     def _end_prompt(self, name: str) -> None:
-        """Move a request, and those that share its cache, from `reading` to the rows that decode, at its first decode step."""
+        """Move a request, and those that share its cache, from `reading` to `rows` (that decode), at its first decode step."""
         rows = self.reading.get(name)
         if rows is not None:
             for one in rows.alive:

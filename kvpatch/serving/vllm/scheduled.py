@@ -46,7 +46,7 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
         return Pass(scheduled, metadata.num_actual_tokens)
 
     def _read_pages(self, table_RM: Tensor, spans: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
-        """Return each request's pages and own k, for `build`: all pages in its first pass; later its first page and k=0.
+        """Return each request's pages and the k that it asks for, or 0: all pages in its first pass, later only the first.
 
         spans: each request's columns in the pass, and its tokens before them. The host waits for the device once.
         """

@@ -49,7 +49,7 @@ class RequestTerms:
     @property
     def most(self) -> int:
         """The most tokens that a request may ask for as its own budget (kvpatch_k); 0 if it may not."""
-        if self.policy.over_layers is not None:
+        if self.policy.over_layers is not None:  # it gives layers unequal budgets
             return 0
         return self.max_k or (self.k if isinstance(self.k, int) else 0)
 

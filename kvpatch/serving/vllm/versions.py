@@ -57,8 +57,8 @@ def asks_for_budget(additional: object) -> bool:
 def sees_settings() -> bool:
     """Tell, as the plugin is loaded, whether the command line or a caller has kvpatch's settings in additional_config.
 
-    vLLM hands a plugin nothing. It loads plugins while it reads a command line, or with a configuration at hand: these are
-    looked at, and what is not found there is not seen.
+    vLLM hands a plugin nothing. So sys.argv is searched, and the configurations among local variables of running functions;
+    settings that are elsewhere are not seen.
     """
     line = " ".join(sys.argv).replace("_", "-").partition(_OPTION)[2]
     if f'"{KEY}"' in line or line.startswith(f".{KEY}"):
@@ -67,9 +67,9 @@ def sees_settings() -> bool:
 
 
 def refuse_configurations(asked: bool) -> None:
-    """Raise KVPatchError if an engine that starts has a budget, and processes that the budget does not reach.
+    """Raise KVPatchError if an engine that starts has a budget, and processes that it does not reach (pipelines, Ray).
 
-    The plugin calls this as it is loaded, before vLLM makes workers. asked: the variable asks for the budget.
+    The plugin calls this as it is loaded, before vLLM makes workers. asked: the variable KVPATCH_VLLM asks for the budget.
     """
     for one in _find_configurations():
         if asked or asks_for_budget(one.additional_config):
@@ -77,9 +77,9 @@ def refuse_configurations(asked: bool) -> None:
 
 
 def refuse_parallel(parallel: Any, asked: bool) -> None:
-    """Raise KVPatchError, as an engine starts, for processes that no budget reaches. parallel: its arguments or ParallelConfig.
+    """Raise KVPatchError, as an engine starts, for processes that no budget reaches: pipelines, or Ray's under the variable.
 
-    asked: the environment variable KVPATCH_VLLM asks for the budget.
+    parallel: vLLM's ParallelConfig, or its arguments. asked: the environment variable KVPATCH_VLLM asks for the budget.
     """
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         raise KVPatchError("kvpatch in vLLM: layers are on several processes. Use tensor_parallel_size.")
