@@ -48,7 +48,7 @@ class Patch:
         self._installation = Installation(target, self._state)
 
     def install(self) -> None:
-        """Change the model, once, as the block is entered; if that fails or is interrupted, the model is as before.
+        """Change the model's forwards and hooks, once, as the with-block is entered; if that fails, the model is as before.
 
         Raises:
             KVPatchError: the model is patched already.
@@ -60,7 +60,7 @@ class Patch:
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
-        measured = stamp_model(target.decoder) if self.settings.policy.needs.find(Calibrated) else None
+        measured = stamp_model(target.decoder) if self.settings.policy.needs.find(Calibrated) else None  # to notice changes
         state = PatchState(self.settings, adapter, limit, target.shapes(), names, measured, target.places_itself(), options)
         state.prefixes.renew = functools.partial(renew_prefix, target, weakref.ref(state))
         return state
@@ -94,7 +94,7 @@ class Patch:
         return cache
 
     def compress(self, past: Cache, ids: Tensor | None = None, *, attention_mask: Tensor | None = None) -> EvictingCache:
-        """Compress a prompt that was read before the block, as its end inside the block would have; `past` stays as it is.
+        """Return a copy of `past`, a prompt's cache from before the with-block, compressed as if it had been read inside.
 
         Args:
             past: a DynamicCache that the unpatched model filled, or a cache under policy "full".
@@ -133,7 +133,7 @@ class Patch:
         """Read other tokens in place of a span of a cache's text, such as the summary of a tool's result.
 
         They take the span's first positions and see what is held before it. Tokens after the span have seen the old ones, and
-        stay; they move up where positions are missing. None of them is evicted for the new ones: those before make room.
+        stay; they move up where positions are missing. To make room, only tokens before the span are evicted.
 
         Args:
             cache: at the end of a prompt, or after generated tokens.
@@ -201,8 +201,8 @@ class Patch:
         """Make decode steps that are CUDA graphs, without torch.compile: captured once, replayed over later prompts too.
 
         `step(ids, cache)` returns the logits [B,1,V] of one more token per row; the next step overwrites them. A step that
-        cannot be captured is an ordinary call of the model. Policies that append need `new_cache(room=...)`. generate()
-        makes such steps by itself. No such graph has run on a GPU yet.
+        cannot be captured is an ordinary call of the model. Policies that append new tokens need `new_cache(room=...)`.
+        generate() makes such steps by itself. No such graph has run on a GPU yet.
 
         Args:
             model: the model that this patch is of, or one that wraps it; called with input_ids and past_key_values.
@@ -219,15 +219,15 @@ class Patch:
         return graph(model, self._state, self._target.devices()[0])
 
     def record(self, cache: EvictingCache | None = None) -> Record:
-        """Return the record of a cache, or of the last one used: at which position each token was evicted, for a replay.
+        """Return the Record of a cache, or of the last one used: at which position each token was evicted, for `replay`.
 
         Raises:
-            KVPatchError: nothing was recorded, for want of record=True or of a pass, or a text's beginning is not known.
+            KVPatchError: nothing was recorded (no record=True, or no pass yet), or a text's beginning is not known.
         """
         return find_record(self._state, self._target.describe_class(), cache)
 
     def record_nbytes(self, texts: int, tokens: int) -> int:
-        """Return the bytes of a record before it is made: 4 for each token, layer and KV head, and 8 for each token's id.
+        """Return the bytes of a Record (what is evicted when) before it is made: 4 per token, layer and KV head, 8 per id.
 
         Args:
             texts: rows.
@@ -244,7 +244,7 @@ class Patch:
         return texts * tokens * (8 + 4 * sum(shape.heads for shape in self._target.shapes()))
 
     def replay(self, record: Record | Sequence[Record]) -> AbstractContextManager[None]:
-        """Let passes without a cache follow a record inside a with-block; see `kvpatch.replay`. Passes with one use the budget.
+        """Hide from passes without a cache what a recorded run evicted, as `kvpatch.replay`; passes with one use the budget.
 
         Raises:
             KVPatchError: the record is of another model, or the patch was removed.
@@ -252,7 +252,7 @@ class Patch:
         return follow(self._state, self._target.describe_class(), record, self._installation.in_force)
 
     def save_cache(self, cache: Cache, path: str | PathLike[str]) -> None:
-        """Write a compressed cache, with its scores, to a safetensors file; with lossless=True the entries of all tokens.
+        """Write a compressed cache, with its scores, to a safetensors file; with lossless=True all tokens' keys and values.
 
         Raises:
             KVPatchError: the cache is empty, in the middle of a prompt, of another patch, or of a model that has changed since.
@@ -282,17 +282,17 @@ class Patch:
         """
         if not self.passes:
             raise KVPatchError("Nothing to report yet: call generate() or the model inside the block first.")
-        self.settings.notices.look(wait=True)
+        self.settings.notices.look(wait=True)  # logs the warnings that a GPU still has to confirm
         return Report.last(self._state.log)
 
     def remove(self) -> None:
         """Undo the patch; calling it again does nothing. Open caches stay readable, but no model accepts them."""
         self.restore()
-        self.settings.notices.look(wait=True)
+        self.settings.notices.look(wait=True)  # as in `report`
         self._state.log.close()
 
     def restore(self) -> None:
-        """Restore the model's modules, newest change first; `remove` and the end of a block call it.
+        """Undo the changes of the model's modules, newest first, and nothing else; `remove` and a dropped block call it.
 
         An interrupt is raised after everything is restored; the undo that it stopped is run again.
         """

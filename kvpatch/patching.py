@@ -49,7 +49,7 @@ _FIRST = ("self", "model", "policy", "k")
 def _takes_settings(init: Callable[Arguments, None]) -> Callable[Arguments, None]:
     """Decorate patched.__init__ to accept Settings in place of policy, k and the options that they hold.
 
-    The wrapper sees what the caller gives: an argument with the value of its default is told from one that is left out.
+    The wrapper sees which arguments the caller has given: one that Settings hold, too, is an error even if it is the default.
     """
 
     @wraps(init)
@@ -167,7 +167,7 @@ class patched:
         return self._patch
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Restore the model, also after an error in the block."""
+        """Remove the patch at the end of the with-block, also after an error in it; the model is as it was before."""
         if self._patch is None:
             return
         try:
@@ -198,7 +198,7 @@ class patched:
 
 
 def _find_target(model: nn.Module, auto: bool) -> Target:
-    """Find what to patch: decoder and attention modules. Under untested versions, first check the model's class on a copy."""
+    """Find what to patch: decoder and attention modules. Under untested versions, first check the class on a tiny model."""
     untested, remedy = find_untested(transformers.__version__, torch.__version__)
     if not untested or any("_kvpatch" in vars(module) for module in model.modules()):
         return Target.find(model, auto=auto)
@@ -206,7 +206,7 @@ def _find_target(model: nn.Module, auto: bool) -> Target:
         target = Target.find(model, auto=auto)
     except KVPatchError as error:
         raise KVPatchError(f"{untested}: {remedy} if this worked before. {error}") from error
-    if not any(isinstance(adapter, AutomaticAdapter) for _, adapter in target.attentions):  # checked on its twin already
+    if not any(isinstance(adapter, AutomaticAdapter) for _, adapter in target.attentions):  # checked so already
         prove_class(target.decoder, [module for module, _ in target.attentions], untested, remedy)
     return target
 
@@ -272,12 +272,12 @@ def unpatch(model: nn.Module) -> None:
 
 @contextmanager
 def replay(model: nn.Module, record: Record | Sequence[Record]) -> Iterator[None]:
-    """Let `model` attend by a record inside a with-block: one parallel pass, with gradients, that equals the rollout.
+    """Let `model` hide what a recorded run had evicted, in a with-block: one parallel pass, with gradients, equals the rollout.
 
     A forward takes whole texts without a cache: input_ids, and an attention_mask where there is padding, on either side. Rows
     are known by their token ids: they may be reordered, repeated, cut into smaller batches, or shortened at their end, and may
     have the one token more that generate() returns without having read it. The logits are those of the recorded run, to
-    rounding: so the importance ratio of a learner and what it generated is 1. Masks exist for a block of rows at a time. Inside
+    rounding: so the importance ratio of a learner and what it generated is 1. Masks are made for some queries at a time. Inside
     a block that is patched already, write `with patch.replay(record):`.
 
     Args:

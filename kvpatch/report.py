@@ -111,7 +111,7 @@ class Report:
 
     @classmethod
     def last(cls, log: RunLog) -> Report:
-        """Make Patch.report()'s report: of the last pass that had a cache, and counts of all passes of the patch."""
+        """Make the report of Patch.report() from the log of its passes: of the last one with a cache, with counts of all."""
         snapshot = log.snapshot()
         report = cls(**_describe_settings(log.settings), backend="", seen=0, nbytes=0, full_nbytes=0, positions=[], acted=False)
         report = report if snapshot is None else cls._take_snapshot(snapshot)
@@ -123,7 +123,7 @@ class Report:
 
     @classmethod
     def _take_snapshot(cls, snapshot: Snapshot) -> Report:
-        """Make a report from a snapshot of a cache, as a user asks for one. Positions are copied: later passes change none."""
+        """Make a report from a snapshot of a cache. It shares the cache's positions, so they are copied: passes change them."""
         settings, parts = snapshot.settings, snapshot.parts.values()
         return cls(
             **_describe_settings(settings),
@@ -178,7 +178,7 @@ class Report:
         n = self.lengths[row] if self.lengths else 1 + max(int(p[row].max()) for p in self.positions)
         held = [positions[row].cpu() for positions in self.positions]
         known = torch.cat([one.flatten() for one in held]).unique()
-        if len(known) and int(known[-1]) >= n:  # positions count padding, and nothing is evicted: these are the newest
+        if len(known) and int(known[-1]) >= n:  # positions count padding: nothing was evicted, and these are the newest
             known = known[known >= 0]
             held = [torch.where(one < 0, one, torch.searchsorted(known, one) + n - len(known)) for one in held]
         kept = torch.zeros(len(held), H, n + 1, dtype=torch.bool, device="cpu")
@@ -237,7 +237,7 @@ class Report:
         elif self.positions and not self.acted and self.nbytes < self.full_nbytes:
             none = "no token: all were computed before the first eviction, as with a full cache"
             rows.append(("budget acted on", none))
-        masses = [mass for mass in self.mass if mass is not None]
+        masses = [mass for mass in self.mass if mass is not None]  # [B,H], the share of attention on kept tokens
         if masses and self.verified is None:
             mean, least = torch.stack(masses).mean(), min(float(mass.min()) for mass in masses)
             kept = f"{mean:.1%} of the mass that the prompt's rows gave; least in one head {least:.1%}"
@@ -249,7 +249,7 @@ class Report:
         return rows + [("" if i else "attention by", line) for i, line in enumerate(text.list_backends(self.backends))]
 
     def _list_tokens(self) -> list[tuple[str, str]]:
-        """List those rows of str(report) that tell of tokens, layers and bytes."""
+        """List those rows of str(report) that tell of tokens, layers and bytes; a row is a name and a value."""
         seen = f"{self.seen:,}"
         if self.lengths and min(self.lengths) != self.seen:
             seen += f" columns; the rows' own: {text.format_span(self.lengths)}"
@@ -273,7 +273,7 @@ class Report:
             rows.append(("record", text.format_size(self.record_nbytes)))
         if self.states or self.readers:
             rows.append(("layers on the budget", ", ".join(map(str, self.layers))))
-        if self.states:
+        if self.states:  # of a hybrid, such as Mamba's
             kept = f"{', '.join(map(str, self.states))} keep a state of fixed size: {text.format_size(self.state_nbytes)}"
             rows.append(("other layers", kept))
         if self.readers:
@@ -336,14 +336,19 @@ def _count_answers(snapshot: Snapshot) -> int:
     settings = snapshot.settings
     if settings.policy.schedule != "prompt":
         return 0
+    # the bytes of a token in each layer that keeps generated ones
     kept = (part.token_nbytes for index, part in snapshot.parts.items() if keeps_new(settings, index))
-    return snapshot.steps * sum(kept)
+    return snapshot.steps * sum(kept)  # steps: decode steps since the newest prompt
 
 
 def _describe_settings(settings: CacheSettings) -> dict[str, Any]:
-    """Return the arguments of Report, by name, that follow from a patch's settings: policy, budget, layers and such."""
+    """Return arguments of Report by name that follow from a patch's settings: policy, budget, and the layers that it acts on.
+
+    states: numbers of layers that keep a state of fixed size. readers: of layers that use the keys of another layer, with its
+    number.
+    """
     policy, stack = settings.policy, settings.stack or Stack((), ())
     values = {"policy": policy.name, "schedule": policy.schedule, "budget": settings.budget.per_layer, "bits": settings.bits}
-    values["size"] = settings.budget.sizes[0] if settings.budget.whole else ""
+    values["size"] = settings.budget.sizes[0] if settings.budget.whole else ""  # as text, such as "2GiB" for all layers
     states = tuple(number for number, _ in stack.states)
     return {**values, "layers": settings.numbers, "states": states, "readers": stack.readers}

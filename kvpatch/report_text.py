@@ -107,10 +107,11 @@ def format_held(nbytes: int, full: int, peak: int) -> str:
 def list_passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool) -> list[str]:
     """Write lines for the report: passes by kind, and in how many the budget acted (tokens were computed after an eviction).
 
-    counts: by kind of pass, (all, those in which the budget acted). dropped: prompts that nothing went on from. never: the
-    policy never evicts.
+    counts: by kind of pass, (all, those in which the budget acted); the kind "full" is a pass over all tokens of a lossless
+    cache. dropped: prompts that nothing went on from. never: the policy never evicts.
     """
     if never:
+        # -1: no word on whether the budget acted
         counts = {kind: (total, -1) for kind, (total, _) in counts.items()}
     names = {"training": "training", "no_cache": "forward without a cache"}
     known = [(name, counts[kind]) for kind, name in names.items() if kind in counts]
@@ -146,8 +147,9 @@ def _format_count(number: int, what: str) -> str:
 
 
 def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Write lines for the report on backends (code for attention) that ran: the tasks of each, and why none was faster."""
+    """Write lines for the report on the backends (code for attention) that ran: the tasks of each, and why none faster did."""
     reasons = {part for _, why in ran.values() for part in why.split("; ")}
+    # torch alone, as asked for or on a CPU, needs no reasons
     if {name for name, _ in ran.values()} <= {"torch"} and (not ran or reasons & {_ASKED, *_ON_CPU}):
         return [f"torch ({_ASKED})" if _ASKED in reasons else "torch"]
     groups: dict[tuple[str, str], list[str]] = {}
@@ -158,7 +160,7 @@ def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
 
 
 def list_verified(verified: Verified) -> list[tuple[str, str]]:
-    """Return the report's rows on lossless=True: draft tokens that were accepted, and the bytes moved to verify them."""
+    """Return the report's rows on lossless=True: tokens drafted under the budget and accepted, and full cache's bytes read."""
     drafts = (
         f"{verified.accepted:,} of {verified.drafted:,} tokens accepted; {verified.per_pass:.1f} tokens a pass over all tokens"
     )

@@ -41,7 +41,7 @@ class Layer:
     latent: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for sizes that are no counts, as a plan reads them; `refusing_values` adds the file's name."""
+        """Raise ValueError for a size that is no count, as of a wrong config.json; `refusing_values` adds the model's name."""
         for size in (self.heads, self.key, self.value, 1 if self.window is None else self.window):
             if type(size) is not int or size < 1:
                 raise ValueError(f"{size!r} is no number of heads or tokens, nor a head's size")
@@ -102,7 +102,10 @@ class Configuration:
     """
 
     def __init__(self, values: Mapping[str, Any], name: str, path: Path = Path()) -> None:
-        """Unite the values: those of an inner "text_config" replace the outer ones, and both replace the defaults of SPARSE."""
+        """Unite the values: those of an inner "text_config" replace the outer ones, and both replace the defaults of SPARSE.
+
+        `kind` is the model_type of the part that writes text, and `outer` that of the whole model.
+        """
         parts = (values.get(key) for key in ("text_config", "llm_config"))
         inner: Mapping[str, Any] = next((one for one in parts if isinstance(one, Mapping)), {})
         self.name, self.path, self.kind = name, path, str(inner.get("model_type") or values.get("model_type"))
@@ -127,7 +130,7 @@ class Configuration:
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def need(self, *names: str) -> int:
-        """Return, for a plan, the value of the first of these names in config.json. Raises KVPatchError if it is no count."""
+        """Return the value of the first of these names that config.json has. Raises KVPatchError if it is no int above 0."""
         value = self.get(*names)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise KVPatchError(
@@ -158,7 +161,7 @@ class Configuration:
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of the model, or of the layer that a copy is for; some families do not write num_key_value_heads."""
+        """The number of KV heads; in a copy that `_read_layer` makes, of one layer. Families name it in different ways."""
         if self.kind == "falcon":
             many = self.get("num_kv_heads") if self.get("new_decoder_architecture") else None
             return many or (
@@ -176,12 +179,14 @@ class Configuration:
 
     @refusing_values
     def read_shape(self) -> Shape:
-        """Read the layers, states and positions that give the cache's size, for a plan. Raises KVPatchError without them."""
+        """Read what the cache's size depends on, for a plan: layers, states, positions. Raises KVPatchError without it."""
         kinds, windows = self._list_kinds(), self._list_windows()
-        borrowed = self.get("num_kv_shared_layers") or 0
+        borrowed = self.get("num_kv_shared_layers") or 0  # the last layers, which use the keys of others
         rows = list(enumerate(zip(kinds, windows, strict=True)))[: len(kinds) - borrowed]
         layers = [self._read_layer(index, window)._make_layer(window) for index, (kind, window) in rows if _is_attention(kind)]
+        # LongCat-Flash has two attention modules in each of its num_layers
         layers *= 2 if self.kind == "longcat_flash" and not self.get("num_hidden_layers") else 1
+        # layers that keep a state of fixed size, beside keys or without
         states = sum(kind in _STATES or kind.startswith("hybrid") for kind in kinds)
         if not layers:
             raise KVPatchError(
@@ -196,7 +201,10 @@ class Configuration:
         return self.kind in ("bloom", "mpt") or bool(self.get("alibi"))
 
     def _read_layer(self, index: int, window: int | None) -> Configuration:
-        """Return a copy with the values of one layer, for a plan. Older files of Gemma 4, and MiMo's, follow a rule instead."""
+        """Return a copy with the values of one layer, for a plan: by "per_layer_config", or by a rule of two families.
+
+        These are Gemma 4, where full attention has wider heads and the file is older than that entry, and MiMo.
+        """
         values = (self.get("per_layer_config") or {}).get(str(index), {})
         if self.kind == "gemma4_text" and window is None and not values:
             heads = self.get("num_global_key_value_heads") if self.get("attention_k_eq_v") else None
@@ -215,7 +223,7 @@ class Configuration:
         return Layer(self.kv_heads, self.head_size, self.get("v_head_dim") or self.head_size, window)
 
     def _list_kinds(self) -> list[str]:
-        """List for a plan the kind of each layer, such as "full_attention": by name, or by the rule of an older file."""
+        """List for a plan the kind of each layer, such as "full_attention": as the file says, or by keys of older families."""
         n, types = self.n_layers, self.get("layer_types", "layers_block_type")
         if types:
             return list(types)
@@ -235,7 +243,7 @@ class Configuration:
         return ["full_attention"] * n
 
     def _list_windows(self) -> Sequence[int | None]:
-        """List for a plan the window of each layer in tokens, None for full attention; families name it in different ways."""
+        """List for a plan each layer's window in tokens (Llama 4: its chunk), None for full attention, by families' keys."""
         n, types, window = self.n_layers, self.get("layer_types"), self.get("sliding_window")
         if self.kind == "gpt_neo":
             kinds = [
@@ -252,6 +260,7 @@ class Configuration:
         if types:
             return [window if "sliding" in kind else None for kind in types]
         if (period := self.get("sliding_window_pattern", "_sliding_window_pattern") or _PATTERNS.get(self.kind)) is not None:
+            # the last of each `period` layers has full attention
             return [None if isinstance(period, int) and (i + 1) % period == 0 else window for i in range(n)]
         if self.get("use_sliding_window"):
             return [window if i >= (self.get("max_window_layers") or 0) else None for i in range(n)]

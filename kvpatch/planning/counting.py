@@ -45,11 +45,14 @@ class Counter:
         return [count_by_terms(terms, prompt, new, heads=layer.heads) for layer, terms in pairs]
 
     def count(self, prompt: int, new: int) -> Bytes:
-        """Count, for a plan, the bytes of one text's cache, after a prompt of `prompt` tokens and `new` generated tokens."""
+        """Count, for a plan, the bytes of one text's cache, after a prompt of `prompt` tokens and `new` generated tokens.
+
+        Bytes has those of the tokens held, those allocated for slots, and the most while the prompt is read.
+        """
         held = allocated = 0
         for layer, holding in zip(self.layers, self.hold(prompt, new), strict=True):
-            entry = self._count_entry(layer, self.bits)
-            fixed = layer.heads * count_centre_bytes(self.bits, layer.key, self.itemsize)
+            entry = self._count_entry(layer, self.bits)  # of one token in one head
+            fixed = layer.heads * count_centre_bytes(self.bits, layer.key, self.itemsize)  # of what rounded keys are centred on
             held += sum(holding.heads) * entry + fixed
             allocated += layer.heads * holding.slots * entry + fixed
         whole = [layer.heads * prompt * self._count_entry(layer, FULL) for layer in self.layers]
@@ -69,7 +72,11 @@ def count_full(shape: Shape, itemsize: int, tokens: int) -> int:
 
 
 def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, itemsize: int) -> Counter:
-    """Make a plan's Counter: find by which budget and schedule each layer holds tokens; a sliding layer holds its window."""
+    """Make a plan's Counter: find by which budget and schedule each layer holds tokens; a sliding layer holds its window.
+
+    division: when the policy evicts, and how layers and heads share a budget: `beta` is of a pyramid, in which later layers get
+    less, and `protects` counts the newest tokens that every layer keeps.
+    """
     free = [index for index, bound in enumerate(shape.bounds) if bound is None]
     terms = []
     for index, bound in enumerate(shape.bounds):
@@ -87,7 +94,7 @@ def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, it
 
 
 def find_most(fits: Callable[[int], bool], limit: int) -> int:
-    """Find by bisection the largest number up to `limit`, as of tokens, for which `fits` is True; 0 if it is not even for 1."""
+    """Find by bisection the largest number up to `limit`, such as of tokens, for which `fits` is True; 0 if it never is."""
     low, high = 0, min(limit, MAX_POSITION)
     while low < high:
         middle = (low + high + 1) // 2

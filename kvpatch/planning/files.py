@@ -25,7 +25,10 @@ def find_configuration(name: str, revision: str | None = None) -> Configuration:
 
 
 def find_weights(name: str, revision: str | None = None) -> Weights | None:
-    """Read a model's bytes of weights, for a plan, from a safetensors index or header in a folder or on the hub, or None."""
+    """Find how many bytes a model's weights have, for a plan, by a safetensors index or header, in a folder or on the hub.
+
+    None if neither is there. Of a model on the hub only these are read, not the weights.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return read_weights(folder)

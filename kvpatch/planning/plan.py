@@ -93,7 +93,10 @@ def plan(  # noqa: PLR0913 - the options of one command
 def _check_arguments(
     policy: object, schedule: str | None, options: dict[str, Any], counts: dict[str, int], new: int, bits: int
 ) -> Division:
-    """Check the arguments of `plan`, and return how the policy divides a budget. counts: `tokens` and `batch`, by name."""
+    """Check the arguments of `plan`, and return when the policy evicts and how layers and heads share its budget.
+
+    counts: `tokens` and `batch`, by name.
+    """
     for name, value in counts.items():
         check_count(name, value, "tokens" if name == "tokens" else "requests")
     check_count("new", new, "tokens", least=0)
@@ -128,7 +131,8 @@ def _choose_tokens(
 ) -> int:
     """Return the length of the prompt to plan for: `tokens`, or by default MOST or `longest` (None: no limit), if less.
 
-    KVPatchError if `tokens` is more than `longest`, or if `longest` leaves no token.
+    repetition: the policy's second reading of a prompt, which takes positions too; None if it has none. KVPatchError if
+    `tokens` is more than `longest`, or if `longest` leaves no token.
     """
     most = MAX_POSITION if longest is None else longest
     if most < 1:
@@ -163,6 +167,7 @@ def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype:
         )
     size, n = ITEMSIZES[dtype], len(shape.layers)
     entries = sum(one.heads * count_entry_bytes(bits, one.key, one.value, size, one.latent) for one in shape.layers)
+    # what keys of 8 or 4 bits are rounded around, once a head
     centres = sum(one.heads * count_centre_bytes(bits, one.key, size) for one in shape.layers)
     budget = Budget.parse(
         k, n_layers=n, bytes_per_token=-(-entries // n), bounds=shape.bounds, extra=division.every - 1, fixed=-(-centres // n)
@@ -191,4 +196,4 @@ def _find_fits(counter: Counter, shape: Shape, room: int, asked: tuple[int, int,
         return Fit(room // max(count(tokens), 1), None if most >= MAX_POSITION - new else most)
 
     full = find(lambda n: count_full(shape, size, n + new), find_longest(shape, new, None))
-    return full, find(lambda n: counter.count(n, new).reading, longest)
+    return full, find(lambda n: counter.count(n, new).reading, longest)  # reading: the most while prompts are read

@@ -17,7 +17,7 @@ def list_remarks(
 ) -> Iterator[str]:
     """Yield a plan's remarks, each a sentence: what the budget does not change in this model, and what is not counted.
 
-    values: of config.json. repetition: that the policy needs of each prompt.
+    division: when the policy evicts. values: of config.json. repetition: the policy's second reading of a prompt, or None.
     """
     yield from _list_layers(shape)
     if not division.schedule:

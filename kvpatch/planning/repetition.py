@@ -15,7 +15,7 @@ from .counting import find_most
 
 
 def find_repetition(policy: str, options: Mapping[str, Any]) -> Repetition | None:
-    """Return the second reading of a known policy or combination for its plan; None if it has no `instruction=` to repeat.
+    """Return how a policy or combination reads a prompt a second time, for a plan; None if it has no `instruction=` to do so.
 
     Raises:
         KVPatchError: chunk is no count, or instruction no token ids.
@@ -32,6 +32,7 @@ def find_repetition(policy: str, options: Mapping[str, Any]) -> Repetition | Non
     given = known["instruction"]
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise KVPatchError(f"instruction={given!r:.60} must be token ids: leave it out of the plan, or give a list of them.")
+    # before the first chunk, before later ones, and between either and the text
     parts = given if len(given) == 3 and all(isinstance(part, Sequence) for part in given) else (given, given, ())
     first, later, close = map(len, parts)
     return Repetition(known["chunk"], first + close, later + close)

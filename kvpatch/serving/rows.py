@@ -48,7 +48,7 @@ class RowPool:
         return None
 
     def drop(self, name: str) -> None:
-        """Mark a request's row as ended; `gather` removes it. A cache of ended rows alone is dropped at once."""
+        """Mark a request's row as ended; the next `gather` removes it. A cache of ended rows alone is dropped at once."""
         for part in self.parts:
             if name in part.names:
                 part.names[part.names.index(name)] = None
