@@ -83,8 +83,8 @@ class Answers(CBGenerateManager):
         super().__init__()
         self._cb = self.engine = engine
         self.model, self.positions, self.figures = model, positions, ServerFigures(engine)
-        self.asked: dict[str, AcceptedRequest] = {}
-        self._closed = 0
+        self.asked: dict[str, AcceptedRequest] = {}  # by request id, until the answer has been sent
+        self._closed = 0  # requests whose answers have been sent
         self.conversations: Conversations | None = engine.conversations
         if self.conversations is not None:
             self.conversations.note_reuse = self._note_reuse
@@ -283,7 +283,7 @@ class _Streamer(CBStreamer):
         self.total_tokens = self._decode_stream.tokens
 
     def end(self) -> None:
-        """Put the text that was held back (it might have begun a stop string) into the queue, and close it; at the end."""
+        """Put the text that was held back (it might have begun a stop string) into the queue, and end the queue; at the end."""
         rest = self.watch.flush()
         if rest:
             parsed = [rest] if self._parser is None else response_events_to_chunks(self._parser.feed(rest))

@@ -111,6 +111,7 @@ class Conversations:
         """Keep the cache of a request that ends, unless it alone is too large; drop the first in the list until all fit.
 
         Conversations with which its text begins go to the front: they are earlier turns of one chat, rarely asked for again.
+        One of the same text is replaced.
         """
         before = [one for one in self._kept if one.ids == new.ids[: len(one.ids)] and len(one.ids) < len(new.ids)]
         others = [one for one in self._kept if one.ids != new.ids[: len(one.ids)]]
@@ -176,7 +177,8 @@ class Conversations:
             _LOG.info("[kvpatch] a conversation was not edited, and is read anew: %s", error)
             return None
         ids, positions = [*one.ids], [*one.positions]
-        # from the last span on, since each one moves what follows it; replace() puts new ids at a span's first positions
+        # ids and positions of the edited text, from the last span on, since each one moves what follows it; replace() puts
+        # new ids at a span's first positions
         for start, stop, new in reversed(edited.spans):
             first = one.positions[start]
             ids[start:stop], positions[start:stop] = new, range(first, first + len(new))

@@ -58,10 +58,10 @@ def find_edits(kept: list[int], ids: list[int], answer: int) -> Edited | None:
                 return None
             spans.append((at, len(kept), []))
             break
-        stop, end = found
+        stop, end = found  # in `kept` and in `ids`: the end of a difference, which moves back while tokens before it agree
         while stop > at and end > there and kept[stop - 1] == ids[end - 1]:
             stop, end = stop - 1, end - 1
-        if end - there > stop - at:
+        if end - there > stop - at:  # the new tokens take the positions of the old ones
             return None
         spans.append((at, stop, ids[there:end]))
         common = count_common(kept[stop:], ids[end:])

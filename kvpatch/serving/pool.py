@@ -67,8 +67,8 @@ class RequestPool:
         self.begins: dict[str, Prefix | Beginning] = {}  # by request: the part of its text that was read before
         self.placeholders: Mapping[int, str] = {}
         self.conversations: Conversations | None = None
-        self.compute: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.after_token: Callable[[Any], None] | None = None
+        self.compute: Callable[[], AbstractContextManager[Any]] = nullcontext  # enters the CUDA stream of the passes
+        self.after_token: Callable[[Any], None] | None = None  # looks for a stop string
         self.rows = RowPool()
         self.full = False  # a request waits for room
         self.coming: list[tuple[str, int, int]] = []  # of the next pass: request, its tokens before, and in the pass
@@ -76,7 +76,7 @@ class RequestPool:
 
     @cached_property
     def _blockwise(self) -> CacheSettings | None:
-        """Settings that evict after every `block` tokens of a prompt too long for one pass; None if the policy cannot."""
+        """Settings that evict after every `block` tokens of a prompt of several passes; None: the policy must see it whole."""
         settings = self.settings
         if settings.block is not None:
             return settings
@@ -94,7 +94,7 @@ class RequestPool:
         """
         read = 0 if prefix is None else len(prefix)
         whole = prompt - read > self.chunk and self._blockwise is None  # evicts only after the last of several passes
-        if isinstance(prefix, Beginning) and new is not None:
+        if isinstance(prefix, Beginning) and new is not None:  # goes on from a kept conversation
             rest = prompt - read
             claimed = count_continued(self.settings, prefix.held, prefix.columns + rest, rest, new, whole)
             return -(-claimed // self.page)
@@ -253,7 +253,7 @@ class RequestPool:
             self.coming.append((request_id, past_length, query_length))
 
     def next_pass(self) -> PackedPass:
-        """Return the coming pass: the requests that decode, as rows of one cache, and each prompt's next piece. Called once."""
+        """Return the coming pass: decoding requests, as rows of one cache, and each prompt's next piece. Called once a pass."""
         coming, self.coming = self.coming, []
         for name in self._forked:  # requests that still share another's cache
             request = self.requests.get(name)
@@ -280,7 +280,7 @@ class RequestPool:
         """Return a prompt's next tokens as a part of the coming pass, with the request's cache, which the first piece makes."""
         end = past + len(columns)
         if request.cache is None:
-            long = request.prompt - past > self.chunk and self._blockwise is not None
+            long = request.prompt - past > self.chunk and self._blockwise is not None  # evicts after every chunk
             settings = self._blockwise if long and self._blockwise is not None else self.settings
             request.cache = EvictingCache(settings) if request.prefix is None else request.prefix.copy()
             request.cache.settings = settings

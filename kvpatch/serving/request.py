@@ -49,7 +49,7 @@ def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: 
             f"This request has no limit of new tokens, and schedule={settings.policy.schedule!r} keeps all that are generated: "
             "give max_new_tokens, or schedule='both'."
         )
-    unrounded = _count_unrounded(settings, prompt) if whole else 0
+    unrounded = _count_unrounded(settings, prompt) if whole else 0  # `bits` round a prompt's keys only at its end
     held = [max(*count_held(settings, layer, prompt, new, read=read).heads, unrounded) for layer in layers]
     return -(-sum(held) // len(held))
 
