@@ -51,7 +51,7 @@ class Marks:
 
 
 def new_figure(**options: Any) -> Figure:
-    """Create a matplotlib Figure without a window, which a notebook shows. Raises KVPatchError if matplotlib is missing."""
+    """Make a matplotlib Figure for a picture of this module, without a window. Raises KVPatchError if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -260,7 +260,7 @@ def _write_legend(figure: Figure, marks: Marks, title: str) -> None:
 
 
 def save(figure: Figure, path: str | PathLike[str]) -> None:
-    """Write a figure to the file that a user names. Raises KVPatchError if `path` cannot be written."""
+    """Write a picture to the file that a user names. Raises KVPatchError if `path` cannot be written."""
     target = Path(path)
     if not target.parent.is_dir():
         raise KVPatchError(f"path={str(path)!r}: the folder {str(target.parent)!r} does not exist.")

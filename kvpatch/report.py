@@ -152,7 +152,7 @@ class Report:
         return min(self.nbytes / self.full_nbytes, 1.0) if self.full_nbytes else 1.0
 
     def held(self) -> Tensor:
-        """Return the number of tokens that each head holds, int64 [L,B,H]; -1 where a layer has fewer heads than others."""
+        """Return for users how many tokens each head holds, int64 [L,B,H]; -1 where a layer has fewer heads than others."""
         if not self.positions:
             return torch.zeros(0, 0, 0, dtype=torch.long, device="cpu")
         held, heads = self._count_held(), self._count_heads()
@@ -187,7 +187,7 @@ class Report:
         return kept[..., :n]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON can hold."""
+        """Return the report as plain values that JSON can hold, for programs and for --json."""
         values = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in vars(self).items()
@@ -220,7 +220,7 @@ class Report:
         return text.html_table(self._list_rows(), image)
 
     def _list_rows(self) -> list[tuple[str, str]]:
-        """List the rows of str(report), a name and a value each. A row without a name continues the one above it."""
+        """List the rows of str(report) and its HTML, a name and a value each. A row without a name continues the one above."""
         rows = [
             ("policy", text.format_policy(self.policy, self.schedule, self.budget)),
             ("budget", text.format_sized(self.size, self.schedule, self.answers_nbytes, self.policy, self.budget)),

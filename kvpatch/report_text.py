@@ -187,7 +187,7 @@ def align_rows(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def html_table(rows: Sequence[tuple[str, str]], image: str | None) -> str:
-    """Write rows as an HTML table for notebooks, and below it a picture, a PNG in base64."""
+    """Write a report's rows as an HTML table for notebooks, and below it a picture, a PNG in base64."""
     cells = "".join(
         f"<tr><th style='text-align:left'>{html.escape(name)}</th><td style='text-align:left'>{html.escape(value)}</td></tr>"
         for name, value in rows

@@ -234,7 +234,7 @@ class Answers(CBGenerateManager):
 
     @staticmethod
     def _name_end(watch: StopWatch, output: Any, gen_config: Any) -> str:
-        """Return why an answer ended: "length" (limit of tokens) or "stop". A stop clears gen_config.max_new_tokens."""
+        """Return, after a request's last output, why it ended: "length" or "stop". A stop clears gen_config.max_new_tokens."""
         ends = gen_config.eos_token_id
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
         if not watch.stopped and output.generated_tokens[-1] not in ends:

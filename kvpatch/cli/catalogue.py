@@ -31,7 +31,7 @@ def check_calibration(name: str, options: dict[str, Any]) -> None:
 
 
 def check_choice(option: str, value: object, known: tuple[object, ...]) -> None:
-    """Raise KVPatchError unless the option is not given or its value is one of `known`."""
+    """Check a command's option, before torch loads: raise KVPatchError unless it is not given or its value is among `known`."""
     if value is not None and value not in known:
         names = [str(one) for one in known]
         raise KVPatchError(f"--{option}={value!r} must be one of {', '.join(names)}.{suggest(value, names)}")

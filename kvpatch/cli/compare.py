@@ -156,7 +156,7 @@ def _measure_prompt(
 def _list_facts(
     asked: CompareOptions, model: Any, source: Source, file: str, continuation: str | None, comparison: Comparison
 ) -> dict[str, Any]:
-    """Return what all JSON rows of one prompt have in common: its model, sizes, settings and versions."""
+    """Return, before a prompt is measured, what all its JSON rows have in common: model, sizes, settings and versions."""
     empty = comparison.result([])
     return {
         "model": source.name,
@@ -178,7 +178,7 @@ def _list_facts(
 
 
 def make_json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return one row of --json as plain values: measurements or the error, the policy's options, and facts on the prompt."""
+    """Return a row of --json when a setting was measured: the measurements or the error, the policy's options, and `facts`."""
     figures = {} if row.figures is None else asdict(row.figures)
     said = {"policy": row.policy, "k": row.k, "bits": row.bits, "chance": row.policy == CHANCE, "error": row.error or None}
     options = {name: value for name, value in policy.options().items() if name != "calibration"}  # facts have its file
@@ -186,7 +186,7 @@ def make_json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, 
 
 
 def warn_of_length(name: str, tokens: int) -> list[str]:
-    """Return [a warning] if a text is longer than a small model of kvpatch was trained on, as its card.json says; else []."""
+    """Return [a warning], before measuring, for a text longer than those a small model of kvpatch was trained on, or []."""
     try:
         card = json.loads((Path(name) / "card.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -229,7 +229,7 @@ def choose_policies(names: str, options: dict[str, Any], new: int) -> dict[str, 
 
 
 def parse_budgets(text: str) -> dict[str, int | float | str]:
-    """Parse the budgets that -k lists with commas, by the text of each. Raises KVPatchError for an invalid one."""
+    """Parse the budgets that -k of `compare` lists with commas, by the text of each. Raises KVPatchError for an invalid one."""
     parsed = {part.strip(): parse_k(part.strip()) for part in text.split(",") if part.strip()}
     if not parsed:
         raise KVPatchError("-k names no budget: give some, such as 0.5,0.2.")

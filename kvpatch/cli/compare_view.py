@@ -78,7 +78,7 @@ class Lines:
         return self._align_cells(cells)
 
     def _align_cells(self, cells: tuple[str, ...]) -> str:
-        """Return a line of the table: cells padded to the columns' widths, the first on its right, numbers on their left."""
+        """Return a line of `compare`'s table, cells padded to columns: the first on its right, numbers on their left."""
         padded = [
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(cells, self.widths, strict=False))
@@ -105,7 +105,7 @@ def make_settings(name: str, k: str, policy: Policy, schedule: str | None, seed:
 
 
 def _list_options(name: str, policy: Policy, schedule: str | None, seed: int, bits: int) -> dict[str, Any]:
-    """Return the keyword arguments of `patched` in which an advised setting differs from the defaults."""
+    """Return the arguments of `patched` in which an advised setting is not the default, for the Python and the file to save."""
     options = find_changes(name, policy)
     if schedule is not None:
         options["schedule"] = schedule
@@ -117,7 +117,7 @@ def _list_options(name: str, policy: Policy, schedule: str | None, seed: int, bi
 
 
 def find_changes(name: str, policy: Policy) -> dict[str, Any]:
-    """Return a policy's options that differ from its defaults. `generation_length` is left out: generate() sets it itself."""
+    """Return a policy's options that are not its defaults, for the advice. Without `generation_length`: generate() sets it."""
     defaults = get_policy(name).options()
     changed = {option: value for option, value in policy.options().items() if option in defaults and value != defaults[option]}
     changed.pop("generation_length", None)

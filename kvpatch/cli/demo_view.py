@@ -41,7 +41,7 @@ class DemoOutcome:
     tokens: Tensor | None = None
 
     def format_cells(self, full: DemoOutcome) -> dict[str, str]:
-        """Format a row of the table, by column. full: the unpatched model's outcome."""
+        """Format a row of the demo's table, by column, at the end. full: the unpatched model's outcome, to compare with."""
         cells = {"k": f"{self.k:g}", "right": _format_right(self.right)}
         if self.later is not None:
             cells["later"] = _format_right(self.later)
@@ -51,7 +51,7 @@ class DemoOutcome:
         return cells | {"KV kB": f"{self.nbytes / 1000:,.0f}", "of full": f"{self.nbytes / full.nbytes:.0%}"}
 
     def to_dict(self, full: DemoOutcome) -> dict[str, Any]:
-        """Return the row of --json as plain values, without what was not measured. full: the unpatched model's outcome."""
+        """Return a row of the demo's --json as plain values, without what was not measured. full: the unpatched outcome."""
         values: dict[str, Any] = {"policy": self.policy, "k": self.k, "questions": len(self.right)}
         values["right"] = int(self.right.sum())
         if self.later is not None:
@@ -108,7 +108,7 @@ _LEGEND = {
 
 
 def _print_strips(console: Console, reports: Reports, text: TextBatch, width: int = 64) -> None:
-    """Print a line per policy at the smallest budget: the share of heads that kept each part of the first prompt."""
+    """Print below the demo's table a line per policy at the smallest budget: the share of heads that kept a prompt's parts."""
     k = min(share for _, share in reports)
     kept = {
         policy: report.kept().float().mean((0, 1))

@@ -60,7 +60,7 @@ class ServerFigures:
         return {"kept": number, "bytes": nbytes, "tokens_reused": self.counts["reused_tokens_total", ""]}
 
     def render(self) -> str:
-        """Return all figures as Prometheus reads them, for GET /metrics."""
+        """Return all counters and gauges as Prometheus reads them; the answer to each GET /metrics."""
         values = dict(self.counts)
         for name, value in self._measure_engine().items():
             values[name, ""] = value

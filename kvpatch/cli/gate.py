@@ -116,7 +116,7 @@ async def answer(send: Send, status: int, text: str, kind: str = "application/js
 
 
 async def _read_body(receive: Receive) -> bytes:
-    """Read the body of a request to its end. Raises RefusedError if it is too long or the client is gone."""
+    """Read the body of an arriving request to its end. Raises RefusedError if it is too long or the client is gone."""
     body, more = b"", True
     while more:
         message = await receive()
@@ -130,7 +130,7 @@ async def _read_body(receive: Receive) -> bytes:
 
 
 def _parse_body(body: bytes) -> Any:
-    """Parse the JSON of a request's body. Raises RefusedError if the body is no JSON."""
+    """Parse the JSON of an arriving request's body. Raises RefusedError if the body is no JSON."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -165,7 +165,7 @@ def _mend_error(message: Message) -> Message:
 
 
 def _describe_request(scope: Scope, status: int, seconds: float, asked: AcceptedRequest | None) -> str:
-    """Describe an answered request in a line of the log. asked: its counts; None if it was refused or generates nothing."""
+    """Describe a request in a line of the log, when it was answered. asked: its counts; None if refused or not for text."""
     path = scope["path"] if scope["path"].isprintable() else repr(scope["path"])
     facts = [f"{scope['method']} {path}", str(status or GONE), f"{seconds:.2f} s"]
     if asked is not None:

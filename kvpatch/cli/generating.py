@@ -33,7 +33,7 @@ class GenerationChoices:
     top_p: float | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the model's `generate()` by which it follows these choices."""
+        """Return these choices as arguments of generate(), for `kvpatch generate`: greedy without temperature or top_p."""
         if self.temperature == 0 or (self.temperature is None and self.top_p is None):
             return {"max_new_tokens": self.new, "do_sample": False}
         temperature, top_p = (1.0 if one is None else one for one in (self.temperature, self.top_p))

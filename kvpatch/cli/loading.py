@@ -178,7 +178,7 @@ def silence_loading() -> None:
 
 
 def _find_device(device: str) -> torch.device:
-    """Return a device by its name; "auto" is the first GPU, else the CPU. Raises KVPatchError if it cannot hold a tensor."""
+    """Return the device of --device before a model is loaded; "auto": a GPU, else the CPU. Raises KVPatchError without it."""
     import torch
 
     if device == "auto":
@@ -192,7 +192,7 @@ def _find_device(device: str) -> torch.device:
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load a model's tokenizer. Raises KVPatchError if there is none or it knows no token."""
+    """Load a model's tokenizer, for commands that read text. Raises KVPatchError if there is none or it knows no token."""
     check_folder(name)
     missing = f"The model {name} comes without a tokenizer, which text needs."
     if Path(name).is_dir() and not any(any(Path(name).glob(pattern)) for pattern in ("*token*", "vocab*", "*.model")):
@@ -232,7 +232,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def read_prompt(name: str, given: str = "FILE") -> str:
-    """Read a text from a file, or from standard input for "-". Raises KVPatchError if there is none.
+    """Read the text of a command's prompt from a file, or from standard input for "-". Raises KVPatchError if there is none.
 
     given: name of the argument or option that names the file.
     """

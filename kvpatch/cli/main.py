@@ -8,7 +8,7 @@ _EXTRA = ("typer", "rich", "click")
 
 
 def main() -> None:
-    """Run the command line, or print how to install typer and rich if they are missing."""
+    """Run the command line `kvpatch`, or print how to install typer and rich if they are missing."""
     try:
         from .commands import app
     except ModuleNotFoundError as error:

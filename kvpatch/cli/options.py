@@ -169,7 +169,7 @@ def _is_typed(context: typer.Context, name: str) -> bool:
 
 
 def read_calibration(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a policy's options, with the file that `calibration` names loaded. Raises KVPatchError if it cannot be read."""
+    """Return a command's policy options, the calibration file among them loaded. Raises KVPatchError if it cannot be read."""
     if "calibration" not in options:
         return options
     from ..storage.calibration import load_calibration
@@ -197,7 +197,7 @@ def parse_bits(text: str) -> tuple[int, ...]:
 
 
 def _split_pairs(text: str) -> list[str]:
-    """Split a text of -o at the commas that a `name=` follows: "tau=(1, 2),window=3" has two pairs."""
+    """Split a text of a command's -o at the commas that a `name=` follows: "tau=(1, 2),window=3" has two pairs."""
     parts: list[str] = []
     for part in text.split(","):
         if parts and "=" not in part:
@@ -208,7 +208,7 @@ def _split_pairs(text: str) -> list[str]:
 
 
 def find_model(argument: str | None, option: str | None) -> str:
-    """Return the model's name, from the argument or --model. Raises KVPatchError if none or both are given."""
+    """Return the model's name, as a command's first argument or --model gives it. Raises KVPatchError if none or both do."""
     if argument is not None and option is not None:
         raise KVPatchError(f"The model is given twice: {argument} and --model {option}.")
     model = argument if option is None else option

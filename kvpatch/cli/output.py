@@ -43,7 +43,7 @@ def short_errors() -> Iterator[None]:
 
 
 def _show_warning(others: Callable[..., None]) -> Callable[..., None]:
-    """Make a function for warnings.showwarning: it prints a warning of kvpatch in one line, and gives others to `others`."""
+    """Make a function for warnings.showwarning during a command: it prints kvpatch's warnings in a line, others by `others`."""
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
         """Print a warning; warnings.warn() calls this while a command runs."""
@@ -100,7 +100,7 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def make_progress_bar(out: Console) -> Progress:
-    """Make a progress bar whose label has a fixed width; it draws nothing where stderr is no terminal.
+    """Make the progress bar of a command that measures; its label has a fixed width. Nothing is drawn if stderr is no terminal.
 
     On a terminal it shares `out`, so that rows printed there appear above it.
     """

@@ -120,7 +120,7 @@ def _check_stop(value: object) -> str | None:
 
 
 def _check_bias(value: object) -> str | None:
-    """Check a request's logit_bias, numbers by token ids written as text; return what is wrong, or None."""
+    """Check the field logit_bias of an arriving request, numbers by token ids as text; return what is wrong, or None."""
     valid = isinstance(value, dict) and all(
         re.fullmatch(r"[0-9]{1,9}", str(token)) and _expect_number(-100, 100)(bias) is None for token, bias in value.items()
     )

@@ -92,7 +92,7 @@ def _check_message(message: Any) -> str | None:
 
 
 def _check_parts(parts: list[Any]) -> str | None:
-    """Check the parts of a request's message, which must all be texts; return how they are wrong, or None."""
+    """Check the parts of an arriving request's message, which must all be texts; return how they are wrong, or None."""
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _TEXTS:

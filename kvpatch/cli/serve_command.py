@@ -99,7 +99,7 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
 
 
 def _read_bytes(kept: str | None, edits: bool) -> int | None:
-    """Return --keep-conversations in bytes, None if it is not given. Raises KVPatchError for no size, or --edits without it."""
+    """Parse --keep-conversations of `serve` to bytes, or None. Raises KVPatchError for no size, or for --edits without it."""
     if kept is None and edits:
         raise KVPatchError("--edits edits conversations that are kept: add --keep-conversations 1GiB, or another size.")
     found = None if kept is None else parse_bytes(kept)

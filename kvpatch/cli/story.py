@@ -159,7 +159,7 @@ def ask(model: Any, tokenizer: Any, reading: StoryText, policy: str) -> view.Pol
 
 
 def _answer_question(model: Any, tokenizer: Any, reading: StoryText, question: str, cache: EvictingCache) -> str:
-    """Generate the answer to a question, greedily and on one line, from a copy of the cache: no question sees another."""
+    """Answer one of the demo's questions, greedily and on one line, from a copy of the cache: no question sees another."""
     ids_1N = reading.asked[question]
     padding = model.generation_config.pad_token_id
     out_1N = model.generate(

@@ -27,7 +27,7 @@ def describe_machine() -> str:
 
 
 def _find_version(package: str) -> str:
-    """Return a package's name and version, without importing it, or "" if it is not installed."""
+    """Return a package's name and version for --version, without importing it, or "" if it is not installed."""
     try:
         return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:

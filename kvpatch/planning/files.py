@@ -39,7 +39,7 @@ def find_weights(name: str, revision: str | None = None) -> Weights | None:
 
 
 def _ask_hub(name: str, revision: str | None) -> Weights | None:
-    """Read the bytes of a model's weights from headers on the hub, where there is no index; None if that fails anyhow."""
+    """Read the bytes of a model's weights, for a plan, from headers on the hub, if it has no index; None if that fails."""
     try:
         from huggingface_hub import get_safetensors_metadata
 

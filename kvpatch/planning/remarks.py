@@ -41,7 +41,7 @@ def list_remarks(
 
 
 def _list_layers(shape: Shape) -> Iterator[str]:
-    """Yield the remarks of a plan on layers that slide, that keep a state or a latent, or that hold no keys of their own."""
+    """Yield a plan's remarks on layers that slide, keep a state of fixed size or one latent a token, or use others' keys."""
     n, windows = len(shape.layers), sorted({one.window for one in shape.layers if one.window is not None})
     named = " or ".join(f"{one:,}" for one in windows)
     if shape.slides_everywhere:

@@ -110,7 +110,7 @@ class Admission:
             self.block_new_requests = False  # there is room again
 
     def _limit_length(self, state: Any, positions: int) -> None:
-        """Set a missing max_new_tokens, up to the model's last position. Raise KVPatchError if a request needs more."""
+        """Set an arriving request's max_new_tokens, if missing, by the last position. Raise KVPatchError if it needs more."""
         prompt = len(state.initial_tokens)
         if state.max_new_tokens is None:
             state.max_new_tokens = state._new_tokens_limit = max(positions - prompt + 1, 1)

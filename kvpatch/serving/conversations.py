@@ -188,7 +188,7 @@ class Conversations:
 
 
 def count_bytes(cache: EvictingCache) -> int:
-    """Count the bytes of an ended request's cache, which a store limits: keys, values, positions, ids, scores, other states."""
+    """Count the bytes of an ended request's cache when it is kept: keys, values, positions, ids, scores, other states."""
     others = [cache.ids.nbytes, 0 if cache.shared is None else cache.shared.nbytes, cache.states.nbytes]
     for layer in cache.layers:
         tensors: list[Any] = [layer.positions, *layer.state.values()]

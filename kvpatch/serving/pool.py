@@ -170,7 +170,7 @@ class RequestPool:
         return found if self.claimed + self.count_blocks(prompt, new, found) <= self.num_blocks else None
 
     def keep(self, state: Any) -> None:
-        """Keep an ending request's cache for later texts to go on from, unless it failed or its prompt was not read whole."""
+        """Keep a request's cache for later texts when it ends, unless it has failed or its prompt was not read whole."""
         request = self.requests.get(state.request_id)
         if self.conversations is None or request is None or state.error is not None or state.request_id in self._forked:
             return

@@ -78,7 +78,7 @@ def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, r
 
 
 def refuse_placeholders(ids: Sequence[int], placeholders: Mapping[int, str]) -> None:
-    """Raise KVPatchError if an arriving prompt has an id of `placeholders`, for an image or sound: such requests bring none."""
+    """Raise KVPatchError if an arriving prompt has an id that stands for an image or sound: requests in batches bring none."""
     found = next((token for token in ids if token in placeholders), None)
     if found is not None:
         raise KVPatchError(

@@ -67,7 +67,7 @@ class Account:
             self.figures.add("prompt_cuts")
 
     def note_end(self, request: Any) -> None:
-        """Count a request that has ended: the tokens that it has read, held in the end, and evicted."""
+        """Count a request when its pages are freed: the tokens that it has read, held in the end, and evicted."""
         if self.figures is None or not request.is_finished():
             return
         written = request.num_tokens - request.num_prompt_tokens

@@ -186,7 +186,7 @@ class Worker:
             self._refuse_prefix_caching()
 
     def _refuse_prefix_caching(self) -> None:
-        """Raise KVPatchError under prefix caching: vLLM does not start with it where layers hold unequal numbers of tokens."""
+        """Raise KVPatchError under prefix caching, with which vLLM does not start if layers hold unequal numbers of tokens."""
         if self.config.cache_config.enable_prefix_caching:
             raise KVPatchError(
                 "Layers of this model hold different numbers of tokens under this budget, and vLLM's prefix caching does not "
@@ -210,7 +210,7 @@ class Worker:
 
     @functools.cached_property
     def held(self) -> list[LayerBudget]:
-        """Budgets by layer, by which vLLM's pages are counted: the most that a prompt of any length gives a layer."""
+        """The budget of each layer, by which vLLM's pages are counted at the start: the most that a prompt gives the layer."""
         settings, longest = self.settings, self.config.model_config.max_model_len
         budgets = [rule.k if isinstance(rule, Size) else rule.highest(longest, 1)[0] for rule in settings.rules]
         return [

@@ -21,7 +21,7 @@ def find_settings(config: VllmConfig) -> RequestTerms | None:
 
 
 def find_config() -> VllmConfig | None:
-    """Return vLLM's current configuration, else a running function's `vllm_config`, else None: to read kvpatch's settings."""
+    """Find vLLM's configuration, to look for kvpatch's settings: the current one, else a running function's, else None."""
     if (current := get_current_vllm_config_or_none()) is not None:
         return current
     for variables in iterate_callers():

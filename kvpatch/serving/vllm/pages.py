@@ -158,7 +158,7 @@ class BudgetManager(CircularBufferManager):
         return [*blocks]
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Return the pages of a request that has ended, for vLLM to free, and count the request."""
+        """Return the pages of a request, for vLLM to free when it has ended, and count the request for /metrics."""
         request = self._find_request(request_id)
         if self._account is not None and request is not None:
             self._account.note_end(request)
@@ -185,7 +185,7 @@ def _find_scheduler() -> Callable[[], Any]:
 
 
 def _refuse_too_few_bytes() -> None:
-    """Raise KVPatchError if vLLM has too little memory for one request, as local variables of its calling function show."""
+    """Raise KVPatchError, as vLLM starts, if one request does not fit its memory: local variables of its callers tell."""
     for variables in iterate_callers():
         needed, available = variables.get("needed_memory"), variables.get("available_memory")
         if isinstance(needed, int) and isinstance(available, int) and needed > available:

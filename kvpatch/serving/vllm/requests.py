@@ -54,7 +54,10 @@ class Requests:
     """
 
     def __init__(self, settings: CacheSettings, device: torch.device) -> None:
-        """Begin without requests; the worker makes this at its first pass."""
+        """Begin without requests; the worker makes this at its first pass.
+
+        settings: the policy and the budget of a request that asks for no k of its own. device: of the model.
+        """
         self.settings, self.device = settings, device
         self.pools: list[Tensor | None] = [None] * settings.n_layers  # each layer's pages
         self.now: list[Sequence[Scheduled]] = [()] * settings.n_layers  # the newest pass, as each layer is told it
@@ -103,7 +106,7 @@ class Requests:
         return first_B1 + torch.arange(together[0].columns, device=self.device)
 
     def _begin_prompts(self, together: list[Scheduled]) -> Part:
-        """Make a cache in vLLM's pages for new requests of equally many tokens, a row each; return its part of the pass."""
+        """Make a cache in vLLM's pages for prompts of one length that begin in this pass, a row each; return its part of it."""
         together.sort(key=lambda one: one.pages[0])
         cache, firsts = EvictingCache(self._settings_of(together[0].own_k)), [one.first for one in together]
         for layer, slots in enumerate(cache.layers):

@@ -48,7 +48,7 @@ class RequestTerms:
 
     @property
     def most(self) -> int:
-        """The most tokens that a request may ask for as its own budget (kvpatch_k); 0 if it may not."""
+        """The most tokens that a request may ask for as its budget (kvpatch_k), when it arrives; 0 if it may ask for none."""
         if self.policy.over_layers is not None:  # it gives layers unequal budgets
             return 0
         return self.max_k or (self.k if isinstance(self.k, int) else 0)
@@ -197,7 +197,7 @@ def _check_max_k(terms: RequestTerms) -> None:
 
 
 def _read_contents(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in an object that has the contents of a kvpatch.Settings file. Raises KVPatchError if it has not."""
+    """Return kvpatch's settings in vLLM from an object like a kvpatch.Settings file. Raises KVPatchError if it is none."""
     try:
         return Settings.parse(json.dumps(given)).add_arguments({})
     except (InvalidError, TypeError, ValueError) as error:
