@@ -211,7 +211,6 @@ def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) 
 
     Called once, when the server starts. Changes `app` and `state` in place, and returns `app`.
 
-
     Args:
         app: transformers' app.
         state: the app's GenerationState, which its handlers ask for an engine.

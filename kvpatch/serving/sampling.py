@@ -117,5 +117,5 @@ def sample_by_request(manager: Any) -> None:
     listed = ContinuousBatchingLogitsProcessorList(LogitsProcessorList())
     listed.logits_processor.append(RequestSampling())
     listed._retrieve_processors_kwargs()
-    listed.tensors_required, listed.do_processing = 1, True
+    listed.tensors_required, listed.do_processing = 1, True  # RequestSampling takes one tensor
     manager.logit_processor = listed

@@ -180,7 +180,7 @@ class Worker:
             _LOG.info("[kvpatch] prefix caching is off under a budget.")
 
     def add(self, layer: BudgetedAttention) -> None:
-        """Add a layer to `layers`, while vLLM makes the model; layer.index is its place. Unequal windows may be refused."""
+        """Add a layer to `layers` as vLLM makes the model; layer.index is its place. Unequal windows exclude prefix caching."""
         self.layers.append(layer)
         if layer.window != self.layers[0].window:
             self._refuse_prefix_caching()

@@ -123,7 +123,7 @@ class Requests:
         return self._by_own[own_k]
 
     def _continue_prompt(self, one: Scheduled) -> Part:
-        """Return a pass's part for a further piece of a prompt. It is evicted after it, as at a prompt's end (prompt_len)."""
+        """Return a pass's part for a further piece of a prompt, after which it is evicted as at a prompt's end (prompt_len)."""
         cache = self.reading[one.name].cache
         cache.request.prompt_len = one.past + one.columns
         return Part(cache, self._list_columns([one]), decodes=False)
