@@ -31,10 +31,10 @@ class EvictingCache(TextState):
     """
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens SEEN (columns, padding included), so that positions go on as if none were evicted.
+        """Return the number of columns (tokens, padding included) that the cache has READ, whether or not they were evicted.
 
-        Models and transformers ask; of a hybrid, which has recurrent layers too, by any layer's number. Steps of compiled code
-        are counted first; inside such code the result is a 0-d tensor.
+        Models and transformers ask, to number new tokens. layer_idx: any layer's number in the decoder. Steps of compiled code
+        are counted first; while such code is traced the result is a 0-d tensor.
         """
         if torch.compiler.is_compiling() and self.counters.device is not None:
             return self.counters.device.columns  # type: ignore[return-value]
@@ -52,7 +52,7 @@ class EvictingCache(TextState):
 
     @property
     def is_croppable(self) -> bool:
-        """True if steps are recorded (`activate_past_recording()`), and no recurrent state of a hybrid prevents a roll-back.
+        """True if crop() can take back coming tokens: `activate_past_recording()` was called, and a hybrid's states allow it.
 
         Assisted decoding of transformers 5.24 asks for it.
         """
@@ -61,7 +61,7 @@ class EvictingCache(TextState):
         return taken_back and all(layer.record_past for layer in self.layers)
 
     def positions(self, layer: int) -> Tensor:
-        """Original positions held, int64 [B, Hkv, T], in no order; -1 for an empty slot."""
+        """Return the text positions of the tokens that a layer still holds: int64 [B,Hkv,T], unordered; -1 in an empty slot."""
         checks.check_layer("layer", layer, len(self.layers))
         one = self.layers[layer]
         checks.check_filled(one.is_initialized)
@@ -104,7 +104,7 @@ class EvictingCache(TextState):
         self.catch_up()
         with self.reading("clone()"):
             new = copy.deepcopy(self)
-        new.record = copy.copy(self.record)
+        new.record = copy.copy(self.record)  # of the passes over this cache, for reports
         return new
 
     def __copy__(self) -> EvictingCache:
@@ -113,10 +113,10 @@ class EvictingCache(TextState):
 
     @writable
     def __deepcopy__(self, memo: dict[int, object]) -> EvictingCache:
-        """Copy all state of the text, for `clone()`; the copy shares the settings and whatever belongs to the model."""
+        """Copy all state of the text, for `clone()`. The copy shares settings and what belongs to the model: `of_model`."""
         new = memo[id(self)] = super().__copy__()
         of_model = (self.make_table, *(one for layer in self.layers for one in (layer.geometry, layer.output_rows)))
-        memo.update({id(one): one for one in of_model if one is not None})
+        memo.update({id(one): one for one in of_model if one is not None})  # deepcopy leaves these as they are
         vars(new).update(copy.deepcopy(self._copy_attributes(), memo))
         return new
 
@@ -148,15 +148,15 @@ class EvictingCache(TextState):
             new._map_rows("select_rows()", lambda tensor: tensor[index.to(tensor.device), ...])
         shared = {id(layer.limits): one.limits for layer, one in zip(self.layers, new.layers, strict=True)}
         for layer, one in zip(self.layers, new.layers, strict=True):
-            one.limits = shared[id(layer.limits)]
+            one.limits = shared[id(layer.limits)]  # layers that shared one object (protected sizes) share one again
         new.record = copy.copy(self.record)
         return new
 
     def _copy_sharing(self) -> EvictingCache:
-        """Return a copy for `select_rows` that shares the tensors of layers, states and ids until rows are selected."""
+        """Return a copy for `select_rows`. Layers, states and token ids keep this cache's tensors until rows are selected."""
         uncopied = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
         new, memo = super().__copy__(), {id(one): one for one in uncopied}
-        copied = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))
+        copied = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))  # None: set below
         vars(new).update(copy.deepcopy(copied, memo))
         new.layers, new.shared, new.states = [layer.sharing() for layer in self.layers], self.shared, self.states.sharing()
         new.ids = self.ids
@@ -184,9 +184,9 @@ class EvictingCache(TextState):
     # ---- rows of the batch ----
 
     def _map_rows(self, what: str, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor whose first axis is the batch by `change` of it: it selects, reorders or repeats rows.
+        """Replace every tensor whose first axis is the batch by `change` of it, which selects, reorders or repeats rows.
 
-        what: the calling method, for errors. Joined texts get the longest row's columns and counters; unused slots are freed.
+        Of concatenated texts the longest row left sets the counters. what: the public method that calls this, for errors.
         """
         with self.changing(what):
             self.catch_up()
@@ -200,7 +200,7 @@ class EvictingCache(TextState):
                 layer.map_rows(change)
             self.states.map_rows(change)
             before, self.seen_B, counters, turns = self.seen_B, seen_B, self.counters, self.turns
-            self.shared = None if self.shared is None else change(self.shared)
+            self.shared = None if self.shared is None else change(self.shared)  # a score that all layers share
             counters.shortfall_B = None if counters.shortfall_B is None else change(counters.shortfall_B)
             counters.span_B = None if counters.span_B is None else change(counters.span_B)
             self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)
@@ -223,7 +223,7 @@ class EvictingCache(TextState):
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put row `beam_idx[i]` at row i, for beam search after each step; dropped rows' lifetimes are kept for replays."""
+        """Put row `beam_idx[i]` at row i, for beam search after each step. A record for replay() still has the dropped rows."""
         self.check_finished()
         checks.check_beams(beam_idx, self.seen_B)
         lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.select_dropped(beam_idx, self.seen_B)
@@ -246,10 +246,13 @@ class EvictingCache(TextState):
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def _may_shrink(self, before_B: Tensor | None) -> bool:
-        """Tell if fewer slots may be enough after rows were selected: not if beams were reordered. before_B: lengths before."""
+        """Tell, after rows were selected, if fewer slots may be enough: some head has empty ones (holes), and rows can differ.
+
+        before_B: lengths before. If these are as they were, beams may only have been reordered.
+        """
         if before_B is None or self.seen_B is None or not any(layer.holes for layer in self.layers):
             return False
-        uneven = any(layer.every > 1 or isinstance(layer.mode, Moving) for layer in self.layers)  # rows of equal length, too
+        uneven = any(layer.every > 1 or isinstance(layer.mode, Moving) for layer in self.layers)  # even at equal lengths
         uneven = uneven or self.rows.joined or self.rows.edited > 0 or self.turns.count > 1
         return uneven or set(before_B.tolist()) != set(self.seen_B.tolist())
 

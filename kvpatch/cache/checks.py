@@ -18,7 +18,7 @@ EMPTY = "The cache is empty, so that it has no rows yet: run a prompt through it
 
 
 def check_layer(name: str, layer: object, count: int) -> None:
-    """Raise KVPatchError unless a user's `layer` is the index of one of `count` layers, also as a number of torch or numpy."""
+    """Raise KVPatchError unless a user's `layer` is the index of one of `count` layers: an int, or one of torch or numpy."""
     one = layer if type(layer) is int else read_whole(layer)
     if type(one) is not int or not -count <= one < count:
         raise KVPatchError(f"{name}={layer!r}: the cache has the layers 0 to {count - 1}, give one of these.")
@@ -48,9 +48,9 @@ def check_beams(beam_idx: object, seen_B: Tensor | None) -> None:
 
 
 def check_rows(indices: object, seen_B: Tensor | None, name: str = "indices", method: str = "batch_select_indices") -> Tensor:
-    """Check which rows the caller wants to keep; return them as a tensor of indices, or a mask over the batch.
+    """Check which rows the caller of a method keeps; return them as a tensor of indices, or a bool mask over the batch.
 
-    seen_B: None before the first prompt. name, method: of the argument and its method, for errors.
+    seen_B: tokens of each row; None before the first prompt. name, method: of the argument and its method, for errors.
     """
     if isinstance(indices, list) and indices:
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # else _check_index names what was given
@@ -103,7 +103,7 @@ def read_whole(value: Any) -> Any:
 
 
 def count_removed(tokens: object, seen: int) -> int:
-    """Return how many last tokens crop(tokens) takes back: -tokens, or for a positive number those after the first `tokens`."""
+    """Return how many last tokens crop(tokens) takes back: -tokens; for a positive number all but the first `tokens`."""
     one = read_whole(tokens.flatten()[0] if isinstance(tokens, Tensor) and tokens.numel() == 1 else tokens)
     if type(one) is not int:
         raise KVPatchError(

@@ -34,19 +34,19 @@ NO_POSITIONS = "The text needs more positions than this model has; evicting toke
 
 
 def can_trace(cache: TextState, B: int, Q: int) -> bool:
-    """Tell if torch.compile may trace a pass of B rows and Q columns: a decode step whose shapes and slots are all known.
+    """Tell if torch.compile may trace a pass of B rows and Q columns: a decode step whose tensors keep shape and memory.
 
     The decoder's pre-hook asks before such a pass; nothing changes.
     """
-    if cache.settings.untraced is not None:
+    if cache.settings.untraced is not None:  # the reason that no step can be traced under these settings
         return False
     if Q != 1 or cache.turns.open or cache.unfinished or cache.counters.device is None or cache.seen_B is None:
         return False
     if cache.seen_B.shape[0] != B or any(layer.record_past for layer in cache.layers):
         return False
-    if any(isinstance(layer.mode, Moving) for layer in cache.layers):
+    if any(isinstance(layer.mode, Moving) for layer in cache.layers):  # a head may evict any number of tokens
         return False
-    if cache.settings.renumbered:
+    if cache.settings.renumbered:  # a key's position is its rank among the keys held
         if cache.rotary is None:
             return False
         if cache.rotary[1] is not None and any(layer.mode.filling or not layer.mode.evicts for layer in cache.layers):
@@ -54,14 +54,16 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
     if cache.request.room is None and any(layer.mode.growing and layer.mode.evicts for layer in cache.layers):
         return False  # buffers will move
     modes = [layer.mode for layer in cache.layers]
+    # the next token goes into a free slot of each head, which eviction or spare slots (slack) provide
     return all(isinstance(mode, Slotted) and (mode.evicts or mode.slack > 0) for mode in modes)
 
 
 def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | None, ids_B1: Tensor | None = None) -> None:
-    """Begin a decode step that torch.compile traces, as passes.begin() begins any other; its checks run on the device.
+    """Begin a decode step that torch.compile traces, as passes.begin() begins other passes; its checks run on the device.
 
-    The decoder's pre-hook calls this. Sets `cache.now`, marks each layer as `traced`, and writes the ids of the new tokens,
-    `ids_B1`, to the counters' tape. max_positions: of the model, or None. real_BT: the attention mask.
+    The decoder's pre-hook calls this. Sets `cache.now` (the pass in progress), marks each layer as `traced`, and writes the new
+    tokens' ids `ids_B1` to a ring buffer (the tape), from which the cache takes them later. max_positions: of the model, or
+    None. real_BT: the attention mask.
     """
     if real_BT is not None:
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
@@ -78,7 +80,7 @@ def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | No
 
 
 def end_step(cache: TextState) -> None:
-    """End a compiled step after the last layer: count it in tensors. `cache.catch_up()` adds it to the other counters later."""
+    """End a compiled step after the last layer: add 1 to counters that are tensors. `cache.catch_up()` updates others later."""
     cache.lengths_B.add_(1)
     cache.counters.tensors.advance(1, 1, False)
     cache.now = None  # else its tensors would be outputs of the graph
@@ -94,12 +96,13 @@ def mark_static(cache: TextState) -> None:
 
 
 def list_holders(cache: TextState) -> list[dict[str, Any]]:
-    """Return, for CUDA graphs, the attributes by name of every object that holds tensors which a compiled step uses."""
+    """Return the attributes, by name, of every object that holds tensors of a compiled step, for CUDA graphs to find these."""
     found: list[dict[str, Any]] = [vars(cache.counters.tensors), vars(cache), vars(cache.counters), vars(cache.rows)]
     for layer in cache.layers:
         offsets = layer.kv.head_offsets
         blocks = None if offsets is None else offsets.blocks()  # cut now: a traced step cannot
         kv = layer.kv
+        # notes: what the policy remembers of the layer
         parts = (layer, layer.mode, kv, kv.codecs[0], offsets, blocks, layer.limits, layer.geometry, *layer.notes.values())
         found += [vars(part) for part in parts if part is not None]
         found.append(layer.state)

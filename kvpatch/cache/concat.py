@@ -44,13 +44,13 @@ def join_texts(caches: Sequence[Text], consume: bool) -> Text:
 
 @contextmanager
 def _take_layers(cache: TextState) -> Iterator[None]:
-    """Run a block that joins `cache` with others and empties its layers one by one (`consume=True`), then reset `cache`.
+    """Guard a block that joins `cache` with others and empties its layers one by one (`consume=True`); then reset `cache`.
 
     After an error the cache stays usable if no layer had been emptied.
     """
     cache.begin_change("concatenate(consume=True)")
-    cache.drop_stack()
-    cache.steps = cache.now = None  # bound steps hold the layers' buffers
+    cache.drop_stack()  # stacked layers are views of common tensors
+    cache.steps = cache.now = None  # prepared decode steps hold the layers' buffers
     try:
         yield
     except BaseException:
@@ -61,19 +61,19 @@ def _take_layers(cache: TextState) -> Iterator[None]:
 
 
 def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
-    """Make the joined cache, after all checks. consume: empty each layer of the given caches once it has been joined."""
+    """Return the joined cache, after `check_compatible`. consume: empty each layer of the given caches once it was joined."""
     first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _make_blank(first)
     new.rows.joined = True
     new.seen_B = torch.cat([seen_B.to(seen[0].device) for seen_B in seen])
     new.turns.count = max(cache.turns.count for cache in caches)
-    sums = [cache.shared for cache in caches if cache.shared is not None]  # by position
+    sums = [cache.shared for cache in caches if cache.shared is not None]  # a score that all layers share, by position
     new.shared = join_padded(sums, 0) if sums else None
     new.lifetimes = Lifetimes.join_parts([cache.lifetimes for cache in caches])
     _set_steps(new, caches)
     new.states.join([cache.states for cache in caches])
     columns, limits = int(new.lengths_B.max()), _JoinedLimits()
-    new.rows.edited = columns if any(cache.rows.edited for cache in caches) else 0
+    new.rows.edited = columns if any(cache.rows.edited for cache in caches) else 0  # crop() cannot go back over an edit
     new.read_by = ModelStamp.join_parts([cache.read_by for cache in caches], [len(cache.lengths_B) for cache in caches])
     if new.keeps_ids:
         new.ids = TokenIds.join_parts([(cache.ids, cache.lengths_B) for cache in caches], columns)
@@ -88,7 +88,7 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
 
 
 def _make_blank(cache: Text) -> Text:
-    """Make an empty cache of the same settings, for the joined rows."""
+    """Return an empty cache with the settings of `cache`, for the joined rows. Its layers are copied, then emptied."""
     new = Unpicklable.__copy__(cache)
     new.layers = [copy.copy(layer) for layer in cache.layers]
     new.reset()
@@ -99,10 +99,10 @@ def _make_blank(cache: Text) -> Text:
 
 
 def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
-    """Set `new.counters` of a joined cache: decode steps of each row since its prompt (`steps` less the row's `shortfall_B`).
+    """Set `new.counters` of a joined cache: the decode steps since the prompt, and how far each row is from that number.
 
-    `span_B`: steps over which a policy's softmax temperature changes, such as those that the row was asked for. Both are kept
-    per row only if that temperature depends on them.
+    A policy may change a softmax temperature step by step, over a span of steps. Only then it keeps per row: `shortfall_B`, how
+    many steps fewer the row has taken than the farthest, and `span_B`, that span.
     """
     policy, steps, spans = new.settings.policy, [], list[Tensor]()
     for cache in caches:
@@ -115,7 +115,7 @@ def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
         spans.append(of_all_B if of_rows_B is None or cache.request.new_tokens else of_rows_B.cpu())
     steps_B = torch.cat(steps)
     new.counters.steps = int(steps_B.max())
-    if policy.needs.temperature(0, 8) == policy.needs.temperature(8, 8):
+    if policy.needs.temperature(0, 8) == policy.needs.temperature(8, 8):  # a constant temperature
         return
     if bool((steps_B < new.counters.steps).any()):
         new.counters.shortfall_B = (new.counters.steps - steps_B).to(new.lengths_B.device)
@@ -131,7 +131,10 @@ class _JoinedLimits:
         self.known: dict[tuple[int, ...], Limits] = {}
 
     def join(self, parts: list[Limits]) -> Limits:
-        """Join the protected sizes of rows as a layer is joined; layers with the same `parts` get the same object."""
+        """Return the limits (protected sizes) of a joined layer. parts: the limits of the layers that are joined.
+
+        The same `parts` give the same object: only layers that share it can be stacked, to take decode steps as one.
+        """
         key = tuple(map(id, parts))
         if key not in self.known:
             self.known[key] = Limits.cat(parts)
@@ -142,9 +145,10 @@ class _JoinedLimits:
 
 
 def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _JoinedLimits) -> None:
-    """Fill the empty layer `new` with the rows of the layers `parts`, one after the other.
+    """Fill the empty layer `new` with the rows of `parts`, the same layer of each joined cache, one after the other.
 
-    Keys and values stay where they are if the storage allows it (an engine's pages), else they are copied in text order.
+    Keys and values stay where they are if the storage allows it (an engine's pages), else they are copied in text order. Also
+    sets the mode, which says where the next token goes.
     """
     first = parts[0]
     new.dtype, new.device, new.is_initialized = first.dtype, first.device, True
@@ -152,19 +156,19 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _JoinedLimits) -
     new.output_rows, new.record_past = first.output_rows, any(part.record_past for part in parts)
     if first.limits is not None:
         new.limits = limits.join([part.limits for part in parts if part.limits is not None])
-    for one in HEAD_TENSORS:
+    for one in HEAD_TENSORS:  # with a number for each head, such as its budget
         setattr(new, one.name, one.join(parts))
-    for name, note in first.notes.items():
+    for name, note in first.notes.items():  # what the policy remembers of the layer
         new.notes[name] = type(note).cat([part.notes[name] for part in parts])
     counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]
-    goals = _list_goals(parts)
+    goals = _list_goals(parts)  # slots of each head at its budget
     joined = first.kv.join_in_place([part.kv for part in parts[1:]], max(goals or (0,)))
     if joined is not None:
         _take_joined(new, parts, joined)
     else:
         _make_buffers(new, parts, counts, goals)
         _fill_segments(new, parts)
-    if isinstance(first.mode, Moving):
+    if isinstance(first.mode, Moving):  # the budget follows the text
         new.used = new.positions.shape[2]
         new.start_moving(counts, goals)
         new.contiguous, new.floor = False, new.used
@@ -173,16 +177,17 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _JoinedLimits) -
 
 
 def lay_out_anew(cache: TextState, layer: SlotLayer, part: SlotLayer) -> None:
-    """Replace a layer's tokens by those of `part`, its copy after an edit of the text, where removed tokens' positions are -1.
+    """Replace a layer's slots by new ones without the tokens that an edit of the text removed. Changes `layer` in place.
 
-    They are copied in text order to new slots, as many as the end of a prompt would allocate. Changes `layer` in place.
+    part: a copy of the layer in which the positions of these tokens are -1. The others are copied in text order to as many
+    slots as the end of a prompt would allocate.
     """
     new, before = copy.copy(part), layer.kv.nbytes
     new.reset()
     _join_layer(new, [part], _JoinedLimits())
     new.seen, new.limits = part.seen, part.limits  # layers that share their limits can be stacked
-    vars(layer).update(vars(new))  # bound steps hold the layer
-    cache.meter.now += layer.kv.nbytes - before
+    vars(layer).update(vars(new))  # the same object, for prepared decode steps hold it
+    cache.meter.now += layer.kv.nbytes - before  # bytes allocated
 
 
 def _list_goals(parts: list[SlotLayer]) -> list[int] | None:
@@ -192,9 +197,10 @@ def _list_goals(parts: list[SlotLayer]) -> list[int] | None:
 
 
 def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: list[int] | None) -> None:
-    """Set a joined layer's `kv`, `positions` and `state` to empty buffers, ragged (heads differ) if dense ones waste too much.
+    """Give a joined layer empty buffers: `kv`, `positions`, and `state` (tensors per slot, such as sums of attention).
 
-    counts: tokens of each head. goals: its slots at its budget; None: nothing is evicted.
+    They are dense, or ragged (each head has its own number of slots) if dense ones waste too much. counts: tokens of each head.
+    goals: slots of each head at its budget; None: nothing is evicted.
     """
     like = parts[0]
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
@@ -225,7 +231,7 @@ def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
 
 
 def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
-    """Join layers of concatenated caches: copy each head's tokens to the front of its segment in new buffers, in text order."""
+    """Copy each head's tokens of the layers `parts`, which are joined, to its first slots in the new buffers, in text order."""
     heads, C = 0, new.positions.shape[2]
     for part in parts:
         positions = part.positions[:, :, : part.used].flatten(0, 1)
@@ -240,9 +246,11 @@ def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
 
 
 def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: bool) -> None:
-    """Set the mode of a joined layer: where its next token goes. moved: tokens fill the first slots of each head.
+    """Set a joined layer's mode: whether the next token is appended, goes into a free slot, or makes a head evict.
 
-    counts: tokens of each head. goals: its slots at its budget; None: nothing is evicted.
+    counts: tokens of each head. goals: slots of each head at its budget; None: nothing is evicted. moved: tokens fill the first
+    slots of each head. `filling`: steps until all heads are at their budget. `holes`: some slots may be empty while a query
+    attends.
     """
     C, held = new.positions.shape[2], max(counts)
     next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])

@@ -32,7 +32,10 @@ class DeviceCounters:
             self.tape_BN.index_copy_(1, place, ids_B1.long())
 
     def read_tape(self, start: int, count: int) -> Tensor:
-        """Return ids [B,count] from column `start` on, when untraced code goes on; UNKNOWN for those no longer on the tape."""
+        """Return the ids [B,count] of compiled steps from column `start` on, which the cache then stores.
+
+        UNKNOWN stands for ids that newer ones have overwritten in the ring buffer.
+        """
         N = self.tape_BN.shape[1]
         place = torch.arange(start, start + count, device=self.tape_BN.device)
         ids_BQ = self.tape_BN[:, place % N]
@@ -69,7 +72,10 @@ class StepCounters:
         return self.device
 
     def keep_rows(self, columns: int) -> None:
-        """Set the counters to those of the remaining rows, after other rows were dropped. columns: of the longest row left."""
+        """Set the counters to those of the remaining rows, after other rows were dropped. columns: of the longest row left.
+
+        `steps` becomes that of the row that has taken the most, and `shortfall_B` how many fewer each row has taken.
+        """
         if self.shortfall_B is None:
             self.steps = min(self.steps, columns)
         else:

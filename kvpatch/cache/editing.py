@@ -25,7 +25,10 @@ Span = tuple[int, int]
 
 
 def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
-    """Take spans of the text out of all layers of a cache: see EvictingCache.forget, which calls this."""
+    """Take spans of the text out of all layers of a cache. EvictingCache.forget, which describes the arguments, calls this.
+
+    Also notes these tokens as evicted for replays, and that crop() cannot go back over the edit.
+    """
     check_state(cache, "forget()")
     refuse("forget", cache.settings.combine())
     gone_BT = mark_gone(cache, spans, row, "forget()")
@@ -186,13 +189,13 @@ def drop_last(cache: TextState, count: int) -> None:
 
 
 def can_crop(cache: TextState, count: int) -> bool:
-    """Tell if crop() can take back the last `count` tokens exactly: they were recorded, or had no effect on other tokens.
+    """Tell if crop() can take back the last `count` tokens exactly: their steps were logged, or have changed no other token.
 
-    A policy `remembers` if its sums take up the attention of later tokens, and `revises` if later tokens of a prompt change
+    A policy `remembers` if its sums of attention include that of later tokens, and `revises` if later tokens of a prompt change
     what is stored with earlier ones.
     """
     settings = cache.settings
-    inside = cache.counters.steps < count < cache.seen  # a prompt, whose other tokens stay
+    inside = cache.counters.steps < count < cache.seen  # the crop ends inside a prompt, whose first tokens stay
     pairs = zip(settings.evicts, settings.policies, strict=True)
     remembers = [evicts and (policy.remembers or (inside and policy.revises)) for evicts, policy in pairs]
     croppable = all(layer.can_crop(count, one) for layer, one in zip(cache.layers, remembers, strict=True))
@@ -200,7 +203,7 @@ def can_crop(cache: TextState, count: int) -> bool:
 
 
 def fit_slots(cache: TextState) -> None:
-    """Free the slots that dropped rows or cropped tokens have left empty; with room=, keep them for coming tokens."""
+    """Free the slots that dropped rows or cropped tokens have left empty; with room=, count them as free for coming tokens."""
     for layer in cache.layers:
         if cache.request.room is None:
             layer.give_back_slots()

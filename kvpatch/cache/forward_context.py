@@ -134,7 +134,7 @@ class Forward:
         return self.once(("column", index, shape), like_BHC.device, partial(like_BHC.new_full, shape, index))
 
     def once(self, name: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor of the pass that is the same for all layers of a device, made by the first of them."""
+        """Return a tensor that all layers of a device share in this pass. The first layer to ask for `name` makes it."""
         if (name, device) not in self._shared:
             self._shared[name, device] = make()
         return self._shared[name, device]
@@ -161,17 +161,22 @@ def find_places(real_BQ: Tensor, before_B: Tensor, counts_padding: bool) -> Tens
 
 
 def _describe_padding(real_B: list[int], columns: int) -> Padding | None:
-    """Return a prompt block's padding, which follows `real_B` tokens of each row; None if all columns are tokens."""
+    """Return the padding of a block of a prompt, in which each row's tokens come first; None if all columns are tokens.
+
+    real_B: tokens of each row in the block. columns: of the block.
+    """
     if min(real_B) == columns:
         return None
+    # some padding follows tokens of its row (gapped), but none attends to tokens
     return Padding(columns, any(0 < count < columns for count in real_B), False, real_B)
 
 
 def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[int], final: bool) -> list[Forward]:
-    """Split the prompt of a pass that begins into one Forward per block (`block=`), which layers read and compress one by one.
+    """Split the prompt of a pass that begins into one Forward per block of `block` columns, and return them in order.
 
-    Where some columns are padding, it sets `now.packing_BQ`, the order with each row's tokens first. before_B, after_B: tokens
-    of each row before and after these columns. final: the prompt ends with them.
+    Each layer reads and compresses them one by one. If some columns are padding, `now.packing_BQ` is set to the order of
+    columns that puts each row's tokens first. before_B, after_B: tokens of each row before and after these columns. final: the
+    prompt ends with them.
     """
     P, positions_BQ, protect_BQ, span_BQ = now.prompt, now.positions_BQ[:, : now.prompt], now.protect_BQ, now.span_BQ
     if now.padding is not None:

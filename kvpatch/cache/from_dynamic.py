@@ -44,7 +44,10 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
 
 
 def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_BT: Tensor | None) -> None:
-    """Append a user's keys and values [B,H,T,D], the last T of `seen` columns, to an empty cache's layers; count its rows."""
+    """Append a user's keys and values [B,H,T,D] to the layers of an empty cache, and set its rows' lengths and padding.
+
+    taken: of each layer; they are the last T of `seen` columns. mask_BT: False for padding.
+    """
     cache.count_in(taken[0][0].dtype)
     for index, (mine, (keys, values)) in enumerate(zip(cache.layers, taken, strict=True)):
         B, H, T, _ = keys.shape
@@ -58,11 +61,11 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
             new = NewTokens(keys, values, positions, 1, index, settings.seed, settings.parallel.first(H))
             entry = settings.policies[index].entry(new)
         mine.append(keys, values, positions, entry)
-        mine.seen, mine.holes = seen, not bool(real.all())
+        mine.seen, mine.holes = seen, not bool(real.all())  # holes: some slots are empty
         if mine.holes:  # as a pass of the patch describes its padding (attention/prefill.py)
             kept = real[:, -T:]
-            mine.floor = int((~kept * torch.arange(1, T + 1, device=kept.device)).amax())
-            mine.contiguous = not bool((kept[:, :-1] & ~kept[:, 1:]).any())
+            mine.floor = int((~kept * torch.arange(1, T + 1, device=kept.device)).amax())  # crop() stops there
+            mine.contiguous = not bool((kept[:, :-1] & ~kept[:, 1:]).any())  # no padding after a token
         if index == 0:
             cache.seen_B, gaps_B = rows[:, -1] + 1, ((rows >= 0) & ~real).sum(-1)
             cache.rows.padded = mine.holes

@@ -31,26 +31,30 @@ def slack(tokens: int) -> int:
 
 
 def is_wasteful(needs: list[int], least: int = 0) -> bool:
-    """Tell whether dense slots would waste too much for heads that need so many, so that `plan` makes ragged ones.
+    """Tell if dense slots (as many for every head) would waste too much where heads need `needs` slots.
 
-    Wasting at most `least` slots per head is never too much.
+    `plan` then makes ragged ones: each head has its own number. Wasting at most `least` slots per head is never too much.
     """
     waste = max(needs) * len(needs) - sum(needs)
     return waste * SPARE > sum(needs) and waste > least * len(needs)
 
 
 def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[int]:
-    """Return how many slots to make per head, for `counts` tokens and `more` to come; goals: the most that each ever needs."""
+    """Return how many slots to make per head when buffers are made or resized, for `counts` tokens and `more` to come.
+
+    goals: slots of each head at its budget, the most that it ever needs; None: nothing is evicted.
+    """
     if goals is None:
         return [count + more for count in counts]
     return [min(count + more, goal) for count, goal in zip(counts, goals, strict=True)]
 
 
 def plan(counts: list[int], goals: list[int] | None, more: Callable[[int], int] = slack, exactly: bool = False) -> Layout:
-    """Plan each head's slots at the end of a prompt: ragged (heads differ) if dense ones would waste too much.
+    """Plan each head's slots when a prompt ends or caches are joined: dense, or ragged if heads need too different numbers.
 
-    more: from the tokens of a head to the number of coming tokens that it gets room for. exactly: a ragged layer gets room for
-    all of them at once; else it starts with half.
+    counts: tokens of each head. goals: slots of each head at its budget; None: nothing is evicted. more: returns how many
+    coming tokens a head of so many tokens gets room for. exactly: a ragged layer gets room for all of these; else it starts
+    with half.
     """
     fills = goals is not None and any(count + 1 < goal for count, goal in zip(counts, goals, strict=True))
     ragged = is_wasteful(counts if goals is None else [count + 1 for count in counts], LEAST if fills else 0)

@@ -62,9 +62,9 @@ class MutationGuard:
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
-        """Run a block that copies, saves or joins the cache or reports on it; raise if another thread changes it meanwhile."""
+        """Run a block that copies, saves, joins or reports on the cache; raise if another thread changes it meanwhile."""
         self.check_finished()
-        changes, self.was_read = self.changes, True
+        changes, self.was_read = self.changes, True  # was_read: the user did something with the cache
         yield
         if self.unfinished or self.changes != changes:
             raise KVPatchError(f"Another thread changed this cache during {what}: give each thread a cache of its own.")

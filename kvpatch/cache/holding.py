@@ -50,15 +50,16 @@ def count_held(
     room: int = 0,
     longest: bool = False,
 ) -> Holding:
-    """Count what a layer of so many KV heads holds after a prompt of `prompt` tokens and `new` ones fed one by one.
+    """Count what a layer with `heads` KV heads holds after a prompt of `prompt` tokens and `new` ones fed one by one.
 
-    Tokens are exact where k is a number or a share and every=1. A prompt read in blocks, or in an engine's pieces, leaves at
-    most as many after each. Slots are these tokens and the slack of growth.py, or all that the budget can ever fill; where
-    heads share a budget, 16 and 1/50 more. A row beside longer ones may have as many slots as these. Engines claim this memory.
+    Engines claim this memory. Tokens are exact where k is a number or a share and every=1. After each block of a prompt, or
+    piece that an engine feeds, a head holds at most as many. Slots are these tokens and the spare ones of growth.py, but at
+    most what the budget can ever fill; if heads divide one budget, 16 and 1/50 more. In a batch any row may have the slots of
+    the longest.
 
     new: None for any number; MAX_POSITION or more tokens then mean that the layer grows with the text. read: tokens at the
-    beginning of the prompt that were a prompt of their own, such as a prefix. room: as in `Patch.new_cache`. longest: `prompt`
-    is the length of the longest one, and the most after any is counted.
+    beginning of the prompt that were a prompt of their own, such as a prefix. room: as in `Patch.new_cache`. longest: count the
+    most that any prompt of up to `prompt` tokens may leave.
 
     Example:
         >>> count_held(patch.settings, 0, prompt=1000, new=200)  # of k=0.25, schedule "both"
@@ -73,20 +74,23 @@ def count_held(
 def count_by_terms(
     terms: Terms, prompt: int, new: int | None, *, heads: int = 1, read: int = 0, room: int = 0, longest: bool = False
 ) -> Holding:
-    """Count what a layer holds on these terms, as `count_held` does; `kvpatch.plan` calls it before a model is patched."""
+    """Count what a layer holds, as `count_held` does, by its `terms`: its budget rule and the options of its policy.
+
+    `kvpatch.plan` calls this before a model is patched.
+    """
     rule, schedule, every, turns, divided = terms
 
     def count(prompt: int, new: int | None) -> list[int]:
         return count_tokens(rule, schedule, prompt, new, heads=heads, every=every, longest=longest)
 
-    if read and turns == "each":
+    if read and turns == "each":  # each prompt has a budget of its own
         held = list(map(sum, zip(count(read, 0), count(prompt - read, new), strict=True)))
     elif read and turns == "first":  # what follows is kept whole, as new tokens are
         held = count(read, None if new is None else prompt - read + new)
     else:
         held = count(prompt, new)
     most = max(held)
-    waste = 2 * LEAST + most // SPARE if divided else 0
+    waste = 2 * LEAST + most // SPARE if divided else 0  # divided: heads share the budget by their scores
     slots = most + waste + max(slack(most + waste), room, every)
     return Holding(held, slots if schedule in (None, "prompt") else min(slots, max(count(prompt, None)) + 1 + waste))
 
@@ -94,7 +98,10 @@ def count_by_terms(
 def count_tokens(
     rule: Rule, schedule: str | None, prompt: int, new: int | None, *, heads: int = 1, every: int = 1, longest: bool = False
 ) -> list[int]:
-    """Count the tokens of each head, not slots, as `count_held` does by one rule. schedule: None if nothing is ever evicted."""
+    """Count the tokens of each head (spare slots not included) under one budget rule; arguments are those of `count_held`.
+
+    schedule: the policy evicts at the end of a "prompt", in "decode" steps, or in "both"; None: never.
+    """
     grown = MAX_POSITION + every if new is None else new  # a head without a budget may wait to evict, too
     if schedule is None:
         return [prompt + grown] * heads

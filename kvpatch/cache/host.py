@@ -124,7 +124,10 @@ class HostLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, folder: Path | None) -> None:
-        """Make a layer without tokens; `begin` makes its store."""
+        """Make a layer without tokens, to keep a text's keys and values in host memory or a file. `begin` makes the store.
+
+        folder: of the file.
+        """
         super().__init__()
         self.folder, self.length = folder, 0
         self.sizes: tuple[int, int, int] = (0, 0, 0)
@@ -136,7 +139,10 @@ class HostLayer(CacheLayerMixin):
         self.begin((H, K, value_states.shape[3]), key_states.dtype, key_states.device)
 
     def begin(self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        """Make the store before the first `append`. sizes: see the class. device: where the entries are computed."""
+        """Make the store, a file mapped to memory or pinned memory, before the first `append`.
+
+        sizes: KV heads, head size of keys, and of values. device: where keys and values are computed.
+        """
         H, K, V = self.sizes = sizes
         self.dtype, self.device = dtype, device
         if self.folder is not None or device.type == "cpu":
@@ -168,7 +174,7 @@ class HostLayer(CacheLayerMixin):
         return held if count <= held else max(count, int(self.length * GROWTH), FEWEST)
 
     def keep(self, rows_N: Tensor) -> None:
-        """Keep these rows alone, in their order, after tokens were forgotten."""
+        """Keep these rows (tokens) alone, in their order, after the others were forgotten."""
         self.store.wait()
         self.store.rows_NE[: len(rows_N)] = self.used_TE[rows_N]
         self.length = len(rows_N)
