@@ -32,10 +32,7 @@ class DeviceCounters:
             self.tape_BN.index_copy_(1, place, ids_B1.long())
 
     def read_tape(self, start: int, count: int) -> Tensor:
-        """Return the ids [B,count] of compiled steps from column `start` on, which the cache then stores.
-
-        UNKNOWN stands for ids that newer ones have overwritten in the ring buffer.
-        """
+        """Return ids [B,count] of compiled steps from column `start` on, for the cache; UNKNOWN where they were overwritten."""
         N = self.tape_BN.shape[1]
         place = torch.arange(start, start + count, device=self.tape_BN.device)
         ids_BQ = self.tape_BN[:, place % N]
@@ -72,12 +69,9 @@ class StepCounters:
         return self.device
 
     def keep_rows(self, columns: int) -> None:
-        """Set the counters to those of the remaining rows, after other rows were dropped. columns: of the longest row left.
-
-        `steps` becomes that of the row that has taken the most, and `shortfall_B` how many fewer each row has taken.
-        """
+        """Set the counters to those of the remaining rows, after other rows were dropped. columns: of the longest row left."""
         if self.shortfall_B is None:
             self.steps = min(self.steps, columns)
         else:
-            least = int(self.shortfall_B.min())
+            least = int(self.shortfall_B.min())  # steps that even the farthest of the rows is behind
             self.steps, self.shortfall_B = self.steps - least, self.shortfall_B - least

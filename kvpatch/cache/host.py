@@ -124,10 +124,7 @@ class HostLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, folder: Path | None) -> None:
-        """Make a layer without tokens, to keep a text's keys and values in host memory or a file. `begin` makes the store.
-
-        folder: of the file.
-        """
+        """Make a layer without tokens, to keep a text in host memory or a file in `folder`. `begin` makes its store."""
         super().__init__()
         self.folder, self.length = folder, 0
         self.sizes: tuple[int, int, int] = (0, 0, 0)

@@ -36,6 +36,7 @@ def check_state(cache: TextState) -> None:
         return
     must(all(layer.seen == seen for layer in cache.layers), "its layers have seen different numbers of tokens")
     most, least = int(seen_B.max()), int(seen_B.min())
+    # without padding a row has as many tokens as columns, or fewer if caches were concatenated (joined)
     agree = cache.rows.padded or cache.turns.open or (most == seen and (cache.rows.joined or least == seen))
     agree = agree and most <= seen and (least > 0 or cache.turns.open)
     must(agree, f"{seen} columns were seen, and {least} to {most} tokens of its rows")
@@ -45,7 +46,7 @@ def check_state(cache: TextState) -> None:
         must((gaps_B >= 0) & (gaps_B <= seen_B), "gaps_B is no number of columns")
     if shortfall_B is not None:
         must((shortfall_B >= 0) & (shortfall_B <= cache.counters.steps), "shortfall_B is no number of steps")
-    if cache.shared is not None:
+    if cache.shared is not None:  # a score that all layers share
         grows = cache.settings.policy.schedule != "prompt"  # else decode steps add nothing to it
         must(cache.shared.shape[-1] > seen or not grows, f"shared has room for {cache.shared.shape[-1]} of {seen + 1} tokens")
     _check_common_budget(cache, seen_B)
@@ -84,9 +85,9 @@ def _name_layer(index: int) -> Iterator[None]:
 
 
 def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
-    """Raise InvalidError if the budgets of layers that share one sum to more than the settings allow.
+    """Raise InvalidError if layers that divide one budget (`together`) were given more than the settings allow them in all.
 
-    They are not divided yet while a prompt is open, nor where a layer does not evict.
+    Nothing is checked before the budget is divided, at a prompt's end, nor where one of these layers does not evict.
     """
     layers = [index for index in cache.settings.together if index < len(cache.layers)]
     if cache.turns.open or not all(cache.layers[index].mode.evicts for index in layers):
@@ -97,17 +98,17 @@ def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
         between_steps_BH = layer.own_budget_BH1[..., 0] + layer.every - 1  # every-th steps alone evict
         divided_B += between_steps_BH.sum(-1).to(seen_B.device)
         allowed_B += _bound_held(cache, index, layer, seen_B, ever=True).sum(-1).to(seen_B.device)
-    # all processes share the budget, of which one's heads may have most
+    # all processes share the budget, and the heads of a single one may have most of it
     must(divided_B <= allowed_B * cache.settings.parallel.size, "keep_BH1 of all layers is over their budget")
 
 
 def _bound_held(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, ever: bool) -> Tensor:
     """Return, for the checks of budgets, the most tokens [B,H] that each head may hold now, or at any later step (`ever`).
 
-    Of heads that share a budget it is their mean.
+    Where heads share a budget, each gets their mean.
     """
     settings, H = cache.settings, layer.positions.shape[1]
-    known = settings.policies[index].schedule == "decode"  # else the prompt's length is not
+    known = settings.policies[index].schedule == "decode"  # if the length of the prompt is stored
     prompt_B = layer.own_limits.prompt.flatten() if known else seen_B
     new_B = [None] * len(seen_B) if ever else (seen_B - prompt_B).tolist()
     rows = zip(prompt_B.tolist(), new_B, strict=True)
@@ -116,12 +117,15 @@ def _bound_held(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, 
 
 
 def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
-    """Raise InvalidError for a head's budget that the policy cannot have given, and for tokens beyond it."""
+    """Raise InvalidError if the policy cannot have given a head its budget, or if a head holds more than its budget.
+
+    Called for each layer that evicts in decode steps. Heads may share the layer's budget: then their sum is checked.
+    """
     keep_BH, policy = layer.own_budget_BH1[..., 0], cache.settings.policies[index]
     must(layer.own_limits.prompt <= seen_B[:, None, None], "limits are of a longer text")
     shared = policy.over_heads is not None
     must(keep_BH >= (0 if shared else 1), "keep_BH1 is below one token")
-    if index in cache.settings.together:  # see _check_common_budget
+    if index in cache.settings.together:  # layers that share one budget: _check_common_budget checks them
         return
     held_BH = (layer.positions >= 0).sum(-1)
     for ever, count_BH, name in (True, keep_BH + layer.every - 1, "keep_BH1 is"), (False, held_BH, "the tokens of a head are"):
@@ -145,7 +149,8 @@ class _LayerState:
     def check(self, least: int, reading: bool) -> None:
         """Raise InvalidError if the layer contradicts itself, between passes or just loaded.
 
-        least: tokens that each head must hold. reading: a prompt is not yet read to its end.
+        least: tokens that each head must hold. reading: a prompt is not yet read to its end. Further checks depend on the
+        layer's mode, which says where decode steps put tokens and if they evict.
         """
         layer, p = self.layer, self.layer.positions
         must((p >= -1) & (p < self.seen_B11), "positions name tokens that were not seen")
@@ -154,12 +159,12 @@ class _LayerState:
         must(~self.occupied | (self.column < self.limit_BH[..., None]), "tokens lie beyond the slots in use")
         must(self.held_BH >= least, f"a head holds fewer than {least} tokens")
         must(layer.floor <= layer.used, f"{layer.floor} columns cannot be cropped, but only {layer.used} are in use")
-        if layer.contiguous:
+        if layer.contiguous:  # in text order, without gaps
             oldest = p.masked_fill(~self.occupied, torch.iinfo(p.dtype).max).amin(-1, keepdim=True)
             rank = self.occupied.long().cumsum(-1) + oldest - 1
             must((layer.positions == rank) | ~self.occupied, "positions are not consecutive")
             must(not layer.mode.slotted, "a layer in text order may not write into freed slots")
-        for name, note in layer.notes.items():
+        for name, note in layer.notes.items():  # what the policy remembers of the layer
             if (wrong := note.find_contradiction(self.seen_B11)) is not None:
                 must(~wrong, f"its note {name!r} contradicts the number of tokens seen")
         mode = layer.mode
@@ -186,14 +191,21 @@ class _LayerState:
         must(newest, "what was appended is not the newest")
 
     def _check_filling(self, mode: Filling) -> None:
-        """For `check`: raise InvalidError unless all heads reach their budget after the same number of steps."""
+        """For `check`: raise InvalidError unless all heads reach their budget after the same number of steps, `mode.filling`.
+
+        In mode Filling tokens are appended until then, and no slot is empty (`holes`).
+        """
         layer = self.layer
         most = layer.used + mode.filling - (layer.every - 1)
         leads = layer.keep_BH1 is not None and bool((layer.keep_BH1 == most).all())
         must(not layer.holes and leads, "filling does not lead to the budget")
 
     def _check_evicting(self, mode: Evicting) -> None:
-        """For `check`: raise InvalidError unless each head has one slot free for the next token, or is below its budget."""
+        """For `check`: raise InvalidError unless each head has one slot free for the next token, or is below its budget.
+
+        `free_BH`: each head's next slot. `filling`: steps until all heads are at their budget. `growing`: some head has fewer
+        slots than its budget needs, and `slack` - `grown` tokens fit before its buffers must grow; `unfilled`: all heads have.
+        """
         layer, free_BH = self.layer, mode.free_BH
         keep_BH = layer.own_budget_BH1[..., 0] + layer.every - 1  # between steps
         must(self.held_BH <= keep_BH, "a head holds more than its budget")
@@ -213,7 +225,7 @@ class _LayerState:
             must(full and (self.held_BH == layer.used - 1), "slots are empty that should not be")
 
     def _check_moving(self, mode: Moving) -> None:
-        """For `check`: raise InvalidError if a head holds more than a budget that follows the text ever lets it.
+        """For `check`: raise InvalidError if a head whose budget changes with the text holds more than it ever may.
 
         Every column is a slot. Each head has an empty one for the next token, or larger buffers are allocated before it.
         """
@@ -222,12 +234,14 @@ class _LayerState:
         self._check_all_used()
         must(self.held_BH <= layer.own_budget_BH1[..., 0], "a head holds more than it ever may")
         self._check_free(mode, self.limit_BH <= layer.own_budget_BH1[..., 0], self.held_BH == self.limit_BH)
+        # slack: tokens that fit before buffers must grow; grown: how many of them have come
         must(mode.growing or mode.slack == mode.grown == 0, "slack where no head may need more slots")
 
     def _check_free(self, mode: Slotted, short_BH: Tensor, full_BH: Tensor) -> None:
         """For `check`: raise InvalidError if a head's free slot is taken, or fewer slots are free than the mode counts.
 
-        short_BH: the head may need more slots than it has. full_BH: it may have no free slot.
+        short_BH: the head may need more slots than it has, which `mode.growing` tells of some head. full_BH: it may have no
+        free slot. `mode.slack` - `mode.grown`: tokens that still fit.
         """
         free_BH = mode.free_BH
         must(mode.growing == bool(short_BH.any()), "growing is not what the slots say")
@@ -237,7 +251,10 @@ class _LayerState:
         must(~short_BH | (self.limit_BH - self.held_BH >= mode.slack - mode.grown), "fewer slots are free than it says")
 
     def _check_growing(self, mode: Growing) -> None:
-        """For `check`: raise InvalidError if slots after each head's tokens are not free, in a layer that evicts nothing."""
+        """For `check`: raise InvalidError if slots after each head's tokens are not free, in a layer that evicts nothing.
+
+        `mode.slack`: tokens that fit after the prompt before buffers must grow. `mode.grown`: how many of them have come.
+        """
         layer, free_BH = self.layer, mode.free_BH
         must(layer.holes, "no slot may be empty where tokens go into free slots")
         self._check_all_used()
@@ -265,7 +282,7 @@ def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
     """
     columns = None if layer.mode.slotted else layer.used
     counts = layer.counts()
-    if isinstance(layer.mode, Moving) and layer.mode.packed_BH is not None:
+    if isinstance(layer.mode, Moving) and layer.mode.packed_BH is not None:  # heads that shrank since keep their slots
         counts = list(map(max, counts, layer.mode.packed_BH.flatten().tolist()))
     slots, (held, allowed) = sum(layer.kv.capacities()), layer.kv.bound(counts, columns, ahead)
     must(slots <= allowed, f"{slots} slots are allocated where {held} are taken: a sixteenth, or 8 a head, may stand empty")

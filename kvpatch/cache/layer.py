@@ -46,7 +46,11 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     """
 
     def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL, every: int = 1, latent: bool = False) -> None:
-        """Make a new cache's empty layer. statistics: names of sums in `state`. every: tokens that a head evicts at once."""
+        """Make a new cache's empty layer.
+
+        statistics: names of the policy's sums of attention, which `state` keeps per slot. bits: of each stored number. every:
+        tokens that a head evicts at once. latent: a value is a part of its key, and not stored.
+        """
         self.statistics, self.bits, self.every, self.latent = statistics, bits, every, latent
         self.storage: Callable[[Tensor, Tensor], Slots] | None = None  # of an engine, in place of buffers of the layer's own
         self.record_past = False
@@ -56,31 +60,31 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """Set all fields as before the first token, in a new cache or one that is emptied."""
         self.kv: Slots = slots.nothing()
         self.is_initialized = False
-        self.positions: Tensor = torch.empty(0, dtype=torch.long, device="cpu")
-        self.state: dict[str, Tensor] = {}
-        self.mode: Mode = Empty()
-        self.used = self.seen = 0
-        self.holes = False
+        self.positions: Tensor = torch.empty(0, dtype=torch.long, device="cpu")  # in the text; -1: an empty slot
+        self.state: dict[str, Tensor] = {}  # what the policy keeps per slot
+        self.mode: Mode = Empty()  # where the next token goes
+        self.used = self.seen = 0  # columns of the buffers in use, and columns of the text so far
+        self.holes = False  # some used slots may be empty
         self.keep_BH1: Tensor | None = None  # tokens that each head may hold while decoding
-        self.lost_BH1: Tensor | None = None  # as in EvictionContext
-        self.limits: Limits | None = None
-        self.notes: dict[str, Note] = {}  # what needs keep of the layer (policies/needs)
-        # entries computed ahead, and the number of columns seen at the first of them
+        self.lost_BH1: Tensor | None = None  # scores of the tokens that each head has evicted, added up
+        self.limits: Limits | None = None  # sizes that are protected from eviction
+        self.notes: dict[str, Note] = {}  # what the policy remembers of the layer (policies/needs)
+        # state of coming tokens that follows from their positions, and the columns seen at the first of them
         self.ahead: tuple[int, dict[str, Tensor]] | None = None
         # derived from the shape and from free_BH, and stored with what it was derived from
         self.heads_at: tuple[tuple[int, ...], Tensor] | None = None
         self.free_at: tuple[Tensor, Tensor] | None = None
-        self.geometry: Geometry | None = None
+        self.geometry: Geometry | None = None  # scale, window and ALiBi slopes of the layer's attention
         self.output_rows: Tensor | None = None  # of a projection whose weight had to be dequantized or gathered
         self.mass_BH: Tensor | None = None  # share of the prompt's attention that the kept tokens received
-        self.unfitted_BH: Tensor | None = None  # 1 where a prompt's end left a head's values, for new ones were not finite
+        self.unfitted_BH: Tensor | None = None  # 1: a merging policy's values for the head were not finite, and not taken
         self.traced = False  # the pass is a traced step (compiled.py)
         # keys and values of the used columns with their graph, while a pass computes gradients
         self.graph: tuple[Tensor, Tensor] | None = None
-        self.contiguous = True
-        self.floor = 0
-        self.sliding: int | None = None
-        self.undo_log: deque[Undo] = deque(maxlen=UNDO_STEPS)
+        self.contiguous = True  # columns are in text order without gaps
+        self.floor = 0  # columns at the front that cannot be cropped
+        self.sliding: int | None = None  # the window of attention
+        self.undo_log: deque[Undo] = deque(maxlen=UNDO_STEPS)  # what decode steps overwrote, for crop()
 
     # ---- the interface of a transformers layer ----
 
@@ -148,7 +152,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace each tensor whose first axis is the batch by `change` of it, when rows of the cache change.
 
-        `change` selects, reorders (beams) or repeats rows. The undo log is emptied.
+        `change` selects, reorders (beams) or repeats rows. The undo log and state computed ahead are dropped.
         """
         if not self.is_initialized:
             return
@@ -174,7 +178,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
         """Move used columns to larger or smaller buffers, as tokens come or go. Replaces `kv`, `positions` and `state`.
 
-        goals: the most slots of each head, if heads differ.
+        goals: slots of each head at its budget, if heads have different numbers of slots.
         """
         with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
             self.kv = self.kv.resized(capacities, goals, self.used)
@@ -188,7 +192,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return make_prompt_slots(keys, values, self.bits, self.latent) if self.storage is None else self.storage(keys, values)
 
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
-        """Take a first prompt's keys and values without a copy; `allocate` copies the kept ones where the prompt ends."""
+        """Take the keys and values of a text's first prompt as storage, without a copy, and set positions and state.
+
+        entry: the tensors that the policy stores with tokens, by name. `allocate` copies kept tokens where the prompt ends.
+        """
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
         self.kv = self._make_slots(k_BHQD.detach(), v_BHQD.detach())
         self.used = k_BHQD.shape[2]
@@ -211,9 +218,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(start)
 
     def statistic(self, name: str, like: Tensor | None = None) -> Tensor:
-        """Return the tensor `name` that a score keeps per slot, to be read or changed in place.
+        """Return the tensor `name` that the policy keeps per slot, such as sums of attention, to be read or changed in place.
 
-        A new one is zero, one number a slot or shaped as `like`.
+        If there is none yet, it is made of zeros: one number a slot, or shaped as `like`.
         """
         if name not in self.state:
             dtype, rest = (accumulator(self.dtype), ()) if like is None else (like.dtype, like.shape[3:])
@@ -221,7 +228,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.state[name]
 
     def _zero_statistics(self, start: int) -> None:
-        """Set the policy's sums to zero for tokens just written: the used columns from `start` on."""
+        """Set the policy's sums of attention to zero for tokens just written: the used columns from `start` on."""
         for name in self.statistics:
             if name in self.state:  # a new one is zero
                 self.state[name][:, :, start : self.used].fill_(0)
@@ -229,9 +236,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.statistic(name)
 
     def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor | None, entry: dict[str, Tensor]) -> None:
-        """Write a decode step's token of each row: into each head's free slot, in place, or after the used columns.
+        """Write a decode step's token of each row, in place: into each head's free slot, or after the used columns.
 
-        positions_B1: None if they are there, as stacked layers write them.
+        entry: what the policy stores with it, by name. positions_B1: None if they are written, by stacked layers for all at
+        once.
         """
         if self.mode.slotted:
             self.write_kv(k_BH1D, v_BH1D)
@@ -248,7 +256,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
 
     def open_column(self, entry: dict[str, Tensor]) -> None:
-        """Make room for a decoded token after the used columns and write its state; kernels write key, value and position."""
+        """Make room for a decoded token after the used columns and write its state (`entry`). A kernel then writes the rest."""
         start = self.used
         self.reserve(start + 1, self._bound_columns())
         self.used += 1
@@ -257,7 +265,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(start)
 
     def write_position(self, positions_B1: Tensor) -> None:
-        """Write a decoded token's position, and zero sums, into each head's free slot or after the used columns."""
+        """Write a decoded token's position, and zeros for the policy's sums, into each head's free slot or the next column."""
         if not self.mode.slotted:
             self.positions[:, :, self.used] = positions_B1
             for name in self.statistics:
@@ -273,7 +281,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.kv.write_at(self.free_rows(), *self.kv.encode_pair(k_BH1D, v_BH1D))
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
-        """Write a decoded token's state (`entry`, tensors by name, which scores read) into the slot that the token goes to."""
+        """Write what the policy stores with a decoded token (`entry`, tensors by name) into the slots that it goes to."""
         for name, tensor in entry.items():
             if not self.mode.slotted:
                 self.state[name][:, :, self.used : self.used + 1] = tensor
@@ -282,9 +290,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             rows.index_copy_(0, self.free_slots(), tensor.reshape(-1, *rows.shape[1:]))
 
     def make_blanks(self, tokens: int = 1) -> dict[str, Tensor]:
-        """Return zeros [B,H,tokens] for state that only marked tokens have, such as `protect=`.
+        """Return zeros [B,H,tokens], by name, for state that only marked tokens have, such as the spans of `quota=`.
 
-        Unmarked tokens must write them, for the slot that they go to may still hold an evicted token's mark.
+        Each decoded token writes them, for the slot that it goes to may still hold an evicted token's mark.
         """
         names = [one.name for one in OWN_STATE if one.blank and one.name in self.state]
         return {name: self.state[name].new_zeros(*self.positions.shape[:2], tokens) for name in names}
@@ -313,7 +321,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.heads_at[1]
 
     def view(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what queries attend to: keys, values, positions of the used slots; as entries [F,D] where heads differ."""
+        """Return what queries attend to: keys, values, positions of the used slots; as entries [F,D] if heads' slots differ."""
         T = self.used
         if T == self.positions.shape[2]:
             return self.kv.keys, self.kv.values, self.positions
@@ -324,7 +332,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return *self.kv.outline_view(self.used), self.positions[:, :, : self.used]
 
     def state_view(self) -> dict[str, Tensor]:
-        """Return, for scores, the state tensors of the used slots by name, views of the whole ones."""
+        """Return what the policy keeps for the used slots, tensors by name, for scores to read: views of the whole tensors."""
         if self.used == self.positions.shape[2]:
             return self.state
         return {name: tensor[:, :, : self.used] for name, tensor in self.state.items()}
@@ -332,32 +340,33 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     # ---- evicting ----
 
     def allocate(self, index_BHK: Tensor | None, kept_BHK: Tensor | None, layout: Layout) -> None:
-        """End a prompt: allocate slots by `layout` and move the entries at `index_BHK` (None: all used ones) into them.
+        """End a prompt: allocate slots by `layout`, and move the tokens at `index_BHK` (None: all used) to each head's front.
 
-        kept_BHK: False where a head keeps fewer than K, so that the slot is empty; None: each keeps K.
+        kept_BHK: False where a head keeps fewer than K, so that the slot is empty; None: each keeps K. Keys, values, positions
+        and state are replaced; those of other tokens are gone.
         """
         if index_BHK is None:
             self.round()
             self.resize_slots([max(*layout.capacities, self.used)])
             return
-        self._cut_graph(index_BHK)
+        self._cut_graph(index_BHK)  # keys and values with gradients
         with torch.no_grad():
             self.kv = self.kv.make_dense(*index_BHK.shape[:2])
-            self.kv.fix_centre(self.positions[:, :, : self.used])
+            self.kv.fix_centre(self.positions[:, :, : self.used])  # that keys are rounded around
             self.kv = self.kv.move_to_front(index_BHK, kept_BHK, layout)
             C, K = self.kv.width, index_BHK.shape[-1]
             self.positions = collect_entries(self.positions, index_BHK, C, -1)
             self.state = {name: collect_entries(tensor, index_BHK, C, 0) for name, tensor in self.state.items()}
-        self.used = self.floor = K
+        self.used = self.floor = K  # crop() leaves them all
         self._round_graph()
         self.contiguous, self.free_at = False, None
         if kept_BHK is not None:
             self.positions[:, :, :K].masked_fill_(~kept_BHK, -1)
-            if "protect" in self.state:  # which the token that an empty slot gets next does not bring
+            if "protect" in self.state:  # an empty slot is unmarked, for its next token will write no mark
                 self.state["protect"][:, :, :K] &= kept_BHK
 
     def replace_values(self, values_BHKD: Tensor, kept_BHK: Tensor | None) -> None:
-        """Replace the kept tokens' values by merged ones, where a prompt or a block ends. kept_BHK: False for an empty slot."""
+        """Replace kept tokens' values by those of a merging policy, where a prompt or block ends. kept_BHK: False if empty."""
         columns = torch.arange(values_BHKD.shape[2], device=values_BHKD.device).expand(values_BHKD.shape[:3])
         rows, values = self.kv.rows_of(columns), values_BHKD.detach().flatten(0, 2)
         if kept_BHK is not None:
@@ -365,13 +374,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             rows, values = rows[real], values[real]
         codec = self.kv.codecs[1]
         assert not isinstance(codec, Latent), "merging is refused where values are a part of their keys"
-        self.kv.write_at(rows, self.kv.read_at(rows)[0], codec.encode(values))
+        self.kv.write_at(rows, self.kv.read_at(rows)[0], codec.encode(values))  # with the keys as they are
         if self.graph is not None:
             self.graph = (self.graph[0], values_BHKD)
             self._round_graph()
 
     def round(self) -> None:
-        """Round the keys and values in use to the cache's bits, where a prompt or a block of it ends."""
+        """Round the keys and values in use to the cache's bits, where a prompt or a block of it ends and all are kept."""
         self.kv.fix_centre(self.positions[:, :, : self.used])
         closed = self.kv.close_columns(self.used)
         if closed is not self.kv:
@@ -382,9 +391,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     # ---- transitions ----
 
     def begin_prompt(self) -> None:
-        """Begin a prompt, or a piece of one, before its keys are written: tokens are appended after the used columns.
+        """Begin a prompt, or a piece of one, before its keys are written: tokens are now appended after the used columns.
 
-        Some of these may be empty. Sets the mode, and storage that can be appended to in full precision.
+        Sets the mode, and storage that can be appended to in full precision. Some used columns may be empty.
         """
         if not isinstance(self.mode, Reading):
             if self.mode.slotted:
@@ -409,16 +418,17 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def start_evicting(
         self, steps: int, next_BH: Tensor | None = None, counts: list[int] | None = None, goals: list[int] | None = None
     ) -> None:
-        """End a prompt: tokens go into slots, and heads at their budget evict; all heads do after so many steps.
+        """End a prompt of a layer that evicts: tokens go into free slots, and heads evict once they are at their budget.
 
-        next_BH: slots for the first tokens; None: the first empty slot of each head. counts, goals: see `measure_room`.
+        steps: decode steps until all heads are. next_BH: slots for the first tokens; None: the first empty slot of each head.
+        counts, goals: see `measure_room`.
         """
         self._open_slots(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
 
     def start_moving(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """End a prompt, or `pack`: tokens go into empty slots, and each head evicts down to a budget that follows the text.
+        """End a prompt of a layer whose budget changes with the text: tokens go into empty slots, heads evict down to it.
 
-        counts, goals: see `measure_room`.
+        `pack` calls this, too, after it has moved tokens. counts, goals: see `measure_room`.
         """
         counts = self.counts() if counts is None else counts
         self.holes = True
@@ -445,7 +455,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return taken.flatten().tolist()
 
     def list_goals(self) -> list[int] | None:
-        """Return, to plan buffers, the slots that each head needs once it is at its budget; None if it has no budget."""
+        """Return how many slots each head needs at its budget, to plan buffers; None if decode steps do not evict."""
         if not self.mode.evicts or self.keep_BH1 is None:
             return None
         return [keep + self.every for keep in self.keep_BH1.flatten().tolist()]
@@ -453,7 +463,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def measure_room(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """Update, after slots were moved or emptied, how many tokens can be written before larger buffers are needed.
 
-        counts, goals: results of `counts` and `list_goals`, if the caller has them already.
+        counts: tokens of each head. goals: slots of each head at its budget. Both are computed if they are not given. Sets the
+        mode's `slack` (`slack` - `grown` tokens fit), `filling` (steps until heads are at their budget), and what `short_heads`
+        sets.
         """
         mode = self.mode
         if isinstance(mode, Slotted):
@@ -469,13 +481,16 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.update_pace(counts, goals)
 
     def update_pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Set after how many steps heads evict, if `every` > 1, once slots have changed. counts, goals: see `measure_room`."""
+        """Set in how many steps heads evict (`mode.waits`), if `every` > 1, once slots changed. See `measure_room`."""
         if isinstance(self.mode, Evicting) and self.every > 1:
             self.mode.every = self.every
             self.mode.waits = list_waits(counts or self.counts(), goals or self.list_goals() or ())
 
     def short_heads(self, goals: list[int] | None = None) -> list[bool]:
-        """Tell, after slots were moved or loaded, which heads may need more slots, and update the mode's fields about them."""
+        """Tell, after slots were moved or loaded, which heads are short: they have fewer slots than their budget needs.
+
+        Sets the mode's `growing` (some head is short) and `unfilled` (all are). goals: see `list_goals`.
+        """
         capacities, goals = self.kv.capacities(), goals or self.list_goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
         if isinstance(self.mode, Evicting | Moving):
@@ -489,11 +504,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return [self.used + self.mode.filling + 1] if self.mode.evicts else None
 
     def make_room(self) -> None:
-        """Move to larger buffers if some head may have no free slot left. Called before each decode step writes its token."""
+        """Move to larger buffers if some head may have no free slot left. Called before each decode step writes its token.
+
+        `mode.growing`: some head has fewer slots than its budget needs; then `mode.slack` - `mode.grown` tokens still fit.
+        """
         mode = self.mode
         if not isinstance(mode, Slotted) or not mode.growing or mode.grown < mode.slack:
             return
-        if isinstance(mode, Moving) and not self.undo_log:  # which names slots
+        if isinstance(mode, Moving) and not self.undo_log:  # pack() would invalidate the slots that the log names
             self.pack()
             return
         wanted = self.kv.plan_slots(self.counts(), self.list_goals(), self.waiting_slots)
@@ -503,7 +521,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.measure_room()
 
     def give_back_slots(self) -> None:
-        """Give back empty slots beyond the slack, after tokens were rolled back or rows dropped."""
+        """Free empty slots beyond the spare ones that growth.py allows, after tokens were rolled back or rows dropped."""
         if not self.is_initialized:
             return
         C = self.positions.shape[2]
@@ -522,6 +540,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         fitting = list(map(min, old, self.kv.plan_slots(counts, goals, self.waiting_slots)))
         enough_BH1 = torch.tensor(fitting, device=self.positions.device).view(*self.positions.shape[:2], 1)
         gone_BHC = torch.arange(C, device=self.positions.device) >= enough_BH1
+        # over: more slots than growth.py allows; they can go only if those at the end are empty
         over = sum(old) > self.kv.bound_slots(counts, goals, self.waiting_slots)
         if over and not bool((gone_BHC & (self.positions >= 0)).any()):
             self._move_slots(fitting)
@@ -546,7 +565,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.start_moving(counts, goals)
 
     def _move_slots(self, capacities: list[int]) -> None:
-        """Move a layer whose tokens go into free slots to buffers of these capacities, more or fewer; slot indices stay."""
+        """Move a layer with free slots to buffers of these capacities, as room is made or given back; slot indices stay."""
         self.resize_slots(capacities, self.list_goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
@@ -567,11 +586,11 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.kv.count_taken(self.used, mode.slack - mode.grown) if isinstance(mode, Growing) else self.used
 
     def advance(self) -> None:
-        """Make the slot after the new token's the free one in each head, where a decode step evicts nothing."""
+        """Make the slot after the new token's the free one in each head, at the end of a decode step that evicts nothing."""
         if not self.mode.slotted:
             return
         self.set_free(self.mode.free_BH + 1)
-        if not self.traced:
+        if not self.traced:  # compiled steps are counted later
             self.mode.count(1)
 
     def _cut_graph(self, index_BHK: Tensor) -> None:
@@ -580,7 +599,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.graph = (gather_entries(self.graph[0], index_BHK), gather_entries(self.graph[1], index_BHK))
 
     def _round_graph(self) -> None:
-        """Round `graph` (keys and values with gradients) for the next block's attention; gradients pass unchanged."""
+        """Round `graph` (keys and values with autograd history) for the next block's attention; gradients pass unchanged."""
         if self.graph is not None and not all(codec.exact for codec in self.kv.codecs):
             keys, values = self.kv.numbers(self.used)
             with torch.enable_grad():
@@ -594,13 +613,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.free_BH = slot_BH
 
     def follow_kernels(self) -> None:
-        """End a decode step whose kernel has written the next free slots in place: drop cached indices, and count the token."""
+        """End a decode step whose kernel has written the next free slots in place: drop cached indices, count the new token."""
         if not self.traced:
             self.refresh_free_slots()
             self.mode.count(1)
 
     def refresh_free_slots(self) -> None:
-        """Find the free slots anew after kernels have run: a kernel leaves the old index in a head that is full."""
+        """Find the free slots anew after kernels have run, if heads still fill up: a kernel leaves a full head's old index."""
         self.free_at = None
         if self.mode.growing and self.mode.evicts:
             self.mode.free_BH = self.empty_slots()
@@ -615,7 +634,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.positions.view(-1).index_fill_(0, self.free_slots(), -1)
 
     def drop(self, gone_BHM: Tensor) -> None:
-        """Evict, in a decode step, several columns of each head (`every` > 1), and move tokens from the end into the gaps."""
+        """Evict several tokens of each head at once (`every` > 1) in a decode step, those in the columns `gone_BHM`.
+
+        Tokens in the last used columns move into the gaps; then M columns fewer are in use.
+        """
         into, out = list_moves(gone_BHM, self.used)
         self.move_entries(into, out)
         self.positions.scatter_(2, into, self.positions.gather(2, out))
@@ -624,11 +646,15 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             tensor.scatter_(2, at, tensor.gather(2, of))
         self.used -= gone_BHM.shape[-1]
         self.positions[:, :, self.used :] = -1
+        # crop() leaves what is there; filling: steps until the next eviction
         self.floor, self.contiguous, self.mode.filling = self.used, False, self.every - 1
 
     def move_entries(self, into_BHM: Tensor, out_BHM: Tensor) -> None:
-        """Move keys and values of each head from some columns into others, for `drop`; log the overwritten ones for undo."""
-        if torch.is_grad_enabled():  # a graph may have saved them
+        """Copy keys and values of each head from the columns `out_BHM` to the columns `into_BHM`, for `drop`.
+
+        If steps are logged for crop(), the step's log entry gets what was in these columns.
+        """
+        if torch.is_grad_enabled():  # autograd may have saved the tensors: change a copy
             self.kv = self.kv.map_rows(torch.clone, *self.positions.shape[:2])
         if self.undo_log:
             both = torch.cat([into_BHM, out_BHM], -1)
@@ -637,7 +663,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     @property
     def settled(self) -> bool:
-        """True if the coming decode steps need no more slots than there are, so that layers can be stacked, to step as one."""
+        """True if coming decode steps need no more slots than there are. Only such layers are stacked, to step as one."""
         mode = self.mode
         if not isinstance(mode, Filling):
             return mode.slotted
@@ -650,13 +676,16 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.undo_log.append(record_step(self, shared))
 
     def can_crop(self, tokens: int, remembers: bool) -> bool:
-        """Tell if `crop` can roll back the last `tokens`. remembers: other tokens' scores contain these tokens' attention."""
+        """Tell, for crop(), if the last `tokens` were logged, or only appended. remembers: sums contain their attention."""
         mode = self.mode
         appended = mode.grown if isinstance(mode, Slotted) else self.used - self.floor
         return len(self.undo_log) >= tokens or (mode.croppable and not remembers and tokens <= appended)
 
     def crop(self, tokens: int) -> Tensor | None:
-        """Roll back the last `tokens`, such as rejected drafts; return the score that layers share as it was before, if any."""
+        """Roll back the last `tokens`, such as rejected drafts, by the undo log, or by cutting what was only appended.
+
+        Returns the score that all layers share, as it was before these steps, if the log has it; else None.
+        """
         shared = None
         if len(self.undo_log) < tokens:
             # nothing is scored or evicted: the last columns are the last tokens

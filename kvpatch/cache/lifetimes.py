@@ -44,7 +44,7 @@ class Lifetimes(Batched):
         return sum(one.nbytes for one in (self.ids, *self.deaths) if one is not None)
 
     def read(self, ids_BQ: Tensor, positions_BQ: Tensor, columns: int) -> None:
-        """Note the ids of a pass's tokens by position: -1 for padding, else below `columns`. Called where a pass begins."""
+        """Note the ids of a pass's tokens by position (-1: padding; else below `columns`) where it begins, for replays."""
         if self.ids is None:
             self.ids = ids_BQ.new_zeros(len(ids_BQ), 0)
         self.ids = _widen_tensor(self.ids, columns + 1, 0)
@@ -52,9 +52,9 @@ class Lifetimes(Batched):
         self.ids = self.ids.scatter(1, at, ids_BQ.to(self.ids.dtype))
 
     def note(self, layer: int, positions_BHT: Tensor, seen_B11: Tensor) -> None:
-        """Set, after a layer has evicted, the death of each token that it no longer holds: the number of tokens seen.
+        """Set the death of each token that a layer no longer holds, for replays: the tokens seen when it was evicted.
 
-        positions_BHT: of the held tokens, -1 in empty slots.
+        Called after each eviction. positions_BHT: of the held tokens, -1 in empty slots.
         """
         B, H, _ = positions_BHT.shape
         known = self.deaths[layer]
@@ -88,7 +88,7 @@ class Lifetimes(Batched):
 
     @staticmethod
     def join_parts(parts: Sequence[Lifetimes | None]) -> Lifetimes | None:
-        """Join the lifetimes of caches whose rows are concatenated; None if those of some cache are not known."""
+        """Join the lifetimes (when each token was evicted) of caches that are concatenated; None if some cache has none."""
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
@@ -123,7 +123,10 @@ class Record:
 
     @classmethod
     def of(cls, lifetimes: Lifetimes, lengths_B: Tensor, model: dict[str, Any]) -> Record:
-        """Make the record of texts of these lengths, for `Patch.record()`: a copy of the lifetimes noted so far."""
+        """Make the record of a cache's texts, for `Patch.record()`: a copy of their ids, and of when each token was evicted.
+
+        lengths_B: tokens of each row. model: values that identify the model. Beams just dropped (`lost`) come after the others.
+        """
         T = int(lengths_B.max())
         assert lifetimes.ids is not None
         inside = torch.arange(T, device=lengths_B.device) < lengths_B[:, None]
@@ -155,7 +158,7 @@ class Record:
 
     @staticmethod
     def join(records: Iterable[Record]) -> Record:
-        """Join the texts of several records of one model, such as of several generate() calls.
+        """Join the texts of several records of one model, such as of several generate() calls, into one record to replay.
 
         Raises:
             KVPatchError: there is none, or they are of different models.

@@ -60,7 +60,7 @@ class LosslessCache(Unpicklable, Cache):
         super().__init__(layers=list(self.whole))
         self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()
         self.ids: list[int] = []  # of the tokens read
-        self.kept_positions: list[int] = []  # positions of those that are there: all but what was forgotten
+        self.kept_positions: list[int] = []  # positions of the tokens held: of all but those that were forgotten
         self.edited = 0  # tokens read when some were last forgotten
         self.again = 0  # tokens read before, which generate()'s first pass brings once more
         self.pending_ids: list[int] = []  # ids of the pass in progress
@@ -72,7 +72,7 @@ class LosslessCache(Unpicklable, Cache):
     # ---- passes ----
 
     def begin(self, ids: list[int]) -> EvictingCache:
-        """Begin a pass before the decoder runs; return the budgeted cache that it fills. Drops what an interrupted one left."""
+        """Begin a pass before the decoder runs; return a new budgeted cache for it. Drops what an interrupted pass left."""
         self.pending_ids, self._positions_1T = ids, None
         self._staged.clear()
         for layer in self.whole:
@@ -115,7 +115,7 @@ class LosslessCache(Unpicklable, Cache):
         """Let the pass over `drafts`, which has begun, read the earlier tokens from here: its layers call `exchange`."""
         now = self.drafts.running
         now.lender = self
-        if self.ids:  # of the new tokens the first is certain: a share of the text must hold after the others are taken back
+        if self.ids:  # new tokens after the first are drafts, which may be taken back: a share `k` does not count them
             now.budget_n_B = [len(self.ids) + 1]
         self.budgeted = now.budget_n_B[0] if now.budget_n_B else 0
 
@@ -171,7 +171,7 @@ class LosslessCache(Unpicklable, Cache):
     # ---- a look inside, as EvictingCache gives it ----
 
     def positions(self, layer: int) -> Tensor:
-        """Positions of all tokens there, int64 [1, Hkv, T], on the host; those that the budget holds: `drafts.positions`."""
+        """Return the positions of all tokens held, int64 [1,Hkv,T], on the host; of those on the budget: `drafts.positions`."""
         checks.check_layer("layer", layer, len(self.whole))
         checks.check_filled(bool(self.ids))
         return torch.tensor(self.kept_positions, device="cpu").repeat(1, self.whole[layer].sizes[0], 1)
@@ -187,7 +187,7 @@ class LosslessCache(Unpicklable, Cache):
         return torch.arange(len(self.ids), len(self.ids) + Q, device="cpu")[None]
 
     def check_invariants(self) -> None:
-        """Raise InvalidError unless the budgeted cache is sound, and each layer has the entries of all tokens there."""
+        """Raise InvalidError unless the budgeted cache is sound, and each layer has the keys and values of all tokens held."""
         for index, layer in enumerate(self.whole):
             if layer.length < len(self.kept_positions):  # an interrupted pass leaves more
                 raise InvalidError(
@@ -209,7 +209,7 @@ class LosslessCache(Unpicklable, Cache):
         """Nothing is overwritten: any token can be taken back."""
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Take back the last tokens, such as rejected drafts, as `EvictingCache.crop` does."""
+        """Take back the last tokens, such as rejected drafts, here and in the budgeted cache, as `EvictingCache.crop` does."""
         count, drafting = checks.count_removed(tokens_to_remove, len(self.ids)), self.drafting
         left = len(self.ids) - count
         if left < self.edited:
@@ -218,7 +218,7 @@ class LosslessCache(Unpicklable, Cache):
         for layer in self.whole:
             layer.length = min(layer.length, len(self.kept_positions))
         if drafting and count:
-            if self._shrinks_budget(left):
+            if self._shrinks_budget(left):  # k is a share, and the text now shorter
                 self.drafts = self._make_drafts()  # the next pass chooses anew
             else:
                 editing.drop_last(self.drafts, count)

@@ -51,9 +51,10 @@ def mark_protected(
 
 
 def mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | None:
-    """Return, where a pass begins, the span of `quota=` that each column is in (policies/quotas.py), int64 [B,Q]; 0: none.
+    """Return, where a pass begins, the span that each column is in, encoded as int64 [B,Q]; 0: in none.
 
-    seen: columns before these. Without `quota=` the result is None.
+    The option `quota=` names spans of a prompt that keep at least their share of the budget (policies/quotas.py). seen: columns
+    before these. Without `quota=` the result is None.
 
     Raises:
         KVPatchError: a span ends after the prompt, numbers have another shape, or quota="messages" and no messages are known.

@@ -58,7 +58,7 @@ class ModelStamp:
         return self if adapters == self.adapters else replace(self, adapters=adapters, acting=0)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> ModelStamp:
-        """Return the stamp (which model and adapters read them) of a cache's rows once `change` selects or repeats them."""
+        """Return the stamp of a cache's rows (model and adapters that read them) after `change` selects or repeats rows."""
         if len(self.adapters) == 1:  # the same for all rows
             return self
         rows = change(torch.arange(len(self.adapters), device="cpu")).tolist()
@@ -68,7 +68,7 @@ class ModelStamp:
     def join_parts(stamps: Sequence[ModelStamp | None], counts: Sequence[int]) -> ModelStamp | None:
         """Return one stamp for joined caches of `counts` rows each, which one model has read, perhaps under several adapters.
 
-        None where the adapter of some row is not known.
+        None where the adapter of some row is not known, unless all known ones are the same.
         """
         known = [stamp for stamp in stamps if stamp is not None]
         if len({stamp.adapters for stamp in known}) == 1 and len(known[0].adapters) == 1:  # the same for all rows

@@ -38,7 +38,8 @@ class ReadingSlots(DenseSlots):
     def fix_centre(self, positions_BHT: Tensor) -> None:
         """Set the centre that keys are rounded around, from the columns of the prompt (or block) that ends.
 
-        Rows that hold tokens of earlier prompts keep theirs. positions_BHT: of the used columns, -1 for padding.
+        The layer calls this before it drops or rounds columns. Rows that hold tokens of earlier prompts keep their centre.
+        positions_BHT: of the used columns, -1 for padding.
         """
         known, W, T = self.centre, self.packed[0].shape[2], positions_BHT.shape[2]  # columns W to T are this prompt's
         real_BHT = positions_BHT >= 0
@@ -61,7 +62,7 @@ class ReadingSlots(DenseSlots):
         return self._round_entries(index_BHK).move_to_front(every, kept_BHK, layout)
 
     def _round_entries(self, index_BHK: Tensor) -> DenseSlots:
-        """Return slots with the columns at `index` rounded, as a prompt ends; entries in `packed` keep their bytes."""
+        """Return slots with the columns at `index_BHK`, rounded, as a prompt ends; those in `packed` were rounded before."""
         entries = []
         assert self.centre is not None, "the layer calls fix_centre() before it closes or moves columns"
         # keys, then values, which latent attention does not store

@@ -41,7 +41,11 @@ class Strips(NamedTuple):
 
 
 def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.device) -> Strips:
-    """Divide an engine's pages of each row, given by number, among its heads, as new requests begin; see Strips."""
+    """Divide the pages that an engine gave each row, as numbers, among the row's heads, as new requests begin.
+
+    Returns for each head its strips (the slots of one page for one head), and for each row how many a head has and where they
+    begin if they follow each other in memory.
+    """
     index_BHN, h_H1 = (
         torch.zeros(len(pages), heads, max(map(len, pages)), dtype=torch.long, device="cpu"),
         torch.arange(heads, device="cpu")[:, None],
@@ -103,7 +107,10 @@ class PagedSlots(DenseSlots):
         return self._read_strips(1, self.width)
 
     def _read_strips(self, which: int, used: int) -> Tensor:
-        """For torch: return heads' first `used` keys (which=0) or values (1) [B,H,used,D], a view if `_together`, or a copy."""
+        """For torch: return heads' first `used` keys (which=0) or values (1) [B,H,used,D], from strips (pages of one head).
+
+        The result is a view of the pool if all strips follow each other (`_together`), else a copy.
+        """
         (B, H, _), (_, _, P, D) = self.strips_BHN.shape, self.pool.shape
         if self._together is not None and used <= self.most:
             return self.pool[which, self._together].view(B, H, -1, D)[:, :, :used]
@@ -113,7 +120,7 @@ class PagedSlots(DenseSlots):
     @functools.cached_property
     def _together(self) -> slice | None:
         """The strips (pages of one head) of all rows in the pool, if they follow each other, so that torch takes a view."""
-        heads, (n, first) = self.strips_BHN.shape[1], self.place_B2[0].tolist()
+        heads, (n, first) = self.strips_BHN.shape[1], self.place_B2[0].tolist()  # strips of a head, and where they begin
         begins = range(first, first + len(self.place_B2) * n * heads, n * heads)
         follow = first > 0 and self.place_B2.tolist() == [[n, begin] for begin in begins]
         return slice(first, begins.stop) if follow else None
@@ -185,7 +192,7 @@ class PagedSlots(DenseSlots):
         return PromptSlots(keys, values, self.pool, self.strips)
 
     def join_in_place(self, others: list[Slots], width: int) -> PagedSlots | None:
-        """For concatenate(): return slots in the pages of these rows and `others`; None if some of these are not in pages."""
+        """For concatenate(): return slots in the pages of these rows and `others`, uncopied; None if some are not in pages."""
         parts = [self, *(other for other in others if isinstance(other, PagedSlots))]
         if len(parts) <= len(others):
             return None

@@ -34,8 +34,9 @@ def begin(
     """Begin a pass of Q columns, before the decoder runs: set `cache.now` to its Forward, and count its tokens in the cache.
 
     `finish` ends it. The Forward tells positions of the new tokens, how many belong to the prompt, and what the budget counts.
-    table: makes the rotary table for so many positions, if keys are cached without them or the score undoes rotations.
-    repeatable: see Forward. merged_ids: of tokens that are given as embeddings, images merged into them.
+    table: makes the rotary table for so many positions, if keys are cached without rotation or the score undoes rotations.
+    repeatable: computed alike with and without gradients, for gradient checkpointing. merged_ids: ids of tokens that are given
+    as embeddings, with images merged into them.
 
     Raises:
         KVPatchError: a mask of the wrong length, a row of nothing but padding, padding among generated tokens, an
@@ -54,7 +55,7 @@ def begin(
     cache.now, cache.seen_B, cache.rows.padded = now, after, cache.rows.padded or now.padding is not None
     if cache.settings.by_columns and now.rows_BQ is not None and now.padding is not None and now.padding.attends:
         _count_gaps(cache, now, now.rows_BQ)
-    if cache.lifetimes is not None and input_ids is not None:
+    if cache.lifetimes is not None and input_ids is not None:  # evictions are recorded for replays
         cache.lifetimes.read(input_ids, now.positions_BQ, seen + Q)
     _note_ids(cache, now, merged_ids if input_ids is None else input_ids, seen)
     if prompt:
@@ -63,7 +64,7 @@ def begin(
         _clear_undo_logs(cache)
     if now.n_B:
         _count_budget(cache, now, [n + max((cache.request.prompt_len or 0) - seen - prompt, 0) for n in now.n_B])
-    if table is not None and cache.settings.renumbered:
+    if table is not None and cache.settings.renumbered:  # a key's position is its rank among those held
         cache.make_table = table
         now.table = _rotary_table(cache, table, Q, prompt > 0)
     elif table is not None and prompt:
@@ -72,7 +73,7 @@ def begin(
         now.blocks = split_blocks(now, cache.settings.block, before, now.n_B, final=now.ends_prompt)
     if now.ends_prompt:
         cache.turns.count, cache.turns.open = cache.turns.count + 1, False
-    if now.ends_prompt and cache.settings.rereads and not now.keeps_all:
+    if now.ends_prompt and cache.settings.rereads and not now.keeps_all:  # a second reading of the prompt follows
         now.reread_BN = cache.ids.prompt_BN
     cache.counters.steps += Q - prompt
 
@@ -102,8 +103,8 @@ def begin_repeat(
 ) -> tuple[Tensor, Tensor]:
     """Begin a pass that reads a chunk of the prompt again, for a policy that scores by it; return its ids and positions [B,Q].
 
-    whole: the pass that read the prompt's last tokens.
-    pieces: for each row the chunk's bounds [start, stop) in tokens of the prompt, and the tokens that repeat the chunk.
+    whole: the pass that read the prompt's last tokens; the positions follow these. pieces: for each row the chunk's bounds
+    [start, stop) in tokens of the prompt, and the ids to feed: an instruction, then the chunk's.
     """
     Q, begin_B = max(len(tokens) for _, _, tokens in pieces), cache.turns.begin_B
     host = torch.tensor([[*tokens, *[-1] * (Q - len(tokens))] for _, _, tokens in pieces], device="cpu")
@@ -120,9 +121,9 @@ def begin_repeat(
 def begin_edit(
     cache: TextState, edit: Edit, ids_BQ: Tensor, places_Q: Tensor, table: Callable[[int], Any] | None = None
 ) -> Forward:
-    """Begin a pass of patch.replace(), which reads tokens into the middle of the text, where nothing is held; return it.
+    """Begin a pass of patch.replace(), which reads tokens into a gap in the middle of the text; set `cache.now`, and return it.
 
-    ids_BQ: the tokens; places_Q: their positions. table: see `begin`.
+    ids_BQ: the tokens; places_Q: their positions, at which the cache holds nothing. table: see `begin`.
     """
     cache.begin_change("edit")
     (B, Q), lengths_B = ids_BQ.shape, cache.lengths_B
@@ -133,7 +134,7 @@ def begin_edit(
     if cache.keeps_ids:
         cache.ids.skip_columns(B, cache.seen, lengths_B.device)
         cache.ids.replace(ids_BQ, places_Q)
-    if cache.shared is not None:
+    if cache.shared is not None:  # a score that all layers share, by position + 1
         cache.shared = cache.shared.index_fill(2, places_Q.to(cache.shared.device) + 1, 0)
     cache.now, cache.counters.device = now, None
     cache.drop_stack(due=True)
@@ -158,9 +159,10 @@ def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: in
 
 
 def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
-    """Begin a prompt, or a further piece of one, as its pass begins: set `cache.turns`, drop stacked layers and undo logs.
+    """Begin a prompt, or a further piece of one, as its pass begins: note in `cache.turns` that it is open.
 
-    Where it ends, decode steps count anew.
+    Layers that were stacked (to take decode steps as one) are separated, and undo logs cleared. Where the prompt ends, decode
+    steps count anew.
     """
     turns, counters = cache.turns, cache.counters
     cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)
@@ -179,13 +181,16 @@ def _clear_undo_logs(cache: TextState) -> None:
 
 
 def end(cache: TextState, layer: int) -> None:
-    """Count a layer's part of a pass as done; after the last layer the pass ends. attention/attend.py calls this."""
+    """Count a layer's part of a pass as done, after its attention has run; after the last layer the pass ends.
+
+    A scratch cache, of one pass without use_cache, is emptied layer by layer; only what reports need is kept.
+    """
     if cache.scratch:
         cache.parts[layer] = LayerPart.of(cache.layers[layer], cache.settings.bounds[layer])
         cache.layers[layer].reset()
         cache.meter.now = 0
     now = cache.running
-    if layer == len(cache.layers) - 1 and not outlasts(cache, now):
+    if layer == len(cache.layers) - 1 and not outlasts(cache, now):  # else a hook after the decoder ends it
         finish(cache)
 
 
@@ -196,15 +201,15 @@ def outlasts(cache: TextState, now: Forward) -> bool:
 
 
 def finish(cache: TextState) -> None:
-    """End a pass, or the second reading after it: count its tokens for compiled steps, and let the cache be used again."""
+    """End a pass, or the second reading after it: update the tensor counters of compiled steps, and allow the next use."""
     now, counters = cache.running, cache.counters
     cache.states.end_pass()
-    now.shown.clear()  # a prompt's are all of its keys, and the pass is kept until the next one
+    now.shown.clear()  # frees a prompt's keys, which it has for layers that use others': the Forward stays until the next
     if now.traced:
         compiled.end_step(cache)
         return
     Q = now.positions_BQ.shape[1]
-    begun = counters.device is None or now.ends_prompt
+    begun = counters.device is None or now.ends_prompt  # decode steps count anew
     if counters.device is None:
         counters.device = DeviceCounters(cache.lengths_B.device, len(cache.lengths_B), cache.request.room or 0)
         counters.device.advance(cache.seen, counters.steps, False)
@@ -235,9 +240,9 @@ def _read_pass(
     repeatable: bool,
     merged_ids: Tensor | None,
 ) -> tuple[Forward, list[int], Tensor]:
-    """Check a pass that begins; return it, and the tokens of each row before (if it has a prompt) and after it [B].
+    """Check the arguments of a pass that begins, as `begin` got them; the cache does not change.
 
-    The cache does not change.
+    Returns its Forward, and the tokens of each row before it (if it has columns of a prompt) and after it [B].
     """
     check_batch(cache, B, Q, mask_BT)
     settings, seen, recorded = cache.settings, cache.get_seq_length(), any(layer.record_past for layer in cache.layers)
@@ -256,7 +261,7 @@ def _read_pass(
     real = None if mask_BQ is None else mask_BQ.bool()
     if real is not None and prompt < Q:
         _refuse_padding(real[:, prompt:])
-    read, rows = _Prompt([], [], None, []), None
+    read, rows = _Prompt([], [], None, []), None  # rows: positions that count padding, too
     if prompt:
         read = _read_prompt(cache, before, prompt, mask_BQ)
     if real is not None and read.padding is not None:
@@ -287,7 +292,10 @@ class _Prompt(NamedTuple):
 
 
 def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor | None) -> _Prompt:
-    """Read a prompt's tokens per row and padding from the device, once; not at all if no mask came and no row was padded."""
+    """Read from the device, in one copy, where a prompt's padding lies and how many tokens each row has before and with it.
+
+    Nothing is read if no mask came and no row was padded. A row's last column may be padding, which the caller checks.
+    """
     B, rows = len(before), cache.rows
     even = cache.seen_B is None or not (rows.padded or rows.joined or cache.turns.open)
     if mask_BQ is None and even:
@@ -382,9 +390,10 @@ def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
 
 
 def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
-    """Set the counts of `now` by which a prompt's end evicts: which tokens the budget counts, and which are kept outside it.
+    """Set in `now`, as a prompt's pass begins, which tokens the budget counts and which are kept outside it, by option `turns`.
 
-    The policy's option `turns` says what becomes of earlier prompts. n_B: tokens of each row where the prompt ends.
+    In later prompts of a chat, "first" evicts nothing, "each" gives the prompt a budget of its own, and "all" budgets the whole
+    text. n_B: tokens of each row where the prompt ends.
     """
     later, turns, begin_B = cache.turns.count > 0, cache.settings.policy.scope.turns, cache.turns.begin_B
     now.keeps_all = later and turns == "first"
@@ -397,9 +406,10 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
 
 
 def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: bool) -> Any:
-    """Return the rotary table of a pass for renumbered keys, up to the highest rank that a token can have in its head.
+    """Return the rotary table of a pass where a key's position is its rank among the keys held (positions="renumbered").
 
-    `cache.rotary` keeps it until that number changes. prompt: some of the pass's Q columns are a prompt's.
+    It goes up to the highest rank that the pass can need; `cache.rotary` keeps it until that number changes. prompt: some of
+    the pass's Q columns are a prompt's.
     """
     ranks = _count_most_held(cache, Q, prompt)
     if cache.rotary is None or cache.rotary[0] != ranks:
@@ -412,6 +422,7 @@ def _count_most_held(cache: TextState, Q: int, prompt: bool) -> int:
     most, now, settings = 1, cache.running, cache.settings
     first = cache.turns.count == 0 and not settings.policy.over_heads  # later prompts are counted with the generated tokens
     for index, layer in enumerate(cache.layers):
+        # a decode step at the budget puts each new token in an evicted one's place
         replaced = isinstance(layer.mode, Evicting) and not layer.mode.growing and not prompt
         held = layer.taken if replaced else layer.taken + Q
         if settings.block and now.budget_n_B and settings.evicts[index] and first:

@@ -101,7 +101,7 @@ class Prefixes:
         return self._keep_fresh(max(found, key=len, default=None))
 
     def _keep_fresh(self, prefix: Prefix | None) -> Prefix | None:
-        """Return a prefix that was looked up; if the model has changed since, read its tokens anew, and keep the new prefix."""
+        """Return a prefix that was looked up, or, if the model has changed since it was read, a new one, which replaces it."""
         if prefix is None or self.renew is None:
             return prefix
         new = self.renew(prefix)

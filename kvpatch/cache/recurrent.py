@@ -35,7 +35,7 @@ class Stack:
     readers: tuple[tuple[int, int], ...] = ()
 
     def first(self, count: int) -> Stack:
-        """Return the stack (which layers keep what of a text) of a decoder that exits early, after `count` layers, to draft."""
+        """Return the Stack (table of the layers with keys or states) of a decoder that drafts with its first `count` layers."""
         attention = tuple(number for number in self.attention if number < count)
         states, readers = (tuple(one for one in pairs if one[0] < count) for pairs in (self.states, self.readers))
         return Stack(attention, states, self.croppable, readers)

@@ -121,7 +121,7 @@ def _check_reread(reread: object) -> None:
 
 
 def open_positions(cache: TextState, at: int, count: int) -> None:
-    """Make room for an edit: shift tokens from position `at` on by `count` in all rows. Renumbered keys alone can move."""
+    """Make room for an edit of a renumbered text: add `count` to positions from `at` on, in all rows; open id columns."""
     with cache.changing("replace()"):
         cache.drop_stack()
         seen = cache.seen
@@ -131,7 +131,7 @@ def open_positions(cache: TextState, at: int, count: int) -> None:
         if cache.keeps_ids:
             cache.ids.skip_columns(len(cache.lengths_B), seen, cache.lengths_B.device)
             cache.ids.open_columns(at, count)
-        if cache.shared is not None:  # by position + 1
+        if cache.shared is not None:  # a score that all layers share, by position + 1
             before, after = cache.shared[:, :, : at + 1], cache.shared[:, :, at + 1 :]
             cache.shared = torch.cat([before, before.new_zeros(*before.shape[:2], count), after], 2)
         cache.seen_B = cache.lengths_B + count

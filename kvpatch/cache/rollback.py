@@ -52,19 +52,26 @@ class Undo:
 
 
 def record_step(layer: Recorded, shared: Tensor | None) -> Undo:
-    """Record what the coming decode step of `layer` will overwrite, for `restore_step`, if steps are to be taken back."""
+    """Return what the coming decode step of `layer` will overwrite, for the undo log, if steps are logged for crop().
+
+    shared: the score that all layers share, or None.
+    """
     slot = None
     if layer.mode.slotted:
         slot = layer.kv.read_at(layer.free_rows())
     state = {name: tensor.clone() for name, tensor in layer.state.items()}
     shared = None if shared is None else shared.clone()
     positions = layer.positions.clone()
+    # with a number per head; steps replace these tensors, so that no copy is needed
     heads = {one.name: getattr(layer, one.name) for one in HEAD_TENSORS if one.stepped}
     return Undo(layer.used, copy(layer.mode), slot, positions, state, shared, heads)
 
 
 def restore_step(layer: Recorded, undo: Undo) -> Tensor | None:
-    """Restore `layer`, for crop(), to its state before the newest decode step; return the score that layers shared then."""
+    """Restore `layer` to its state before the newest decode step, for crop(); return the score that all layers shared then.
+
+    undo: what `record_step` returned before that step.
+    """
     # buffers have grown since, or an earlier rollback has shrunk them: the columns cut off were empty
     C = min(undo.positions.shape[-1], layer.positions.shape[-1])
     layer.mode = undo.mode

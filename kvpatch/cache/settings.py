@@ -62,7 +62,7 @@ class CacheSettings:
     untraced: str | None = field(init=False)
 
     def __post_init__(self) -> None:
-        """Fill in the fields of layers that were left out, and why torch.compile can trace no step."""
+        """Fill in the layers' `bounds` (own windows) and `latent` (values in keys), and why torch.compile traces no step."""
         object.__setattr__(self, "bounds", self.bounds or (None,) * len(self.budget.per_layer))
         object.__setattr__(self, "latent", self.latent or (False,) * len(self.budget.per_layer))
         object.__setattr__(self, "untraced", why_not("trace", self.combine()))
@@ -89,19 +89,19 @@ class CacheSettings:
             k=self.budget.described(),
             table=any(isinstance(rule, HeadSizes) for rule in self.budget.rules),
             varied=next((str(self.budget.rules[i]) for i in self.budgeted if not self.budget.rules[i].constant), None),
-            whole=next((i for i, evicts in enumerate(self.evicts) if not evicts), None),
+            whole=next((i for i, evicts in enumerate(self.evicts) if not evicts), None),  # a layer that keeps all
             latent=any(self.latent),
             windows=any(self.bounds),
             states="" if stack is None else ", ".join(str(number) for number, _ in stack.states),
             recurrent=stack is not None and not stack.croppable,
-            borrows=stack is not None and bool(stack.readers),
+            borrows=stack is not None and bool(stack.readers),  # layers use others' keys
             mixed=stack is not None,
             sharded=self.parallel.size > 1,
         )
 
     def first_layers(self, count: int | None) -> CacheSettings:
-        """Return the settings for a decoder that drafts with its first `count` layers alone (early exit); None: all layers."""
-        if count is None or (own := self.within(count)) == self.n_layers:
+        """Return the settings of a decoder that drafts with its first `count` layers (early exit). count: None for all."""
+        if count is None or (own := self.within(count)) == self.n_layers:  # own: those on the budget
             return self
         budget, budgets = self.budget.first_layers(own), {dtype: one.first_layers(own) for dtype, one in self.budgets.items()}
         stack = None if self.stack is None else self.stack.first(count)
@@ -164,11 +164,11 @@ class CacheSettings:
         return tuple(self._slope_rule(i) if bound is None else Size(bound) for i, bound in enumerate(self.bounds))
 
     def _slope_rule(self, layer: int) -> Rule:
-        """Return a layer's budget; if the policy divides one over layers (a pyramid), the layer's part of it."""
+        """Return a layer's budget rule; if the policy divides a budget over layers (a pyramid), the rule of this part."""
         rule, policy = self.budget.rules[layer], self.policy
         if policy.over_layers is None or not policy.evicts:
             return rule
-        last = policy.needs.protects + 1
+        last = policy.needs.protects + 1  # the fewest tokens of any layer
         place, bounded = self.budgeted.index(layer), policy.schedule != "decode"
         return Sloped(rule, policy.over_layers, place, len(self.budgeted), last, bounded)
 

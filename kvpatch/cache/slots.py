@@ -139,7 +139,7 @@ class Slots(ABC):
         return (self.find_begins()[:, None] + column_BHM.flatten(0, 1)).flatten()
 
     def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of the entries of keys and values in these rows, to move or to log them."""
+        """Return copies of the stored keys and values at flat indices (see `flat`), to move them or to log them for crop()."""
         keys, values = self.flat()
         entries = keys[rows_N]
         return entries, self.codecs[1].within(entries) if isinstance(self.codecs[1], Latent) else values[rows_N]
@@ -179,7 +179,8 @@ class Slots(ABC):
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
         """Return how many slots are taken, and the most that may be allocated for them, for the checks of invariants.
 
-        ahead: free slots that each head may have in any case. columns: those in use, if tokens are appended.
+        counts: tokens of each head. columns: those in use if tokens are appended, else None. ahead: free slots that each head
+        may have in any case.
         """
 
     @abstractmethod
@@ -197,7 +198,7 @@ class Slots(ABC):
         """Move the first `used` columns into slots of these capacities; slot indices stay."""
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> Slots:
-        """Return a copy with `change`, which selects or reorders rows of the batch, applied to each attribute of `by_row`."""
+        """Return a copy whose batch-first attributes (`by_row`) are `change` of these: rows selected, reordered or repeated."""
         new = copy.copy(self)
         for name in self.by_row:
             value = getattr(self, name)
@@ -268,7 +269,7 @@ class DenseSlots(Slots):
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         """Write a pass's keys and values into the columns from `start` on, in place."""
         new = self.encode_pair(k_BHQD.detach(), v_BHQD.detach())
-        for held, entries in zip(self.stored, new, strict=False):  # values in their keys are written with these
+        for held, entries in zip(self.stored, new, strict=False):  # latent attention stores keys alone
             held[:, :, start : start + k_BHQD.shape[2]] = entries
 
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> DenseSlots:
@@ -277,7 +278,10 @@ class DenseSlots(Slots):
         return new
 
     def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
-        """End a prompt: return new slots of this layout, with heads' entries at `index` (where `kept`; None: all) in front."""
+        """End a prompt: return new slots of this layout, with heads' entries at `index` (where `kept`; None: all) in front.
+
+        If `layout.filled` is set, each head gets its own number of slots (ragged).
+        """
         if layout.filled is not None and kept_BHK is not None:
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
             return RaggedSlots(*self.each(lambda t: offsets.pack_entries(t, index_BHK, kept_BHK)), offsets, self.codecs)
@@ -393,7 +397,7 @@ def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | Non
 
 
 def restore_slots(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) -> Slots:
-    """Return the slots of a saved cache, from their tensors and from `Slots.described`."""
+    """Return the slots of a loaded cache. described: None, or if heads differ each head's slots, and how many are filled."""
     if described is None:
         return DenseSlots(keys, values, codecs)
     return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device), codecs)

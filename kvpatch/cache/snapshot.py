@@ -31,10 +31,13 @@ class LayerPart:
 
     @classmethod
     def of(cls, layer: SlotLayer, bound: int | None) -> LayerPart:
-        """Return what reports need of a layer, to outlive it. bound: the layer's own sliding window in tokens."""
+        """Return what reports need of a layer, without its keys and values: positions, bytes, and what was noted of heads.
+
+        bound: the layer's own sliding window in tokens, or None.
+        """
         B, H = layer.positions.shape[:2]
         kept = min(layer.seen, bound or layer.seen)
-        full = B * H * kept * layer.kv.full_size * layer.dtype.itemsize
+        full = B * H * kept * layer.kv.full_size * layer.dtype.itemsize  # of a cache that evicts nothing
         token = B * H * count_entry_bytes(layer.bits, *layer.kv.sizes, layer.dtype.itemsize, layer.latent)
         noted = layer.mass_BH, layer.unfitted_BH
         return cls(layer.positions[:, :, : layer.used], *noted, layer.kv.nbytes, full, token)
@@ -64,10 +67,10 @@ class Snapshot:
 
     @classmethod
     def of(cls, cache: TextState) -> Snapshot:
-        """Take a snapshot for a report or record; waits for the device only if steps under torch.compile are uncounted."""
+        """Take a snapshot for a report or record, which outlives the cache. Waits for the device after compiled steps alone."""
         cache.catch_up()
         every, bounds = cache.layers, cache.settings.bounds
-        parts = cache.parts or {
+        parts = cache.parts or {  # a scratch cache (of a pass without use_cache) has emptied its layers
             index: LayerPart.of(layer, bounds[index]) for index, layer in enumerate(every) if layer.is_initialized
         }
         lengths_B = None if cache.seen_B is None else cache.read_B

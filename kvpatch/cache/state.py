@@ -143,10 +143,10 @@ class TextState(Unpicklable, MutationGuard, WithStates):
     layers: list[SlotLayer]  # type: ignore[assignment]
 
     def __init__(self, settings: CacheSettings) -> None:
-        """Make an empty cache, as Patch.new_cache() and the patched model do: users have no settings to give."""
+        """Make an empty cache; Patch.new_cache() and the patched model call this. Users have no CacheSettings to give."""
         if not isinstance(settings, CacheSettings):
             raise KVPatchError(f"EvictingCache({settings!r}): caches are made by a patch. Use Patch.new_cache().")
-        each = zip(settings.policies, settings.evicts, settings.latent, strict=True)
+        each = zip(settings.policies, settings.evicts, settings.latent, strict=True)  # for each layer
         parts = [(one.needs.statistics if on else (), settings.bits, one.every, latent) for one, on, latent in each]
         super().__init__(layers=[SlotLayer(*part) for part in parts])
         self.settings = settings
@@ -158,22 +158,22 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         """Make all state that a text has, as before its first token, in a new cache or on reset()."""
         self.request, self.turns, self.counters, self.rows = TextPlans(), Turns(), StepCounters(), RowAlignment()
         self.ids = TokenIds()
-        self.read_by: ModelStamp | None = None
-        self.states = RecurrentStates(self.settings.stack)
-        self.seen_B: Tensor | None = None
-        self.now: Forward | None = None
-        self.shared: Tensor | None = None
-        self.steps: BoundSteps | None = None
-        self.stack_due = False
-        self.make_table: Callable[[int], Any] | None = None
-        self.rotary: tuple[int, Any] | None = None
-        self.limits_of: dict[tuple[object, ...], Limits] = {}
-        self.choice = Choice(self.settings.backend)
-        self.meter = Meter()
-        self.record: PassRecord | None = None
-        self.parts: dict[int, Any] = {}
-        self.lifetimes = Lifetimes(len(self.layers)) if self.settings.record else None
-        self.messages: Messages | None = None
+        self.read_by: ModelStamp | None = None  # the model that reads the text
+        self.states = RecurrentStates(self.settings.stack)  # of a hybrid's other layers
+        self.seen_B: Tensor | None = None  # tokens of each row
+        self.now: Forward | None = None  # the pass in progress
+        self.shared: Tensor | None = None  # the score that all layers share
+        self.steps: BoundSteps | None = None  # decode steps prepared for these layers
+        self.stack_due = False  # layers are to be stacked before the next step, to take it as one
+        self.make_table: Callable[[int], Any] | None = None  # makes a rotary table, for renumbered keys
+        self.rotary: tuple[int, Any] | None = None  # the last table, and its number of positions
+        self.limits_of: dict[tuple[object, ...], Limits] = {}  # protected sizes that layers share
+        self.choice = Choice(self.settings.backend)  # of backends
+        self.meter = Meter()  # of bytes allocated
+        self.record: PassRecord | None = None  # notes of the passes over this cache
+        self.parts: dict[int, Any] = {}  # of a cache for one pass: what reports need of its layers
+        self.lifetimes = Lifetimes(len(self.layers)) if self.settings.record else None  # when tokens were evicted
+        self.messages: Messages | None = None  # of a chat's prompt
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: globals go at exit
         record = vars(self).get("record")  # missing if __init__ raised
@@ -193,7 +193,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         self.end_change()
 
     def catch_up(self) -> None:
-        """Add the steps taken under torch.compile to the counters, before anything else reads or changes the cache."""
+        """Count the steps that ran under torch.compile, before anything else uses the cache; waits for the device."""
         counters = self.counters
         if not counters.stale or self.operations.get("stale"):
             return
@@ -202,7 +202,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         counters.steps += count
         if count > 0 and self.keeps_ids:
             self.note_ids(counters.tensors.read_tape(self.seen, count), count)
-        self.choice.ran |= self.choice.coming
+        self.choice.ran |= self.choice.coming  # backends of the steps, for reports
         self.drop_stack()
         for layer in self.layers:
             layer.seen += count
@@ -262,7 +262,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.request.new_tokens or self.settings.policy.needs.span
 
     def temperature(self, ahead: int) -> float | Tensor:
-        """Return, in a decode step, a score's softmax temperature, `ahead` steps after the pass's first; [B] if rows differ."""
+        """Return the temperature of a policy's softmax, `ahead` steps after the decode pass's first one; [B] if rows differ."""
         policy, counters, now = self.settings.policy, self.counters, self.running
         shortfall_B, span_B = counters.shortfall_B, None if self.request.new_tokens else counters.span_B
         if now.traced:
@@ -277,7 +277,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return policy.needs.temperature(step - shortfall_B, shortfall_B.new_tensor(self.span()) if span_B is None else span_B)
 
     def limits(self, sizes: Sequence[Sequence[int]], device: torch.device) -> Limits:
-        """Return, where a prompt ends, what is protected, a tuple of sizes per row; layers of equal sizes share one object."""
+        """Return, where a prompt ends, the Limits (protected sizes) of these sizes per row; layers of equal sizes share one."""
         key = (tuple(map(tuple, sizes)), device)
         if key not in self.limits_of:
             self.limits_of[key] = Limits.of(key[0], device)

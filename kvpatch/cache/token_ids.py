@@ -97,7 +97,7 @@ class TokenIds(Batched):
             return
         at_B1 = self.find_columns(torch.tensor([at], device="cpu"))
         B, device = len(at_B1), self._ids_BC.device
-        self.prompt += count if int(at_B1.max()) < self.prompt else 0
+        self.prompt += count if int(at_B1.max()) < self.prompt else 0  # columns before the newest prompt
         self.write(None, B, count, device)
         column = torch.arange(self.columns, device=device).expand(B, -1)
         moved = self._ids_BC[:, : self.columns].gather(1, torch.where(column < at_B1 + count, column, column - count))
@@ -118,7 +118,7 @@ class TokenIds(Batched):
         """Join the ids of concatenated caches, each with its rows' lengths [B]; every row ends in the last of `columns`."""
         rows = [_align_right(ids, lengths_B, columns) for ids, lengths_B in parts]
         new = TokenIds.of(torch.cat([one.to(rows[0].device) for one in rows]))
-        known = [ids.offsets_B1 for ids, _ in parts]
+        known = [ids.offsets_B1 for ids, _ in parts]  # of positions after images, from the count of tokens
         if any(one is not None for one in known):
             zeros = [torch.zeros(len(lengths_B), 1, dtype=torch.long, device="cpu") for _, lengths_B in parts]
             offsets = [none if one is None else one for one, none in zip(known, zeros, strict=True)]

@@ -33,7 +33,7 @@ _KEEPS_ALL = 1 << 20  # tokens, more than a piece of text has
 def calibrate(
     model: Any, pieces: Sequence[Tensor], on_piece: Callable[[], None] = lambda: None, teacher: Policy | None = None
 ) -> Calibration:
-    """Measure a model's queries over some text; or, with a teacher, learn what a second reading of the text looks at.
+    """Return statistics of a model's queries over some text; or, with a teacher, weights that imitate the teacher's scores.
 
     Args:
         model: not patched.
@@ -54,9 +54,9 @@ def calibrate(
             cache = patch.new_cache()
             model(piece, **{cache_argument(type(model).forward): cache})
             for index, layer in enumerate(cache.layers):
-                if "repeated" in layer.state and teacher is not None:
+                if "repeated" in layer.state and teacher is not None:  # the teacher's scores
                     _add_piece(_read_scores(layer, teacher.scope.sinks), sums.setdefault(index, {}))
-                elif isinstance(recent := layer.notes.get("recent"), Recent):
+                elif isinstance(recent := layer.notes.get("recent"), Recent):  # the piece's queries
                     _add_piece(readers[index].read_queries(layer, recent), sums.setdefault(index, {}))
             on_piece()
     layers = {
@@ -95,10 +95,10 @@ class _LayerReader:
 
     @classmethod
     def of(cls, target: Target, module: Any, adapter: Adapter, count: int) -> _LayerReader:
-        """Make the reader of a layer, before the first piece is read. count: tokens of the longest piece."""
+        """Make the reader of a layer's queries, before the first piece is read. count: tokens of the longest piece."""
         heads, head_dim = adapter.kv_shape(module)
         bound, device = BoundAdapter(adapter, module, heads), next(module.parameters()).device
-        undone = adapter.obstacle(target.decoder, renumbered=False) is None
+        undone = adapter.obstacle(target.decoder, renumbered=False) is None  # rotations by position can be undone
         table = adapter.rotary_table(target.decoder, device, count) if undone else None
         like = torch.empty(0, head_dim, device=device, dtype=torch.float64)
 
@@ -108,9 +108,9 @@ class _LayerReader:
         return cls(bound, target.parallel, None if table is None else Rotation.of(rotate, count), table)
 
     def read_queries(self, layer: SlotLayer, recent: Recent) -> Sample:
-        """Return a piece's queries, as asked and rotated back to position 0, and each token's "area". Changes nothing.
+        """Return a piece's queries, as attention used them and moved to position 0, and each token's "area" (`_measure_areas`).
 
-        Called for each layer and piece. layer: its cache, which has read the piece. recent: the piece's queries.
+        Called for each layer and piece; changes nothing. layer: its cache, which has read the piece. recent: the queries.
         """
         known = recent.positions_BW[0] >= 0
         q_HGQD = recent.q_BHGWD[0][:, :, known]
@@ -123,9 +123,10 @@ class _LayerReader:
         return Sample(q_HGQD, area_HT, self.rotation, at_0[0].view(q_HGQD.shape))
 
     def _measure_areas(self, layer: SlotLayer, group: int) -> Tensor | None:
-        """Return, for a piece that was read, each token's "area" [H,T]: attention weighed by reach, times its value's norm.
+        """Return each token's "area" [H,T] in a piece that was read: the attention it got times its projected value's norm.
 
-        The norm is of the value after the output projection; None if that is not known.
+        Attention counts more from farther queries: that of t to i times (t - i + 1) / (t + 1). None if the output projection,
+        after which the norm is taken, is not known.
         """
         if not self.bound.adapter.projects:
             return None

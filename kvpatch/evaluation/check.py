@@ -107,7 +107,7 @@ class Checks:
         return dataclasses.replace(self.policy, merging=None)
 
     def _prompt_length(self, settings: Any) -> int:
-        """Return the checks' prompt's length, at most _LONGEST: the policy evicts, and three windows or more fit in."""
+        """Return how many tokens the checks' prompts have: enough to evict, for three observation windows; up to _LONGEST."""
         window = self.policy.needs.find(WindowAttention)
         n = max(_PROMPT, 3 * (0 if window is None else window.width))
         evicting = [layer for layer in range(len(self.target.attentions)) if settings.budget.evicts(layer)]
@@ -126,7 +126,7 @@ class Checks:
             ("the same seed gives the same logits", self.check_seeds),
             ("the model is as it was after the block", self.check_restored),
         ]
-        served = why_not("forget", self.settings.combine()) is None
+        served = why_not("forget", self.settings.combine()) is None  # forget() is possible under these settings
         return [self._judge_difference(name, check) for name, check in checks if served or check != self.check_forgetting]
 
     def _judge_difference(self, name: str, check: Callable[[], Outcome]) -> CheckResult:
@@ -158,7 +158,7 @@ class Checks:
             return feed_both_ways(), expected, ""
 
     def check_masking(self) -> Outcome:
-        """Compare, for `run`, a window with sinks, whose kept tokens are known in advance, with masking the others."""
+        """Compare, for `run`, the policy "window" with masking all tokens but those it keeps, which are known in advance."""
         budget = min(_BUDGET, self.n - 1)
         sinks = min(_SINKS, budget - 1)
         with patched(self.model, "window", budget, sinks=sinks) as patch:
@@ -169,13 +169,13 @@ class Checks:
         seen_QT = key <= query
         # a generated token sees the tokens kept before it, and itself
         kept_QT = seen_QT & ((query < self.n) | (key < sinks) | (key >= query - (budget - sinks)))
-        layers = [(seen_QT if bound is not None else kept_QT)[None, None] for bound in bounds]
+        layers = [(seen_QT if bound is not None else kept_QT)[None, None] for bound in bounds]  # bound: own window
         return got, self._predict_masked(layers), ""
 
     def check_evictions(self) -> Outcome:
         """Compare, for `run`, the policy that is asked for with masking the tokens that its cache does not hold."""
         with patched(self.model, self.policy, self.k, seed=self.seed, strict=True):
-            self._feed_tokens(self.ids_BT)
+            self._feed_tokens(self.ids_BT)  # strict raises if numbers are not finite, merged values too
         watched = Evictions(self.n, self.ids_BT.shape[1])
         with patched(self.model, self._without_merging, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, watch=watched.note_held).logits_BSV
@@ -226,7 +226,7 @@ class Checks:
         mask[1, :pads] = 0
         if not self._take_positions() or self.target.places_itself() is not None:
             apart = self._feed_tokens(self.ids_BT, mask)[1:] - self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads)
-            if float(apart.abs().max()) > 1000 * self.tolerance:
+            if float(apart.abs().max()) > 1000 * self.tolerance:  # unpatched, padding moves logits: positions count it
                 return self._predict_padded(mask, pads)
         with patched(self.model, self.policy, self.k, seed=self.seed):
             return self._feed_tokens(self.ids_BT, mask)[1:], self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads), ""

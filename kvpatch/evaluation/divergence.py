@@ -102,7 +102,8 @@ class Comparison:
     def __init__(self, model: Any, ids_1T: Tensor, n: int, schedule: str | None = None, seed: int = 0, asked: int = 0) -> None:
         """Feed the text to the unpatched model, and keep its predictions and bytes, to compare all settings with."""
         self.model, self.ids_1T, self.n, self.schedule, self.seed = model, ids_1T, n, schedule, seed
-        self.first = max(1, asked)  # of the predictions that count: the prompt's own precedes any eviction
+        # index of the first prediction that counts: not the prompt's own, which precedes any eviction, nor a question's
+        self.first = max(1, asked)
         Target.find(model)  # raises for a model without an adapter, before anything is measured
         full = feed(model, ids_1T, n)
         self.nbytes = full.nbytes
@@ -151,7 +152,7 @@ class Comparison:
         """
         with patched(self.model, policy, k, bits=bits, schedule=self.schedule, seed=self.seed) as patch:
             fed = feed(self.model, self.ids_1T, self.n)
-        held = Report.of(fed.cache).held()
+        held = Report.of(fed.cache).held()  # tokens of each head
         log_q_SV, held = self._log_probabilities(fed), held[held >= 0]
         kl_S, same_S = divergence(self.log_p_SV, log_q_SV)
         next_S1 = self.ids_1T[0, self.n + self.first :, None].cpu()  # the token after the last fed one is not known
@@ -169,7 +170,7 @@ class Comparison:
         )
 
     def _log_probabilities(self, fed: Fed) -> Tensor:
-        """Return the log-probabilities [S,V] of the predictions that count, in float64. Two caches are compared by them."""
+        """Return log-probabilities [S,V] of the predictions from `self.first` on, in float64. Caches are compared by them."""
         logits_SV = fed.logits_BSV[0, self.first :].cpu().double()
         if logits_SV.isnan().any():
             raise KVPatchError("The model's predictions are no numbers (NaN); another --dtype, such as float32, may help.")
@@ -184,9 +185,9 @@ def divergence(log_p_SV: Tensor, log_q_SV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def list_cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
-    """Return protected sizes that exceed the budget of an n-token prompt, for notes below a table: option -> (requested, left).
+    """Return protected sizes that did not fit the budget of an n-token prompt: option -> (requested, the least that was left).
 
-    left: the least of all layers.
+    `kvpatch compare` notes them below its table; the least is over all layers that evict.
     """
     policy = cache.settings.policy
     scope = policy.scope

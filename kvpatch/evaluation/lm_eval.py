@@ -131,7 +131,11 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         return {**super().get_model_info(), "kvpatch": {**said, "tasks": self._tasks}}
 
     def _note_tasks(self, requests: list[Instance], kinds: Sequence[str], run: Callable[[], _Answers]) -> _Answers:
-        """Run requests, and note in `_tasks` for each task if the budget acted in all, some or none of their passes."""
+        """Run requests; note in `_tasks` if all, some or none of a task's forward passes computed tokens after an eviction.
+
+        Each method that the harness calls with requests calls this. kinds: of passes that count, "prompt", "no_cache" or
+        "decode".
+        """
 
         def count_passes() -> tuple[int, int]:
             passes = [self.patch.passes.get(kind, (0, 0)) for kind in kinds]
@@ -154,7 +158,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
         Texts that differ by zeros at their end alone, with which HFLM pads, are scored in different calls.
         """
-        if not self._may_evict or self.patch.settings.block is None:
+        if not self._may_evict or self.patch.settings.block is None:  # no prompt evicts before its logits are computed
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
         texts = [(*context, *continuation)[-(self.max_length + 1) : -1] for _, context, continuation in requests]
         lengths: dict[tuple[int, ...], list[int]] = defaultdict(list)

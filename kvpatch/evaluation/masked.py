@@ -32,9 +32,12 @@ class Evictions:
         self.groups: list[int] = []
 
     def note_held(self, cache: EvictingCache) -> None:
-        """Note the positions that each layer's cache holds, to build masks from. Called after each pass; changes no cache."""
+        """Note the positions that each layer's cache holds, to build masks from. Called after each pass; changes no cache.
+
+        Positions become columns of the batch, padding included.
+        """
         held = [cache.positions(layer).cpu() for layer in range(len(cache.layers))]
-        self.groups = [find_steps(cache).calls[layer].group for layer in range(len(cache.layers))]
+        self.groups = [find_steps(cache).calls[layer].group for layer in range(len(cache.layers))]  # queries per KV head
         if self.pads_B is not None and not cache.settings.by_columns:
             held = [one + self.pads_B[:, None, None] * (one >= 0) for one in held]
         self.passes.append(held)
@@ -45,7 +48,10 @@ class Evictions:
         return [self._see_layer(causal, index) for index in range(len(self.passes[0]))]
 
     def _see_layer(self, causal_QT: Tensor, index: int) -> Tensor:
-        """Return a layer's mask from the noted passes, bool [B,N,Q,T]: which tokens each query saw. causal_QT: up to itself."""
+        """Return which tokens each query of a layer saw, bool [B,N,Q,T], from the noted passes: the layer's mask.
+
+        causal_QT: True up to the query itself. Queries of the prompt, the first `n`, see as much.
+        """
         rows = [one[index] for one in self.passes[:-1]]  # no query sees what the last pass left
         B, H = rows[0].shape[:2]
         seen = causal_QT.expand(B, H, -1, -1).clone()
@@ -144,7 +150,7 @@ class _Masked:
         return (hidden,), call
 
     def _take_rows(self, given: Tensor | None, Q: int) -> Tensor:
-        """Return which of the module's keys the pass's Q queries see, and add Q to `read`. Called once per pass."""
+        """Return which of the module's keys the pass's Q queries see, and add Q to `read`, the tokens so far. Once per pass."""
         start, self.read = self.read, self.read + Q
         keys = given.shape[-1] if given is not None else self.window if Q == 1 else None  # a cache may hold a window alone
         return self.seen[:, :, start : self.read, : self.read][..., -(keys or 0) :]

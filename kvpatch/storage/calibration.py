@@ -63,7 +63,7 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
 
 
 def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
-    """Raise InvalidError, before tensors are read, unless each layer has all statistics of its kinds, and nothing else."""
+    """Raise InvalidError, before tensors are read, unless each layer has one of the sets of statistics that belong together."""
     known = list(map(list_statistics, WHOLE))
     for layer in about["layers"]:
         held = [name for name in MEASURES if f"{layer}.{name}" in found]
@@ -76,7 +76,7 @@ def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
 
 
 def _check_pairs(layer: int, statistics: dict[str, Tensor]) -> None:
-    """Raise InvalidError if a loaded layer's "pairs" of rotated channels name a channel that its heads do not have."""
+    """Raise InvalidError if a loaded layer's "pairs" (channels rotated together) name a channel that its heads do not have."""
     if "pairs" not in statistics:
         return
     D = statistics["direction"].shape[-1]

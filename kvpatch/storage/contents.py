@@ -33,7 +33,7 @@ def check_cache(cache: EvictingCache) -> None:
         _check_finite(f"states.{name}", state)
     for index, layer in enumerate(cache.layers):
         _check_numbers(cache, index, layer)
-        if isinstance(layer.mode, Moving):  # which heads had shrunk is not in the file: no room was asked for them
+        if isinstance(layer.mode, Moving):  # the file does not say which heads keep slots because they have shrunk
             layer.give_back_slots()
     try:
         invariants.check_bytes(cache)
@@ -44,7 +44,7 @@ def check_cache(cache: EvictingCache) -> None:
 
 
 def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
-    """Raise InvalidError if a loaded layer has, for a held token, a number that is not finite, or a negative weight."""
+    """Raise InvalidError if keys, values or state of a loaded layer's tokens are not finite, or sums of attention negative."""
     real, where = layer.positions >= 0, f"layer {index}"
     slots = layer.kv.spread_heads(real)
     if layer.kv.centre is not None:
@@ -52,12 +52,12 @@ def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     for name, tensor in zip(("keys", "values"), layer.kv.numbers(layer.kv.width), strict=True):
         finite = tensor.isfinite().all(-1) | ~slots
         invariants.must(finite, f"{where}: {name} are not finite")
-    for need, note in layer.notes.items():
+    for need, note in layer.notes.items():  # what the policy remembers of the layer
         for name, tensor in vars(note).items():
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 _check_finite(f"{where}: {name} of {need}", tensor)
     policy = cache.settings.policies[index]
-    known = (*policy.needs.statistics, "observed", "norm", "noise")
+    known = (*policy.needs.statistics, "observed", "norm", "noise")  # never below 0
     for name, tensor in layer.state.items():
         (_check_weights if name in known else _check_finite)(f"{where}: {name}", tensor[real])
     for one in HEAD_TENSORS:

@@ -43,7 +43,7 @@ def read_entries(file: Any) -> dict[str, Entry]:
 
 
 def _read_entry(name: str, about: Any) -> Entry:
-    """Return a tensor's dtype and shape from the header. InvalidError for a dtype that kvpatch never writes, or no size."""
+    """Return a tensor's dtype and shape from the header. InvalidError for a dtype that kvpatch never writes, or a size of 0."""
     dtype, shape = about.get_dtype(), about.get_shape()
     if dtype not in DTYPES:
         raise InvalidError(f"tensor {name!r:.40} is of type {dtype}")

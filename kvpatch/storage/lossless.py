@@ -19,7 +19,9 @@ ROWS = "rows"  # of a layer: keys and values of a token side by side
 
 
 def save_lossless(cache: LosslessCache, path: str | PathLike[str], model: Description) -> None:
-    """Write the keys and values of all tokens to a file, for Patch.save_cache(). model: values that identify the model.
+    """Write a cache of `lossless=True`, the keys and values of all tokens, to a file, for Patch.save_cache().
+
+    model: values that identify the model.
 
     Raises:
         KVPatchError: the cache is empty, or the file cannot be written.
@@ -28,11 +30,11 @@ def save_lossless(cache: LosslessCache, path: str | PathLike[str], model: Descri
         raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
     tensors = {"ids": torch.tensor(cache.ids, device="cpu"), "places": torch.tensor(cache.kept_positions, device="cpu")}
     for index, layer in enumerate(cache.whole):
-        layer.store.wait()
+        layer.store.wait()  # for copies from the device
         tensors[f"{index}.{ROWS}"] = layer.store.rows_NE[: len(cache.kept_positions)]
     LOSSLESS.write_file(path, LOSSLESS.make_description(model=model, edited=cache.edited), tensors)
     for layer in cache.whole:
-        layer.store.release()
+        layer.store.release()  # the memory of a mapped file's pages
 
 
 def load_lossless(
@@ -68,7 +70,10 @@ def load_lossless(
 
 
 def _check_rows(found: dict[str, Entry], shapes: list[LayerShape]) -> None:
-    """Raise InvalidError, before tensors are read, unless a file has rows for each layer, alike in length and type, alone."""
+    """Raise InvalidError, before tensors are read, unless a file has ids, places, and as many rows of one dtype for each layer.
+
+    A row has a token's keys of all heads, then its values.
+    """
     wanted = {f"{index}.{ROWS}": shape.heads * (shape.key + shape.value) for index, shape in enumerate(shapes)}
     if found.keys() != {"ids", "places", *wanted}:
         raise InvalidError(f"it holds {', '.join(sorted(found)):.80}, not ids, places and the rows of {len(shapes)} layers")

@@ -41,8 +41,9 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: Description) ->
 
 
 def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Description, dict[str, Tensor]]:
-    """Return what a file holds of a cache: its state as JSON values, and copies of all its tensors on the CPU. Pure."""
+    """Return what a file holds of a cache: its state as JSON values, and copies of all its tensors on the CPU."""
     shortfall_B, gaps_B = cache.counters.shortfall_B, cache.rows.gaps_B
+    # tokens of each row, the score that all layers share, decode steps that a row is behind, padding between its tokens
     rows = {"seen_B": cache.seen_B, "shared": cache.shared, "shortfall_B": shortfall_B, "gaps_B": gaps_B}
     rows["ids"] = cache.ids.ids_BT
     tensors = {name: tensor for name, tensor in rows.items() if tensor is not None}
@@ -53,7 +54,7 @@ def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Descripti
         found |= {} if layer.kv.centre is None else {"centre_BH1D": layer.kv.centre}
         found |= {"free_BH": layer.mode.free_BH} if layer.mode.slotted else {}
         found |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
-        notes = layer.notes.items()
+        notes = layer.notes.items()  # what the policy remembers of the layer
         found |= {f"{need}.{name}": tensor for need, note in notes for name, tensor in vars(note).items() if tensor is not None}
         tensors |= {f"{index}.{name}": tensor for name, tensor in found.items()}
         about = {name: getattr(layer, name) for name in schema.ATTRIBUTES}
@@ -104,10 +105,10 @@ def _restore_cache(
     shapes: list[schema.LayerShape],
     devices: list[torch.device],
 ) -> None:
-    """Fill an empty cache in place with the tensors of a file. about: the file's description, checked. devices: by layer."""
+    """Fill an empty cache in place with a file's tensors. about: the file's description, checked. devices: of each layer."""
     _restore_history(cache, about["cache"])
     cache.ids = TokenIds.of(tensors["ids"].to(devices[0]) if "ids" in tensors else None)
-    for name in schema.ROWS:
+    for name in schema.ROWS:  # tensors with the batch first
         holder = {"shortfall_B": cache.counters, "gaps_B": cache.rows}.get(name, cache)
         setattr(holder, name, tensors[name].to(devices[0]) if name in tensors else None)
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
@@ -141,7 +142,7 @@ def _restore_layer(
         uncentred = codecs(layer.bits, shape.key, shape.value, layer.dtype, layer.latent)
         centred = centre_codecs(uncentred, tensors.pop("centre_BH1D", None))
         layer.kv = slots.restore_slots(keys, values, head_offsets, centred)
-    for need in policy.needs:
+    for need in policy.needs:  # their notes: what the policy remembers of the layer
         saved = {name: f"{need.name}.{name}" for name in need.saved({})}
         if need.note is not None and all(key in tensors for key in saved.values()):
             layer.notes[need.name] = need.note(**{name: tensors.pop(key) for name, key in saved.items()})
@@ -164,7 +165,7 @@ def _list_limits(limits: Limits | None) -> list[list[int]] | None:
 
 
 def _describe_history(cache: EvictingCache) -> Description:
-    """Return a cache's step counters, turns of a chat and history of its rows as plain values, for a file."""
+    """Return what a cache has read (steps, a chat's turns, padding, joined rows, edits) as plain values, for a file."""
     turns, rows = cache.turns, cache.rows
     flags = {"joined": rows.joined, "padded": rows.padded, "by_columns": rows.by_columns}
     edited = {"edited": rows.edited} if rows.edited else {}

@@ -66,8 +66,11 @@ class LayerShape(NamedTuple):
 
 
 def check_header(about: Description, entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
-    """Raise InvalidError, before tensors are read, unless a file's description and header fit the empty `cache`."""
-    left = dict(entries)  # entries are taken out of it until none is left
+    """Raise InvalidError, before tensors are read, unless a file's description and header fit the empty `cache`.
+
+    Each check takes its tensors' entries out of a copy of `entries`; what is left in the end does not belong there.
+    """
+    left = dict(entries)
     B = _take_entry(left, "seen_B", (torch.int64,), (None,)).shape[0]
     history, layers = check_fields("its cache", about["cache"], HISTORY), about["layers"]
     _check_condition(isinstance(layers, list) and len(layers) == len(cache.layers), f"it has not {len(cache.layers)} layers")
@@ -75,9 +78,9 @@ def check_header(about: Description, entries: dict[str, Entry], cache: EvictingC
         _Layer(cache, index, B, history["turns"] > 0, shapes[index]).check(described, left)
     if cache.settings.by_columns and "gaps_B" in left:
         _take_entry(left, "gaps_B", (torch.int64,), (B,))
-    if history["joined"] and "shortfall_B" in left:
+    if history["joined"] and "shortfall_B" in left:  # decode steps that a row is behind
         _take_entry(left, "shortfall_B", (torch.float64,), (B,))
-    if cache.settings.policy.needs.across_layers and history["turns"] and cache.settings.acts:
+    if cache.settings.policy.needs.across_layers and history["turns"] and cache.settings.acts:  # a score of all layers
         _take_entry(left, "shared", FLOATS[:2], (B, shapes[0].heads, None))
     if cache.keeps_ids and "ids" in left:  # files of earlier versions have none
         _take_entry(left, "ids", (torch.int64,), (B, layers[0]["seen"]))
@@ -104,13 +107,14 @@ class _Layer:
         self.H, self.sizes, self.group, self.sliding = shape.heads, (shape.key, shape.value), shape.group, shape.sliding
         self.latent = shape.latent
         self.policy, self.where = cache.settings.policies[index], f"layer {index}"
-        self.on_budget = cache.settings.evicts[index] and has_prompt
+        self.on_budget = cache.settings.evicts[index] and has_prompt  # a prompt has ended, and the layer may evict
 
     def check(self, described: object, left: dict[str, Entry]) -> None:
         """Check the layer's description and its tensors' header entries when a file is loaded, before tensors are read.
 
         left: the entries that no layer has claimed so far, by name. Those of this layer are removed from it, and nothing else
-        changes. Raises KVPatchError at the first that is wrong.
+        changes. The file's `mode` says how the layer's decode steps store and evict. Raises InvalidError at the first that is
+        wrong.
         """
         mode = self._find_mode(described)
         fields = (*LAYER, *BESIDE, *map(Field.of_count, mode.saved), *SLOTS)
@@ -132,7 +136,7 @@ class _Layer:
             self._take_tensor(left, "centre_BH1D", (dtype,), (self.B, self.H, 1, self.sizes[0]))
         if mode.slotted:
             self._take_tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
-        for one in HEAD_TENSORS:
+        for one in HEAD_TENSORS:  # with a number for each head, such as its budget
             may = f"{self.index}.{one.name}" in left and one.may_be(self.cache.settings, self.index, self.on_budget)
             if may or one.must_be(self.on_budget):
                 self._take_tensor(left, one.name, one.dtypes, one.shape(self.B, self.H))
@@ -140,7 +144,11 @@ class _Layer:
         self._check_state(left, dtype, C, mode.evicts)
 
     def _find_mode(self, described: object) -> type[Mode]:
-        """Return the mode (how decode steps store and evict) that a file names; InvalidError if the policy cannot have it."""
+        """Return the mode (how decode steps store and evict) that a file names. InvalidError if the layer cannot be in it.
+
+        Before a prompt's end it is Reading. Later it depends on the policy: whether decode steps evict, and whether the budget
+        moves.
+        """
         name = described.get("mode") if isinstance(described, dict) else None
         may: tuple[type[Mode], ...] = (Reading,)
         if self.has_prompt:
@@ -196,7 +204,7 @@ class _Layer:
         for name, tensor in entry.items():
             rest = tensor.shape[3:] if self.group else (None,) * (tensor.ndim - 3)  # it may be of each query head
             self._take_tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))
-        for need in self.policy.needs:
+        for need in self.policy.needs:  # what the scores read; `lasts`: their states stay, even if nothing is evicted
             for name in () if need.lasts else need.states:
                 if evicting or f"{self.index}.state.{name}" in left:
                     self._take_tensor(left, f"state.{name}", wide, shape)
@@ -204,7 +212,7 @@ class _Layer:
             for name, note_shape in need.saved(sizes).items() if evicting else ():
                 kinds = (torch.int64,) if name.startswith(("positions", "columns")) else (dtype, *wide)
                 self._take_tensor(left, f"{need.name}.{name}", kinds, note_shape)
-        for name, may, kind, must, _ in OWN_STATE:
+        for name, may, kind, must, _ in OWN_STATE:  # state that options ask for, such as `protect=`
             if may(self.policy) and (must or f"{self.index}.state.{name}" in left):
                 self._take_tensor(left, f"state.{name}", wide if kind is None else (kind,), shape)
 

@@ -192,7 +192,7 @@ def _write_budget(k: Any) -> Any:
 
 
 def _read_budget(k: object, depth: int = 0) -> Any:
-    """Convert a budget from JSON values, when Settings are loaded: a dict that names a Rule to the Rule; others are invalid."""
+    """Convert a budget from JSON values, when Settings are loaded. A dict must name a Rule (kind of budget), and becomes it."""
     if isinstance(k, list) and depth < _DEEPEST:
         return [_read_budget(one, depth + 1) for one in k]
     if not isinstance(k, dict):
