@@ -88,7 +88,7 @@ def end_step(cache: TextState) -> None:
 
 
 def mark_static(cache: TextState) -> None:
-    """Tell torch.compile, after a prompt, that the cache's tensors keep their addresses, so that CUDA graphs copy none."""
+    """Tell torch.compile, after a prompt, that the cache's tensors keep their addresses: CUDA graphs need not copy them."""
     for holder in list_holders(cache):
         for value in holder.values():
             if isinstance(value, Tensor):

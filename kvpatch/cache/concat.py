@@ -61,7 +61,7 @@ def _take_layers(cache: TextState) -> Iterator[None]:
 
 
 def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
-    """Return the joined cache, after `check_compatible`. consume: empty each layer of the given caches once it was joined."""
+    """Return a new cache with the rows of all, after `check_compatible`. consume: empty each given layer once it was joined."""
     first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _make_blank(first)
     new.rows.joined = True

@@ -43,7 +43,7 @@ class PinnedRows:
         self.rows_NE = torch.empty(0, width, dtype=dtype, device="cpu")
 
     def resize(self, count: int) -> None:
-        """Move the rows to memory that has room for `count`, when a layer's store is full."""
+        """Move the rows (keys and values of tokens) to memory that has room for `count`, when a layer's store is full."""
         self.wait()
         old_NE = self.rows_NE
         self.rows_NE = torch.empty(count, old_NE.shape[1], dtype=old_NE.dtype, pin_memory=self.pinned, device="cpu")
@@ -62,7 +62,7 @@ class MappedRows:
     """Rows in a nameless temporary file, which is mapped into memory and deleted with this object."""
 
     def __init__(self, width: int, dtype: torch.dtype, folder: Path | None) -> None:
-        """Open the file, with no rows yet. folder: of the file; None: the one for temporary files."""
+        """Open a file for a layer's rows (keys and values of tokens), with none yet. folder: None for the system's."""
         self.width, self.dtype = width, dtype
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the rows are used
         self._map: mmap.mmap | None = None
@@ -149,7 +149,7 @@ class HostLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def append(self, k_1HQD: Tensor, v_1HQD: Tensor) -> None:
-        """Write the keys and values that a pass computes of Q more tokens after the rows in use; a full store grows."""
+        """Write the keys and values of Q more tokens after the rows in use, in a layer's attention; a full store grows."""
         if not self.is_initialized:
             self.lazy_initialization(k_1HQD, v_1HQD)
         start, stop, kept = self.length, self.length + k_1HQD.shape[2], self.store.rows_NE.dtype

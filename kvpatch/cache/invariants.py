@@ -240,8 +240,8 @@ class _LayerState:
     def _check_free(self, mode: Slotted, short_BH: Tensor, full_BH: Tensor) -> None:
         """For `check`: raise InvalidError if a head's free slot is taken, or fewer slots are free than the mode counts.
 
-        short_BH: the head may need more slots than it has, which `mode.growing` tells of some head. full_BH: it may have no
-        free slot. `mode.slack` - `mode.grown`: tokens that still fit.
+        short_BH: heads that may need more slots than they have; `mode.growing` says that there are some. full_BH: heads that
+        may have no free slot. `mode.slack` - `mode.grown`: tokens that still fit.
         """
         free_BH = mode.free_BH
         must(mode.growing == bool(short_BH.any()), "growing is not what the slots say")

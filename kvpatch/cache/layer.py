@@ -204,7 +204,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(0)
 
     def append(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
-        """Write a pass's keys, values, positions and state (`entry`) of Q tokens after the used columns; buffers may grow."""
+        """Write a pass's keys, values, positions and what the policy stores (`entry`) after used columns; buffers may grow."""
         if not self.is_initialized:
             self.lazy_initialization(k_BHQD, v_BHQD)
         start, stop = self.used, self.used + k_BHQD.shape[2]
@@ -238,8 +238,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor | None, entry: dict[str, Tensor]) -> None:
         """Write a decode step's token of each row, in place: into each head's free slot, or after the used columns.
 
-        entry: what the policy stores with it, by name. positions_B1: None if they are written, by stacked layers for all at
-        once.
+        entry: what the policy stores with it, by name. positions_B1: None if stacked layers write them for all layers at once.
         """
         if self.mode.slotted:
             self.write_kv(k_BH1D, v_BH1D)

@@ -55,7 +55,7 @@ class LosslessCache(Unpicklable, Cache):
     """
 
     def __init__(self, drafts: EvictingCache, layers: int, folder: Path | None = None) -> None:
-        """Make the cache of a new text. drafts: an empty budgeted cache. folder: of the files that hold the entries."""
+        """Make the cache of a new text. drafts: an empty cache on the budget. folder: of the files with all keys and values."""
         self.whole = [HostLayer(folder) for _ in range(layers)]
         super().__init__(layers=list(self.whole))
         self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()
@@ -120,7 +120,7 @@ class LosslessCache(Unpicklable, Cache):
         self.budgeted = now.budget_n_B[0] if now.budget_n_B else 0
 
     def end(self) -> None:
-        """End a pass: add its tokens to those read, and free the entries that were staged or mapped for it."""
+        """End a pass: add its tokens to those read, and free the keys and values that were copied or mapped for it."""
         self._staged.clear()
         for layer in self.whole:
             layer.store.release()
@@ -129,7 +129,7 @@ class LosslessCache(Unpicklable, Cache):
         self.pending_ids, self.drafts.running.lender = [], None
 
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """In a layer's attention: store its new entries; return keys, values, positions of earlier tokens, on its device."""
+        """In a layer's attention: store new keys and values; return those of earlier tokens and positions, on its device."""
         stored, device = self.whole[layer], k_1HQD.device
         rows_TE = self._bring(layer, device) if stored.length else None
         stored.append(k_1HQD, v_1HQD)

@@ -44,7 +44,7 @@ class Notices:
         self.watched.append(Watched(name, message, host, arrival))
 
     def look(self, wait: bool = False) -> None:
-        """Log the warnings whose numbers have arrived from a GPU; `wait`: wait for all of them. Each pass calls this."""
+        """Log the warnings whose flags have arrived from a GPU; `wait`: wait for all of them. Each pass calls this."""
         with self._lock:  # passes may run in several threads
             while self.watched and (wait or self.watched[0].arrival.query()):
                 one = self.watched.pop(0)

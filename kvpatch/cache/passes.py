@@ -159,7 +159,7 @@ def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: in
 
 
 def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
-    """Begin a prompt, or a further piece of one, as its pass begins: note in `cache.turns` that it is open.
+    """Begin a prompt, or a further piece of one that comes in several passes: note in `cache.turns` that it is open.
 
     Layers that were stacked (to take decode steps as one) are separated, and undo logs cleared. Where the prompt ends, decode
     steps count anew.
@@ -261,7 +261,7 @@ def _read_pass(
     real = None if mask_BQ is None else mask_BQ.bool()
     if real is not None and prompt < Q:
         _refuse_padding(real[:, prompt:])
-    read, rows = _Prompt([], [], None, []), None  # rows: positions that count padding, too
+    read, rows = _Prompt([], [], None, []), None  # rows: positions of all columns, padding too
     if prompt:
         read = _read_prompt(cache, before, prompt, mask_BQ)
     if real is not None and read.padding is not None:

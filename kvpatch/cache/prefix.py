@@ -59,7 +59,7 @@ class Prefix(Unpicklable):
         return self._cache.held(layer)
 
     def copy(self) -> EvictingCache:
-        """Return a copy of the cache for a text that begins with this prefix, and count it; its own tokens are read into it."""
+        """Return a copy of the cache, for a text that begins with this prefix and then reads its other tokens; count it."""
         new = self._cache.clone()
         self.copies += 1
         return new

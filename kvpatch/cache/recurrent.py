@@ -57,7 +57,7 @@ class RecurrentStates(Cache):
         return tuple(number for number, layer in enumerate(self.layers) if layer is not None)
 
     def _list_held(self) -> Iterator[tuple[str, dict[int, Any], int]]:
-        """Yield each state's name, the dictionary in transformers' layer that holds it, and its key there, to read or set."""
+        """Yield a recurrent state's name, the dictionary of transformers' layer that holds it, and its key, to read or set."""
         for number in self.numbers:
             for kind in ("conv_states", "recurrent_states"):
                 table = getattr(self.layers[number], kind)

@@ -284,7 +284,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.limits_of[key]
 
     def drop_stack(self, due: bool | None = None) -> None:
-        """Drop the stacked layers (tensors of all as one) and bound steps, before buffers are replaced.
+        """Undo the stacking of layers (their tensors joined, to step as one) and prepared steps, before buffers are replaced.
 
         due: stack again before the next step, None: if layers were stacked, or were going to be.
         """

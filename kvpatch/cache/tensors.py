@@ -33,7 +33,7 @@ class HeadTensor:
     wanted: str = ""
 
     def join(self, layers: Sequence[Any]) -> Tensor | None:
-        """Return this tensor of all rows when caches are concatenated; layers: the same layer of each cache. Changes nothing.
+        """Return this tensor, a number per KV head, of all rows when caches are concatenated. layers: the same of each cache.
 
         None if no layer has it, or if some layer lacks it and no number stands for it (`missing`).
         """

@@ -31,7 +31,7 @@ class TokenIds(Batched):
 
     @classmethod
     def of(cls, ids_BT: Tensor | None) -> TokenIds:
-        """Make the ids of texts that were read, of caches that are loaded or joined."""
+        """Make the TokenIds of texts that were read, for a cache that is loaded or joined. ids_BT: None if they are unknown."""
         new = cls()
         if ids_BT is not None:
             new._ids_BC, new.columns, new.prompt = ids_BT, ids_BT.shape[1], ids_BT.shape[1]

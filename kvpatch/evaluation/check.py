@@ -116,7 +116,7 @@ class Checks:
         return min(n, _LONGEST, (positions_of(self.model) or _LONGEST + _NEW) - _NEW)
 
     def run(self) -> list[CheckResult]:
-        """Run all checks in order; an exception inside a check becomes its result."""
+        """Run all checks in order, for check_model(). An exception inside a check becomes its result."""
         checks: list[tuple[str, Callable[[], Outcome]]] = [
             ("k=1.0 gives the unpatched model's logits", self.check_full),
             ("eviction is the same as masking", self.check_masking),

@@ -140,7 +140,7 @@ class _Masked:
         self.window, self.read, self.disguised = window, 0, disguised
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the module's arguments with more keys masked. torch calls this before each forward() of the module."""
+        """Return the module's arguments with a mask that also hides evicted keys. torch calls this before each forward()."""
         names = parameters(type(module))  # type: ignore[arg-type]
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         name = "attention_mask" if "attention_mask" in names else next(name for name in names if name.endswith("mask"))

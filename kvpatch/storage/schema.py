@@ -191,7 +191,7 @@ class _Layer:
     def _check_state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
         """Check the header entries of what the policy stores for each key, such as sums, and remove them from `left`.
 
-        evicting: whether later steps evict, so that the layer needs the states and notes of scores.
+        evicting: later steps evict, so that the file must have all states and notes (what the policy remembers of the layer).
         """
         shape, wide = (self.B, self.H, C), (accumulator(dtype),)  # `wide`: the dtype of scores
         if not self.cache.settings.evicts[self.index]:
