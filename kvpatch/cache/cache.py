@@ -209,7 +209,7 @@ class EvictingCache(TextState):
             if counters.device is not None:
                 counters.device.tape_BN = change(counters.device.tape_BN)
             self.lifetimes = None if self.lifetimes is None else self.lifetimes.map_rows(change)
-            if turns.open:  # needed by the rest of the prompt
+            if turns.open:  # a prompt that comes in several passes goes on
                 turns.begin_B = change(torch.tensor(turns.begin_B, device="cpu")).tolist()
             if self.rows.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
                 counters.device, columns = None, int(self.seen_B.max())

@@ -69,7 +69,7 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
     new.turns.count = max(cache.turns.count for cache in caches)
     sums = [cache.shared for cache in caches if cache.shared is not None]  # a score that all layers share, by position
     new.shared = join_padded(sums, 0) if sums else None
-    new.lifetimes = Lifetimes.join_parts([cache.lifetimes for cache in caches])
+    new.lifetimes = Lifetimes.join_parts([cache.lifetimes for cache in caches])  # when tokens were evicted
     _set_steps(new, caches)
     new.states.join([cache.states for cache in caches])
     columns, limits = int(new.lengths_B.max()), _JoinedLimits()
@@ -83,7 +83,7 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
         if consume:
             for cache in caches:
                 cache.layers[index].reset()
-    new.drop_stack(due=True)
+    new.drop_stack(due=True)  # stack layers (to step as one) before the next decode step
     return new
 
 

@@ -134,7 +134,7 @@ def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
 def crop(cache: TextState, tokens_to_remove: int) -> None:
     """Roll back the last tokens of all layers, counters and ids, for EvictingCache.crop, which says what the argument means.
 
-    A cache of drafts (`request.drafts`) that cannot do it is emptied instead.
+    A cache of an assistant model (`request.drafts`) that cannot do it is emptied instead.
     """
     cache.check_finished()
     cache.catch_up()
@@ -160,10 +160,10 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
         cache.drop_stack(due=False)
         shared = [layer.crop(count) for layer in cache.layers]
         cache.states.crop(count)
-        cache.shared = cache.shared if shared[0] is None else shared[0]
+        cache.shared = cache.shared if shared[0] is None else shared[0]  # a score that all layers share
         cache.seen_B = cache.lengths_B - count
         if cache.lifetimes is not None:
-            cache.lifetimes.crop(cache.seen_B)
+            cache.lifetimes.crop(cache.seen_B)  # when tokens were evicted
         cache.counters.steps = max(cache.counters.steps - count, 0)
         cache.counters.device = None  # the next pass makes it anew
         cache.ids.crop(cache.seen)

@@ -193,17 +193,17 @@ def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[in
             Forward(
                 positions_BQ[:, start:stop],
                 prompt=stop - start,
-                ends_prompt=True,
+                ends_prompt=True,  # layers evict after each block
                 n_B=[before + min(count, stop) for before, count in zip(before_B, counts_B, strict=True)],
                 padding=_describe_padding(rows_B, stop - start),
                 protect_BQ=None if protect_BQ is None else protect_BQ[:, start:stop],
                 first_step=now.first_step,
-                budget_n_B=now.budget_n_B,
-                fixed_B=now.fixed_B,
+                budget_n_B=now.budget_n_B,  # tokens that a share `k` refers to
+                fixed_B=now.fixed_B,  # tokens below this position are kept outside the budget
                 keeps_all=now.keeps_all,
                 rows_B=rows_B,
                 final=final and stop == P,
-                reserve=min(block, P - stop) or block,
+                reserve=min(block, P - stop) or block,  # columns that the next block needs
                 repeatable=now.repeatable,
                 table=now.table,
                 span_BQ=None if span_BQ is None else span_BQ[:, start:stop],

@@ -31,7 +31,7 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
     for index, (_, other) in enumerate(zip(cache.layers, past.layers, strict=True)):
         keys: Any = getattr(other, "keys", None)
         values: Any = getattr(other, "values", None)
-        bound, latent = cache.settings.bounds[index], cache.settings.latent[index]
+        bound, latent = cache.settings.bounds[index], cache.settings.latent[index]  # bound: the layer's own window
         known = isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.ndim == 4  # else they are quantized
         if not known or (keys.shape[2] < seen and (bound is None or keys.shape[2] < bound - 1)):
             raise KVPatchError(f"Layer {index} of the {type(past).__name__} no longer holds every token as it was seen.")

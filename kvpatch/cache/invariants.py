@@ -72,7 +72,7 @@ def check_bytes(cache: TextState) -> None:
         with _name_layer(index):
             if layer.is_initialized:
                 rounded = 0 if cache.request.room is None else slack(layer.kv.width)
-                _check_layer_bytes(layer, max(ahead, layer.waiting_slots) + rounded)
+                _check_layer_bytes(layer, max(ahead, layer.waiting_slots) + rounded)  # waiting: for `every` > 1
 
 
 @contextmanager

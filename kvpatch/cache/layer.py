@@ -160,7 +160,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         for name in ("positions", "state", "limits", "notes", *(one.name for one in HEAD_TENSORS)):
             setattr(self, name, change_tensors(getattr(self, name), change))
         self.mode.change_rows(change)
-        if self.kv.width < self.positions.shape[2]:  # the longest row was dropped
+        if self.kv.width < self.positions.shape[2]:  # ragged slots, and the longest row was dropped
             C = self.used = self.kv.width
             self.floor = min(self.floor, C)
             self.positions = self.positions[:, :, :C].contiguous()
@@ -419,15 +419,15 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     ) -> None:
         """End a prompt of a layer that evicts: tokens go into free slots, and heads evict once they are at their budget.
 
-        steps: decode steps until all heads are. next_BH: slots for the first tokens; None: the first empty slot of each head.
-        counts, goals: see `measure_room`.
+        steps: decode steps until all heads are at their budget. next_BH: slots for the first tokens; None: the first empty slot
+        of each head. counts: tokens of each head. goals: slots of each head at its budget. Both are computed if not given.
         """
         self._open_slots(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
 
     def start_moving(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """End a prompt of a layer whose budget changes with the text: tokens go into empty slots, heads evict down to it.
 
-        `pack` calls this, too, after it has moved tokens. counts, goals: see `measure_room`.
+        `pack` calls this, too, after it has moved tokens. counts, goals: as in `start_evicting`.
         """
         counts = self.counts() if counts is None else counts
         self.holes = True
@@ -637,7 +637,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         Tokens in the last used columns move into the gaps; then M columns fewer are in use.
         """
-        into, out = list_moves(gone_BHM, self.used)
+        into, out = list_moves(gone_BHM, self.used)  # columns to fill, and columns to move there
         self.move_entries(into, out)
         self.positions.scatter_(2, into, self.positions.gather(2, out))
         for tensor in self.state.values():

@@ -133,7 +133,7 @@ class LosslessCache(Unpicklable, Cache):
         stored, device = self.whole[layer], k_1HQD.device
         rows_TE = self._bring(layer, device) if stored.length else None
         stored.append(k_1HQD, v_1HQD)
-        if layer:
+        if layer:  # attention has run in the layer before
             self.whole[layer - 1].store.release()
         if rows_TE is None:
             return None
@@ -232,7 +232,7 @@ class LosslessCache(Unpicklable, Cache):
         """Crop the cache, before a chat's answer, to what it shares with `ids`, less their last, which a pass must read."""
         pairs = zip(self.ids, ids[:-1], strict=False)
         common = next((i for i, (read, given) in enumerate(pairs) if read != given), min(len(self.ids), len(ids) - 1))
-        if common < max(self.edited, 1):
+        if common < max(self.edited, 1):  # crop() cannot go back over an edit
             self.reset()
         elif common < len(self.ids):
             self.crop(common)

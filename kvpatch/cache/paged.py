@@ -112,7 +112,7 @@ class PagedSlots(DenseSlots):
         The result is a view of the pool if all strips follow each other (`_together`), else a copy.
         """
         (B, H, _), (_, _, P, D) = self.strips_BHN.shape, self.pool.shape
-        if self._together is not None and used <= self.most:
+        if self._together is not None and used <= self.most:  # one slice of the pool
             return self.pool[which, self._together].view(B, H, -1, D)[:, :, :used]
         some_BHM = self.strips_BHN[:, :, : -(-used // P)]
         return self.pool[which].index_select(0, some_BHM.flatten()).view(B, H, -1, D)[:, :, :used]

@@ -60,15 +60,15 @@ def begin(
     _note_ids(cache, now, merged_ids if input_ids is None else input_ids, seen)
     if prompt:
         _begin_prompt(cache, now, before)
-    elif not any(layer.record_past for layer in cache.layers):
+    elif not any(layer.record_past for layer in cache.layers):  # steps are not logged for crop()
         _clear_undo_logs(cache)
-    if now.n_B:
+    if now.n_B:  # with the tokens of the prompt that later passes bring
         _count_budget(cache, now, [n + max((cache.request.prompt_len or 0) - seen - prompt, 0) for n in now.n_B])
     if table is not None and cache.settings.renumbered:  # a key's position is its rank among those held
         cache.make_table = table
         now.table = _rotary_table(cache, table, Q, prompt > 0)
     elif table is not None and prompt:
-        now.table = table(seen + Q + (cache.settings.policy.needs.lookahead or 0))
+        now.table = table(seen + Q + (cache.settings.policy.needs.lookahead or 0))  # scores may look ahead
     if prompt and cache.settings.block is not None:
         now.blocks = split_blocks(now, cache.settings.block, before, now.n_B, final=now.ends_prompt)
     if now.ends_prompt:

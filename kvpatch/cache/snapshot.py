@@ -78,5 +78,5 @@ class Snapshot:
         peak = max(cache.meter.peak, sum(part.nbytes for part in parts.values()))
         acted, seconds = (True, {}) if cache.record is None else (cache.record.acted, cache.record.seconds())
         ran = dict(cache.choice.ran)
-        rest = cache.lifetimes, cache.states.nbytes, cache.counters.steps
+        rest = cache.lifetimes, cache.states.nbytes, cache.counters.steps  # lifetimes: when tokens were evicted
         return cls(cache.settings, parts, seen, lengths_B, ran, peak, acted, seconds, *rest)

@@ -207,7 +207,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         for layer in self.layers:
             layer.seen += count
             layer.mode.count(count)
-            layer.ahead = None
+            layer.ahead = None  # state computed ahead for coming tokens
             layer.traced = False
             layer.refresh_free_slots()
         counters.stale = False

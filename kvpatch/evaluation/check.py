@@ -177,7 +177,7 @@ class Checks:
         with patched(self.model, self.policy, self.k, seed=self.seed, strict=True):
             self._feed_tokens(self.ids_BT)  # strict raises if numbers are not finite, merged values too
         watched = Evictions(self.n, self.ids_BT.shape[1])
-        with patched(self.model, self._without_merging, self.k, seed=self.seed):
+        with patched(self.model, self._without_merging, self.k, seed=self.seed):  # no mask imitates merged values
             got = feed(self.model, self.ids_BT, self.n, watch=watched.note_held).logits_BSV
         few, many = watched.count_evicted()
         count = f"{few} of" if few == many else f"{few} to {many} of"

@@ -156,7 +156,8 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """Score requests for HFLM's loglikelihood(). Sets `_lengths` meanwhile, by which `_model_call` masks padding.
 
-        Texts that differ by zeros at their end alone, with which HFLM pads, are scored in different calls.
+        Texts that differ only by zeros at their end, with which HFLM pads, are scored in different calls: `_lengths` has one
+        length for both.
         """
         if not self._may_evict or self.patch.settings.block is None:  # no prompt evicts before its logits are computed
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)

@@ -72,7 +72,7 @@ def load_lossless(
 def _check_rows(found: dict[str, Entry], shapes: list[LayerShape]) -> None:
     """Raise InvalidError, before tensors are read, unless a file has ids, places, and as many rows of one dtype for each layer.
 
-    A row has a token's keys of all heads, then its values.
+    A row has a token's keys of all heads, then its values. Places are the tokens' positions.
     """
     wanted = {f"{index}.{ROWS}": shape.heads * (shape.key + shape.value) for index, shape in enumerate(shapes)}
     if found.keys() != {"ids", "places", *wanted}:

@@ -114,7 +114,7 @@ def _restore_cache(
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         found = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
         _restore_layer(cache, layer, found, described, shapes[index], cache.settings.policies[index])
-    cache.settings = cache.settings.in_dtype(cache.layers[0].dtype)
+    cache.settings = cache.settings.in_dtype(cache.layers[0].dtype)  # a budget in bytes depends on it
     states = {name.removeprefix("states."): state for name, state in tensors.items() if name.startswith("states.")}
     cache.states.fill_states({name: state.to(devices[0]) for name, state in states.items()})
 

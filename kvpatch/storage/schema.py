@@ -121,7 +121,7 @@ class _Layer:
         about = check_fields(self.where, described, fields, where=f"{self.where}: ")
         sliding, used = about["sliding"], about["used"]
         _check_condition(sliding == (self.sliding if self.has_prompt else None), f"{self.where}: sliding is {sliding!r:.40}")
-        dtype = DTYPES[about["dtype"]]
+        dtype = DTYPES[about["dtype"]]  # of keys and values
         C = self._take_tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
         _check_condition(0 <= used <= C and about["floor"] <= used, f"{self.where}: {used} of {C} slots are used")
         shape = self._find_shape(about["head_offsets"], C, mode.slotted and about["holes"])
