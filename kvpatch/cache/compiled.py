@@ -69,14 +69,14 @@ def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | No
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
     if max_positions is not None:
         torch._assert_async((cache.lengths_B < max_positions).all(), NO_POSITIONS)
-    if any(layer.mode.growing for layer in cache.layers):
+    if any(layer.mode.growing for layer in cache.layers):  # up to `limit` columns there is room
         torch._assert_async(cache.counters.tensors.columns < cache.counters.tensors.limit, NO_ROOM)
     if cache.keeps_ids:
         cache.counters.tensors.write_tape(ids_B1)
     cache.now = Forward(cache.lengths_B[:, None], 0, False, traced=True)
     for layer in cache.layers:
         layer.traced = True
-    cache.now.table = None if cache.rotary is None else cache.rotary[1]
+    cache.now.table = None if cache.rotary is None else cache.rotary[1]  # the last rotary table
 
 
 def end_step(cache: TextState) -> None:

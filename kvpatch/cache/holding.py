@@ -74,7 +74,7 @@ def count_held(
 def count_by_terms(
     terms: Terms, prompt: int, new: int | None, *, heads: int = 1, read: int = 0, room: int = 0, longest: bool = False
 ) -> Holding:
-    """Count what a layer holds, as `count_held` does, by budget rule and options alone, which `kvpatch.plan` has."""
+    """Count, as `count_held` does, what a layer holds by its rule and options (`terms`); `kvpatch.plan` has these alone."""
     rule, schedule, every, turns, divided = terms
 
     def count(prompt: int, new: int | None) -> list[int]:

@@ -524,13 +524,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if not self.is_initialized:
             return
         C = self.positions.shape[2]
-        if not self.mode.slotted:
+        if not self.mode.slotted:  # tokens are appended
             enough = capacities([self.used], self._bound_columns(), self.count_spare(self.used))[0]
             if enough < C:
                 self.resize_slots([enough])
             return
         old, counts, goals = self.kv.capacities(), self.counts(), self.list_goals()
-        if isinstance(self.mode, Moving) and not self.undo_log:
+        if isinstance(self.mode, Moving) and not self.undo_log:  # whose slots pack() would invalidate
             if sum(old) > self.kv.bound_slots(counts, goals, self.waiting_slots):
                 self.pack()
             else:

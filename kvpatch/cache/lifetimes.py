@@ -63,7 +63,7 @@ class Lifetimes(Batched):
         known = _widen_tensor(known, self.columns, NEVER)
         C = known.shape[-1]
         held = torch.zeros(B, H, C + 1, dtype=torch.bool, device=known.device)
-        held.scatter_(-1, positions_BHT.masked_fill(positions_BHT < 0, C), True)
+        held.scatter_(-1, positions_BHT.masked_fill(positions_BHT < 0, C), True)  # empty slots mark column C, cut off below
         gone = ~held[..., :C] & (torch.arange(C, device=known.device) < seen_B11) & (known == NEVER)
         self.deaths[layer] = torch.where(gone, seen_B11.to(known.dtype), known)
 

@@ -205,7 +205,7 @@ def finish(cache: TextState) -> None:
     now, counters = cache.running, cache.counters
     cache.states.end_pass()
     now.shown.clear()  # frees a prompt's keys, which it has for layers that use others': the Forward stays until the next
-    if now.traced:
+    if now.traced:  # a step of compiled code
         compiled.end_step(cache)
         return
     Q = now.positions_BQ.shape[1]
@@ -217,7 +217,7 @@ def finish(cache: TextState) -> None:
         counters.device.advance(Q, Q - now.prompt, now.ends_prompt)
     if begun or cache.request.room is not None or any(isinstance(layer.mode, Growing) for layer in cache.layers):
         limits = (layer.seen + layer.mode.room for layer in cache.layers if layer.mode.growing)
-        counters.device.limit.fill_(min(limits, default=0))
+        counters.device.limit.fill_(min(limits, default=0))  # columns up to which there is room
     if begun:
         counters.device.span.fill_(cache.span())
         if cache.make_table is not None:
@@ -308,9 +308,9 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
     real = mask_BP.bool()
     rows_BP = find_places(real, before, cache.settings.by_columns)
     column = torch.arange(1, prompt + 1, device=real.device)
-    later = (real[:, :-1] & ~real[:, 1:]).any()
+    later = (real[:, :-1] & ~real[:, 1:]).any()  # padding follows a token
     wrong = ((mask_BP != 0) & (mask_BP != 1)).any() if mask_BP.dtype != torch.bool else later.new_zeros(())
-    after_tokens = (~real & (rows_BP >= 0)).any()
+    after_tokens = (~real & (rows_BP >= 0)).any()  # or a token of an earlier pass
     facts = [wrong, later, after_tokens, (~real * column).amax(), before, rows_BP[:, -1] + 1, real.sum(1), real[:, -1]]
     read = torch.cat([fact.long().reshape(-1) for fact in facts]).tolist()
     (wrong_mask, gapped, attends, reach), per_row = read[:4], [read[4 + B * i : 4 + B * (i + 1)] for i in range(4)]

@@ -37,7 +37,7 @@ def check_cache(cache: EvictingCache) -> None:
             layer.give_back_slots()
     try:
         invariants.check_bytes(cache)
-    except InvalidError:
+    except InvalidError:  # too many free slots, if room= was not asked for
         free = [size - n for layer in slotted for size, n in zip(layer.kv.capacities(), layer.counts(), strict=True)]
         cache.request.room = max(free, default=None)
         invariants.check_bytes(cache)
