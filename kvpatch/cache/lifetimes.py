@@ -80,7 +80,7 @@ class Lifetimes(Batched):
         super().change_rows(change)
 
     def select_dropped(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
-        """Return the beams that `index` leaves out as it reorders rows, and their lengths: generate() may return them later."""
+        """Return the lifetimes and lengths of the beams that `index` drops in reordering: generate() may return them later."""
         dropped = torch.ones(len(seen_B), dtype=torch.bool, device="cpu").index_fill_(0, index.cpu().long(), False)
         if not dropped.any():
             return None

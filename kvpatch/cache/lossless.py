@@ -147,7 +147,7 @@ class LosslessCache(Unpicklable, Cache):
         return self.whole[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
 
     def _bring_staged(self, layer: int, device: torch.device) -> Tensor:
-        """Return a layer's rows on a GPU for its attention, and start the copy of the next layer's."""
+        """Return a layer's rows (keys and values) on a GPU for its attention, and start the copy of the next layer's."""
         for i in (layer, layer + 1):
             if i < len(self.whole) and i not in self._staged:
                 self._staged[i] = self._stage(self.whole[i], device)

@@ -420,7 +420,7 @@ def collect_entries(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int)
 
 
 def fit_columns(tensor: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,K,...] -> [B,H,columns,...]: copy to new buffers of more or fewer slots, padded with `empty` or cut."""
+    """[B,H,K,...] -> [B,H,columns,...]: copy to new buffers as layers are resized or joined, padded with `empty` or cut."""
     B, H, K, *rest = tensor.shape
     new = tensor.new_empty(B, H, columns, *rest)
     new[:, :, :K] = tensor[:, :, :columns]
