@@ -61,7 +61,9 @@ class Patch:
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
         measured = stamp_model(target.decoder) if self.settings.policy.needs.find(Calibrated) else None  # to notice changes
-        state = PatchState(self.settings, adapter, limit, target.shapes(), names, measured, target.places_itself(), options)
+        state = PatchState(
+            self.settings, adapter, limit, target.shapes(), names, measured, target.why_positions_fixed(), options
+        )
         state.prefixes.renew = functools.partial(renew_prefix, target, weakref.ref(state))
         return state
 

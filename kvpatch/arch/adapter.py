@@ -27,8 +27,8 @@ class Adapter:
         classes: the attention classes, or their qualified names "package.module.ClassName".
         summary: one line for tables.
         projection: attribute of the output projection if it is a single module, else None.
-        renumbers: whether keys can be cached without positions, which needs `unplaced`, `rotary_table` and `rotate` where they
-            are rotated.
+        renumbers: whether keys can be cached without positions, which needs `without_rotation`, `rotary_table` and `rotate`
+            where they are rotated.
         why_not: the reason if they cannot, for the error message.
         turns_back: whether the rotation of queries and keys can be undone, which needs `rotary_table`, `rotate` and
             `rotate_back` where they are rotated.
@@ -81,7 +81,7 @@ class Adapter:
         """
         raise NotImplementedError
 
-    def unplaced(self, call: dict[str, Any]) -> dict[str, Any]:
+    def without_rotation(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the forward's arguments, changed so that it applies no positions: a renumbered cache rotates keys later."""
         return call
 
@@ -112,7 +112,7 @@ class Adapter:
             raise NotImplementedError
         return getattr(attn, self.projection)(y_BQE)
 
-    def aside(self, decoder: nn.Module) -> dict[str, Any]:
+    def overrides(self, decoder: nn.Module) -> dict[str, Any]:
         """Return attributes (by name) to set on the decoder while a pass through the cache runs; asked when a model is patched.
 
         They disable what the decoder would build from its padding mask and the cache computes itself, such as ALiBi.

@@ -38,7 +38,7 @@ class AutomaticAdapter(InterfaceAdapter):
     """Adapter derived from an attention module. It names no output projection, since nothing checks that it is a plain one."""
 
 
-def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]:
+def automatic_adapters(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]:
     """Return the attention modules of a model without an adapter, each with an automatic row that passed the checks.
 
     An automatic row is an adapter derived from the modules' attributes. Called when such a model is patched. The checks run on
@@ -60,7 +60,7 @@ def automatic_rows(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]
     if trial is not None and qualified_name(attentions[0]) in trial.classes:  # the model is a twin under its check
         return [(module, trial) for module in attentions]
     decoder: Any = holder_of(model, attentions) or model
-    derive_row(attentions, decoder).check(decoder)
+    derive_adapter(attentions, decoder).check(decoder)
     row = _find_verdict(model, decoder, attentions)
     return [(module, row) for module in attentions]
 
@@ -76,7 +76,7 @@ def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -
         try:
             twin = make_twin(decoder, attentions)
         except Exception as error:  # a class of any shape
-            twin = _take_model_for_twin(model, decoder, attentions[0], error)
+            twin = _check_model_itself(model, decoder, attentions[0], error)
         verdict = _VERDICTS[key] = _judge_rows(model, decoder, twin, attentions)
         if isinstance(verdict, InterfaceAdapter):
             _LOG.warning(
@@ -89,7 +89,7 @@ def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -
     return verdict
 
 
-def _take_model_for_twin(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:
+def _check_model_itself(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:
     """Return the decoder itself, to be checked in place of a tiny twin that could not be built, if it is small and has weights.
 
     Raises KVPatchError for any other decoder. error: the one that building the twin raised.
@@ -114,7 +114,7 @@ def _judge_rows(
     for scaled, slides, from_mask in itertools.product((False, True), repeat=3):
         if scaled and "set scale=" not in failures[0][0]:  # the first failure was not about the scale
             break
-        row = derive_row(attentions, decoder, positions_from_mask=from_mask, slides=slides, scaled=scaled)
+        row = derive_adapter(attentions, decoder, positions_from_mask=from_mask, slides=slides, scaled=scaled)
         try:
             with _on_trial(row):
                 table = check_twin(twin)
@@ -142,7 +142,7 @@ def _judge_rows(
 
 @contextmanager
 def _on_trial(row: InterfaceAdapter) -> Iterator[None]:
-    """Let `automatic_rows` return this row (adapter) inside the with-block, in which a tiny twin is patched and checked."""
+    """Let `automatic_adapters` return this row (adapter) inside the with-block, in which a tiny twin is patched and checked."""
     token = _TRIAL.set(row)
     try:
         yield
@@ -150,7 +150,7 @@ def _on_trial(row: InterfaceAdapter) -> Iterator[None]:
         _TRIAL.reset(token)
 
 
-def derive_row(
+def derive_adapter(
     attentions: list[Any],
     decoder: Any,
     *,

@@ -50,7 +50,7 @@ class BloomAdapter(Adapter):
         omits_bias = attn.pretraining_tp > 1 and attn.slow_but_exact  # the model then leaves its bias out
         return nn.functional.linear(y_BQE, attn.dense.weight) if omits_bias else super().output(attn, y_BQE)
 
-    def aside(self, decoder: Any) -> dict[str, Any]:
+    def overrides(self, decoder: Any) -> dict[str, Any]:
         return {"build_alibi_tensor": _no_alibi}
 
     def scale(self, attn: Any) -> float:

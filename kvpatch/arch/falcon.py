@@ -50,7 +50,7 @@ class FalconAdapter(LlamaAdapter):
         """Return the factor of ALiBi, whose slopes, positions and products the model rounds to bfloat16; None without ALiBi."""
         return attn.inv_norm_factor if attn.config.alibi else None
 
-    def aside(self, decoder: Any) -> dict[str, Any]:
+    def overrides(self, decoder: Any) -> dict[str, Any]:
         return {"use_alibi": False} if decoder.config.alibi else {}
 
     def dropout(self, attn: Any) -> float:

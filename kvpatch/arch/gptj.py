@@ -45,7 +45,7 @@ class GPTJAdapter(Adapter):
         q, k, v = (heads_first(proj(hidden_BQE), attn.head_dim) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
         return q, k, v
 
-    def unplaced(self, call: dict[str, Any]) -> dict[str, Any]:
+    def without_rotation(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return a forward's arguments with sines 0 and cosines 1, under positions="renumbered": keys are rotated when read."""
         if call.get("position_embeddings") is None:
             return {**call, "position_ids": torch.zeros_like(call["position_ids"])}  # position 0 has these

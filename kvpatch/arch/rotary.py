@@ -36,7 +36,7 @@ class Rotary:
 
     renumbers = turns_back = True
 
-    def unplaced(self, call: dict[str, Any]) -> dict[str, Any]:
+    def without_rotation(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a forward with cosines of 1 and sines of 0, by which nothing is rotated."""
         cos, sin = call["position_embeddings"]
         return {**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}

@@ -89,7 +89,7 @@ def shrink_config(config: Any) -> Any:
     they matter. The twin has a layer of each kind, with layers that reuse the keys of another. `config` does not change.
     """
     fields = {key: value for key, value in config.to_dict().items() if key not in ("quantization_config", "dtype")}
-    of_hybrid = _of_hybrid(getattr(config, "layer_types", None) or ())
+    of_hybrid = _count_hybrid_layers(getattr(config, "layer_types", None) or ())
     if of_hybrid:  # widths of its other layers follow from others
         fields = {key: value for key, value in fields.items() if key not in _list_derived(config)}
     # a field's name in the family's configuration, by its usual name
@@ -97,7 +97,7 @@ def shrink_config(config: Any) -> Any:
     layers, heads = config.num_hidden_layers, query_heads(config) or 1
     kv_heads = None if hasattr(config, _HEADS[0]) else getattr(config, "num_key_value_heads", None)
     # numbers of the layers that the twin copies
-    chosen = _with_readers(fields, layers) or range(max(_count_kinds(fields, layers), of_hybrid))
+    chosen = _pick_sharing_layers(fields, layers) or range(max(_count_kinds(fields, layers), of_hybrid))
     few_layers = len(chosen)
     few_kv, few_heads = _few_heads(heads, kv_heads or heads, 2 if of_hybrid else 4)  # a hybrid's layers are many
     for key, value in fields.items():
@@ -146,7 +146,7 @@ def _count_kinds(fields: dict[str, Any], layers: int) -> int:
     return count
 
 
-def _with_readers(fields: dict[str, Any], layers: int) -> list[int]:
+def _pick_sharing_layers(fields: dict[str, Any], layers: int) -> list[int]:
     """Return the numbers of the layers that the tiny twin copies of a model whose last layers reuse keys of layers before them.
 
     They are the first and the last layer of each kind among those that compute keys (the last one's keys are reused), and the
@@ -171,7 +171,7 @@ def _list_derived(config: Any) -> set[str]:
     return vars(config).keys() - names - set(config.attribute_map.values())
 
 
-def _of_hybrid(kinds: Sequence[str]) -> int:
+def _count_hybrid_layers(kinds: Sequence[str]) -> int:
     """Return how many of a hybrid's first layers its tiny twin needs; 0 if the model is no hybrid (all layers only attend).
 
     These have a layer of each kind, and two with attention. kinds: the kind of each layer by the configuration.

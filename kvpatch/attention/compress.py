@@ -20,7 +20,7 @@ from ..policies.context import EvictionContext
 from ..policies.merging import Kept
 from ..policies.numbers import on_device
 from ..policies.parallel import WHOLE, Parallel
-from ..policies.quotas import count_quotas, share_out
+from ..policies.quotas import count_quotas, find_quotas
 from ..policies.selection import FIRST, select_top
 from . import anomaly
 from .decode import foresee
@@ -157,10 +157,10 @@ def finish_group(group: list[PromptEnd]) -> None:
     if group[0].call.evicts:
         _compress_group(group)
     else:
-        with _meter_move(group[0].call):
+        with _count_move(group[0].call):
             _keep_all(group[0].call)
     for one in group:
-        one.call.note_deaths(find_newest(one.call))
+        one.call.note_evictions(find_newest(one.call))
         if one.call.now.final:
             foresee(one.call, one.like_BHGD)
 
@@ -200,7 +200,7 @@ def _compress_group(group: list[PromptEnd]) -> None:
         if order is None and (now.keeps_all or slots.holes):
             order = slots.positions[:, :, : slots.used]
         uneven = everyone.size > 1 and not (_are_equal(counts) and _are_equal(keeps))
-        with _meter_move(one.call):
+        with _count_move(one.call):
             _compress_layer(one.call, order, everyone.select_numbers(counts), everyone.select_numbers(keeps), uneven, scored)
 
 
@@ -226,7 +226,7 @@ def _join_rows(layers: list[list[list[int]]]) -> list[list[int]]:
 
 
 @contextmanager
-def _meter_move(call: Call) -> Iterator[None]:
+def _count_move(call: Call) -> Iterator[None]:
     """Count, around a with-block that moves a layer to new buffers, the bytes of both for a report's peak: both then exist."""
     old_nbytes = call.slots.kv.nbytes
     yield
@@ -458,7 +458,7 @@ def _set_quotas(call: Call) -> list[int]:
     """
     slots, given = call.slots, (_list_budgets(call), call.now.budget_n_B)
     span, held = slots.state["span"][:, :, : slots.used], slots.positions[:, :, : slots.used] >= 0
-    slots.statistic("quota", slots.state["span"])[:, :, : slots.used] = share_out(span, *given)
+    slots.statistic("quota", slots.state["span"])[:, :, : slots.used] = find_quotas(span, *given)
     return count_quotas(span, held, *given)
 
 
@@ -470,7 +470,7 @@ def _say_cuts(call: Call) -> None:
     if not rows:
         return
     budget, n = min(rows)
-    for name, size, fits, needs in call.policy.scope.misfits(budget, call.score):
+    for name, size, fits, needs in call.policy.scope.list_cut_sizes(budget, call.score):
         give = f"Give {name}={fits} or less, or k={needs} or more." if fits else f"Give k={needs} or more."
         settings.notices.say(
             name,

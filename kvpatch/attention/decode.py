@@ -128,7 +128,7 @@ def _end_step(
     else:
         call.slots.advance()
     if call.evicts:
-        call.note_deaths(newest_B11)
+        call.note_evictions(newest_B11)
 
 
 def choose_backend(call: Call, q_BHGD: Tensor) -> str:

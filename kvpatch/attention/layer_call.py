@@ -306,7 +306,7 @@ class Call(LayerRead):
         """Return a tensor that is the same for all layers of this device, made by the first of them."""
         return self.now.once(name, self.device, make)
 
-    def note_deaths(self, newest_B11: Tensor) -> None:
+    def note_evictions(self, newest_B11: Tensor) -> None:
         """Note after an eviction from which position on evicted tokens are unseen, if the patch keeps a record for replays."""
         lifetimes, slots = self.cache.lifetimes, self.slots
         if lifetimes is not None:

@@ -214,12 +214,12 @@ def _attend_and_sample(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor)
     attended = attend_to(call, q_BHGQD, keys, rows_BQ)
     call.cache.choice.record("statistics", "torch", "kernels read all rows of a prompt, scores='sampled' some")
     with torch.no_grad():
-        # every_B11: how many rows each sampled row before the newest ones stands for
-        column_BR, every_B11 = sampling.sample_rows(rows_BQ, call.settings.seed, call.layer)
+        # weight_B11: how many rows each sampled row before the newest ones stands for
+        column_BR, weight_B11 = sampling.sample_rows(rows_BQ, call.settings.seed, call.layer)
         older, newest = (
             _sum_rows(call, q_BHGQD, keys, rows_BQ, attended.lse, part) for part in column_BR.tensor_split([-sampling.ROWS], 1)
         )
-        call.add({name: newest[name] + total * every_B11 for name, total in older.items()})
+        call.add({name: newest[name] + total * weight_B11 for name, total in older.items()})
     return attended
 
 

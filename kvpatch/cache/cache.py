@@ -219,7 +219,7 @@ class EvictingCache(TextState):
                     layer.seen = columns
                 counters.keep_rows(columns)
             if self._may_shrink(before):
-                editing.fit_slots(self)
+                editing.trim_slots(self)
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -52,7 +52,7 @@ def _check_one(index: int, cache: TextState) -> None:
 
 def _check_same(index: int, first: TextState, cache: TextState) -> None:
     """Raise KVPatchError if two caches to be joined differ in their settings or in the shapes of their layers."""
-    in_first, in_this = _describe_cache(first), _describe_cache(cache)
+    in_first, in_this = _list_sizes(first), _list_sizes(cache)
     sizes = ((name, in_first.get(name), in_this.get(name)) for name in dict.fromkeys((*in_first, *in_this)))
     for name, here, there in (*first.settings.list_differences(cache.settings), *sizes):
         if here != there:
@@ -76,7 +76,7 @@ def _check_reader(index: int, first: TextState, cache: TextState) -> None:
         )
 
 
-def _describe_cache(cache: TextState) -> dict[str, Any]:
+def _list_sizes(cache: TextState) -> dict[str, Any]:
     """Return by name what joined caches must have in common: their number of layers, and each layer's sizes."""
     described: dict[str, Any] = {"number of layers": len(cache.layers)}
     for index, layer in enumerate(cache.layers):

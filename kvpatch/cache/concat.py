@@ -167,7 +167,7 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _JoinedLimits) -
         _take_joined(new, parts, joined)
     else:
         _make_buffers(new, parts, counts, goals)
-        _fill_segments(new, parts)
+        _copy_tokens(new, parts)
     if isinstance(first.mode, Moving):  # the budget follows the text
         new.used = new.positions.shape[2]
         new.start_moving(counts, goals)
@@ -230,7 +230,7 @@ def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
     }
 
 
-def _fill_segments(new: SlotLayer, parts: list[SlotLayer]) -> None:
+def _copy_tokens(new: SlotLayer, parts: list[SlotLayer]) -> None:
     """Copy each head's tokens of the layers `parts`, which are joined, to its first slots in the new buffers, in text order."""
     heads, C = 0, new.positions.shape[2]
     for part in parts:

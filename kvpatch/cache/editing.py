@@ -169,7 +169,7 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
         cache.ids.crop(cache.seen)
         if not cache.seen:
             cache.turns = Turns()  # the next prompt is a text's first
-        fit_slots(cache)
+        trim_slots(cache)
 
 
 def drop_last(cache: TextState, count: int) -> None:
@@ -202,7 +202,7 @@ def can_crop(cache: TextState, count: int) -> bool:
     return croppable and cache.seen - count >= cache.rows.edited and cache.states.can_crop(count, cache.seen)
 
 
-def fit_slots(cache: TextState) -> None:
+def trim_slots(cache: TextState) -> None:
     """Free the slots that dropped rows or cropped tokens have left empty; with room=, count them as free for coming tokens."""
     for layer in cache.layers:
         if cache.request.room is None:

@@ -22,7 +22,7 @@ from ..policies.batched import change_tensors
 from ..policies.content import sort_by_position
 from ..policies.context import OWN_STATE, Limits, accumulator
 from ..policies.needs import Note
-from ..policies.rhythm import list_moves, list_waits
+from ..policies.rhythm import list_moves, list_steps_to_eviction
 from . import slots
 from .growth import Layout, capacities, plan, slack
 from .modes import Appending, Empty, Evicting, Filling, Growing, Mode, Moving, Reading, Slotted
@@ -463,13 +463,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """Update, after slots were moved or emptied, how many tokens can be written before larger buffers are needed.
 
         counts: tokens of each head. goals: slots of each head at its budget. Both are computed if they are not given. Sets the
-        mode's `slack` (`slack` - `grown` tokens fit), `filling` (steps until heads are at their budget), and what `short_heads`
-        sets.
+        mode's `slack` (`slack` - `grown` tokens fit), `filling` (steps until heads are at their budget), and what
+        `update_short_heads` sets.
         """
         mode = self.mode
         if isinstance(mode, Slotted):
             counts, goals = counts or self.counts(), goals or self.list_goals()
-            heads = zip(self.short_heads(goals), self.kv.capacities(), counts, strict=True)
+            heads = zip(self.update_short_heads(goals), self.kv.capacities(), counts, strict=True)
             free = [capacity - count for short, capacity, count in heads if short]
             mode.grown = mode.grown if mode.growing else 0
             mode.slack = mode.grown + min(free, default=0)
@@ -483,9 +483,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """Set in how many steps heads evict (`mode.waits`), if `every` > 1, once slots changed. See `measure_room`."""
         if isinstance(self.mode, Evicting) and self.every > 1:
             self.mode.every = self.every
-            self.mode.waits = list_waits(counts or self.counts(), goals or self.list_goals() or ())
+            self.mode.waits = list_steps_to_eviction(counts or self.counts(), goals or self.list_goals() or ())
 
-    def short_heads(self, goals: list[int] | None = None) -> list[bool]:
+    def update_short_heads(self, goals: list[int] | None = None) -> list[bool]:
         """Tell, after slots were moved or loaded, which heads are short: they have fewer slots than their budget needs.
 
         Sets the mode's `growing` (some head is short) and `unfilled` (all are). goals: see `list_goals`.

@@ -16,10 +16,12 @@ from .editing import Span, check_state, mark_gone, read_span
 from .state import TextState
 
 
-def check_replaced(cache: TextState, span: Span, ids: object, reread: int, untold: str | None) -> tuple[Tensor, Tensor, int]:
+def check_replaced(
+    cache: TextState, span: Span, ids: object, reread: int, positions_fixed: str | None
+) -> tuple[Tensor, Tensor, int]:
     """Check the arguments of Patch.replace before its first change.
 
-    untold: the reason that the model can be told no positions, or None.
+    positions_fixed: the reason that the model can be told no positions, or None.
 
     Returns:
         The tokens [B,Q] to be read in place of a span and of the `reread` tokens after it, their positions [Q], and how many
@@ -29,7 +31,7 @@ def check_replaced(cache: TextState, span: Span, ids: object, reread: int, untol
         KVPatchError: see Patch.replace; nothing has changed.
     """
     check_state(cache, "replace()")
-    refuse("replace", cache.settings.combine(untold=untold))
+    refuse("replace", cache.settings.combine(positions_fixed=positions_fixed))
     (start, stop), reread = read_span(span, empty=True), read_whole(reread)
     ids_BN = _read_ids(ids, len(cache.lengths_B)).to(cache.lengths_B.device)
     opened = max(ids_BN.shape[1] - (stop - start), 0)

@@ -39,16 +39,16 @@ class TextPlans:
 
     prompt_len: columns of the prompt, if generate() has announced them; a prompt fed in pieces then ends there. new_tokens:
     tokens to generate, if known. room: tokens to decode in buffers that reach their final size when the prompt ends. drafts: an
-    assistant's cache, whose tokens may be taken back. again: columns read before, which generate()'s first pass may bring
-    again. spread: the text is a prefix, of which each row of the first pass gets a copy.
+    assistant's cache, whose tokens may be taken back. reread_columns: columns read before, which generate()'s first pass may
+    bring again. copy_per_row: the text is a prefix, of which each row of the first pass gets a copy.
     """
 
     prompt_len: int | None = None
     new_tokens: int | None = None
     room: int | None = None
     drafts: bool = False
-    again: int = 0
-    spread: bool = False
+    reread_columns: int = 0
+    copy_per_row: bool = False
 
 
 @dataclass

@@ -24,10 +24,10 @@ from ..errors import KVPatchError
 from ..serving.admission import check_length
 from ..serving.conversations import Conversations
 from ..serving.sampling import make_sampling, sample_by_request
-from .figures import ServerFigures
+from .figures import ServerMetrics
 from .free_memory import EVERY, give_back_memory
 from .request_fields import AcceptedRequest, RefusedError
-from .request_stops import StopWatch, WatchedDecoder, cut_tokens
+from .request_stops import StopStringWatch, WatchedDecoder, cut_tokens
 from .request_system import find_messages
 
 _Take = Callable[[Any], None]  # gets an output of the engine
@@ -82,7 +82,7 @@ class Answers(CBGenerateManager):
         """Begin without requests when a server starts; its engine runs already. Kept conversations will call `_note_reuse`."""
         super().__init__()
         self._cb = self.engine = engine
-        self.model, self.positions, self.figures = model, positions, ServerFigures(engine)
+        self.model, self.positions, self.figures = model, positions, ServerMetrics(engine)
         self.asked: dict[str, AcceptedRequest] = {}  # by request id, until the answer has been sent
         self._closed = 0  # requests whose answers have been sent
         self.conversations: Conversations | None = engine.conversations
@@ -233,7 +233,7 @@ class Answers(CBGenerateManager):
             raise CBWorkerDeadError("The server is stopping: it takes no new requests.")
 
     @staticmethod
-    def _name_end(watch: StopWatch, output: Any, gen_config: Any) -> str:
+    def _name_end(watch: StopStringWatch, output: Any, gen_config: Any) -> str:
         """Return, after a request's last output, why it ended: "length" or "stop". A stop clears gen_config.max_new_tokens."""
         ends = gen_config.eos_token_id
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
@@ -267,7 +267,7 @@ class _Streamer(CBStreamer):
         """
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
         super().__init__(answers.engine, request_id, tokenizer, asyncio.get_running_loop(), pieces, response_parser=parser)
-        self.answers, self.watch = answers, StopWatch(answers.asked[request_id].stops)
+        self.answers, self.watch = answers, StopStringWatch(answers.asked[request_id].stops)
         self._decode_stream: Any = WatchedDecoder(self._decode_stream, self.watch)
 
     def put(self, output: Any) -> None:

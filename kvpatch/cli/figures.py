@@ -27,7 +27,7 @@ ROWS = (
 )  # fmt: skip
 
 
-class ServerFigures:
+class ServerMetrics:
     """Counters of a server, and the state of its engine when they are asked for.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class StopWatch:
+class StopStringWatch:
     """A text up to the first stop string, handed on piece by piece.
 
     A piece whose end may begin a stop string is handed on without that end, until the next piece tells.
@@ -46,7 +46,7 @@ class StopWatch:
 class WatchedDecoder:
     """A decoder of tokens whose text ends before a stop string."""
 
-    def __init__(self, decoder: Any, watch: StopWatch) -> None:
+    def __init__(self, decoder: Any, watch: StopStringWatch) -> None:
         self.decoder, self.watch, self.tokens = decoder, watch, 0
 
     def step(self, tokenizer: Any, token: int) -> str | None:

@@ -25,14 +25,14 @@ def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messa
     from transformers.cli.serving.response import ResponseHandler
     from transformers.cli.serving.utils import Modality
 
-    from .tool_calls import read_messages
+    from .tool_calls import convert_messages
 
     if "prompt" in body:
         return Messages((), ())
     tools, messages = body.get("tools"), body.get("messages")
     if messages is None:  # of /v1/responses
         tools, messages = ResponseHandler._normalize_tools(tools), ResponseHandler._normalize_input(body)
-    messages = read_messages(messages, Modality.LLM)
+    messages = convert_messages(messages, Modality.LLM)
     template = Template(tokenizer, {"tools": tools, **body.get("chat_template_kwargs", {})})
     found, starts = template.tokenize(template.render(messages), Transcript())
     if found != ids:

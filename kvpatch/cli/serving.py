@@ -160,13 +160,13 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
     from transformers.cli.serving.utils import BaseHandler, get_response_template
 
     from .request_fields import Served
-    from .tool_calls import forgive_calls, read_messages
+    from .tool_calls import convert_messages, tolerate_bad_calls
 
     home: Any = model_manager
     app: Any = server
     network: Any = uvicorn
     started = int(time.time())
-    forgive_calls(tokenizer)
+    tolerate_bad_calls(tokenizer)
 
     class Loaded(model_manager.ModelManager):
         """A model manager whose one model was loaded, and patched, before."""
@@ -185,7 +185,7 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
         """Build transformers' app for build_server(), as Serve starts; let kvpatch read messages, and wrap the app."""
         for handler in (*more, *named.values()):
             if isinstance(handler, BaseHandler):
-                handler.get_processor_inputs_from_messages = read_messages  # type: ignore[method-assign]
+                handler.get_processor_inputs_from_messages = convert_messages  # type: ignore[method-assign]
         calls = get_response_template(tokenizer, model) is not None
         served = Served(manager.force_model, chats=tokenizer.chat_template is not None, tools=calls)
         return _mend_app(build(manager, *more, **named), named["generation_state"], served, answers, key)

@@ -7,7 +7,7 @@ from typing import Any
 from transformers.cli.serving.utils import BaseHandler, Modality, _normalize_tool_call
 
 
-def read_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
+def convert_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
     """Return a request's messages as its chat template takes them, for handlers that else call transformers' own function.
 
     That one leaves out an assistant's reasoning, and its text where it also calls tools. A developer's message becomes a
@@ -24,7 +24,7 @@ def read_messages(messages: list[dict[str, Any]], modality: Modality) -> list[di
     return found
 
 
-def forgive_calls(tokenizer: Any) -> None:
+def tolerate_bad_calls(tokenizer: Any) -> None:
     """Replace a tokenizer's parse_response as a server starts: an unreadable tool call then becomes text, not an error."""
     parse = tokenizer.parse_response
 

@@ -20,7 +20,7 @@ from ..patching import patched
 from ..policies import get_policy, learned
 from ..policies.calibration import Calibration, Recall
 from ..policies.measures import MEASURES, Rotation, Sample, Totals, list_statistics
-from ..policies.needs.last_queries import Recent
+from ..policies.needs.last_queries import NewestQueries
 from ..policies.parallel import Parallel
 from ..policies.policy import Policy
 from ..policies.repeated import repeat_instruction
@@ -56,7 +56,7 @@ def calibrate(
             for index, layer in enumerate(cache.layers):
                 if "repeated" in layer.state and teacher is not None:  # the teacher's scores
                     _add_piece(_read_scores(layer, teacher.scope.sinks), sums.setdefault(index, {}))
-                elif isinstance(recent := layer.notes.get("recent"), Recent):  # the piece's queries
+                elif isinstance(recent := layer.notes.get("recent"), NewestQueries):  # the piece's queries
                     _add_piece(readers[index].read_queries(layer, recent), sums.setdefault(index, {}))
             on_piece()
     layers = {
@@ -107,7 +107,7 @@ class _LayerReader:
 
         return cls(bound, target.parallel, None if table is None else Rotation.of(rotate, count), table)
 
-    def read_queries(self, layer: SlotLayer, recent: Recent) -> Sample:
+    def read_queries(self, layer: SlotLayer, recent: NewestQueries) -> Sample:
         """Return a piece's queries, as attention used them and moved to position 0, and each token's "area" (`_measure_areas`).
 
         Called for each layer and piece; changes nothing. layer: its cache, which has read the piece. recent: the queries.

@@ -127,9 +127,9 @@ class Checks:
             ("the model is as it was after the block", self.check_restored),
         ]
         served = why_not("forget", self.settings.combine()) is None  # forget() is possible under these settings
-        return [self._judge_difference(name, check) for name, check in checks if served or check != self.check_forgetting]
+        return [self._run_check(name, check) for name, check in checks if served or check != self.check_forgetting]
 
-    def _judge_difference(self, name: str, check: Callable[[], Outcome]) -> CheckResult:
+    def _run_check(self, name: str, check: Callable[[], Outcome]) -> CheckResult:
         """Run one check for `run`, and turn what it returns or raises into a result. Logits may differ by the tolerance."""
         try:
             with torch.no_grad():
@@ -224,7 +224,7 @@ class Checks:
         pads = self.n // 3
         mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0
-        if not self._take_positions() or self.target.places_itself() is not None:
+        if not self._take_positions() or self.target.why_positions_fixed() is not None:
             apart = self._feed_tokens(self.ids_BT, mask)[1:] - self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads)
             if float(apart.abs().max()) > 1000 * self.tolerance:  # unpatched, padding moves logits: positions count it
                 return self._predict_padded(mask, pads)

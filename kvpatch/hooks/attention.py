@@ -66,7 +66,7 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
             core = functools.partial(cache.attend, attend_through)
         else:
             core = functools.partial(attend_through, cache)
-        call = adapter.unplaced(call) if cache.settings.renumbered else call  # such a cache rotates keys later
+        call = adapter.without_rotation(call) if cache.settings.renumbered else call  # such a cache rotates keys later
         return adapter.run(self, own(self), core, hidden, call)
 
     return forward

@@ -23,7 +23,7 @@ from . import inputs, lossless, offsets, ownership, positions, texts
 from .attention import Courier, PassMask
 from .replay import begin_replay
 from .second_reading import enter_prepared
-from .state import Changed, NotCaptured, PatchState, by_kind, is_aside, pass_mask, put_aside
+from .state import Changed, NotCaptured, PatchState, has_overrides, mask_by_kind, pass_mask, switch_overrides
 
 NO_CAPTURE = (
     "This step cannot be captured: the model is training, or its own code has run since the cache's last pass. Call "
@@ -46,7 +46,7 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         foreign = past is not None and not isinstance(past, EvictingCache)
         if isinstance(past, EvictingCache) and _begin_step(decoder, call, past, state):
             return (), call
-        if state.settings.transparent and foreign and is_aside(decoder, state.aside, ours=False):
+        if state.settings.transparent and foreign and has_overrides(decoder, state.overrides, ours=False):
             return None  # a cache of transformers under policy "full": the model's own code, in one graph
     return _begin_untraced(decoder, call, state)
 
@@ -55,7 +55,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
     """Begin a forward pass of the decoder by its kind; return its changed arguments, or None to run the model's own code.
 
     The pre-hook calls this for all but traced and captured steps. It changes `call` (the decoder's arguments), the cache, the
-    patch's log, and the decoder's attributes that an adapter replaces (`put_aside`).
+    patch's log, and the decoder's attributes that an adapter replaces (`switch_overrides`).
     """
     mask = call.get("attention_mask")
     if isinstance(mask, Courier) and isinstance(mask.cache, RequestPool):  # the engine's mask carries its pool
@@ -73,7 +73,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
     changed = _begin_pass(decoder, call, state)
     if lossless_cache is not None:
         lossless_cache.lend()  # layers attend to all earlier tokens, which it keeps on the host
-    put_aside(decoder, state.aside, ours=changed is not None)  # attributes that the patch replaces
+    switch_overrides(decoder, state.overrides, ours=changed is not None)  # attributes that the patch replaces
     if changed is None:
         state.log.count_own_code(call, decoder.training)
     else:
@@ -85,7 +85,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
 
 def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
     """Check an ordinary forward pass and begin it: change its arguments `call` and cache. None: the model's own code runs."""
-    reader = state.merged.take_reader()  # the multimodal model around the decoder, or None
+    reader = state.outer_inputs.take_reader()  # the multimodal model around the decoder, or None
     if runs_own_code(decoder, call, state):
         return None
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
@@ -107,18 +107,18 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     mask = _check_batch(decoder, call, cache, tokens, state)
     positions.check_places(call, cache, tokens, mask, state)
     cache.count_in(keys_dtype(decoder, tokens.device.type))  # turns a budget in bytes into tokens
-    columns = cache.get_seq_length()
+    (B, Q), columns = tokens.shape[:2], cache.get_seq_length()
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
         repeatable = cache.scratch and decoder.training  # gradient checkpointing may run the pass twice
         table = table_maker(decoder, state, tokens.device)
-        merged = state.merged.take(*tokens.shape[:2])  # token ids, where the decoder gets embeddings
-        passes.begin(cache, *tokens.shape[:2], mask, call.get("input_ids"), tokens.device, table, repeatable, merged)
+        ids = state.outer_inputs.take(B, Q)  # where the decoder gets embeddings
+        passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable, ids)
         if reader is not None:
-            offsets.note_offsets(reader, cache, tokens.shape[0], tokens.device)
+            offsets.note_offsets(reader, cache, B, tokens.device)
     positions.place_tokens(call, cache, tokens, columns, state)
     marker = pass_mask(tokens.device)
     carrying = Courier.carrying(cache, marker) if cache.scratch else marker.as_subclass(PassMask)
-    call["attention_mask"] = by_kind(state.settings.stack, carrying, mask, tokens.shape[1])
+    call["attention_mask"] = mask_by_kind(state.settings.stack, carrying, mask, Q)
     set_cache(call, None if cache.scratch else cache, state.cache_name)
     call["use_cache"] = not cache.scratch
     return (), call
@@ -142,7 +142,10 @@ def _choose_cache(decoder: nn.Module, call: dict[str, Any], state: PatchState) -
 
 def _drop_seen_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor) -> Tensor:
     """Return a pass's new tokens (ids [B,Q] or embeddings). Those that its cache was said to have read already leave `call`."""
-    again, cache.request.again = cache.request.again, 0  # columns read before, which generate() may give again
+    again, cache.request.reread_columns = (
+        cache.request.reread_columns,
+        0,
+    )  # columns read before, which generate() may give again
     if again and tokens.shape[1] >= (cache.request.prompt_len or 0):
         tokens = inputs.drop_read(call, again, tokens.shape[1])
     if not tokens.shape[1]:
@@ -164,7 +167,7 @@ def _check_batch(
     cache.check_finished()
     if Q > 1 or cache.get_seq_length() < (cache.request.prompt_len or 1):  # not in a step, which has no time for it
         ownership.check_reader(cache, decoder, state)
-    spread, cache.request.spread = cache.request.spread, False  # True: a prefix, which each row gets a copy of
+    spread, cache.request.copy_per_row = cache.request.copy_per_row, False  # True: a prefix, which each row gets a copy of
     if spread and B > 1:
         cache.batch_repeat_interleave(B)
     mask = inputs.check_padding_mask(call.get("attention_mask"), B)
@@ -196,14 +199,14 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
     """Begin a pass of continuous batching, one row of several requests' tokens. `call` gets a mask with their caches."""
     tokens: Any = call.get("input_ids")
     if tokens is None:  # of a model that reads images, whose decoder gets embeddings
-        tokens = state.merged.take(*call["inputs_embeds"].shape[:2])
+        tokens = state.outer_inputs.take(*call["inputs_embeds"].shape[:2])
     packed = pool.next_pass()
     for part in packed.parts:
         if part.cache.read_by is None:  # nothing was read into it yet
             ownership.check_reader(part.cache, decoder, state)
     with torch.inference_mode(False), torch.no_grad():
         packed.begin(tokens[0], table_maker(decoder, state, tokens.device))
-    put_aside(decoder, state.aside, ours=True)  # attributes that the patch replaces
+    switch_overrides(decoder, state.overrides, ours=True)  # attributes that the patch replaces
     for part in packed.parts:
         state.log.begin(part.cache, decoder.training, made_here=False)
     if "position_ids" in state.decoder_parameters:
@@ -251,12 +254,12 @@ def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, 
         return False  # with nothing changed; the untraced hook, which runs then, raises the error
     if decoder.training:
         return False  # gradient checkpointing may remove the cache, which only the untraced hook's mask can tell
-    if not is_aside(decoder, state.aside, ours=True):
+    if not has_overrides(decoder, state.overrides, ours=True):
         return False  # the model's own code has run since the last pass under the patch
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
     if cache.rows.joined and not cache.settings.renumbered:  # rows at different positions of their texts
-        inputs.give_position_ids(call, cache, 1, mask, state.decoder_parameters, state.places_itself)
+        inputs.give_position_ids(call, cache, 1, mask, state.decoder_parameters, state.why_positions_fixed)
     compiled.begin_step(cache, None if cache.settings.renumbered else state.max_positions, mask, call.get("input_ids"))
     if cache.settings.renumbered and state.max_positions is not None:
         positions.give_zeros(call, tokens)

@@ -12,7 +12,7 @@ from ..cache.cache import EvictingCache
 from ..cache.forward_context import Edit
 from ..policies.served import refuse
 from . import decoder, inputs, ownership
-from .state import PatchState, put_aside
+from .state import PatchState, switch_overrides
 
 
 def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[int, int], ids: Any, reread: int = 0) -> None:
@@ -23,7 +23,7 @@ def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[i
     """
     refuse("replace", state.combine())
     ownership.check_own(cache, state)
-    tokens_BQ, places_Q, opened = replacing.check_replaced(cache, span, ids, reread, state.places_itself)
+    tokens_BQ, places_Q, opened = replacing.check_replaced(cache, span, ids, reread, state.why_positions_fixed)
     call: dict[str, Any] = {"input_ids": tokens_BQ, "use_cache": True, state.cache_name: cache}
     inputs.find_tokens(call, reader)
     ownership.check_reader(cache, reader, state)
@@ -51,7 +51,7 @@ def _read_edit(
         if "position_ids" in state.decoder_parameters:
             unplaced = state.settings.renumbered and state.max_positions is not None  # keys are rotated later
             call["position_ids"] = torch.zeros_like(now.positions_BQ) if unplaced else now.positions_BQ
-        put_aside(reader, state.aside, ours=True)  # attributes of the decoder that the patch replaces
+        switch_overrides(reader, state.overrides, ours=True)  # attributes of the decoder that the patch replaces
         try:
             reader(**call)
         finally:

@@ -160,7 +160,7 @@ def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> 
     columns, seen = given.whole or 0, given.seen
     if not virtual:
         cache.request.prompt_len = columns
-        cache.request.again = 0 if given.alone else seen  # tokens read before that the first pass may bring again
+        cache.request.reread_columns = 0 if given.alone else seen  # tokens read before that the first pass may bring again
     else:  # input_ids that only continue a cache leave out the tokens it has seen
         cache.request.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
 
@@ -168,7 +168,7 @@ def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> 
 def _finish(cache: EvictingCache, state: PatchState) -> None:
     """Clear what a generate() noted of its prompt in `cache.request`, and note its end time in the log; also after an error."""
     cache.request.prompt_len = cache.request.new_tokens = None
-    cache.request.again = 0
+    cache.request.reread_columns = 0
     state.log.finish(cache)
 
 

@@ -78,7 +78,7 @@ class GenerateSteps:
         # a policy or feature whose steps cannot be captured
         if state.settings.untraced or why_not("graph()", state.combine()):
             return None
-        described = describe_model(model, device, state.aside)
+        described = describe_model(model, device, state.overrides)
         if described is None or described != self._described:
             self._graph, self._described = None, described
         if described is not None and self._graph is None:

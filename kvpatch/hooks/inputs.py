@@ -258,17 +258,22 @@ def check_path(path: object) -> Path:
 
 
 def give_position_ids(
-    call: dict[str, Any], cache: EvictingCache, Q: int, mask_BT: Tensor | None, known: tuple[str, ...], untold: str | None
+    call: dict[str, Any],
+    cache: EvictingCache,
+    Q: int,
+    mask_BT: Tensor | None,
+    known: tuple[str, ...],
+    positions_fixed: str | None,
 ) -> None:
     """Give a decoder the position_ids of Q new tokens per row, because its own would be equal for all rows.
 
     Called before a pass over joined caches, whose rows have texts of different lengths. call: the decoder's arguments, which
-    are updated. known: names of its parameters. untold: the reason that it ignores position_ids, or None.
+    are updated. known: names of its parameters. positions_fixed: the reason that it ignores position_ids, or None.
 
     Raises:
         KVPatchError: the caller gave other position_ids, or the decoder ignores them.
     """
-    refuse("joined rows", cache.settings.combine(untold=untold))
+    refuse("joined rows", cache.settings.combine(positions_fixed=positions_fixed))
     if "position_ids" not in known:
         return
     given, wanted = call.get("position_ids"), cache.next_positions(Q)

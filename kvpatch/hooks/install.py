@@ -80,9 +80,9 @@ class Installation:
             replace_forward(module, forward, mark.undo.append)
             self._set_attribute(module, mark, "_replicate_for_data_parallel", MethodType(replicate, module))
         mark = self._mark_module(target.decoder)
-        for name, ours in state.adapter.aside(target.decoder).items():
-            state.aside[name] = (vars(target.decoder).get(name, MISSING), ours)
-            self._set_attribute(target.decoder, mark, name, state.aside[name][0])  # a pass sets it to `ours`
+        for name, ours in state.adapter.overrides(target.decoder).items():
+            state.overrides[name] = (vars(target.decoder).get(name, MISSING), ours)
+            self._set_attribute(target.decoder, mark, name, state.overrides[name][0])  # a pass sets it to `ours`
         if state.settings.rereads or state.settings.stack is not None or state.lossless:
             put_hook(target.decoder, functools.partial(after_decoder, state=state), mark.undo.append, after=True)
         merges = target.outer is not None and target.outer.config is not target.decoder.config

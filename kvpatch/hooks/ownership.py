@@ -70,7 +70,7 @@ def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) ->
         )
     if cache.read_by is None or not cache.get_seq_length():
         cache.read_by = now
-    elif not cache.settings.transparent or cache.request.spread:  # spread: the cache begins from a Prefix
+    elif not cache.settings.transparent or cache.request.copy_per_row:  # spread: the cache begins from a Prefix
         refuse_changed(cache, now)
 
 
@@ -90,7 +90,7 @@ def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:
     if changed is None:
         return
     name, there, here = changed
-    what, anew = ("prefix", "patch.prefix(ids)") if cache.request.spread else ("cache", "a cache of patch.new_cache()")
+    what, anew = ("prefix", "patch.prefix(ids)") if cache.request.copy_per_row else ("cache", "a cache of patch.new_cache()")
     raise KVPatchError(
         f"Another model has read this {what}, or this model has changed since: {name} is {there!r} there and {here!r} here. "
         f"Read the text by this one, with {anew}."
@@ -106,7 +106,7 @@ def start_from_prefix(prefix: Prefix, state: PatchState) -> EvictingCache:
         KVPatchError: the prefix was read under other settings.
     """
     cache = prefix.copy()
-    cache.request.spread = True
+    cache.request.copy_per_row = True
     check(cache, state)
     return cache
 

@@ -22,7 +22,7 @@ def check_places(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, mas
     if cache.scratch or not state.settings.transparent:  # with a cache the unpatched model reads them as one text
         inputs.refuse_packed_rows(call)
     if cache.rows.joined and not settings.renumbered:  # rows at different positions of their texts
-        inputs.give_position_ids(call, cache, Q, mask, state.decoder_parameters, state.places_itself)
+        inputs.give_position_ids(call, cache, Q, mask, state.decoder_parameters, state.why_positions_fixed)
     if not settings.renumbered:
         _refuse_too_many(cache, Q, call.get("position_ids"), limit)
     if settings.rereads and limit is not None and Q > 1:

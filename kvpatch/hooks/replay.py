@@ -18,7 +18,7 @@ from ..errors import KVPatchError
 from ..policies.served import refuse
 from . import inputs, ownership
 from .attention import Courier
-from .state import Changed, PatchState, by_kind, pass_mask, put_aside
+from .state import Changed, PatchState, mask_by_kind, pass_mask, switch_overrides
 
 
 def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, record: Record) -> Changed:
@@ -32,7 +32,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
             f"A replay reads whole texts without a cache: leave out {CACHE}, and call generate() outside the block, or "
             "within patched(model, ..., record=True) as patch, where patch.replay(record) stands for kvpatch.replay()."
         )
-    refuse("replay", state.settings.combine(untold=state.places_itself))
+    refuse("replay", state.settings.combine(positions_fixed=state.why_positions_fixed))
     inputs.refuse_pass(call, decoder)
     tokens = inputs.find_tokens(call, decoder)
     if tokens is None or not tokens.shape[1]:
@@ -53,10 +53,10 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
     places_BQ = positions_BQ.to(tokens.device)
     if "position_ids" in state.decoder_parameters and call.get("position_ids") is None:
         call["position_ids"] = places_BQ.clamp(min=0)
-    put_aside(decoder, state.aside, ours=True)  # attributes of the decoder that the patch replaces
+    switch_overrides(decoder, state.overrides, ours=True)  # attributes of the decoder that the patch replaces
     now = ReplayPass(state.settings, record, text_B, places_BQ, not bool(real_BQ.all()), not bool(gaps.any()))
     state.log.replayed = now.choice.ran
-    carried = by_kind(state.settings.stack, Courier.carrying(now, pass_mask(tokens.device)), mask, Q)
+    carried = mask_by_kind(state.settings.stack, Courier.carrying(now, pass_mask(tokens.device)), mask, Q)
     set_cache(call, None, state.cache_name)
     call.update(use_cache=False, attention_mask=carried)
     return (), call

@@ -22,7 +22,7 @@ from ..errors import KVPatchError
 from ..policies.needs.second_reading import Rereading
 from . import lossless
 from .attention import PassMask
-from .state import Changed, PatchState, by_kind, pass_mask
+from .state import Changed, PatchState, mask_by_kind, pass_mask
 
 
 def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, state: PatchState) -> Any:
@@ -114,7 +114,7 @@ def note_places(now: Forward, position_ids: Tensor | None, columns: int) -> None
 
 def enter_prepared(call: dict[str, Any], cache: EvictingCache, device: torch.device, state: PatchState) -> Changed:
     """Put a cache and its mask into `call`, for a pass begun before the decoder was called: a second reading, or an edit."""
-    mask = by_kind(cache.settings.stack, pass_mask(device).as_subclass(PassMask), None, 1)
+    mask = mask_by_kind(cache.settings.stack, pass_mask(device).as_subclass(PassMask), None, 1)
     set_cache(call, cache, state.cache_name)
     call.update(use_cache=True, attention_mask=mask)
     return (), call

@@ -54,7 +54,7 @@ def list_hooks(shell: nn.Module | None, decoder: nn.Module, state: PatchState) -
 def before_outer(
     outer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], state: PatchState
 ) -> Changed:
-    """Note in `state.merged` the token ids a multimodal model is given, whose decoder gets embeddings: its forward pre-hook.
+    """Note in `state.outer_inputs` the ids that a multimodal model gets, whose decoder gets embeddings: its forward pre-hook.
 
     A Prefix among the arguments is replaced by a cache that starts from it. The model's `rope_deltas` (offsets of positions
     after images) are set to the cache's.
@@ -62,8 +62,8 @@ def before_outer(
     if torch.compiler.is_compiling():
         return None
     call = {**dict(zip(names, args, strict=False)), **kwargs}
-    state.merged.ids = ids = call.get("input_ids")
-    state.merged.reader = weakref.ref(outer)
+    state.outer_inputs.ids = ids = call.get("input_ids")
+    state.outer_inputs.reader = weakref.ref(outer)
     past, changed = cache_of(call), None
     if isinstance(past, Prefix) and cache_of(kwargs) is past:  # now, since the model may ask it for a length
         past = ownership.start_from_prefix(past, state)

@@ -75,7 +75,7 @@ class Capturing(threading.local):
     cache: EvictingCache | None = None
 
 
-class Merged(threading.local):
+class OuterInputs(threading.local):
     """Token ids of the pass that has begun in the model around the decoder, which merges images into their embeddings.
 
     reader: that model, until its decoder has begun the pass.
@@ -116,12 +116,12 @@ class PatchState:
     """The settings of a patch and the facts about the model that its hooks need; it never keeps the Patch alive.
 
     max_positions: the number of positions that the model has. shapes: of the cache's layers. decoder_parameters: names of
-    the parameters of the decoder's forward; cache_name: the cache's among them. aside: for each attribute of the decoder
+    the parameters of the decoder's forward; cache_name: the cache's among them. overrides: for each attribute of the decoder
     that changes during a pass under the patch, the model's own value and ours. log: of the passes. capturing: the cache
     whose step is traced for a graph. options: how generate() runs. replayed: the record that passes without a cache follow,
-    or None. prefixes: compressed texts that others begin with. measured: the model that a calibration is of, or None. merged:
-    what a pass was given in front of the decoder, in each thread. places_itself: the reason that the decoder counts positions
-    by columns and can be told no others, or None.
+    or None. prefixes: compressed texts that others begin with. measured: the model that a calibration is of, or None.
+    outer_inputs: what a pass was given in front of the decoder, in each thread. why_positions_fixed: the reason that the
+    decoder counts positions by columns and can be told no others, or None.
     """
 
     def __init__(
@@ -132,19 +132,19 @@ class PatchState:
         shapes: list[LayerShape],
         decoder_parameters: tuple[str, ...],
         measured: ModelStamp | None,
-        places_itself: str | None,
+        why_positions_fixed: str | None,
         options: RunOptions,
     ) -> None:
         """Hold the facts of one patch, which its class describes; called once, before the patch is installed."""
         self.settings, self.adapter, self.max_positions, self.shapes = settings, adapter, max_positions, shapes
         self.decoder_parameters, self.log = decoder_parameters, RunLog(settings, options.offload is not None)
         self.cache_name = next((name for name in CACHE_NAMES if name in decoder_parameters), CACHE)
-        self.aside: dict[str, tuple[Any, Any]] = {}  # attributes of the decoder to replace: (its value, ours)
+        self.overrides: dict[str, tuple[Any, Any]] = {}  # attributes of the decoder to replace: (its value, ours)
         self.capturing = Capturing()
         self.options = options
         self.replayed: Record | None = None
         self.prefixes, self.measured = Prefixes(), measured
-        self.merged, self.places_itself = Merged(), places_itself
+        self.outer_inputs, self.why_positions_fixed = OuterInputs(), why_positions_fixed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         return self  # a copied model evicts by the same settings
@@ -158,7 +158,7 @@ class PatchState:
 
     def combine(self, **facts: Any) -> FeatureSet:
         """Return the patch's features for the table of refusals (served.py). facts: features that only the caller knows."""
-        return self.settings.combine(lossless=self.lossless, untold=self.places_itself, **facts)
+        return self.settings.combine(lossless=self.lossless, positions_fixed=self.why_positions_fixed, **facts)
 
     def new_cache(self, layers: int | None = None) -> EvictingCache:
         """Make an empty cache. layers: number of first layers, for a model that exits early."""
@@ -173,7 +173,7 @@ def pass_mask(device: torch.device) -> Tensor:
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
-def by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: int) -> Tensor | dict[str, Tensor | None]:
+def mask_by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: int) -> Tensor | dict[str, Tensor | None]:
     """Return the mask of a pass of Q columns as its decoder takes it: one tensor, or for a hybrid one by kind of layer.
 
     Called where a pass begins. A hybrid has recurrent layers, too: these must not read padding, and get the padding mask of the
@@ -193,15 +193,15 @@ def put_attribute(module: nn.Module, name: str, value: object) -> None:
         vars(module)[name] = value
 
 
-def put_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool) -> None:
+def switch_overrides(decoder: nn.Module, overrides: dict[str, tuple[Any, Any]], ours: bool) -> None:
     """Set the decoder's attributes that an adapter replaces (such as its ALiBi): to the patch's values (`ours`) or its own.
 
-    Called where a pass begins. aside: by attribute, the model's value and ours.
+    Called where a pass begins. overrides: by attribute, the model's value and ours.
     """
-    for name, values in aside.items():
+    for name, values in overrides.items():
         put_attribute(decoder, name, values[ours])
 
 
-def is_aside(decoder: nn.Module, aside: dict[str, tuple[Any, Any]], ours: bool) -> bool:
-    """Tell if the attributes that `put_aside` sets have the patch's values (`ours`), or the model's; nothing is changed."""
-    return all(vars(decoder).get(name, MISSING) is values[ours] for name, values in aside.items())
+def has_overrides(decoder: nn.Module, overrides: dict[str, tuple[Any, Any]], ours: bool) -> bool:
+    """Tell if the attributes that `switch_overrides` sets have the patch's values (`ours`), or the model's own."""
+    return all(vars(decoder).get(name, MISSING) is values[ours] for name, values in overrides.items())

@@ -14,7 +14,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ..arch import Adapter, adapter_of
 from ..arch.adapter import dtype_of, query_heads
-from ..arch.automatic import AutomaticAdapter, automatic_rows
+from ..arch.automatic import AutomaticAdapter, automatic_adapters
 from ..arch.kinds import is_cross_attention
 from ..arch.refusals import make_unknown_error, refuse_other_kinds, refuse_replaced, row_of
 from ..arch.upstream import CACHE, CACHE_NAMES
@@ -93,7 +93,7 @@ class Target:
         found: list[tuple[nn.Module, Adapter]] = [(module, adapter) for module, adapter in known if adapter is not None]
         if not found:
             refuse_other_kinds(model)
-            found = [*automatic_rows(model)] if auto else []
+            found = [*automatic_adapters(model)] if auto else []
         if not found:
             raise make_unknown_error(model)
         for module in model.modules():
@@ -292,7 +292,7 @@ class Target:
             for module, adapter in self.attentions
         )
 
-    def places_itself(self) -> str | None:
+    def why_positions_fixed(self) -> str | None:
         """Return why the model cannot be told each row's positions: it counts columns of the batch itself. None if it can.
 
         Joined caches, replays and packed requests need rows at different places, and are refused for this reason.

@@ -261,11 +261,11 @@ class Compactor(Leverage):
         order, _ = sort_by_position(position)
         weight = (attention * size).masked_fill(~among, 0.0).gather(-1, order)
         weight = torch.empty_like(weight).scatter_(-1, order, F.avg_pool1d(weight, 3, stride=1, padding=1))
-        leverage = _standardize_scores(self._find_leverage(context, among), among, context.parallel)
-        return _standardize_scores(weight, among, context.parallel) + self.blend * leverage
+        leverage = _standardize_among(self._find_leverage(context, among), among, context.parallel)
+        return _standardize_among(weight, among, context.parallel) + self.blend * leverage
 
 
-def _standardize_scores(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
+def _standardize_among(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
     """Scale a part of Compactor's score to mean 0, deviation 1 over tokens `among_BHT` of all heads, at an eviction.
 
     Processes that share the layer's heads exchange their scores: all must call this.

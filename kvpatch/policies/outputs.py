@@ -34,9 +34,9 @@ class OutputChange(ObservationWindow):
 
     @property
     def needs(self) -> tuple[AnyNeed, ...]:
-        return (WindowAttention(self.window, self._fold, "sum", protected=True),)
+        return (WindowAttention(self.window, self._reduce_rows, "sum", protected=True),)
 
-    def _fold(self, rows: Observed) -> Tensor:
+    def _reduce_rows(self, rows: Observed) -> Tensor:
         """Return, where a prompt ends, how far (squared) a window's outputs move if a key is lost, for each key: [N,M]."""
         # differences of large numbers where a row looks at little else
         p_NGRM, v_NMD = rows.p_NGRM.double(), rows.values().double()

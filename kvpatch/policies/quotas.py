@@ -118,7 +118,7 @@ def encode_spans(numbers_BN: Tensor, real_BN: Tensor) -> Tensor:
     return torch.where(numbers > 0, (numbers << _NUMBER) | tokens, 0)
 
 
-def share_out(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> Tensor:
+def find_quotas(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> Tensor:
     """Return for each token [B,H,T] its span's quota: how many tokens of the span a head keeps at least.
 
     Of |s| tokens of a span these are floor(budget * |s| / total). Called where a prompt or block ends.
@@ -131,7 +131,7 @@ def share_out(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> 
 
 
 def count_quotas(span: Tensor, held: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> list[int]:
-    """Sum for each row the quotas (see share_out) of all spans of which a head holds a token, where a prompt or block ends.
+    """Sum for each row the quotas (see find_quotas) of all spans of which a head holds a token, where a prompt or block ends.
 
     So many more tokens may then be protected. span: [B,H,T], as encode_spans makes it. held: bool [B,H,T], tokens that are
     there.

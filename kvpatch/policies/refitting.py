@@ -13,7 +13,7 @@ from ..errors import KVPatchError
 from .context import accumulator
 from .merging import Kept, Merging
 from .needs import AnyNeed, LayerRead, RepeatQueries
-from .needs.second_reading import Asked
+from .needs.second_reading import RepeatedQueries
 
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 22, 1 << 26  # logits at a time
 
@@ -65,7 +65,7 @@ class Refit(Merging):
         asked = layer.notes.get(RepeatQueries.name)
         if asked is None:  # nothing was read again
             return kept_BHKD
-        looks = _Looks.of(k_BHTD, v_BHTD, kept, layer, asked)
+        looks = _RefitAttention.of(k_BHTD, v_BHTD, kept, layer, asked)
         # X: attention to kept tokens, Y: outputs over all; V' - V = X^T (X X^T + l)^-1 (Y - X V) is of the queries' size
         gram_BHNN, error_BHND = torch.zeros((), device=kept_BHKD.device), looks.out_BHND
         for some, x_BHNM in looks.iterate_blocks():
@@ -82,7 +82,7 @@ class Refit(Merging):
 
 
 @dataclass
-class _Looks:
+class _RefitAttention:
     """Attention of N = G * W queries of each KV head: their outputs, and what they give to kept tokens, block by block.
 
     Attributes:
@@ -94,13 +94,13 @@ class _Looks:
 
     out_BHND: Tensor
     lse_BHGW: Tensor
-    asked: Asked
+    asked: RepeatedQueries
     k_BHKD: Tensor
     kept: Kept
     layer: LayerRead
 
     @classmethod
-    def of(cls, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead, asked: Asked) -> _Looks:
+    def of(cls, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead, asked: RepeatedQueries) -> _RefitAttention:
         """Attend from `asked`, queries of a second reading, to all tokens, where a prompt ends, before any is evicted."""
         (B, H, G, W, _), stays_BHT = asked.q_BHGWD.shape, kept.stays_BHT
         v_BHTD = v_BHTD.to(accumulator(v_BHTD.dtype))

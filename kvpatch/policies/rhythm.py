@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 
-def list_waits(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
+def list_steps_to_eviction(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
     """Return in how many decode steps a layer's heads evict next, without repeats. Called once its slots have changed.
 
     counts: tokens that each head holds. goals: the count at which each head evicts: its budget and `every`, the number of
     tokens that it evicts at once.
 
     Example:
-        >>> list_waits([10, 10, 7], goals=[14, 14, 14])
+        >>> list_steps_to_eviction([10, 10, 7], goals=[14, 14, 14])
         (4, 7)
     """
     return tuple(sorted({goal - count for count, goal in zip(counts, goals, strict=True)}))
 
 
 def advance_waits(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int, ...]:
-    """Return what `list_waits` would return `steps` decode steps later; a layer calls this as steps are taken.
+    """Return what `list_steps_to_eviction` would return `steps` decode steps later; a layer calls this as steps are taken.
 
     A wait that is over evicts, and begins again at `every`, the number of tokens that are evicted at once.
 

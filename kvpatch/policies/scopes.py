@@ -144,7 +144,7 @@ class Scope:
         deviation = min(share(self.deviation, budget), free - newest)
         return first, newest, fixed, deviation, observed, budget - free + newest + deviation
 
-    def misfits(self, budget: int, score: Score) -> Iterator[tuple[str, int, int, int]]:
+    def list_cut_sizes(self, budget: int, score: Score) -> Iterator[tuple[str, int, int, int]]:
         """Yield (option, size asked for, size that `limits` cuts it to, budget that would not cut it), for a warning in a run.
 
         These are protected sizes that the budget has no room for. Sizes that are given as shares of the budget always fit; too

@@ -396,9 +396,9 @@ class Defensive(ObservationWindow):
 
     @property
     def needs(self) -> tuple[AnyNeed, ...]:
-        return (WindowAttention(self.window, self._fold, "max", protected=True),)
+        return (WindowAttention(self.window, self._reduce_rows, "max", protected=True),)
 
-    def _fold(self, rows: Observed) -> Tensor:
+    def _reduce_rows(self, rows: Observed) -> Tensor:
         """Return the greatest pooled probability that a window's rows give each key, by KV head, where a prompt ends: [N,M]."""
         candidate_NM = rows.candidate_NM  # True for tokens before the window
         p_NGRM = rows.p_NGRM * candidate_NM[:, None, None]

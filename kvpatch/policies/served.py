@@ -54,7 +54,7 @@ class FeatureSet:
     mixed: bool = False  # some layers are not on the budget: they have a state, or use the keys of others
     sharded: bool = False  # processes share its heads
     alibi: str = ""  # name of an adapter with ALiBi's slopes
-    untold: str | None = None  # why its decoder cannot be told positions
+    positions_fixed: str | None = None  # why its decoder cannot be told positions
     adapter: str = ""  # name of the adapter that has an obstacle, or is automatic
     obstacle: str | None = None
     row: str | None = None  # to be registered in place of an automatic one
@@ -155,7 +155,7 @@ FEATURES: dict[str, Callable[[FeatureSet], object]] = {
     "latent attention": lambda it: it.latent,
     "layers without a budget": lambda it: it.mixed,
     "obstacle": lambda it: it.obstacle is not None,
-    "positions by columns": lambda it: it.untold is not None,
+    "positions by columns": lambda it: it.positions_fixed is not None,
     "recurrence": lambda it: it.recurrent,
     "sliding windows": lambda it: it.windows,
     "states": lambda it: it.states,
@@ -324,11 +324,11 @@ REFUSED: dict[str, dict[str, str]] = {
     "prompt of joined rows": {NEED: "Policy {name} {why}. Use another policy."},
     "joined rows": {
         "positions by columns": "Rows of a concatenated cache are at different places of their texts, which this model's "
-        "decoder cannot be told, for {it.untold}: continue the caches one by one.",
+        "decoder cannot be told, for {it.positions_fixed}: continue the caches one by one.",
     },
     "replay": {
         "positions by columns": "A replay gives each token the position that it had, which this model's decoder cannot be "
-        "told, for {it.untold}: compute logits in the rollout.",
+        "told, for {it.positions_fixed}: compute logits in the rollout.",
     },
     # caches
     "a filled cache": {
@@ -362,7 +362,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "tensor parallel": "replace() changes how many tokens heads hold, and other processes hold some of these heads: read "
         "the text anew.",
         "positions by columns": "replace() reads tokens at the positions of others, which this model's decoder cannot be "
-        "told, for {it.untold}: read the text anew.",
+        "told, for {it.positions_fixed}: read the text anew.",
         "record": "record=True knows one token for each position of a text: read the text anew, or leave record out.",
     },
     "insert": {
@@ -395,7 +395,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "layers without a budget": "Steps of a hybrid, or of layers that use others' keys, are not captured, for not all of it "
         "is the cache's own: call the model itself.",
         "positions by columns": "Steps of this model are not captured, for its decoder counts positions on the host "
-        "({it.untold}): call the model itself.",
+        "({it.positions_fixed}): call the model itself.",
     },
     "stack": {
         "layer that keeps everything": "a layer keeps everything",
@@ -411,7 +411,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "layers without a budget": "Continuous batching packs the tokens of all requests into one row, which the recurrent "
         "states of a hybrid, or layers that use others' keys, cannot be read from: use generate().",
         "positions by columns": "Continuous batching packs requests that are at different places of their texts, which this "
-        "model's decoder cannot be told, for {it.untold}: use generate().",
+        "model's decoder cannot be told, for {it.positions_fixed}: use generate().",
         "attention in chunks": "transformers' continuous batching knows no layers that attend in chunks, in this model's own "
         "code either: use generate().",
         NEED: "Continuous batching packs prompts, and policy {name} {why}: use generate(), or another policy.",

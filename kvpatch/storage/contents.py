@@ -22,7 +22,7 @@ def check_cache(cache: EvictingCache) -> None:
     """
     slotted = [layer for layer in cache.layers if layer.mode.slotted]
     for layer in slotted:
-        layer.short_heads()
+        layer.update_short_heads()
         layer.update_pace()
     invariants.check_state(cache)
     if cache.ids.ids_BT is not None:

@@ -261,7 +261,7 @@ def test_moves_leave_what_stays_in_front():
 
 
 def test_steps_are_counted():
-    waits = rhythm.list_waits([10, 10, 7], [14, 14, 14])
+    waits = rhythm.list_steps_to_eviction([10, 10, 7], [14, 14, 14])
     for step in range(1, 20):
         after = {4 - step % 4, 7 - step if step < 7 else 4 - (step - 7) % 4}
         assert rhythm.advance_waits(waits, step, 4) == tuple(sorted(after))

@@ -27,7 +27,7 @@ CASE = Case("cuda", torch.bfloat16, 64)
 
 def which(case):
     """Return the name of the kernel that a prompt would run on, or "none"."""
-    taking = (kernel.name for kernel in kernels.kernels() if flash_backend._find_lack(kernel, case) is None)
+    taking = (kernel.name for kernel in kernels.kernels() if flash_backend._why_refuses(kernel, case) is None)
     return next(taking, "none") if flash_backend.reason("prompt", case) is None else "none"
 
 

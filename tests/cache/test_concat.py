@@ -165,7 +165,7 @@ def test_consumed_caches_are_emptied_layer_by_layer(monkeypatch):
         loop = Loop(model, patch)
         caches = [loop.read(40), loop.read(25, 3)]
         whole = sum(cache.nbytes for cache in caches)
-        fill = concat._fill_segments
+        fill = concat._copy_tokens
 
         def watched(new, parts):
             made.append(new)
@@ -173,7 +173,7 @@ def test_consumed_caches_are_emptied_layer_by_layer(monkeypatch):
             held.append(own + sum(cache.nbytes for cache in caches))
             fill(new, parts)
 
-        monkeypatch.setattr(concat, "_fill_segments", watched)
+        monkeypatch.setattr(concat, "_copy_tokens", watched)
         kept = EvictingCache.concatenate(caches)
         assert held == [1.5 * whole, 2 * whole] and sum(cache.nbytes for cache in caches) == whole == kept.nbytes
         held.clear(), made.clear()

@@ -120,6 +120,6 @@ def test_a_decoder_that_takes_no_positions_is_refused():
     with torch.no_grad(), kvpatch.patched(model, "h2o", 0.4) as patch:
         loop = Loop(model, patch)
         loop.add((12, 0), (9, 2))
-        patch._state.places_itself = "it takes no position_ids"
+        patch._state.why_positions_fixed = "it takes no position_ids"
         with pytest.raises(KVPatchError, match="it takes no position_ids: continue the caches one by one"):
             model(prompt(2, 1), past_key_values=loop.cache)

@@ -43,7 +43,7 @@ def read(model, patch, n=40, rows=2, steps=3, **options):
 @pytest.mark.parametrize("name", ["llama_gqa", "mpt", "gpt2", "mistral_sliding"])
 def test_what_follows_is_as_if_it_were_masked(name, policy):
     checks = Checks(make(name), kvpatch.get_policy(policy), 0.4)
-    result = checks._judge_difference("", checks.check_forgetting)
+    result = checks._run_check("", checks.check_forgetting)
     assert result.passed, result.detail
 
 

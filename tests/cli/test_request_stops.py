@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from kvpatch.cli.request_stops import StopWatch
+from kvpatch.cli.request_stops import StopStringWatch
 
 
 def read(pieces, stops):
-    watch = StopWatch(stops)
+    watch = StopStringWatch(stops)
     parts = [watch.feed(piece) for piece in pieces]
     return "".join(parts) + watch.flush(), watch.stopped, parts
 
@@ -27,7 +27,7 @@ def test_a_text_that_ends_in_half_a_stop_string():
 
 
 def test_after_the_stop_nothing_comes():
-    watch = StopWatch(["b"])
+    watch = StopStringWatch(["b"])
     assert [watch.feed("ab"), watch.feed("cd"), watch.flush()] == ["a", "", ""]
 
 

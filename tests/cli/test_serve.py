@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kvpatch.cli import serving as commands
 from kvpatch.cli.commands import app
 from kvpatch.cli.loading import MODELS, Source
-from kvpatch.cli.request_stops import StopWatch, WatchedDecoder
+from kvpatch.cli.request_stops import StopStringWatch, WatchedDecoder
 from kvpatch.errors import KVPatchError
 from kvpatch.policies import get_policy
 from tests.helpers.marks import batches
@@ -149,7 +149,7 @@ def test_a_text_ends_before_a_stop_string(served):
 
 def test_tokens_behind_a_stop_string_do_not_count():
     """Several may come at once, as many as the engine has made before it hears of the stop."""
-    watched = WatchedDecoder(SimpleNamespace(step=lambda _, token: token), StopWatch(["b"]))
+    watched = WatchedDecoder(SimpleNamespace(step=lambda _, token: token), StopStringWatch(["b"]))
     assert [watched.step(None, token) for token in "abcb"] == ["a", None, None, None] and watched.tokens == 2
 
 

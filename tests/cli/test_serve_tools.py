@@ -85,12 +85,12 @@ def test_what_a_template_gets():
     """Thinking that a client sends back, an empty text beside a call, and roles that templates know: they drop others."""
     from transformers.cli.serving.utils import Modality
 
-    from kvpatch.cli.tool_calls import read_messages
+    from kvpatch.cli.tool_calls import convert_messages
 
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     told = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "why"}
-    (found,) = read_messages([told], Modality.LLM)
+    (found,) = convert_messages([told], Modality.LLM)
     assert (found["content"], found["reasoning_content"]) == ("", "why")
     assert found["tool_calls"][0]["function"]["arguments"] == {}
     messages = [{"role": role, "content": "x"} for role in ("developer", "user", "system", "assistant")]
-    assert [one["role"] for one in read_messages(messages, Modality.LLM)] == ["system", "user", "system", "assistant"]
+    assert [one["role"] for one in convert_messages(messages, Modality.LLM)] == ["system", "user", "system", "assistant"]

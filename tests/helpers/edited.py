@@ -79,7 +79,7 @@ class Editing:
         self.model, self.draw, self.edits, self.settings = model, draw, edits, settings
         self.target, self.done, self.refused, self.seed = Target.find(model), 0, 0, 0
         self.placed = "position_ids" in inspect.signature(type(model).forward).parameters
-        self.told = self.placed and self.target.places_itself() is None and not by_columns
+        self.told = self.placed and self.target.why_positions_fixed() is None and not by_columns
         self.protected = settings[2].get("protect", ())
         self.tolerance = 1e-5 if model.dtype == torch.float64 else 2e-4
         self.texts, self.groups = [], []

@@ -9,7 +9,7 @@ import kvpatch
 from kvpatch.policies import noise
 from kvpatch.policies.calibration import Calibration
 from kvpatch.policies.context import EvictionContext, Limits
-from kvpatch.policies.needs import Held, LastQueries, Looks
+from kvpatch.policies.needs import Held, LastLogits, LastQueries
 from tests.helpers.contexts import reading
 from tests.policies.author_scores import CASES, SHAPE, TABLE, queries_of, random_text, turns
 
@@ -21,7 +21,7 @@ class Given(LastQueries):
 
     def view(self, context):
         x_BHGWT, candidate_BHT = context.layer_read.logits()
-        return Looks(x_BHGWT, candidate_BHT, counted_BW=torch.ones(1, self.width, dtype=torch.bool))
+        return LastLogits(x_BHGWT, candidate_BHT, counted_BW=torch.ones(1, self.width, dtype=torch.bool))
 
 
 def context_of(text, window, protected, prompt):

@@ -8,7 +8,7 @@ import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.policies import Policy, Scope, decoding, scores
 from kvpatch.policies.needs import Held, LastQueries, PlainKeys, WindowAttention
-from kvpatch.policies.needs.last_queries import Recent
+from kvpatch.policies.needs.last_queries import NewestQueries
 from tests.helpers.comparing import DECODING, SMALL_STEPS, certain
 from tests.helpers.contexts import small_context
 from tests.helpers.running import go_on, kept, steps
@@ -97,11 +97,11 @@ def test_recent_queries_by_hand():
     """Positions 0 to 6 in three columns, the second row padded by two; then one query, which is taken back."""
     q = torch.arange(14.0).view(2, 1, 1, 7, 1)
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [-1, -1, 0, 1, 2, 3, 4]])
-    empty = Recent.make_empty(3, q, torch.float32)
+    empty = NewestQueries.make_empty(3, q, torch.float32)
     whole = empty.read(q, positions)
     assert whole.positions_BW.tolist() == [[6, 4, 5], [3, 4, 2]]
     assert whole.q_BHGWD.flatten(1).tolist() == [[6, 4, 5], [12, 13, 11]]
-    few = Recent.make_empty(3, q[:1], torch.float32).read(q[:1, :, :, :4], torch.tensor([[-1, -1, 0, 1]]))
+    few = NewestQueries.make_empty(3, q[:1], torch.float32).read(q[:1, :, :, :4], torch.tensor([[-1, -1, 0, 1]]))
     assert few.positions_BW.tolist() == [[0, 1, -1]] and few.q_BHGWD.flatten().tolist()[:2] == [2, 3]
     pieces = empty.read(q[:, :, :, :3], positions[:, :3]).read(q[:, :, :, 3:], positions[:, 3:])
     assert torch.equal(pieces.q_BHGWD, whole.q_BHGWD) and torch.equal(pieces.positions_BW, whole.positions_BW)

@@ -6,7 +6,7 @@ import torch
 import kvpatch
 from kvpatch.errors import KVPatchError
 from kvpatch.policies.needs import QueryMoments
-from kvpatch.policies.needs.chunk_attention import Local
+from kvpatch.policies.needs.chunk_attention import OpenChunks
 from kvpatch.policies.needs.query_moments import Moments
 from tests.helpers.contexts import small_context
 from tests.helpers.running import run
@@ -87,7 +87,7 @@ def test_a_policy_that_reads_no_queries_makes_no_table(monkeypatch):
 def test_the_newest_rows_of_chunks():
     """Of two texts, whose newest three rows begin before and behind the start."""
     q, k = torch.arange(10.0).view(2, 1, 1, 5, 1), torch.arange(10.0, 20.0).view(2, 1, 5, 1)
-    rows = Local(q, k, torch.tensor([[4, 5, 6, 7, 8], [-1, 2, 3, 4, 5]]), torch.arange(10).view(2, 5))
+    rows = OpenChunks(q, k, torch.tensor([[4, 5, 6, 7, 8], [-1, 2, 3, 4, 5]]), torch.arange(10).view(2, 5))
     found = rows.take_newest(3, torch.tensor([[7], [0]]))
     assert found.positions_BC.tolist() == [[-1, 7, 8], [3, 4, 5]]
     assert found.q_BHGCD.flatten(1).tolist() == [[2.0, 3.0, 4.0], [7.0, 8.0, 9.0]]

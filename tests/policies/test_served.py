@@ -60,7 +60,7 @@ FOUND = {
     "latent attention": {"latent": True},
     "layers without a budget": {"mixed": True},
     "obstacle": {"obstacle": "it turns them", "adapter": "mine"},
-    "positions by columns": {"untold": "it takes no position_ids"},
+    "positions by columns": {"positions_fixed": "it takes no position_ids"},
     "recurrence": {"recurrent": True, "states": "1, 3"},
     "sliding windows": {"windows": True},
     "states": {"states": "1, 3"},

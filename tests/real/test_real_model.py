@@ -143,7 +143,7 @@ def test_eviction_is_masking_at_2000_tokens_of_prose(short, tokenizer, policy):
     checks = LongChecks(short, policy, k=0.3)
     ids_T = tokenizer(TEXT[:40_000], return_tensors="pt").input_ids[0]
     checks.ids_BT = ids_T[: checks.ids_BT.numel()].reshape(checks.ids_BT.shape)
-    found = checks._judge_difference(policy, checks.check_evictions)
+    found = checks._run_check(policy, checks.check_evictions)
     assert found.passed and "NOTHING" not in found.detail, found.detail
 
 

@@ -57,7 +57,7 @@ CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (layer, "restore_step")]
 CLONE = [(copy, "deepcopy"), (TextState, "catch_up")]
 JOIN = [
     (concat, "check_compatible"), (concat, "_make_blank"), (concat, "_join_layer"), (concat, "_make_buffers"),
-    (concat, "_fill_segments"), (concat, "_set_mode"), (concat, "_set_steps"),
+    (concat, "_copy_tokens"), (concat, "_set_mode"), (concat, "_set_steps"),
     (concat, "join_padded"), (SlotLayer, "reset"), (TextState, "reset"),
 ]  # fmt: skip
 SAVE = [

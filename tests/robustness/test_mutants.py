@@ -45,7 +45,7 @@ MUTANTS = {
         "hooks/lossless.py", "torch.stack(logits, 1) if self.samples", "torch.zeros(1, self.drafted, 97) if self.samples",
         "tests/hooks/test_lossless.py::test_sampled_tokens_have_the_unpatched_model_s_distribution"),
     "a chat over all tokens forgets what a template drops": (
-        "hooks/chat.py", "            return False  # what follows has seen these tokens", "            pass",
+        "hooks/chat.py", "            return False  # it keeps exact entries, and later tokens attended to these", "            pass",
         "tests/hooks/test_lossless_chat.py::test_what_a_template_takes_back_is_read_from_there_on"),
     "a file's places are not those of its tokens": (
         "storage/lossless.py", 'if edited > T or not torch.equal(newest, torch.arange(edited, T, device="cpu")):',
@@ -97,7 +97,7 @@ MUTANTS = {
         "backends/triton/backward.py", "row_place[None, :] < death_place", "row_place[None, :] <= death_place",
         f"{KERNELS}_gradients[some die]"),
     "several texts packed into a row": (
-        "hooks/decoder.py", "        inputs.refuse_packed_rows(call)\n", "        pass\n",
+        "hooks/positions.py", "        inputs.refuse_packed_rows(call)\n", "        pass\n",
         "tests/robustness/test_packing.py::test_texts_that_are_packed_into_a_row_are_refused"),
     "request ended, its row kept": (
         "serving/pool.py", "        self.rows.drop(request_id)", "        pass",
@@ -199,7 +199,7 @@ MUTANTS = {
         "cache/rollback.py", "        layer.state[name][:, :, :C] = tensor[:, :, :C]", "        pass",
         "tests/cache/test_rollback.py::test_rolling_back_restores_everything[roco]"),
     "sampled sums not scaled up": (
-        "attention/prefill.py", "total * every_B11 for", "total * 1.0 for",
+        "attention/prefill.py", "total * weight_B11 for", "total * 1.0 for",
         f"{PARTS}::test_sampled_rows[llama_gqa-h2o]"),
     "shares without rounding": (
         "policies/budgets.py", "value * of + 1e-6", "value * of",

@@ -13,7 +13,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import KVCacheGroupRole
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kvpatch.serving.vllm.account import Account
+from kvpatch.serving.vllm.account import BudgetLog
 from kvpatch.serving.vllm.figures import ROWS, Figures
 from kvpatch.serving.vllm.pages import BudgetSpec, LayerBudget, check_manager
 from kvpatch.serving.vllm.terms import OWN
@@ -37,7 +37,7 @@ def account(folder, *groups):
     made = [SimpleNamespace(layer_names=["one"] * layers, kv_cache_spec=one) for layers, one in groups]
     kv = SimpleNamespace(kv_cache_groups=made, num_blocks=101)
     told = SimpleNamespace(additional_config={}, parallel_config=None, scheduler_config=None)
-    return Account(SimpleNamespace(kv_cache_config=kv, vllm_config=told), Figures(str(folder)))
+    return BudgetLog(SimpleNamespace(kv_cache_config=kv, vllm_config=told), Figures(str(folder)))
 
 
 def request(prompt, written, computed=None, own=None, ended=True):

@@ -17,14 +17,14 @@ def answers(tmp_path_factory):
     return Answers(tmp_path_factory.mktemp("vllm"))
 
 
-def own_k(index):
+def asked_k(index):
     """The k of a request, 0 for that of the start: of four in turn, one evicts nothing of most texts."""
     return (0, 12, 40, MOST)[index % 4]
 
 
 def asking(policy, texts, **more):
     """A job whose requests ask for budgets."""
-    asked = job("Llama", policy, texts, asks=[{OWN: own_k(index)} if own_k(index) else None for index in range(len(texts))])
+    asked = job("Llama", policy, texts, asks=[{OWN: asked_k(index)} if asked_k(index) else None for index in range(len(texts))])
     asked["settings"] |= {"max_k": MOST}
     return asked | more
 
@@ -39,7 +39,7 @@ def test_each_request_has_its_own(answers, family):
     for policy, block, answer in zip((*policies, "h2o"), (*[None] * len(policies), 64), answers.of(jobs), strict=True):
         assert "error" not in answer, answer
         for index, (ids, tokens) in enumerate(zip(TEXTS, answer["tokens"], strict=True)):
-            expected = answers.generated(family, [ids], policy, own_k(index) or K, **POLICIES[policy], block=block)
+            expected = answers.generated(family, [ids], policy, asked_k(index) or K, **POLICIES[policy], block=block)
             assert tokens == expected, (policy, block, index)
 
 
@@ -53,7 +53,7 @@ def test_they_come_and_are_cancelled(answers):
         for index, (ids, tokens) in enumerate(zip(texts, answer["tokens"], strict=True)):
             if tokens is not None:
                 compared += 1
-                assert tokens == answers.generated("Llama", [ids], policy, own_k(index) or K, **POLICIES[policy]), (
+                assert tokens == answers.generated("Llama", [ids], policy, asked_k(index) or K, **POLICIES[policy]), (
                     policy,
                     index,
                 )
@@ -63,7 +63,7 @@ def test_they_come_and_are_cancelled(answers):
 def test_pages_are_claimed_for_a_request_s_own_k(answers):
     """With one page less, one request waits."""
     new = 5
-    pages = sum(-(-min((own_k(index) or K) + 1, len(ids) + new) // 16) for index, ids in enumerate(TEXTS))
+    pages = sum(-(-min((asked_k(index) or K) + 1, len(ids) + new) // 16) for index, ids in enumerate(TEXTS))
     more = {"lengths": [new] * len(TEXTS)}
     sizes = [{"max_num_seqs": 8, "num_gpu_blocks_override": 1 + blocks} for blocks in (pages, pages - 1)]
     all_at_once, waiting = answers.of([asking("h2o", TEXTS, options=options, **more) for options in sizes])
@@ -74,7 +74,7 @@ def test_pages_are_claimed_for_a_request_s_own_k(answers):
 def test_two_processes(answers):
     (answer,) = answers.of([asking("h2o", TEXTS, options={"tensor_parallel_size": 2})])
     for index, (ids, tokens) in enumerate(zip(TEXTS, answer["tokens"], strict=True)):
-        assert tokens == answers.generated("Llama", [ids], "h2o", own_k(index) or K), index
+        assert tokens == answers.generated("Llama", [ids], "h2o", asked_k(index) or K), index
 
 
 def test_refused_alone(answers):
@@ -100,7 +100,7 @@ def test_refused_alone(answers):
         "which nothing reads: of a request's budget 'kvpatch_k' alone is its own" in one for one in checked["refused"][5:]
     )
     for index, (ids, tokens) in enumerate(zip(TEXTS, checked["tokens"], strict=True)):
-        assert tokens == answers.generated("Llama", [ids], "h2o", own_k(index) or K), "the engine goes on"
+        assert tokens == answers.generated("Llama", [ids], "h2o", asked_k(index) or K), "the engine goes on"
     assert not unchecked["refused"] and unchecked["tokens"] == checked["tokens"]
     assert sum("'64' of a request is not served: it has the k of the start" in one for one in unchecked["said"]) == 1
     (refused,) = divided["refused"]

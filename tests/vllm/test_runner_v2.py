@@ -68,7 +68,7 @@ def test_blocks_that_an_ended_request_left_are_no_ones():
         (1, 70, False, [9, 30, NOBODY, 0]),
     ]
     found = build(rows, padded=2)
-    assert [(one.pages, one.own_k, one.past) for one in found] == [([5], 12, 0), ([6, 7, 8], 0, 0), ([9], 0, 70)]
+    assert [(one.pages, one.asked_k, one.past) for one in found] == [([5], 12, 0), ([6, 7, 8], 0, 0), ([9], 0, 70)]
 
 
 def test_a_request_of_the_warm_up_has_a_block_that_holds_it():

@@ -53,13 +53,13 @@ def reason(task: Task, case: Case) -> str | None:
         return _ragged_reason(case)
     if case.past and case.padding:
         return "keys before this piece lie in slots of their own per head"
-    why = [f"{kernel.name} {_find_lack(kernel, case)}" for kernel in kernels() if _find_lack(kernel, case) is not None]
+    why = [f"{kernel.name} {_why_refuses(kernel, case)}" for kernel in kernels() if _why_refuses(kernel, case) is not None]
     if not kernels():
         return "this torch was built without a flash kernel, and no flash-attn is installed"
     return None if len(why) < len(kernels()) else "; ".join(why) + ("; flash-attn 2 takes ALiBi" if case.alibi else "")
 
 
-def _find_lack(kernel: Kernel, case: Case) -> str | None:
+def _why_refuses(kernel: Kernel, case: Case) -> str | None:
     """Return why a kernel cannot attend to a prompt of this case, or None. Asked when a backend or a kernel is chosen."""
     for asked, given, word in (
         (case.alibi, kernel.alibi, "ALiBi"),
@@ -190,7 +190,7 @@ def _call_kernel(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | Non
     q, k, v = tensors
     shape = (q.shape[1], q.shape[0]) if packing is not None else (q.shape[0], q.shape[2], q.shape[1])
     for kernel in kernels():
-        if _find_lack(kernel, case) is not None or not kernel.fits(q, k, v):
+        if _why_refuses(kernel, case) is not None or not kernel.fits(q, k, v):
             continue
         try:
             out, lse = kernel.attend(q, k, v, mask, packing)

@@ -6,7 +6,7 @@
 | NoisySums | Keyformer's sum [B,H,T] | context.state["gumbel"] |
 | WindowAttention(width) | attention of the last rows [B,H,T] | context.state["observed"] |
 | LastUses(alpha) | the same | context.state["last_use"], context.state["interval"] |
-| LastQueries(width) | Looks: logits of the last queries | |
+| LastQueries(width) | LastLogits: logits of the last queries | |
 | QueryMoments(future) | Queries: distribution of the coming ones | |
 | ChunkAttention(size) | attention inside a token's chunk [B,H,T] | context.state["local"] |
 | Held() | keys and values [B,H,T,D] | |
@@ -26,7 +26,7 @@ from .calibrated import Calibrated
 from .chunk_attention import ChunkAttention
 from .declared import Needs
 from .held import Held, PlainKeys
-from .last_queries import LastQueries, Looks
+from .last_queries import LastLogits, LastQueries
 from .last_uses import LastUses
 from .noisy_sums import NoisySums
 from .query_moments import Queries, QueryMoments
@@ -39,10 +39,10 @@ __all__ = [
     "Calibrated",
     "ChunkAttention",
     "Held",
+    "LastLogits",
     "LastQueries",
     "LastUses",
     "LayerRead",
-    "Looks",
     "Need",
     "Needs",
     "NoisySums",

@@ -14,7 +14,7 @@ from .base import Need, Note, PromptRead
 
 
 @dataclass
-class Local(Note):
+class OpenChunks(Note):
     """Rows of chunks that are not complete: queries, keys, positions (-1 for none) and columns of the layer's slots."""
 
     q_BHGCD: Tensor
@@ -22,17 +22,17 @@ class Local(Note):
     positions_BC: Tensor
     columns_BC: Tensor
 
-    def join_parts(self, later: Local) -> Local:
+    def join_parts(self, later: OpenChunks) -> OpenChunks:
         """Return these rows and later ones."""
         axes = ("q_BHGCD", 3), ("k_BHCD", 2), ("positions_BC", 1), ("columns_BC", 1)
-        return Local(*(torch.cat([getattr(self, name), getattr(later, name)], axis) for name, axis in axes))
+        return OpenChunks(*(torch.cat([getattr(self, name), getattr(later, name)], axis) for name, axis in axes))
 
     def take_columns(self, at_BM: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries [B,H,G,M,D] and keys [B,H,M,D] at these columns of each row, to attend or to keep for later."""
         b = torch.arange(len(at_BM), device=at_BM.device)[:, None]
         return self.q_BHGCD.movedim(3, 1)[b, at_BM].movedim(1, 3), self.k_BHCD.movedim(2, 1)[b, at_BM].movedim(1, 2)
 
-    def take_newest(self, count: int, start_B1: Tensor) -> Local:
+    def take_newest(self, count: int, start_B1: Tensor) -> OpenChunks:
         """Return the `count` newest queries and keys of each text, which wait for the prompt's next piece.
 
         Those before position `start_B1` get position -1: they belong to no chunk that is open.
@@ -40,7 +40,7 @@ class Local(Note):
         at = self.positions_BC.topk(min(count, self.positions_BC.shape[1]), dim=1).indices.sort(1).values
         positions = self.positions_BC.gather(1, at)
         positions = positions.masked_fill(positions < start_B1, -1)
-        return Local(*self.take_columns(at), positions, self.columns_BC.gather(1, at))
+        return OpenChunks(*self.take_columns(at), positions, self.columns_BC.gather(1, at))
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ChunkAttention(Need[Tensor]):
         """
         layer, size, sinks, positions_BQ = prompt.layer, self.size, prompt.sinks, prompt.positions_BQ
         columns_BQ = (prompt.past + torch.arange(positions_BQ.shape[1], device=positions_BQ.device)).expand_as(positions_BQ)
-        rows = Local(prompt.q_BHGQD.detach(), prompt.k_BHQD.detach(), positions_BQ, columns_BQ)
+        rows = OpenChunks(prompt.q_BHGQD.detach(), prompt.k_BHQD.detach(), positions_BQ, columns_BQ)
         earlier = layer.notes.pop(self.name, None)
         rows = rows if earlier is None else earlier.join_parts(rows)  # those that waited come first
         (B, H, G, C, _), positions_BC = rows.q_BHGCD.shape, rows.positions_BC
@@ -96,7 +96,7 @@ class ChunkAttention(Need[Tensor]):
         return context.state["local"]
 
 
-def _attend_in_chunks(rows: Local, at_BM: Tensor, real_BM: Tensor, size: int) -> Tensor:
+def _attend_in_chunks(rows: OpenChunks, at_BM: Tensor, real_BM: Tensor, size: int) -> Tensor:
     """Return the attention [B,H,M] that tokens at the columns `at_BM` get from all rows of their chunk.
 
     Called after each piece of a prompt. Query heads that share a KV head are averaged. real_BM: columns that hold a token;

@@ -15,7 +15,7 @@ from .base import Need, Note, PromptRead, StepRead
 
 
 @dataclass
-class Recent(Note):
+class NewestQueries(Note):
     """The last W queries of a layer. The query at position p lies in column p modulo W, so that no counter says where.
 
     Attributes:
@@ -27,13 +27,13 @@ class Recent(Note):
     positions_BW: Tensor
 
     @classmethod
-    def make_empty(cls, width: int, like_BHGQD: Tensor, dtype: torch.dtype) -> Recent:
+    def make_empty(cls, width: int, like_BHGQD: Tensor, dtype: torch.dtype) -> NewestQueries:
         """Make the object that will hold a layer's last `width` queries, without any yet, where its first prompt is read."""
         (B, H, G, _, D), device = like_BHGQD.shape, like_BHGQD.device
         positions = torch.full((B, width), -1, dtype=torch.long, device=device)
         return cls(torch.zeros(B, H, G, width, D, dtype=dtype, device=device), positions)
 
-    def read(self, q_BHGQD: Tensor, positions_BQ: Tensor) -> Recent:
+    def read(self, q_BHGQD: Tensor, positions_BQ: Tensor) -> NewestQueries:
         """Return a new object that also has the last queries of a prompt, or a piece of it, just read. Position -1: padding."""
         W = self.positions_BW.shape[1]
         positions, index = positions_BQ.topk(min(W, positions_BQ.shape[1]), dim=1)
@@ -41,9 +41,9 @@ class Recent(Note):
         newest = torch.maximum(positions.amax(1, keepdim=True), self.positions_BW.amax(1, keepdim=True))
         known = (positions >= 0) & (positions > newest - W)  # after an edit, tokens are read that are older than known ones
         column = torch.where(known, positions % W, W)  # column W takes the others, and is cut off again
-        record = Recent(F.pad(self.q_BHGWD, (0, 0, 0, 1)), F.pad(self.positions_BW, (0, 1)))
+        record = NewestQueries(F.pad(self.q_BHGWD, (0, 0, 0, 1)), F.pad(self.positions_BW, (0, 1)))
         record.restore((column, q, positions))
-        return Recent(record.q_BHGWD[:, :, :, :W].contiguous(), record.positions_BW[:, :W].contiguous())
+        return NewestQueries(record.q_BHGWD[:, :, :, :W].contiguous(), record.positions_BW[:, :W].contiguous())
 
     def restore(self, overwritten: tuple[Tensor, Tensor, Tensor]) -> None:
         """Write queries [B,H,G,Q,D] and positions [B,Q] to columns [B,Q] of this object: at a decode step, or to undo one."""
@@ -69,7 +69,7 @@ class Recent(Note):
 
 
 @dataclass
-class Looks:
+class LastLogits:
     """Logits of the last queries, for the tokens before these queries' own.
 
     Attributes:
@@ -93,8 +93,8 @@ class Looks:
 
 
 @dataclass(frozen=True)
-class LastQueries(Need[Looks]):
-    """Logits of a layer's last queries: context.view(LastQueries) returns Looks.
+class LastQueries(Need[LastLogits]):
+    """Logits of a layer's last queries: context.view(LastQueries) returns LastLogits.
 
     Attributes:
         width: how many.
@@ -104,7 +104,7 @@ class LastQueries(Need[Looks]):
     width: int
     protected: bool = True
     name: ClassVar[str] = "recent"
-    note: ClassVar[type[Note] | None] = Recent
+    note: ClassVar[type[Note] | None] = NewestQueries
     is_read: ClassVar[bool] = True
 
     @property
@@ -121,7 +121,7 @@ class LastQueries(Need[Looks]):
 
     def read(self, prompt: PromptRead) -> None:
         notes, q = prompt.layer.notes, prompt.plain_BHGQD.detach()
-        note: Recent = notes.get(self.name) or Recent.make_empty(self.width, q, q.dtype)
+        note: NewestQueries = notes.get(self.name) or NewestQueries.make_empty(self.width, q, q.dtype)
         notes[self.name] = note.read(q, prompt.positions_BQ)
 
     def step(self, step: StepRead) -> None:
@@ -133,13 +133,13 @@ class LastQueries(Need[Looks]):
         column = step.positions_B1 % self.width
         note.restore((column, step.q_BHGD.detach()[:, :, :, None], step.positions_B1))
 
-    def view(self, context: EvictionContext) -> Looks:
+    def view(self, context: EvictionContext) -> LastLogits:
         """Return the logits of the layer's last queries for the tokens before them, for a score, when tokens are evicted."""
-        note: Recent = context.layer_read.notes[self.name]
+        note: NewestQueries = context.layer_read.notes[self.name]
         width = context.limits.observed[:, 0] if self.protected else self.width  # as many as the budget has room for
         first_B1 = context.newest_B11[:, 0] + 1 - width
         x_BHGWT, candidate_BHT = context.layer_read.logits(note.q_BHGWD, note.positions_BW, first_B1)
-        return Looks(x_BHGWT, candidate_BHT, (note.positions_BW >= 0) & (note.positions_BW >= first_B1))
+        return LastLogits(x_BHGWT, candidate_BHT, (note.positions_BW >= 0) & (note.positions_BW >= first_B1))
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -108,7 +108,7 @@ class SecondReading(Rereading[Tensor]):
 
 
 @dataclass
-class Asked(Note):
+class RepeatedQueries(Note):
     """Queries of a second reading so far.
 
     Attributes:
@@ -121,7 +121,7 @@ class Asked(Note):
 
 
 @dataclass(frozen=True)
-class RepeatQueries(Rereading[Asked]):
+class RepeatQueries(Rereading[RepeatedQueries]):
     """Some queries of a second reading, evenly spread: `layer.notes["asked"]` until the prompt ends.
 
     Of n tokens that a row repeats, every m-th asks, m = ceil(n / queries), counted from each piece's first.
@@ -153,10 +153,10 @@ class RepeatQueries(Rereading[Asked]):
         index_BW = (~asks_BQ).byte().argsort(dim=1, stable=True)[:, :most]
         q = q_BHGQD.detach().gather(3, index_BW[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
         positions = positions_BQ.gather(1, index_BW).masked_fill(~asks_BQ.gather(1, index_BW), -1)
-        earlier: Asked | None = layer.notes.get(self.name)
+        earlier: RepeatedQueries | None = layer.notes.get(self.name)
         if earlier is not None:
             q, positions = torch.cat([earlier.q_BHGWD, q], 3), torch.cat([earlier.positions_BW, positions], 1)
-        layer.notes[self.name] = Asked(q, positions)
+        layer.notes[self.name] = RepeatedQueries(q, positions)
 
     def end(self, layer: LayerRead, state: dict[str, Tensor], evicts: bool) -> None:
         layer.notes.pop(self.name, None)

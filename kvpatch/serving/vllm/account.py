@@ -1,4 +1,4 @@
-"""Account of a budget in a scheduler of vLLM: the line that it logs at the start, and counts of its requests."""
+"""BudgetLog of a budget in a scheduler of vLLM: the line that it logs at the start, and counts of its requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_own(sampling: Any, most: int) -> int:
     return find_own(get_asked(sampling), most)
 
 
-class Account:
+class BudgetLog:
     """The account of one scheduler, for all its groups of layers: layers of a group hold equally many tokens.
 
     figures: where the counts go; None where nobody reads them.
@@ -73,9 +73,9 @@ class Account:
         written = request.num_tokens - request.num_prompt_tokens
         seen = min(request.num_computed_tokens, request.num_tokens - bool(written))  # the last is never fed back
         prompt = min(seen, request.num_prompt_tokens)
-        own_k = [read_own(request.sampling_params, spec.held.most) for _, spec in self.groups]
+        asked_k = [read_own(request.sampling_params, spec.held.most) for _, spec in self.groups]
         held = sum(
-            layers * spec.count_held(prompt, seen - prompt, k) for (layers, spec), k in zip(self.groups, own_k, strict=True)
+            layers * spec.count_held(prompt, seen - prompt, k) for (layers, spec), k in zip(self.groups, asked_k, strict=True)
         )
         evicted = seen - held / sum(layers for layers, _ in self.groups)
         for name, value in (("seen_tokens", seen), ("held_tokens", seen - evicted), ("evicted_tokens", evicted)):

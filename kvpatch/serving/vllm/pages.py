@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from ...cache.holding import count_tokens
 from ...errors import KVPatchError
 from ...policies.budgets import Size
-from .account import Account, read_own
+from .account import BudgetLog, read_own
 from .callers import iterate_callers
 from .figures import find_figures
 from .free_pages import choose_pages
@@ -63,29 +63,32 @@ class BudgetSpec(CircularBufferSpec):
         size = cache.block_size if cache.user_specified_block_size else SLOTS
         return cls(**{**same, "block_size": size, "held": layer, "longest": longest})
 
-    def count_held(self, prompt: int, new: int, own_k: int = 0) -> int:
-        """Count the tokens that a head holds after a prompt and `new` tokens, to size pages. own_k: the request's k, or 0."""
+    def count_held(self, prompt: int, new: int, asked_k: int = 0) -> int:
+        """Count the tokens that a head holds after a prompt and `new` tokens, to size pages. asked_k: the request's k, or 0."""
         # bound: a sliding window, whatever the k; grows: generated tokens are kept beside the budget
-        budget, schedule = own_k if own_k and not self.held.bound else self.held.budget, "prompt" if self.held.grows else "both"
+        budget, schedule = (
+            asked_k if asked_k and not self.held.bound else self.held.budget,
+            "prompt" if self.held.grows else "both",
+        )
         (held,) = count_tokens(Size(budget), schedule, prompt, new)
         return held
 
-    def pages(self, prompt: int, total: int | None = None, own_k: int = 0) -> int:
+    def pages(self, prompt: int, total: int | None = None, asked_k: int = 0) -> int:
         """Return how many pages a request claims as it begins, for the tokens that it will hold and the one being written.
 
         Under a k that is a share of the prompt, the prompt is read in one pass, and `prompt` is all of it.
 
         prompt: tokens of its prompt, or those of its first pass if `total` is None. total: tokens of prompt and answer; None:
-        as many as the model takes. own_k: the budget that the request asks for, or 0.
+        as many as the model takes. asked_k: the budget that the request asks for, or 0.
         """
         last = min(total or self.longest, self.longest)
-        held = self.count_held(prompt, max(last - 1 - prompt, 0), own_k)
+        held = self.count_held(prompt, max(last - 1 - prompt, 0), asked_k)
         return cdiv(min(held + 1, self.longest), self.block_size)
 
     def most_pages(self, prompt: int | None = None) -> int:
         """Return the most pages that a request may need whose first pass reads so many tokens of its prompt; None: any."""
         prompts = (1, self.longest) if prompt is None else (prompt,)
-        return max(self.pages(n, own_k=own_k) for n in prompts for own_k in (0, self.held.most))
+        return max(self.pages(n, asked_k=asked_k) for n in prompts for asked_k in (0, self.held.most))
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
         """Tell vLLM if these layers can have one block table: all have the same spec."""
@@ -118,7 +121,7 @@ class BudgetManager(CircularBufferManager):
         scheduler = self._scheduler()
         self._figures = find_figures()
         # the first group's manager logs and counts, for /metrics, what all groups hold
-        self._account = None if scheduler is None or self.kv_cache_group_id else Account(scheduler, self._figures)
+        self._account = None if scheduler is None or self.kv_cache_group_id else BudgetLog(scheduler, self._figures)
 
     def _find_request(self, request_id: str) -> Any:
         """Return a request, or None if its scheduler is not known."""
@@ -130,10 +133,10 @@ class BudgetManager(CircularBufferManager):
         request = self._find_request(request_id)
         if request is None:
             return self.kv_cache_spec.pages(num_tokens), 0
-        own_k = read_own(request.sampling_params, self.kv_cache_spec.held.most)
+        asked_k = read_own(request.sampling_params, self.kv_cache_spec.held.most)
         if request.resumable:  # its text may become longer than its max_tokens say
-            return self.kv_cache_spec.pages(num_tokens, own_k=own_k), own_k
-        return self.kv_cache_spec.pages(request.num_tokens, request.num_prompt_tokens + request.max_tokens, own_k), own_k
+            return self.kv_cache_spec.pages(num_tokens, asked_k=asked_k), asked_k
+        return self.kv_cache_spec.pages(request.num_tokens, request.num_prompt_tokens + request.max_tokens, asked_k), asked_k
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *given: Any, **more: Any) -> int:
         """Return how many pages a new request needs, and 0 for one that was admitted. vLLM asks before each pass."""
@@ -149,12 +152,12 @@ class BudgetManager(CircularBufferManager):
             self._account.note_pass(request, num_tokens, begins=not blocks)
         if blocks:
             return []
-        count, own_k = self._count_pages(request_id, num_tokens)
+        count, asked_k = self._count_pages(request_id, num_tokens)
         free = bytes(one.ref_cnt == 0 and not one.is_null for one in pool.blocks)
         new = [pool.blocks[page] for page in choose_pages(free, count)]
         pool.touch(new)  # takes them from the free ones
         self._note_taken(len(new))
-        blocks.extend([*new, pool.null_block, KVCacheBlock(block_id=own_k, is_null=True)])  # a null block is never freed
+        blocks.extend([*new, pool.null_block, KVCacheBlock(block_id=asked_k, is_null=True)])  # a null block is never freed
         return [*blocks]
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:

@@ -27,7 +27,7 @@ from ..rows import RequestRows, RowPool
 class Scheduled(NamedTuple):
     """A request's columns (tokens) in a pass: `columns` from `first` on, after `past` tokens. prompt: they are a prompt's.
 
-    pages: in its first pass all that it has, later the first alone. own_k: in its first pass its k; 0 for the settings'.
+    pages: in its first pass all that it has, later the first alone. asked_k: in its first pass its k; 0 for the settings'.
     """
 
     pages: list[int]
@@ -35,7 +35,7 @@ class Scheduled(NamedTuple):
     columns: int
     past: int
     prompt: bool
-    own_k: int = 0
+    asked_k: int = 0
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class Requests:
 
     pools: the pages of each layer, in strips [2,S,P,D] (a strip is a page of one head), once the layer has seen them. now: the
     newest pass, as each layer is told it: layers that hold different numbers of tokens have different pages. divided: pages of
-    requests that begin in it, by their columns. own_k: each request's k. reading: the rows of each request that has not
+    requests that begin in it, by their columns. asked_k: each request's k. reading: the rows of each request that has not
     decoded yet; prompts that began together are rows of a cache. rows: those that decode, by their k, since the rows of a
     cache have one budget.
     """
@@ -62,7 +62,7 @@ class Requests:
         self.pools: list[Tensor | None] = [None] * settings.n_layers  # each layer's pages
         self.now: list[Sequence[Scheduled]] = [()] * settings.n_layers  # the newest pass, as each layer is told it
         self.divided: list[tuple[Sequence[Scheduled], list[int], Strips]] = []  # pages of requests that begin in it
-        self.own_k: dict[str, int] = {}  # by request: the budget that it asks for, or 0
+        self.asked_k: dict[str, int] = {}  # by request: the budget that it asks for, or 0
         self._by_own = {0: settings}  # by that k
         self.reading: dict[str, RequestRows] = {}  # by request, until it decodes
         self.rows = defaultdict[int, RowPool](lambda: RowPool(order=int))  # that decode, by k; in the order of their pages
@@ -79,25 +79,25 @@ class Requests:
         for one in scheduled:
             if one.past == 0:
                 self._drop_ended(one.name)
-                self.own_k[one.name] = one.own_k
-                begin.setdefault((one.columns, one.own_k), []).append(one)
+                self.asked_k[one.name] = one.asked_k
+                begin.setdefault((one.columns, one.asked_k), []).append(one)
             elif one.prompt or one.columns > 1:
                 further.append(one)
             else:
-                decoding.setdefault(self.own_k[one.name], {})[one.name] = one.first
+                decoding.setdefault(self.asked_k[one.name], {})[one.name] = one.first
         self._split_rows({name for together in decoding.values() for name in together})
-        parts = [self._step_requests(own_k, together) for own_k, together in decoding.items()]
+        parts = [self._step_requests(asked_k, together) for asked_k, together in decoding.items()]
         parts += [self._begin_prompts(together) for together in begin.values()]
         parts += [self._continue_prompt(one) for one in further]
         packed = PackedPass(parts, self.settings)
         packed.begin(None, None)
         return packed
 
-    def _step_requests(self, own_k: int, decoding: dict[str, int]) -> Part:
+    def _step_requests(self, asked_k: int, decoding: dict[str, int]) -> Part:
         """Return a pass's part for requests that decode under one k: a cache with a row for each. decoding: their columns."""
         for name in decoding:
             self._end_prompt(name)
-        rows = self.rows[own_k].gather(decoding)
+        rows = self.rows[asked_k].gather(decoding)
         return Part(rows.cache, on_device([decoding[name] for name in rows.alive], self.device), decodes=True)
 
     def _list_columns(self, together: Sequence[Scheduled]) -> Tensor:
@@ -108,7 +108,7 @@ class Requests:
     def _begin_prompts(self, together: list[Scheduled]) -> Part:
         """Make a cache in vLLM's pages for prompts of one length that begin in this pass, a row each; return its part of it."""
         together.sort(key=lambda one: one.pages[0])
-        cache, firsts = EvictingCache(self._settings_of(together[0].own_k)), [one.first for one in together]
+        cache, firsts = EvictingCache(self._settings_of(together[0].asked_k)), [one.first for one in together]
         for layer, slots in enumerate(cache.layers):
             slots.storage = functools.partial(self._make_slots, layer, firsts)  # called with the layer's first keys
         cache.request.prompt_len = together[0].columns
@@ -116,11 +116,11 @@ class Requests:
         self.reading |= dict.fromkeys(rows.alive, rows)
         return Part(cache, self._list_columns(together), decodes=False)
 
-    def _settings_of(self, own_k: int) -> CacheSettings:
+    def _settings_of(self, asked_k: int) -> CacheSettings:
         """Return the settings for a new cache of requests that ask for this k (0: for none). They are kept in `_by_own`."""
-        if own_k not in self._by_own:
-            self._by_own[own_k] = dataclasses.replace(self.settings, budget=Budget((own_k,) * self.settings.n_layers))
-        return self._by_own[own_k]
+        if asked_k not in self._by_own:
+            self._by_own[asked_k] = dataclasses.replace(self.settings, budget=Budget((asked_k,) * self.settings.n_layers))
+        return self._by_own[asked_k]
 
     def _continue_prompt(self, one: Scheduled) -> Part:
         """Return a pass's part for a further piece of a prompt, after which it is evicted as at a prompt's end (prompt_len)."""
@@ -159,9 +159,9 @@ class Requests:
         if rows is not None:
             for one in rows.alive:
                 del self.reading[one]
-            self.rows[self.own_k[name]].parts.append(rows)
+            self.rows[self.asked_k[name]].parts.append(rows)
 
     def _drop_ended(self, name: str) -> None:
         """Drop the request that had this first page before: a new one begins there, so that one has ended."""
         self.reading.pop(name, None)
-        self.rows[self.own_k.pop(name, 0)].drop(name)
+        self.rows[self.asked_k.pop(name, 0)].drop(name)

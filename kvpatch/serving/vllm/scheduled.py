@@ -41,7 +41,7 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
         rows = zip(first, first[1:], lengths.tolist(), metadata.is_prefilling.tolist(), strict=False)
         spans = [(start, stop - start, seen - (stop - start), prompt) for start, stop, seen, prompt in rows]
         found = self._read_pages(metadata.block_table_tensor, [(columns, past) for _, columns, past, _ in spans])
-        requests = [(pages, span, own_k) for (pages, own_k), span in zip(found, spans, strict=True)]
+        requests = [(pages, span, asked_k) for (pages, asked_k), span in zip(found, spans, strict=True)]
         scheduled = [Scheduled(pages, *span, k) for pages, span, k in requests if span[1] > 0 and pages[0] != NOBODY]
         return Pass(scheduled, metadata.num_actual_tokens)
 

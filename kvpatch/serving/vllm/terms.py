@@ -98,8 +98,8 @@ class RequestTerms:
 
 def find_own(asked: Mapping[str, Any], most: int) -> int:
     """Return the k that a request asks for, a number of tokens from 1 to `most`, or 0."""
-    own_k = asked.get(OWN)
-    return own_k if isinstance(own_k, int) and not isinstance(own_k, bool) and 1 <= own_k <= most else 0
+    asked_k = asked.get(OWN)
+    return asked_k if isinstance(asked_k, int) and not isinstance(asked_k, bool) and 1 <= asked_k <= most else 0
 
 
 def read_terms(additional: object, variable: str | None) -> RequestTerms | None:
