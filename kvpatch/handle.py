@@ -61,9 +61,8 @@ class Patch:
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
         measured = stamp_model(target.decoder) if self.settings.policy.needs.find(Calibrated) else None  # to notice changes
-        state = PatchState(
-            self.settings, adapter, limit, target.shapes(), names, measured, target.why_positions_fixed(), options
-        )
+        fixed = target.why_positions_fixed()
+        state = PatchState(self.settings, adapter, limit, target.shapes(), names, measured, fixed, options)
         state.prefixes.renew = functools.partial(renew_prefix, target, weakref.ref(state))
         return state
 

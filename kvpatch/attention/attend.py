@@ -94,7 +94,7 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if cache.settings.strict:
         anomaly.check_outcome(call, out.view(B, heads // call.group, call.group, Q, -1))
     slots.graph = None  # keys and values with their autograd graph, which only this pass needs
-    passes.end(cache, layer)
+    passes.end_layer(cache, layer)
     if cache.settings.strict and layer == len(cache.layers) - 1 and not (cache.scratch or cache.unfinished):
         anomaly.check_cache(cache)
     return out_BQE

@@ -310,7 +310,7 @@ class Call(LayerRead):
         """Note after an eviction from which position on evicted tokens are unseen, if the patch keeps a record for replays."""
         lifetimes, slots = self.cache.lifetimes, self.slots
         if lifetimes is not None:
-            lifetimes.note(self.layer, slots.positions[:, :, : slots.used], newest_B11 + 1)
+            lifetimes.note_evictions(self.layer, slots.positions[:, :, : slots.used], newest_B11 + 1)
 
     def rotated_back(self, x_BHTD: Tensor, positions_BHT: Tensor) -> Tensor:
         """Return queries or keys with their rotation undone, in the dtype of scores, for scores that leave positions out."""

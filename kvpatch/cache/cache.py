@@ -158,8 +158,8 @@ class EvictingCache(TextState):
         new, memo = super().__copy__(), {id(one): one for one in uncopied}
         copied = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))  # None: set below
         vars(new).update(copy.deepcopy(copied, memo))
-        new.layers, new.shared, new.states = [layer.sharing() for layer in self.layers], self.shared, self.states.sharing()
-        new.ids = self.ids
+        new.layers, new.states = [layer.copy_sharing() for layer in self.layers], self.states.copy_sharing()
+        new.shared, new.ids = self.shared, self.ids
         return new
 
     @staticmethod

@@ -41,7 +41,7 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
         for index, layer in enumerate(cache.layers):
             _take_out(cache, layer, gone_BT.to(layer.device))
             if cache.lifetimes is not None:
-                cache.lifetimes.note(index, layer.positions, cache.lengths_B.to(layer.device)[:, None, None])
+                cache.lifetimes.note_evictions(index, layer.positions, cache.lengths_B.to(layer.device)[:, None, None])
         cache.rows.edited = cache.seen
         cache.counters.device = None  # the next pass makes it anew
 

@@ -142,7 +142,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def batch_size(self) -> int:
         return self.positions.shape[0] if self.is_initialized else -1
 
-    def sharing(self) -> SlotLayer:
+    def copy_sharing(self) -> SlotLayer:
         """Return a copy that shares all tensors, for `select_rows`; `map_rows` then gives the copy tensors of its own."""
         new = copy.copy(self)
         new.mode, new.state, new.notes = copy.copy(self.mode), dict(self.state), dict(self.notes)

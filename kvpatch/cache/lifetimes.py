@@ -43,7 +43,7 @@ class Lifetimes(Batched):
         """Bytes of all tensors."""
         return sum(one.nbytes for one in (self.ids, *self.deaths) if one is not None)
 
-    def read(self, ids_BQ: Tensor, positions_BQ: Tensor, columns: int) -> None:
+    def note_ids(self, ids_BQ: Tensor, positions_BQ: Tensor, columns: int) -> None:
         """Note the ids of a pass's tokens by position (-1: padding; else below `columns`) where it begins, for replays."""
         if self.ids is None:
             self.ids = ids_BQ.new_zeros(len(ids_BQ), 0)
@@ -51,7 +51,7 @@ class Lifetimes(Batched):
         at = positions_BQ.masked_fill(positions_BQ < 0, self.ids.shape[-1] - 1)  # the last column is no token's
         self.ids = self.ids.scatter(1, at, ids_BQ.to(self.ids.dtype))
 
-    def note(self, layer: int, positions_BHT: Tensor, seen_B11: Tensor) -> None:
+    def note_evictions(self, layer: int, positions_BHT: Tensor, seen_B11: Tensor) -> None:
         """Set the death of each token that a layer no longer holds, for replays: the tokens seen when it was evicted.
 
         Called after each eviction. positions_BHT: of the held tokens, -1 in empty slots.

@@ -56,7 +56,7 @@ def begin(
     if cache.settings.by_columns and now.rows_BQ is not None and now.padding is not None and now.padding.attends:
         _count_gaps(cache, now, now.rows_BQ)
     if cache.lifetimes is not None and input_ids is not None:  # evictions are recorded for replays
-        cache.lifetimes.read(input_ids, now.positions_BQ, seen + Q)
+        cache.lifetimes.note_ids(input_ids, now.positions_BQ, seen + Q)
     _note_ids(cache, now, merged_ids if input_ids is None else input_ids, seen)
     if prompt:
         _begin_prompt(cache, now, before)
@@ -180,7 +180,7 @@ def _clear_undo_logs(cache: TextState) -> None:
         layer.undo_log.clear()
 
 
-def end(cache: TextState, layer: int) -> None:
+def end_layer(cache: TextState, layer: int) -> None:
     """Count a layer's part of a pass as done, after its attention has run; after the last layer the pass ends.
 
     A scratch cache, of one pass without use_cache, is emptied layer by layer; only what reports need is kept.
@@ -191,7 +191,7 @@ def end(cache: TextState, layer: int) -> None:
         cache.meter.now = 0
     now = cache.running
     if layer == len(cache.layers) - 1 and not outlasts(cache, now):  # else a hook after the decoder ends it
-        finish(cache)
+        end_pass(cache)
 
 
 def outlasts(cache: TextState, now: Forward) -> bool:
@@ -200,7 +200,7 @@ def outlasts(cache: TextState, now: Forward) -> bool:
     return now.reread_BN is not None or now.repeat is not None or (follow and not cache.scratch)
 
 
-def finish(cache: TextState) -> None:
+def end_pass(cache: TextState) -> None:
     """End a pass, or the second reading after it: update the tensor counters of compiled steps, and allow the next use."""
     now, counters = cache.running, cache.counters
     cache.states.end_pass()

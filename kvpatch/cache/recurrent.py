@@ -81,7 +81,7 @@ class RecurrentStates(Cache):
         """Detach the states from the autograd graph of this pass."""
         self.map_rows(lambda state: state.detach() if state.requires_grad else state)
 
-    def sharing(self) -> RecurrentStates:
+    def copy_sharing(self) -> RecurrentStates:
         """Return a copy that shares all tensors, for `select_rows`; `map_rows` then gives the copy tensors of its own."""
         new = copy.copy(self)
         new.layers = [None if layer is None else _copy_sharing(layer) for layer in self.layers]

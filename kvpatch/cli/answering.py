@@ -24,8 +24,8 @@ from ..errors import KVPatchError
 from ..serving.admission import check_length
 from ..serving.conversations import Conversations
 from ..serving.sampling import make_sampling, sample_by_request
-from .figures import ServerMetrics
 from .free_memory import EVERY, give_back_memory
+from .metrics import ServerMetrics
 from .request_fields import AcceptedRequest, RefusedError
 from .request_stops import StopStringWatch, WatchedDecoder, cut_tokens
 from .request_system import find_messages
@@ -73,7 +73,7 @@ class Answers(CBGenerateManager):
 
     Attributes:
         asked: requests that were accepted, by their ids, until their answers have been sent.
-        figures: of the server.
+        metrics: of the server.
     """
 
     engine: Any
@@ -82,7 +82,7 @@ class Answers(CBGenerateManager):
         """Begin without requests when a server starts; its engine runs already. Kept conversations will call `_note_reuse`."""
         super().__init__()
         self._cb = self.engine = engine
-        self.model, self.positions, self.figures = model, positions, ServerMetrics(engine)
+        self.model, self.positions, self.metrics = model, positions, ServerMetrics(engine)
         self.asked: dict[str, AcceptedRequest] = {}  # by request id, until the answer has been sent
         self._closed = 0  # requests whose answers have been sent
         self.conversations: Conversations | None = engine.conversations
@@ -254,7 +254,7 @@ class Answers(CBGenerateManager):
         with contextlib.suppress(queue.Empty):
             while True:  # outputs of requests that have no handler any more: nobody else reads them
                 self.engine.output_router.output_queue.get_nowait()
-        self.figures.note_end(asked)
+        self.metrics.note_end(asked)
 
 
 class _Streamer(CBStreamer):

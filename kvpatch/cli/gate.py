@@ -63,7 +63,7 @@ class Gate:
         finally:
             asked = self.answers.close(name)
             path = scope["path"] if scope["path"] in (*PATHS, *_OPEN, "/v1/models") else "other"
-            self.answers.figures.note_answer(path, status or GONE)
+            self.answers.metrics.note_answer(path, status or GONE)
             if path not in _OPEN:
                 self.log(_describe_request(scope, status, time.monotonic() - began, asked))
 
@@ -82,7 +82,7 @@ class Gate:
         if method != allowed:
             raise RefusedError(f"{path} takes {allowed}, not {method}.", status=405)
         if path == "/metrics":
-            await answer(send, 200, self.answers.figures.render(), "text/plain; version=0.0.4")
+            await answer(send, 200, self.answers.metrics.render(), "text/plain; version=0.0.4")
             return
         if self.key is not None and path not in _OPEN and not self._has_key(scope["headers"]):
             raise RefusedError("Send the server's key: 'Authorization: Bearer KEY'.", status=401, code="invalid_api_key")
@@ -99,7 +99,7 @@ class Gate:
         await self.app({**scope, "headers": others + new}, _replay_body(body, receive), send)
 
     def _add_conversations(self, health: dict[str, Any]) -> bool:
-        health["conversations"] = self.answers.figures.describe_conversations()
+        health["conversations"] = self.answers.metrics.describe_conversations()
         return True
 
     def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:

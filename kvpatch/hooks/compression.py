@@ -43,7 +43,7 @@ def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: 
             now.ahead_B1 = past.get_seq_length() - cache.lengths_B[:, None]
         _end_prompt(target, cache, devices)
         if now.reread_BN is None:  # else the policy scores by a second reading of the prompt
-            passes.finish(cache)
+            passes.end_pass(cache)
         else:
             read_again(target.decoder, cache, state, now.reread_BN)
     if cache.settings.strict:

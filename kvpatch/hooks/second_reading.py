@@ -49,7 +49,7 @@ def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> No
         read_again(decoder, cache, state, now.reread_BN)
     else:
         with torch.inference_mode(False), torch.no_grad():
-            passes.finish(cache)
+            passes.end_pass(cache)
     if cache.settings.strict:
         anomaly.check_cache(cache)
 
@@ -79,7 +79,7 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
             cache.now = now
         with torch.inference_mode(False):
             compress.finish(cache, now)
-            passes.finish(cache)
+            passes.end_pass(cache)
 
 
 def check_second_reading(settings: CacheSettings, seen: int, Q: int, limit: int) -> None:

@@ -129,7 +129,7 @@ class Configuration:
         """Return the value of the first of these names that config.json has, or None."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
-    def need(self, *names: str) -> int:
+    def require_count(self, *names: str) -> int:
         """Return the value of the first of these names that config.json has. Raises KVPatchError if it is no int above 0."""
         value = self.get(*names)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -142,17 +142,19 @@ class Configuration:
     @property
     def n_layers(self) -> int:
         """Layers of the decoder."""
-        return self.need("num_hidden_layers", "n_layer", "n_layers", "decoder_layers", "num_layers")
+        return self.require_count("num_hidden_layers", "n_layer", "n_layers", "decoder_layers", "num_layers")
 
     @property
     def width(self) -> int:
         """Numbers of a hidden state."""
-        return self.need("hidden_size", "n_embd", "d_model")
+        return self.require_count("hidden_size", "n_embd", "d_model")
 
     @property
     def heads(self) -> int:
         """Query heads."""
-        return self.need("decoder_attention_heads", "num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads")
+        return self.require_count(
+            "decoder_attention_heads", "num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads"
+        )
 
     @property
     def head_size(self) -> int:

@@ -93,10 +93,10 @@ def test_a_cache_that_contradicts_itself_is_noticed(model, monkeypatch):
         finish(cache)
         cache.layers[1].positions[0, 0, :2] = 0
 
-    finish, past = passes.finish, model(IDS).past_key_values
+    finish, past = passes.end_pass, model(IDS).past_key_values
     with kvpatch.patched(model, "window", 0.4, strict=True) as patch:
         patch.compress(past)
-        monkeypatch.setattr(passes, "finish", spoiled)
+        monkeypatch.setattr(passes, "end_pass", spoiled)
         with pytest.raises(kvpatch.KVPatchError, match="contradicts itself: layer 1: a head holds a token twice"):
             patch.compress(past)
 

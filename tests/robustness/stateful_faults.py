@@ -49,8 +49,8 @@ PASS = [
     (SlotLayer, "allocate"), (SlotLayer, "resize_slots"), (DenseSlots, "move_to_front"), (SlotLayer, "begin_prompt"),
     (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record_step"),
     (head_offsets.HeadOffsets, "pack_entries"), (DeviceCounters, "advance"), (passes, "begin"),
-    (passes, "end"), (passes, "check_batch"), (passes, "_count_budget"),
-    (passes, "finish"), (decoder, "_begin_pass"), (positions, "_refuse_too_many"), (RunLog, "begin"),
+    (passes, "end_layer"), (passes, "check_batch"), (passes, "_count_budget"),
+    (passes, "end_pass"), (decoder, "_begin_pass"), (positions, "_refuse_too_many"), (RunLog, "begin"),
 ]  # fmt: skip
 ROWS = [(SlotLayer, "map_rows"), (TextState, "catch_up"), (Batched, "change_rows"), (head_offsets.HeadOffsets, "select_heads")]
 CROP = [(SlotLayer, "crop"), (SlotLayer, "can_crop"), (layer, "restore_step")]

@@ -45,7 +45,8 @@ MUTANTS = {
         "hooks/lossless.py", "torch.stack(logits, 1) if self.samples", "torch.zeros(1, self.drafted, 97) if self.samples",
         "tests/hooks/test_lossless.py::test_sampled_tokens_have_the_unpatched_model_s_distribution"),
     "a chat over all tokens forgets what a template drops": (
-        "hooks/chat.py", "            return False  # it keeps exact entries, and later tokens attended to these", "            pass",
+        "hooks/chat.py", "            return False  # it keeps exact entries, and later tokens attended to these",
+        "            pass",
         "tests/hooks/test_lossless_chat.py::test_what_a_template_takes_back_is_read_from_there_on"),
     "a file's places are not those of its tokens": (
         "storage/lossless.py", 'if edited > T or not torch.equal(newest, torch.arange(edited, T, device="cpu")):',
