@@ -53,21 +53,22 @@ def check_cache(cache: TextState) -> None:
 
 
 def _refuse_bad(call: Call, what: str, bad_BHT: Tensor, positions: Tensor, advice: str) -> None:
-    """Raise KVPatchError, with rows and positions, if `bad_BHT` marks a token that is not padding; positions [B,1|H,T].
+    """Raise KVPatchError, for a check of strict=True, if `bad_BHT` marks a token that is not padding; positions [B,1|H,T].
 
-    what: the numbers that were checked. advice: a sentence that the message adds, or "".
+    The message names batch rows, positions and heads. T: tokens of the pass, or used slots. what: the numbers that were
+    checked. advice: a sentence that the message adds, or "".
     """
     bad_BHT = bad_BHT & (positions >= 0)
     if not bool(bad_BHT.any()):
         return
-    rows = enumerate(zip(positions.expand_as(bad_BHT), bad_BHT, strict=True))
-    places = [(b, p) for b, (row, bad) in rows for p in sorted(row[bad].unique().tolist())]
-    few = ", ".join(f"row {b} position {p}" for b, p in places[:SHOWN])
+    batch_rows = enumerate(zip(positions.expand_as(bad_BHT), bad_BHT, strict=True))
+    places = [(b, p) for b, (row, bad) in batch_rows for p in sorted(row[bad].unique().tolist())]
+    first_places = ", ".join(f"row {b} position {p}" for b, p in places[:SHOWN])
     more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
     heads = ", ".join(map(str, sorted(set(bad_BHT.nonzero()[:, 1].tolist()))))
     raise KVPatchError(
         f"strict=True: the {what} of layer {call.layer} ({call.settings.strict[call.layer] or 'the model itself'}) are NaN or "
-        f"infinite at {few}{more}, head {heads}. {advice}{' ' if advice else ''}"
+        f"infinite at {first_places}{more}, head {heads}. {advice}{' ' if advice else ''}"
         "Look at this layer's weights and at the layers before it; a float16 model that overflows may run in bfloat16 "
         "(model.to(torch.bfloat16)). Leave strict out to go on: a NaN then counts as the lowest score."
     )

@@ -33,10 +33,10 @@ def attend(
 ) -> Tensor:
     """Attend in one layer: write new tokens to the cache, and evict what the policy chooses. Each patched layer calls it.
 
-    q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The leading columns that belong to the
-    prompt are attended together; the others one after another, each as a decode step. Autocast is off throughout: scores,
-    norms and statistics stay float32, and q, k and v arrive in autocast's dtype. reads: the module has no keys of its own and
-    uses the keys of `layer`, which has run (reading.py).
+    q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The pass's first columns may end a prompt: they
+    attend together. Each later column is a decode step. Autocast is off here, so that scores, norms and statistics stay
+    float32; q, k and v arrive in autocast's dtype. reads: the attention module computes no keys, and attends to those of an
+    earlier layer, `layer` (reading.py).
     """
     run = reading.attend if reads else _attend_writing
     if is_autocasting(q.device.type):
@@ -54,7 +54,10 @@ def is_autocasting(device: str) -> bool:
 def _attend_writing(
     cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter
 ) -> Tensor:
-    """Attend in a layer with keys of its own, in a replay or through a cache. Inference mode is off meanwhile."""
+    """Attend in a layer that computes its own keys. Inference mode is off while a cache is written.
+
+    The cache is a ReplayPass if recorded texts are read again in one pass, for training; then nothing is written.
+    """
     if isinstance(cache, ReplayPass):
         return cache.attend(layer, q, k, v, bound_adapter)
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
@@ -71,8 +74,8 @@ def _attend_layer(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor,
 def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run a pass in one layer: attend, store new keys and values, evict, and count the layer as done; return [B,Q,H*G*D].
 
-    In a decode step the first layer also prepares short versions of the step for the others (bound_step.py). A scratch cache
-    serves one pass without use_cache.
+    In a decode step the first layer also makes bound steps (functions that save Python time) for later layers (bound_step.py).
+    A scratch cache is dropped after this pass, since the caller passed no cache. `stack`: layers that score and evict together.
     """
     cache, layer, slots = call.cache, call.layer, call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: a cache keeps its first one
@@ -93,7 +96,7 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out_BQE = rearrange(out, "b h g q d -> b q (h g d)")
     if cache.settings.strict:
         anomaly.check_outcome(call, out.view(B, heads // call.group, call.group, Q, -1))
-    slots.graph = None  # keys and values with their autograd graph, which only this pass needs
+    slots.graph = None  # drop keys and values with their autograd graph, which only this pass needs
     passes.end_layer(cache, layer)
     if cache.settings.strict and layer == len(cache.layers) - 1 and not (cache.scratch or cache.unfinished):
         anomaly.check_cache(cache)
@@ -108,16 +111,17 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
     read = read if repeat is None else functools.partial(second_reading.attend, repeat)
     outs = [read(call, q_BHGQD[:, :, :, :P], k[:, :, :P], v[:, :, :P])] if P else []
     for t in range(P, Q):
-        at = slice(t, t + 1)
-        outs.append(decode.attend(call, q_BHGQD[:, :, :, t], k[:, :, at], v[:, :, at], t)[:, :, :, None])
+        column = slice(t, t + 1)
+        outs.append(decode.attend(call, q_BHGQD[:, :, :, t], k[:, :, column], v[:, :, column], t)[:, :, :, None])
     return torch.cat(outs, 3) if len(outs) > 1 else outs[0]
 
 
 def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:
-    """Return the Call (layer and pass in one) of a layer that begins its part of a pass.
+    """Return a Call, the object that stands for one layer in one forward pass. Each layer begins with this.
 
-    A decode step takes the layer's Call of the last step, set to this pass: that saves Python. Calls of other passes are new,
-    as are those that torch.compile traces.
+    To save Python time, a decode step takes the layer's Call of the last step and sets it to this pass. A prompt, and a step
+    that torch.compile traces, get a new Call. It is kept for later steps unless the cache is dropped after this pass, or the
+    pass reads a part of the prompt a second time.
     """
     now = cache.running
     call = None if now.prompt or now.traced else find_steps(cache).calls.get(layer)
@@ -136,7 +140,8 @@ def _find_stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
 
     A stack joins the layers' positions and scores in one tensor. It is built at the first layer, once no layer will need more
     slots (`settled`), and kept in the cache's `steps`. It is dropped when batch rows are reordered (`stack_due` then asks for a
-    new one), and where each layer has to be seen alone: for rollback, strict=True, a replay's record or layers that share keys.
+    new one). There is none where each layer is looked at by itself: `recording` for rollback, strict=True, `settings.record`
+    for replays, or `settings.read`, layers whose keys later layers use.
     """
     cache = call.cache
     if call.now.traced:
@@ -148,7 +153,7 @@ def _find_stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
     # only between passes: within one, earlier layers have evicted already
     if call.layer == 0 and call.slots.settled and (cache.stack_due or steps.stack is not None):
         name = decode.choose_backend(call, q_BHGD)
-        if cache.stack_due or steps.stack is None or steps.stack.backend != name:  # a step with gradients is no kernel's
+        if cache.stack_due or steps.stack is None or steps.stack.backend != name:  # gradients change the backend
             cache.stack_due = False
             steps.stack = LayerStack.of(cache, call, name)
     return steps.stack

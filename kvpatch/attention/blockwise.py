@@ -17,8 +17,9 @@ from .layer_call import Call
 def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
     """Return the output [B,H,G,Q,D] of a prompt under `block=`: the layer reads and compresses one block after the other.
 
-    `attend.py` calls this in place of prefill.attend, which each block goes through. Blocks count each row's tokens alone:
-    its padding is moved behind them first, and the output is moved back. block.prompt: columns of a block.
+    `attend.py` calls this in place of prefill.attend, which runs here once per block. Blocks are counted in real tokens. So
+    each row's tokens are first moved before its padding, in the order `packing_BQ`, and the output is moved back.
+    block.prompt: number of columns of a block.
     """
     now = call.now
     if now.packing_BQ is not None:
@@ -29,11 +30,11 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     outs, start = [], 0
     for block in now.blocks:
         columns = slice(start, start + block.prompt)
-        part = Call(call.cache, block, call.layer, call.bound_adapter, call.group, q_BHGQD.device)
-        outs.append(prefill.attend(part, q_BHGQD[:, :, :, columns], k_BHQD[:, :, columns], v_BHQD[:, :, columns]))
+        block_call = Call(call.cache, block, call.layer, call.bound_adapter, call.group, q_BHGQD.device)
+        outs.append(prefill.attend(block_call, q_BHGQD[:, :, :, columns], k_BHQD[:, :, columns], v_BHQD[:, :, columns]))
         start += block.prompt
     out = torch.cat(outs, 3)
     if now.packing_BQ is not None:
-        call.slots.floor = call.slots.used  # crop() may take none back: a row's last columns may be padding
+        call.slots.floor = call.slots.used  # crop() may remove none of these columns: the last ones may be padding
         out = out.movedim(3, 1)[row_B1, order_BQ.argsort(dim=1)].movedim(1, 3)
     return out

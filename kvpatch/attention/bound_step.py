@@ -36,9 +36,10 @@ class BoundStep:
     """
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Keep what a layer's decode steps have in common, so that each costs little Python. Made as the first layer runs.
+        """Keep what a layer's decode steps have in common, so that each step costs little Python time.
 
-        `launched`: a kernel has run a step of this layer, so that launching one is known to work.
+        In each step the first layer calls `bind_steps`; it makes this object for a later layer, or takes that of the last step.
+        `launched`: a kernel has run a step of this layer before. `find_kv`: weak reference, to notice that buffers were replaced.
         """
         self.call, self.stack = call, stack
         self.attn, self.slots, self.geometry = call.bound_adapter.attn, call.slots, call.geometry
@@ -75,7 +76,7 @@ class Fused(BoundStep):
         self.norms_NB = None if stack is None or stack.norms_LNB is None else stack.norms_LNB[call.layer]
 
     def count(self, v: Tensor) -> None:
-        """Begin a step: count its token in the layer, and write the norms of its value if the policy selects by them."""
+        """Begin a step: count the token in `slots.seen`, and write its value's norms if the policy selects by such norms."""
         self.slots.seen += 1
         if self.norms_NB is not None:
             self.call.write_norms(v, self.norms_NB)
@@ -123,9 +124,12 @@ class FusedByTorch(Fused):
         return mix(torch.softmax(x, -1, out=p_NGT), values_NTW, self.value_codec, self.dtype).reshape(self.out)
 
     def _write_token(self, cache: TextState, k: Tensor, v: Tensor) -> int:
-        """Write a token's key and value to free slots, or after the used columns; return the number of columns to attend to."""
+        """Write a token's key and value to free slots, or after the used columns; return the number of columns to attend to.
+
+        The attention module calls the bound step once a pass, and the step begins with this.
+        """
         slots = self.slots
-        if self.slotted:  # the mode has a free slot for each head, and all columns are in use
+        if self.slotted:  # each head has a free slot, and all columns are in use
             self.kv.write_at(slots.free_slots(), *self.kv.encode_pair(k, v))
             return self.C
         start = slots.used
@@ -155,7 +159,8 @@ class FusedByKernels(Fused):
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run the layer's decode step in Triton's kernels; return the output [B,1,H*G*D].
 
-        They write the token, too, into the slot `mode.free_BH`. tau: temperature of Keyformer's softmax with noise.
+        The kernels write the token, too, into each head's slot `mode.free_BH`: a free slot, or the column after the used ones.
+        tau: temperature of Keyformer's softmax with noise. newest_B: the token's position.
         """
         slots, stack = self.slots, self.stack
         tau: float | Tensor = 1.0
@@ -172,13 +177,13 @@ class FusedByKernels(Fused):
 def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
     """Make a bound step (a short decode step, to save Python time) for each layer between the first, which runs, and the last.
 
-    The attention modules find the bound steps in `steps.running`, and call them in place of attend.attend. None is bound where
-    the step needs all that attend.attend does.
+    The first layer calls this in each decode step. The attention modules find the bound steps in `steps.running`, and call them
+    in place of attend.attend. The last layer has none: attend.attend ends the pass there.
     """
     now, cache = first.now, first.cache
-    # a rollback's log, torch.compile, checks and the like need all that attend.attend does
-    whole = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered
-    if whole or cache.settings.record or first.bound_adapter.autocast or torch.is_grad_enabled():
+    # a log for rollback, torch.compile, checks and the like need all that attend.attend does
+    needs_full_step = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered
+    if needs_full_step or cache.settings.record or first.bound_adapter.autocast or torch.is_grad_enabled():
         return
     steps = find_steps(cache)
     between = [_bind_layer(steps, layer, q_BHGD, stack) for layer in range(1, len(cache.layers) - 1)]
@@ -204,9 +209,9 @@ def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | No
 def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
     """Return a stacked layer's bound step: fused (few calls) if the stack's backend can, else one that calls decode.attend."""
     slotted, kernels = call.slots.mode.slotted, stack.backend == "triton"
-    # the score stores something of each token's key: each layer writes it; what follows from positions the stack writes for all
-    alone = call.policy.stores and not call.policy.entry_by_position
-    if alone or (kernels and not slotted) or not (kernels or _is_plain_softmax(call)):
+    # a number stored with each token that depends on its key: each layer writes it. One of positions the stack writes for all.
+    writes_state = call.policy.stores and not call.policy.entry_by_position
+    if writes_state or (kernels and not slotted) or not (kernels or _is_plain_softmax(call)):
         return Unbound(call, stack)
     return FusedByKernels(call, stack) if kernels else FusedByTorch(call, stack)
 
@@ -214,11 +219,11 @@ def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
 def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
     """Return the bound step of a layer in no stack: fused (few calls) if tokens are only appended, else by decode.attend.
 
-    `shows`: later layers attend to this layer's keys, too.
+    `shows`: later layers attend to this layer's keys, too. Appending: the mode where tokens are appended and none is evicted.
     """
     slots = call.slots
-    entry = call.policy.stores or call.policy.keeps_norms
-    scores = call.observes or slots.statistics or (call.evicts and entry)
+    stores_state = call.policy.stores or call.policy.keeps_norms  # numbers that the policy stores with each token
+    scores = call.observes or slots.statistics or (call.evicts and stores_state)
     if not isinstance(slots.mode, Appending) or scores or call.shows:
         return Unbound(call, None)
     if decode.choose_backend(call, q_BHGD) == "triton":  # its first launch, which may fail, is decode.attend's
