@@ -39,7 +39,7 @@ class BoundStep:
         """Keep what a layer's decode steps have in common, so that each step costs little Python time.
 
         In each step the first layer calls `bind_steps`; it makes this object for a later layer, or takes that of the last step.
-        `launched`: a kernel has run a step of this layer before. `find_kv`: weak reference, to notice that buffers were replaced.
+        `launched`: a kernel has run a step of this layer before. `find_kv`: weak reference; it tells if buffers were replaced.
         """
         self.call, self.stack = call, stack
         self.attn, self.slots, self.geometry = call.bound_adapter.attn, call.slots, call.geometry

@@ -66,14 +66,14 @@ class PromptEnd:
         return self.call.rule.weighs and not self.call.now.keeps_all
 
     def count(self, everyone: Parallel) -> None:
-        """Set, as a prompt's end begins, the tokens of each head: `held` now, `fixed` outside the budget, `keep` at most.
+        """Set tokens per head: `held` now, `fixed` outside the budget, `keep` at most. First step where a prompt or block ends.
 
         It waits for the device if the host does not know how many tokens heads hold. everyone: the processes with these heads.
         """
         self.budget_B = _list_budgets(self.call)
         self.held, self.fixed = _count_held(self.call, self.past, everyone)
-        most_B = [self.call.rule.heads(n, len(row)) for n, row in zip(self.call.now.budget_n_B, self.fixed, strict=True)]
-        self.keep = [list(map(sum, zip(row, most, strict=True))) for row, most in zip(self.fixed, most_B, strict=True)]
+        budget_BH = [self.call.rule.heads(n, len(row)) for n, row in zip(self.call.now.budget_n_B, self.fixed, strict=True)]
+        self.keep = [list(map(sum, zip(row, budgets, strict=True))) for row, budgets in zip(self.fixed, budget_BH, strict=True)]
 
     def least(self, share: Adaptive) -> list[list[int]]:
         """Return how many tokens each head keeps before heads share the rest of their budget, by row."""
@@ -92,15 +92,18 @@ class PromptEnd:
         self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _warn_of_scores, self.call)
 
     def rank(self) -> Tensor:
-        """Set and return `keys`: sort keys [B,H,T] by score alone, lowest evicted first, to divide a budget heads share."""
-        self.context.keep_BH1 = None  # heads share by score alone
+        """Set and return `keys`: the tokens' sort keys [B,H,T] by score, lowest evicted first.
+
+        Called where the number of tokens that each head keeps depends on scores, before that number is known.
+        """
+        self.context.keep_BH1 = None  # a selection such as TwoStage then ranks by score alone, too
         self.keys = self.call.policy.eviction_keys(self.context, self.empty)
         return self.keys
 
     def weigh(self) -> list[list[int]]:
-        """Return how many tokens each head keeps, by row, under a budget that follows from the scores (such as Mass).
+        """Return how many tokens each head keeps, by row, under a budget that follows from scores (such as a share of them).
 
-        It also sets `slots.lost_BH1`, the sum of evicted tokens' scores. A row whose text ended before this block keeps all.
+        It also sets `slots.lost_BH1`, the sum of evicted tokens' scores. A row without tokens in this block keeps all it has.
         """
         keys, slots = self.rank(), self.call.slots
         self.context.keep_BH1 = _fill_counts(self.call, self.keep)[..., None]
@@ -109,7 +112,10 @@ class PromptEnd:
         return [count if n_queries else held for count, held, n_queries in rows]
 
     def order(self, count: list[list[int]], everyone: Parallel) -> Tensor:
-        """Return the sort keys [B,H,T] by which tokens are evicted, lowest first. count: tokens that each head is to keep."""
+        """Return the tokens' sort keys [B,H,T], lowest evicted first, once it is known how many (`count`) each head keeps.
+
+        `keys`, by score alone, serve unless the policy has a selection (such as TwoStage), which needs that number.
+        """
         policy = self.call.policy
         if self.keys is not None and policy.selection is None:
             return self.keys
@@ -152,7 +158,8 @@ def finish(cache: TextState, now: Forward) -> None:
 def finish_group(group: list[PromptEnd]) -> None:
     """End a prompt, block or edit in one layer, or in all layers that share a budget: evict down to it.
 
-    Also records which tokens were evicted, for a replay, and chooses the backends of the decode steps that follow.
+    Also records which tokens were evicted, for a replay (such texts read again in training), and chooses the backends of the
+    decode steps that follow (`foresee`). _count_move: adds the bytes of old and new buffers to the report's peak.
     """
     if group[0].call.evicts:
         _compress_group(group)
@@ -168,51 +175,57 @@ def finish_group(group: list[PromptEnd]) -> None:
 def _compress_group(group: list[PromptEnd]) -> None:
     """Evict down to the budget in a single layer, or in layers whose heads share one, and move kept tokens to new buffers.
 
-    First it finds for each row how many tokens each head keeps (`count`), and how many it may hold while decoding (`keep`).
-    Heads either have budgets of their own, or share one (`share`), or keep what their scores require (`weighs`).
+    Numbers of tokens are lists by batch row and head: those that a head holds now (`held`), keeps (`count`), and may hold while
+    decoding (`keep`). Heads have budgets of their own, share one (`share`), or keep what their scores require (`weighs`).
     """
     call = group[-1].call
-    now, share = call.now, group[-1].share  # heads share a budget, also with heads on other processes
+    now, share = call.now, group[-1].share
+    # tensor parallelism: heads that share a budget count the heads of all processes, others (WHOLE) those of this one
     everyone = call.settings.parallel if share is not None else WHOLE
-    for one in group:
-        one.count(everyone)
-    held, keep = _join_rows([one.held for one in group]), _join_rows([one.keep for one in group])
+    for end in group:
+        end.count(everyone)
+    held, keep = _join_rows([end.held for end in group]), _join_rows([end.keep for end in group])
     over_B = [not now.keeps_all and _exceeds_budget(row, most, share) for row, most in zip(held, keep, strict=True)]
     weighs = group[-1].weighs
+    # count the tokens to keep, from scores where necessary
     count, scored = held, weighs or any(over_B)
     if not (share or now.keeps_all):
         above = group[-1].above  # tokens over its budget that a head may hold between decode steps; 0 at a prompt's end
         count = [[min(n, k + above) for n, k in zip(row, most, strict=True)] for row, most in zip(held, keep, strict=True)]
-    for one in group if scored else []:
-        one.make_context()
+    for end in group if scored else []:
+        end.make_context()
     if scored and share is not None:
-        shared = _share_budget(group, share, everyone)
-        count = [mine if over else row for mine, row, over in zip(shared, held, over_B, strict=True)]
-    if weighs:  # a layer alone: heads that share a budget share one number of tokens
+        divided = _share_budget(group, share, everyone)
+        count = [granted if over else row for granted, row, over in zip(divided, held, over_B, strict=True)]
+    if weighs:  # the group is one layer then: a budget that follows from scores is never shared
         count = group[0].weigh()
     if share is not None:  # while decoding, each head keeps what it has; only the rest is divided
         keep = [list(map(sum, zip(row, _divide_rest(most, row), strict=True))) for row, most in zip(count, keep, strict=True)]
-    first = 0  # the first of a layer's heads among those of all layers
-    for one in group:
-        heads = slice(first, first := first + len(one.held[0]))
+    # evict layer by layer
+    first_head = 0  # the layer's first head among those of all layers
+    for end in group:
+        heads = slice(first_head, first_head := first_head + len(end.held[0]))
         counts, keeps = ([row[heads] for row in rows] for rows in (count, keep))
-        slots, order = one.call.slots, one.order(counts, everyone) if scored else None
+        slots, order = end.call.slots, end.order(counts, everyone) if scored else None
         if order is None and (now.keeps_all or slots.holes):
             order = slots.positions[:, :, : slots.used]
         uneven = everyone.size > 1 and not (_are_equal(counts) and _are_equal(keeps))
-        with _count_move(one.call):
-            _compress_layer(one.call, order, everyone.select_numbers(counts), everyone.select_numbers(keeps), uneven, scored)
+        with _count_move(end.call):
+            _compress_layer(end.call, order, everyone.select_numbers(counts), everyone.select_numbers(keeps), uneven, scored)
 
 
 def _share_budget(group: list[PromptEnd], share: Adaptive, everyone: Parallel) -> list[list[int]]:
-    """Divide a shared budget by scores: return how many tokens each head of the layers keeps, by row. Waits for the device."""
+    """Divide a shared budget by scores: return how many tokens each head of the layers keeps, by row. Waits for the device.
+
+    It compares the sort keys of all heads, also of those on other processes (`everyone`). FIRST: the key of an empty slot.
+    """
     device = group[0].call.slots.positions.device
-    keys = [everyone.gather_heads(one.rank(), empty=FIRST).to(device) for one in group]
+    keys = [everyone.gather_heads(end.rank(), empty=FIRST).to(device) for end in group]
     width = max(key.shape[-1] for key in keys)
-    ranked = torch.cat([F.pad(key, (0, width - key.shape[-1]), value=FIRST) for key in keys], 1)
-    least = on_device(_join_rows([one.least(share) for one in group]), device)
-    total = on_device([sum(row) for row in _join_rows([one.keep for one in group])], device)
-    return share.counts(ranked, least, total[:, None]).tolist()
+    keys_BNT = torch.cat([F.pad(key, (0, width - key.shape[-1]), value=FIRST) for key in keys], 1)
+    least_BN = on_device(_join_rows([end.least(share) for end in group]), device)  # what each head keeps in any case
+    total_B = on_device([sum(row) for row in _join_rows([end.keep for end in group])], device)
+    return share.counts(keys_BNT, least_BN, total_B[:, None]).tolist()
 
 
 def _exceeds_budget(held: list[int], most: list[int], share: Adaptive | None) -> bool:
@@ -234,13 +247,17 @@ def _count_move(call: Call) -> Iterator[None]:
 
 
 def _keep_all(call: Call) -> None:
-    """End a prompt of a layer that never evicts: round its entries (`bits=`), and move them to buffers with room for more."""
+    """End a prompt of a layer that never evicts: round its keys and values (`bits=`), and move them to buffers with spare room.
+
+    Then set the layer's mode: tokens of decode steps are appended. If torch.compile compiles these steps, buffers keep their
+    size: tokens go into the empty slots (`holes`) at the end of each head's buffer, from slot `used` on.
+    """
     slots = call.slots
     if not call.now.final:  # another block of the prompt follows
         slots.round()
         return
     slots.allocate(None, None, Layout([slots.used + _count_spare(call, slots.used)]))
-    if call.cache.request.room is not None:  # compiled steps: buffers of a fixed size, whose last slots are empty
+    if call.cache.request.room is not None:  # compiled steps
         slots.holes = True
         slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], slots.used))
     else:
@@ -248,28 +265,28 @@ def _keep_all(call: Call) -> None:
 
 
 def _count_held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], list[list[int]]]:
-    """Return how many tokens each head holds, and how many of them are outside the budget, by row.
+    """Return how many tokens each head holds (`held`), and how many of them are outside the budget (`fixed`), by row.
 
-    The budget does not count the prompt if only generated tokens are evicted, nor earlier turns of a chat if they are kept.
-
-    The numbers are read from the device only where earlier evictions have left heads with different tokens. past: slots in use
-    before the prompt that ends. everyone: the processes whose heads are counted.
+    The budget does not count the prompt if only generated tokens are evicted, nor earlier turns of a chat if they are kept:
+    then tokens before the position `fixed_end_B` of a row are outside. past: slots in use before the prompt that ends.
+    everyone: the processes whose heads are counted.
     """
     slots, now = call.slots, call.now
     B, H, _ = slots.positions.shape
-    positions, decode = slots.positions[:, :, : slots.used], call.policy.schedule == "decode"
-    fixed_B, outside = (now.n_B, None) if decode else ([0] * B, now.fixed_B)
+    positions, keeps_prompt = slots.positions[:, :, : slots.used], call.policy.schedule == "decode"
+    fixed_B, fixed_end_B = (now.n_B, None) if keeps_prompt else ([0] * B, now.fixed_B)
     held_B = None if slots.holes else [slots.used] * B
     if not past:
         held_B = [now.prompt] * B if now.padding is None else now.padding.real_B
-    if held_B is not None and outside is None:
+    if held_B is not None and fixed_end_B is None:  # all heads of a row hold equally many: the host knows the numbers
         all_heads = H * everyone.size
         return [[n] * all_heads for n in held_B], [[n] * all_heads for n in fixed_B]
+    # earlier evictions have left heads with different tokens: count on the device
     held_BH = (positions >= 0).sum(-1) if held_B is None else now.copy(held_B, positions.device)[:, None].expand(B, H)
-    if outside is None:
+    if fixed_end_B is None:
         fixed_BH = now.copy(fixed_B, positions.device)[:, None].expand_as(held_BH)
     else:
-        fixed_BH = ((positions >= 0) & (positions < now.copy(outside, positions.device)[:, None, None])).sum(-1)
+        fixed_BH = ((positions >= 0) & (positions < now.copy(fixed_end_B, positions.device)[:, None, None])).sum(-1)
     held, fixed = torch.stack([everyone.gather_heads(held_BH), everyone.gather_heads(fixed_BH)]).tolist()
     return held, fixed
 
@@ -298,34 +315,36 @@ def _compress_layer(
     count: tokens that each head keeps, those with the greatest `order`; if `order` is None, all. uneven: heads may hold
     different numbers, perhaps only because of heads on other processes. This process then runs the eviction at every step as
     they do, because a score may need all processes to take part. scored: `order` are sort keys by score, not positions.
-    keep: the most tokens of each head while decoding. At the end it chooses the mode: a head's size moves with the text, heads
-    evict at each step, all fill up first, tokens go into slots and none is evicted, or tokens are appended.
+    keep: the most tokens of each head while decoding.
     """
     slots, now = call.slots, call.now
+    # plan: do decode steps evict (`evicts`), any number of tokens (`moves`), and do heads differ in when they begin to
     keep = [[call.rule.bound(n) for n in row] for row in keep]
     counts, keeps = ([n for row in rows for n in row] for rows in (count, keep))
-    room = [k - n for k, n in zip(keeps, counts, strict=True)]
+    room = [k - n for k, n in zip(keeps, counts, strict=True)]  # tokens that each head may still add
     evicts = now.final and call.policy.schedule != "prompt"
     moves = evicts and call.rule.moves
     unequal = evicts and (uneven or moves or min(room) != max(room))  # some heads evict while others are below budget
     if order is None and unequal:
         order = slots.positions[:, :, : slots.used]
+    # choose the tokens to keep: their slots `index` [B,H,K], and `kept`, False where a head has fewer than K
     index, kept = (None, None) if order is None else select_top(order, _fill_counts(call, count), counts)
     if scored and index is not None:
         _note_mass(call, index, kept)
     if kept is None and unequal and index is not None:
         kept = torch.ones_like(index, dtype=torch.bool)
     values = _find_values(call, index, kept)
-    slots.holes, held = kept is not None, max(counts)
+    slots.holes, longest = kept is not None, max(counts)
     evicting = evicts or not now.final
     for need in call.needs:
         need.end(call, slots.state, evicting)
     if not now.final:  # the next block is appended
-        _move_kept(call, index, kept, values, Layout([held + now.reserve]))
+        _move_kept(call, index, kept, values, Layout([longest + now.reserve]))
         return
-    slots.keep_BH1 = _fill_counts(call, keep)[..., None].clone()  # the layer may write to its own
+    slots.keep_BH1 = _fill_counts(call, keep)[..., None].clone()  # a copy, since the layer may write to it
+    # move the kept tokens to new buffers, and set the mode in which decode steps go on
     every = call.policy.every
-    goals = [k + every for k in keeps] if evicts else None
+    goals = [k + every for k in keeps] if evicts else None  # slots of each head at which it evicts
     exactly = call.cache.request.room is not None or every > 1
     layout = plan(counts, goals, lambda tokens: max(_count_spare(call, tokens), slots.waiting_slots), exactly)
     _move_kept(call, index, kept, values, layout)
@@ -340,10 +359,11 @@ def _compress_layer(
 def _start_evicting(call: Call, kept: Tensor | None, counts: list[int], goals: list[int] | None, filling: int) -> None:
     """Set, after a prompt, the mode of a layer that evicts while decoding: tokens take free slots, or those of evicted ones.
 
-    counts: tokens that each head has. goals: those at which it evicts. filling: steps after which all heads do.
+    counts: tokens that each head has. goals: number of tokens at which it evicts. filling: decode steps until all heads evict.
+    `kv.appends`: the storage can append a column to all heads at once. `first_BH`: each head's slot for the next token.
     """
-    slots, roomy = call.slots, call.cache.request.room is not None
-    if filling and not (slots.holes or roomy):
+    slots, compiled = call.slots, call.cache.request.room is not None
+    if filling and not (slots.holes or compiled):
         slots.start_filling(filling)
         return
     slots.holes |= filling > 0
@@ -354,7 +374,10 @@ def _start_evicting(call: Call, kept: Tensor | None, counts: list[int], goals: l
 
 
 def _start_keeping(call: Call, kept: Tensor | None, counts: list[int]) -> None:
-    """Set the mode of a layer that keeps all tokens after a prompt: they go into empty slots, or after the last used one."""
+    """Set the mode of a layer that keeps all later tokens: they go into empty slots of each head, or after the used columns.
+
+    Called where a prompt ends. counts: tokens of each head. `kv.appends`: the storage can append a column to all heads at once.
+    """
     slots, held = call.slots, max(counts)
     if kept is not None and not slots.kv.appends:
         slots.start_growing(kept.sum(-1), counts)
@@ -368,8 +391,9 @@ def _start_keeping(call: Call, kept: Tensor | None, counts: list[int]) -> None:
 def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tensor | None:
     """Return new values [B,H,K,D] for kept tokens. They make up for the tokens that a prompt's end is about to evict.
 
-    None if the policy has no merging, or if nothing is evicted. A head whose new values are not all finite keeps its old ones
-    and is marked in slots.unfitted_BH. index: slots of the kept tokens; real: False where a head has fewer than others.
+    None if the policy has no merging (such new values), or if nothing is evicted. A head whose new values are not all finite
+    keeps its old ones and gets a 1 in slots.unfitted_BH. index: slots of the kept tokens; real: False where a head has fewer
+    than others. slots.graph: keys and values with their autograd graph, if this pass computes gradients.
     """
     slots, merging = call.slots, call.policy.merging
     if merging is None or index is None:
@@ -407,26 +431,28 @@ def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
     """Store in `slots.mass_BH`, for reports, the share of all observed attention that the kept tokens have received.
 
     Called where a prompt ends. index: slots of the kept tokens [B,H,K]; kept: False where a head has fewer, None: nowhere.
+    The state "sum" is the attention that each token received from all queries; "observed", from an observation window.
     """
     slots = call.slots
     name = "sum" if "sum" in slots.state else "observed"
     if name not in slots.state:
         return
-    seen = slots.state[name][:, :, : slots.used]
-    mass = seen.gather(-1, index)
+    received = slots.state[name][:, :, : slots.used]
+    mass = received.gather(-1, index)
     mass = (mass if kept is None else mass.masked_fill(~kept, 0.0)).sum(-1)
-    if name == "sum":  # each row gave a total of one; tokens evicted by earlier blocks took their share along
+    if name == "sum":  # each query's probabilities add up to one; tokens that earlier blocks evicted are missing in the sum
         slots.mass_BH = mass / call.now.copy([n * call.group for n in call.now.n_B], mass.device)[:, None]
     else:
-        total = seen.masked_fill(slots.positions[:, :, : slots.used] < 0, 0.0).sum(-1) if slots.holes else seen.sum(-1)
-        slots.mass_BH = mass / total.clamp_min(torch.finfo(seen.dtype).tiny)
+        total = received.masked_fill(slots.positions[:, :, : slots.used] < 0, 0.0).sum(-1) if slots.holes else received.sum(-1)
+        slots.mass_BH = mass / total.clamp_min(torch.finfo(received.dtype).tiny)
 
 
 def set_limits(call: Call) -> list[int]:
-    """Set `slots.limits`, how many tokens (sinks, recent ones ...) each row protects within its budget; return the sums by row.
+    """Set `slots.limits`, how many tokens (sinks, recent ones ...) each row protects in its budget; return their totals by row.
 
-    Called where a prompt ends, before its attention is computed. A size's last number is the sum; `protect=` marks some tokens,
-    `quota=` gives each span of the text a number of tokens to keep.
+    Called where a prompt ends, before its attention is computed. sizes: a tuple for each row; its last number is the total.
+    `protect=` marks some tokens, `quota=` gives each "span" (part of the text) a number of tokens to keep. `rule.weighs`: the
+    budget follows from scores, so that it may be as small as `rule.least`.
     """
     cache, slots, now = call.cache, call.slots, call.now
     B, device = len(now.n_B), slots.positions.device
@@ -454,19 +480,19 @@ def set_limits(call: Call) -> list[int]:
 def _set_quotas(call: Call) -> list[int]:
     """Set the state "quota" as a prompt ends: at each token, how many its span of the text keeps (`quota=`).
 
-    Returns the number of tokens that all spans of a row keep.
+    Returns for each row the number of tokens that all its spans keep. sizes_B: by row, the budget and the prompt's length.
     """
-    slots, given = call.slots, (_list_budgets(call), call.now.budget_n_B)
+    slots, sizes_B = call.slots, (_list_budgets(call), call.now.budget_n_B)
     span, held = slots.state["span"][:, :, : slots.used], slots.positions[:, :, : slots.used] >= 0
-    slots.statistic("quota", slots.state["span"])[:, :, : slots.used] = find_quotas(span, *given)
-    return count_quotas(span, held, *given)
+    slots.statistic("quota", slots.state["span"])[:, :, : slots.used] = find_quotas(span, *sizes_B)
+    return count_quotas(span, held, *sizes_B)
 
 
 def _say_cuts(call: Call) -> None:
     """Warn once, where a prompt ends, of protected sizes (such as sinks=) that are cut to fit the smallest budget of a row."""
-    settings, once = call.settings, call.policy.schedule == "prompt"
-    # a shorter text than its budget evicts if generated tokens fill the budget, which a policy that evicts once lets grow
-    rows = [(b, n) for b, n in zip(_list_budgets(call), call.now.budget_n_B, strict=True) if n > b or not once]
+    settings, evicts_once = call.settings, call.policy.schedule == "prompt"
+    # rows that evict: those whose n tokens exceed the budget b. Others do so later, unless the policy evicts at prompts alone.
+    rows = [(b, n) for b, n in zip(_list_budgets(call), call.now.budget_n_B, strict=True) if n > b or not evicts_once]
     if not rows:
         return
     budget, n = min(rows)
@@ -501,7 +527,10 @@ def _list_budgets(call: Call) -> list[int]:
 
 
 def find_newest(call: Call) -> Tensor:
-    """Return the position [B,1,1] from which ages count as a prompt ends: that of a row's newest token, or an edit's last."""
+    """Return the position [B,1,1] from which tokens' ages count as a prompt ends: that of a row's newest token.
+
+    If the pass is an edit (tokens read into the middle of a text), that of the edit's last token.
+    """
     edit = call.now.edit
     return call.now.copy([(n if edit is None else edit.stop) - 1 for n in call.now.n_B], call.slots.positions.device)[
         :, None, None

@@ -26,16 +26,19 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, s
 
     Returns the output [B,H,G,D]. With a `stack` (layers joined for scoring and eviction), the first of its layers writes the
     new token's position for all layers, and the last one observes and evicts for all. Without one, this layer does so for
-    itself. `named`: kernels have evicted already. `shows`: later layers attend to this layer's keys, too.
+    itself. `entry`: numbers that the policy stores with the token. `named`: kernels have evicted already. `shows`: later layers
+    attend to this layer's keys, too.
     """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
     newest_B11 = positions_B1[:, None]
-    if k_BH1D.requires_grad or v_BH1D.requires_grad:  # a graph reaches back to the step's query alone
+    if k_BH1D.requires_grad or v_BH1D.requires_grad:  # gradients flow through the step's query alone
         k_BH1D, v_BH1D = k_BH1D.detach(), v_BH1D.detach()
+    # begin: make room for the token, and find the backend
     if stack is not None:
         entry, name = stack.begin(call, k_BH1D, v_BH1D), stack.backend
     else:
         entry, name = _write_token(call, k_BH1D, v_BH1D, positions_B1), choose_backend(call, q_BHGD)
+    # write the token and attend, by Triton or by torch
     done = _run_kernels(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, t, stack) if name == "triton" else None
     if done is not None:
         (out, named), p_BHGT, positions_BHT = done, None, call.slots.positions
@@ -48,8 +51,9 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, s
         out, p_BHGT, positions_BHT = _run_torch(call, q_BHGD, positions_B1, name, stack)
         named = False
     if call.shows:
-        more, moves = call.positions_BQ.shape[1] > 1, call.evicting and call.policy.every > 1
-        call.show(call.keys(call.slots.used), copied=more or moves)
+        overwrites, moves = call.positions_BQ.shape[1] > 1, call.evicting and call.policy.every > 1
+        call.show(call.keys(call.slots.used), copied=overwrites or moves)
+    # end: score and evict
     if stack is None:
         new = q_BHGD, k_BH1D, v_BH1D
         _end_step(call, new, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, named)
@@ -86,7 +90,11 @@ def _run_torch(
 
 
 def _write_token(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-    """Begin a decode step of one layer: make room for the token and count it; return the state to be written with its key."""
+    """Begin a decode step of a layer in no stack: make room for the token and count it. The caller then writes the token.
+
+    Returns the state (numbers that the policy stores) to be written with its key. recording: steps are logged, for rollback.
+    `cache.shared`: a score that all layers share.
+    """
     slots = call.slots
     if not call.now.traced:
         slots.make_room()
@@ -109,7 +117,8 @@ def _end_step(
 
     The needs (what the policy asks a layer to gather) keep their numbers in notes; what a step overwrites goes to the undo log.
     named: kernels have evicted, and chosen the slots for the next token, already. new: queries, key and value of the token;
-    None for stacked layers.
+    None for stacked layers. `steppers`: each need that reads decode steps, with its method. `need.rows`: rows of attention that
+    it reads.
     """
     if p_BHGT is not None and call.policy.needs.sums:
         _add_statistics(call, p_BHGT, positions_BHT, newest_B11, t)
@@ -117,7 +126,7 @@ def _end_step(
         step, log, observes = StepRead(call, *new, p_BHGT, newest_B11[:, 0]), call.slots.undo_log, call.observes
         for need, run in call.steppers:
             if not observes and need.rows != "none":
-                continue  # nobody has asked for this step's attention
+                continue  # this step's probabilities were not computed
             if log and (note := call.notes.get(need.name)) is not None:
                 log[-1].notes[need.name] = note.overwritten_by(step.positions_B1)
             run(step)
@@ -136,14 +145,17 @@ def choose_backend(call: Call, q_BHGD: Tensor) -> str:
     if call.no_kernels is not None:  # the reason why no kernel can serve the policy
         call.cache.choice.record(_name_task(call), "torch", call.no_kernels)
         return "torch"
-    if call.cache.counters.shortfall_B is not None and call.observes:  # joined caches: rows are at different steps
+    if call.cache.counters.shortfall_B is not None and call.observes:  # rows of joined caches differ in steps taken
         call.cache.choice.record(_name_task(call), "torch", "rows have temperatures of their own")
         return "torch"
     return call.cache.choice.of(*_describe_case(call, q_BHGD))
 
 
 def foresee(call: Call, q_BHGD: Tensor) -> None:
-    """Choose the backends of the coming decode steps as a prompt ends, since a step that torch.compile traces cannot choose."""
+    """Choose the backends of the coming decode steps as a prompt ends, since a step that torch.compile traces cannot choose.
+
+    The cases that may come: with gradients or without them, and with empty slots to mask (`padding`) or without.
+    """
     if call.slots.mode.slotted:
         task, case = _describe_case(call, q_BHGD)
         for padding, gradients in product((case.padding, True), (case.gradients, False)):
@@ -173,9 +185,9 @@ def _run_kernels(
 
     Returns None if the kernels cannot be launched. All is then as before, but free slots may hold the new token's state, which
     the caller overwrites as it runs the step in torch. Of stacked layers only the first tries: a failure in a later one is
-    raised, since the layers before it have changed.
+    raised, since the layers before it have changed. `rule.moves`: a head's budget follows the text, and torch evicts.
     """
-    slots, wanted = call.slots, call.observes
+    slots, observes = call.slots, call.observes
     appends = not slots.mode.slotted
     with torch.no_grad():
         evicting = call.evicting and not (appends or call.rule.moves or call.shows)
@@ -186,33 +198,33 @@ def _run_kernels(
             slots.write_entry(entry)
             if call.now.recording:
                 slots.mode.free_BH = slots.mode.free_BH.clone()  # the undo log copies what the kernel is going to change
-        tau = call.cache.temperature(t - call.now.prompt + 1) if wanted else 1.0
-        chosen = backend("triton").rule(call.policy, slots, wanted, evicting)
+        tau = call.cache.temperature(t - call.now.prompt + 1) if observes else 1.0  # of Keyformer's softmax with noise
+        rule = backend("triton").rule(call.policy, slots, observes, evicting)  # of scoring and eviction inside the kernel
         step = functools.partial(
-            backend("triton").step, q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, chosen, tau
+            backend("triton").step, q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, rule, tau
         )
         if call.launched or (stack is not None and call.layer > 0):
             out = step()
         else:
-            restored = (slots.positions, slots.mode.free_BH, *slots.state.values())
+            restored = (slots.positions, slots.mode.free_BH, *slots.state.values())  # if the launch fails
             out = call.cache.choice.attempt(*_describe_case(call, q_BHGD), step, restored)
     call.launched = out is not None
     if out is None:
         slots.used -= appends
         return None
-    many = "heads evict as many tokens as their budget says" if call.rule.moves else None
-    if call.evicting and not chosen.evicts and (why := many or backend("triton").torch_evicts(call.policy, slots)) is not None:
+    why_moving = "heads evict as many tokens as their budget says" if call.rule.moves else None
+    if call.evicting and not rule.evicts and (why := why_moving or backend("triton").torch_evicts(call.policy, slots)) is not None:
         call.cache.choice.record(_name_task(call), "triton", f"torch names who goes: {why}")
-    return out, chosen.evicts
+    return out, rule.evicts
 
 
 def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
     """Add a decode step's attention probabilities, as torch computed them, to the sums by which tokens are scored."""
     policy, (B, H, _, T) = call.policy, p_BHGT.shape
-    seen = UNCOUNTED
-    if "count" in policy.needs.statistics:  # keys that the new token attends to
-        seen = keep_in_window(positions_BHT >= 0, call.geometry.sliding, positions_BHT, newest_B11).sum(-1).reshape(-1, 1)
-    rows = ProbabilityRows(0, B * H, 0, 1, 0, T, p_BHGT.flatten(0, 1).unsqueeze(2), seen)
+    n_keys = UNCOUNTED
+    if "count" in policy.needs.statistics:  # a score divides by the number of keys that the new token attends to
+        n_keys = keep_in_window(positions_BHT >= 0, call.geometry.sliding, positions_BHT, newest_B11).sum(-1).reshape(-1, 1)
+    rows = ProbabilityRows(0, B * H, 0, 1, 0, T, p_BHGT.flatten(0, 1).unsqueeze(2), n_keys)  # all heads, one row, all keys
     tau = call.cache.temperature(t - call.now.prompt + 1)
     sums = call.sums(rows, newest_B11[:, 0], tau)
     call.add({name: total.view(B, H, T) for name, total in sums.items()})
@@ -227,8 +239,9 @@ def _evicts_nothing(call: Call) -> bool:
 def _evict_over_budget(call: Call, newest_B11: Tensor, t: int) -> None:
     """Evict the tokens over each head's budget, if some are due at this step, and set the slots for the next token.
 
-    Changes the layer's positions and mode in place. t: column of the pass. `rule.moves`: a budget that follows the text, under
-    which a head evicts none, one or several tokens. `every`: heads wait to evict so many at once. `holes`: slots may be empty.
+    Changes the layer's positions and mode in place; `mode.count` counts the new token in the mode. t: column of the pass.
+    `rule.moves`: a budget that follows the text, under which a head evicts none, one or several tokens. `every`: heads wait to
+    evict so many at once. `holes`: slots may be empty.
     """
     slots, every = call.slots, call.policy.every
     if _evicts_nothing(call):
@@ -241,23 +254,23 @@ def _evict_over_budget(call: Call, newest_B11: Tensor, t: int) -> None:
         context.watch = functools.partial(anomaly.check_value, call)
     positions = context.positions_BHT
     empty = positions < 0 if slots.holes else None
-    if call.rule.moves:
+    if call.rule.moves:  # each head keeps `count` tokens
         keys = call.policy.eviction_keys(context, empty)
         count, slots.lost_BH1 = call.rule.kept(call.score, context, keys)
         positions.masked_fill_(~mask_top(keys, count, None), -1)
         slots.set_free(slots.empty_slots())
         slots.mode.count(1)
         return
-    at = find_victims(call.policy.eviction_keys(context, None), empty, every)
+    victims_BHE = find_victims(call.policy.eviction_keys(context, None), empty, every)  # slots
     if not slots.holes:
         if every > 1:
-            slots.drop(at)
+            slots.drop(victims_BHE)
         else:
-            slots.free(at[..., 0])
+            slots.free(victims_BHE[..., 0])
         return
-    # rows with empty slots evict nothing; any empty slot will do
-    over = (positions >= 0).sum(-1) >= slots.own_budget_BH1[..., 0] + every
-    slots.positions.scatter_(2, at, torch.where(over[..., None], -1, slots.positions.gather(2, at)))
+    # heads below budget have empty slots for the next token, and evict nothing
+    over_BH = (positions >= 0).sum(-1) >= slots.own_budget_BH1[..., 0] + every
+    slots.positions.scatter_(2, victims_BHE, torch.where(over_BH[..., None], -1, slots.positions.gather(2, victims_BHE)))
     slots.set_free(slots.empty_slots())
     if not slots.traced:
         slots.mode.count(1)

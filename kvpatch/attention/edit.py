@@ -21,7 +21,11 @@ class Hidden:
     """Tokens of a layer after an edit, which its queries do not see, and their state. Their columns are empty until `show`."""
 
     def __init__(self, slots: SlotLayer, edit: Edit) -> None:
-        """Hide the tokens after an edit before its queries attend: copy positions and state, mark their columns as empty."""
+        """Hide tokens from an edit's queries: those that follow it in the text. Called before the layer attends.
+
+        An edit reads new tokens into the middle of a text. Positions and state are copied, and the hidden tokens' slots are
+        marked as empty (position -1), until `show`.
+        """
         self.slots, self.holes = slots, slots.holes
         self.positions = slots.positions.clone()
         self.hidden = self.positions >= edit.stop
@@ -30,7 +34,10 @@ class Hidden:
         slots.holes, slots.contiguous = True, False
 
     def show(self) -> None:
-        """Put the hidden tokens' positions and state back into the layer, once an edit's queries have attended."""
+        """Put the hidden tokens' positions and state back into the layer, once an edit's queries have attended.
+
+        `floor`: columns that crop() cannot remove, here all. State that came up meanwhile is 0 for the hidden tokens.
+        """
         slots, hidden = self.slots, self.hidden
         slots.positions = self.positions
         for name, tensor in slots.state.items():
@@ -69,7 +76,10 @@ class EditEnd(PromptEnd):
         self.keep = slots.own_budget_BH1[..., 0].tolist()
 
     def make_context(self) -> None:
-        """Set `context` for scores: ages count from the text's newest token, but recent tokens from the last of the edit."""
+        """Set `context`, which scores read as an edit ends: ages count from the newest token of the text.
+
+        But the protected recent tokens, those after `recent_B11`, count from the edit's last token.
+        """
         now, slots = self.call.now, self.call.slots
         newest_B11 = now.copy([n - 1 for n in now.n_B], slots.positions.device)[:, None, None]
         self.context = self.call.eviction_context(newest_B11, -1)
@@ -96,6 +106,7 @@ class EditEnd(PromptEnd):
         kept = positions < context.limits.first
         kept = kept | context.state["protect"] if "protect" in context.state else kept
         kept = (kept & (positions >= 0) & (positions < edit.start)) | (positions >= edit.stop)
+        # LAST: the key of all tokens that the policy protects
         keys = torch.where((keys == LAST) & ~kept, LAST - (edit.stop - positions), keys)
         return keys.masked_fill(kept, LAST)
 
