@@ -212,8 +212,8 @@ def _run_kernels(
     if out is None:
         slots.used -= appends
         return None
-    why_moving = "heads evict as many tokens as their budget says" if call.rule.moves else None
-    if call.evicting and not rule.evicts and (why := why_moving or backend("triton").torch_evicts(call.policy, slots)) is not None:
+    moving = "heads evict as many tokens as their budget says" if call.rule.moves else None
+    if call.evicting and not rule.evicts and (why := moving or backend("triton").torch_evicts(call.policy, slots)) is not None:
         call.cache.choice.record(_name_task(call), "triton", f"torch names who goes: {why}")
     return out, rule.evicts
 

@@ -68,9 +68,10 @@ class Call(LayerRead):
         """Set `now`, `positions_BQ` and `rows_BQ` to another pass, before the layer runs in it; all else stays as it is.
 
         A layer with a sliding window of the model's (`bounds`) evicts by that alone: it ignores options such as `protect=`.
+        rows_BQ: positions of the queries; they differ from positions_BQ where padding attends, as in the unpatched model.
         """
-        asked = now.keeps_all or any(one is not None for one in (now.fixed_B, now.protect_BQ, now.span_BQ))
-        if asked and self.settings.bounds[self.layer] is not None:
+        has_options = now.keeps_all or any(option is not None for option in (now.fixed_B, now.protect_BQ, now.span_BQ))
+        if has_options and self.settings.bounds[self.layer] is not None:
             now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None, span_BQ=None)
         self.now = now
         self.positions_BQ = now.positions_on(self.device)
@@ -97,7 +98,10 @@ class Call(LayerRead):
 
     @property
     def observes(self) -> bool:
-        """True if a decode step's probabilities are needed, to score tokens for this or a later eviction."""
+        """True if a decode step's attention probabilities are needed, to score tokens for this or a later eviction.
+
+        `needs.rows`: the attention that the policy reads. `remembers`: sums go on for evictions at the prompt of a later turn.
+        """
         if not self.evicts:
             return False
         return (self.slots.mode.evicts and self.policy.needs.rows != "none") or self.policy.remembers
@@ -128,13 +132,17 @@ class Call(LayerRead):
 
         For policies that choose by norms in decode steps, or after the last layer (layers that share a budget), when accelerate
         may have offloaded this layer's weights. Others compute norms as a prompt ends, for the tokens in question alone.
+        `cached`: the values as the cache rounds them.
         """
         if not self.evicts or not self.policy.keeps_norms:
             return {}
         return {"norm": self._project_norms(self.slots.kv.codecs[1].cached(v_BHQD), None)}
 
     def write_norms(self, v_BH1D: Tensor, out_NB: Tensor) -> None:
-        """Write the norm ||v W_O|| of a decoded token's value by query head to out_NB [H*G,B]; the policy selects by it."""
+        """Write the norms ||v W_O|| of a decoded token's value to out_NB [H*G,B], by query head; the policy selects by them.
+
+        Each layer of a stack (layers that evict together) calls this as its decode step begins.
+        """
         assert isinstance(self.policy.selection, TwoStage)
         v_BN1D = self.bound_adapter.head_values(self.slots.kv.codecs[1].cached(v_BH1D))
         rows = self._output_rows(v_BN1D, len(out_NB) // v_BN1D.shape[1])
@@ -162,7 +170,10 @@ class Call(LayerRead):
         return projected_norms(v_BNTD.repeat_interleave(group, 1), rows, 2).unflatten(1, (-1, self.group))
 
     def _output_rows(self, like_BNTD: Tensor, group: int) -> Tensor:
-        """Return the output projection W_O by query head, for norms of values; `slots` keeps it if it had to be measured."""
+        """Return the output projection W_O by query head, for norms of values.
+
+        If it is no plain weight (LoRA, quantized, offloaded), the adapter applies it to unit vectors; `slots` keeps the result.
+        """
         rows = self.slots.output_rows
         if rows is None:
             rows, worked_out = self.bound_adapter.output_rows(like_BNTD, group, self.settings.parallel)
@@ -179,7 +190,10 @@ class Call(LayerRead):
         return {**self.entry_ahead(k_BH1D, positions_B1), **entry}
 
     def entry_ahead(self, like_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-        """Return the state of a decoded token that follows from its position alone; `slots.ahead` holds it for AHEAD steps."""
+        """Return the state of a decoded token that follows from its position alone, computed for AHEAD steps at once.
+
+        That saves time in decode steps. `slots.ahead`: the state of these tokens, and `seen` at the first of them.
+        """
         slots = self.slots
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
@@ -192,7 +206,8 @@ class Call(LayerRead):
         """Return the keys and values of the used slots, in the form that backends attend to. Changes nothing.
 
         past: number of slots that were used before the prompt's columns. contents: False if only shapes are asked for, to
-        choose a backend: storage that is not in place is then not copied.
+        choose a backend: storage that is not in place is then not copied. grown: slots that each head has taken since the last
+        prompt; None if heads differ.
         """
         slots = self.slots
         keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline_view()
@@ -202,7 +217,8 @@ class Call(LayerRead):
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
         """Describe an attention task of this layer, to choose a backend for it. scores: the policy's sums are needed too.
 
-        fresh: the policy's statistic draws noise for every query and key. special: variants such as capped logits.
+        In the Case, `fresh`: the policy draws noise for each pair of query and key; `special`: variants such as capped logits
+        or "chunk", attention inside chunks of the text.
         """
         T = keys.positions_BHT.shape[-1]
         sliding, special = self.geometry.sliding, self.geometry.special
@@ -274,13 +290,16 @@ class Call(LayerRead):
         self.now.shown.setdefault(self.layer, []).append(keys)
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
-        """Return, at an eviction, all that the policy's score and scope (protected tokens) read. t: the token's column."""
+        """Return, at an eviction, all that the policy's score and scope (protected tokens) read.
+
+        t: column of the token in a decode step, -1 where a prompt ends. recent_B11: tokens after this position are protected.
+        """
         slots, limits = self.slots, self.slots.own_limits
         positions, state = self.positions_BHT, slots.state_view()
-        for one in self.policy.needs.sums:
-            if one.across_layers:
-                state = {**state, one.key: self._find_shared_score(positions).gather(-1, positions + 1)}
-        make = functools.partial(torch.sub, newest_B11, limits.newest)
+        for total in self.policy.needs.sums:
+            if total.across_layers:  # a sum that layers share, stored by position + 1
+                state = {**state, total.key: self._find_shared_score(positions).gather(-1, positions + 1)}
+        make = functools.partial(torch.sub, newest_B11, limits.newest)  # `once`: the first layer computes it for all
         recent_B11 = make() if self.now.traced else self.now.once(("recent", id(limits), t), self.device, make)
         return EvictionContext(
             layer=self.layer_B if isinstance(self.layer_B, int) else self.layer_B[:, None, None],
@@ -338,7 +357,10 @@ class Call(LayerRead):
         return self.geometry.slopes_HG
 
     def statistic(self, name: str) -> Tensor:
-        """Return the state tensor `name` of the used slots, in which a policy adds up numbers per token; it begins as zeros."""
+        """Return the state tensor `name` [B,H,T] of the used slots, for a policy's need to read or to add to; zeros at first.
+
+        Raises KVPatchError (by check_state) if no part of the policy keeps such a state.
+        """
         slots = self.slots
         if name not in slots.state:
             self.policy.needs.check_state(name, slots.state)
@@ -375,8 +397,8 @@ class Call(LayerRead):
             q_BHGWD, keys = self.renumber(q_BHGWD, keys, positions_BW, later_BQ=later_BW)
             k, positions = keys.k_BHTD, keys.positions_BHT
         x = window_logits(q_BHGWD, k, positions, positions_BW, geometry)
-        at, rows = self.positions_BHT[:, :, None, None], positions_BW[:, None, None, :, None]
-        seen = keep_in_window(candidate[:, :, None, None], geometry.sliding, at, rows)
+        key_positions, rows = self.positions_BHT[:, :, None, None], positions_BW[:, None, None, :, None]
+        seen = keep_in_window(candidate[:, :, None, None], geometry.sliding, key_positions, rows)
         # the least number rather than -inf: a query that sees no candidate is not NaN
         return x.masked_fill(~seen, torch.finfo(x.dtype).min), candidate
 
@@ -396,17 +418,21 @@ class Call(LayerRead):
         return (p.flatten(2, 3) @ v_BHTD).unflatten(2, p.shape[2:4]), lse
 
     def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
-        """Return the attention that queries pay to the slots at `index_BHM`, to refit their values.
+        """Return the attention [B,H,G,W,M] that queries pay to M kept slots, those at `index_BHM`.
 
-        lse_BHGW: log-sum-exp of each query, from `attend_to_slots`. k_BHMD: keys of these slots.
+        Refitting (new values of kept tokens make up for evicted ones) calls it where a prompt ends, block by block. k_BHMD: the
+        slots' keys. lse_BHGW: log-sum-exp of each query over all kept slots, from `attend_to_slots`.
         """
         x, seen = self._find_logits(q_BHGWD, k_BHMD, positions_BW, self.positions_BHT.gather(2, index_BHM))
         return (x - lse_BHGW[..., None]).masked_fill(~seen, -torch.inf).exp()
 
     def _find_logits(self, q_BHGWD: Tensor, k: Tensor, positions: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return, to refit values, logits [B,H,G,W,M] of queries at `positions` with keys at `at`, and which keys each sees."""
-        place, rows = at[:, :, None, None], positions[:, None, None, :, None]
-        seen = keep_in_window((place >= 0) & (rows >= 0), self.geometry.sliding, place, rows)
+        """Return the logits [B,H,G,W,M] of W queries with M keys, to refit values, and which keys each query sees (bool).
+
+        positions [B,W] are those of the queries, at [B,H,M] those of the keys; -1 for a query or key that does not count.
+        """
+        key_positions, rows = at[:, :, None, None], positions[:, None, None, :, None]
+        seen = keep_in_window((key_positions >= 0) & (rows >= 0), self.geometry.sliding, key_positions, rows)
         return window_logits(q_BHGWD, k, at, positions, self.geometry), seen
 
     def held(self) -> tuple[Tensor, Tensor]:
@@ -415,7 +441,10 @@ class Call(LayerRead):
         return slots.kv.make_dense(*slots.positions.shape[:2]).numbers(slots.used)
 
     def live(self, newest_B11: Tensor) -> Tensor:
-        """Return which used slots later queries can see [B,H,T]. Merging makes up for these alone, where a prompt ends."""
+        """Return which used slots later queries can see, bool [B,H,T]: those with a token that a sliding window still reaches.
+
+        For merging, where a prompt ends: new values of kept tokens make up for those evicted tokens alone.
+        """
         positions, sliding = self.positions_BHT, self.geometry.sliding
         live = positions >= 0
         return live if sliding is None else live & (positions >= find_oldest(sliding, newest_B11 + 1))
@@ -429,7 +458,8 @@ class Call(LayerRead):
     def _stored_norms(self, known: Tensor, out: Tensor | None) -> Tensor:
         """Return norms of projected values [B,H,T] for an eviction that weighs values: stored ones, or computed now.
 
-        Norms may be any numbers for tokens that are chosen already (`known`), and for protected or empty slots (`out`).
+        Norms may be any numbers for tokens that are kept in any case: those chosen already, by score (`known`), and protected
+        ones; and for empty slots (`out` marks protected and empty slots).
         """
         if "norm" in self.slots.state:
             return self.slots.state_view()["norm"]
@@ -440,10 +470,11 @@ class Call(LayerRead):
         """Return by name what the attention probabilities of a block of query rows add to the policy's sums per key [N,M].
 
         Called for each block of a prompt, and for a decode step. N of the B*H heads, M key columns. `add` stores the result.
-        rows_BQ: positions of all query rows. tau: temperature of Keyformer's softmax with noise.
+        rows_BQ: positions of all query rows. tau: temperature of Keyformer's softmax with noise. Block: all that a
+        statistic of policies/statistics.py may read.
         """
         slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
-        if isinstance(tau, Tensor) and tau.ndim:  # one per row where rows are at different steps
+        if isinstance(tau, Tensor) and tau.ndim:  # one temperature per batch row, where rows are at different steps
             B, H, _ = slots.positions.shape
             tau = tau.to(rows_BQ.device).repeat(B // len(tau)).repeat_interleave(H)[heads, None, None, None]
         layer = self.layer_B
@@ -470,7 +501,7 @@ class Call(LayerRead):
             seed=self.settings.seed,
             grouped="squares" in self.policy.needs.statistics,
         )
-        return {one.key: STATISTICS[one.key](block, one) for one in self.policy.needs.sums}
+        return {total.key: STATISTICS[total.key](block, total) for total in self.policy.needs.sums}
 
     def add(self, sums: dict[str, Tensor]) -> None:
         """Add what a forward pass sums up of attention probabilities per key, `sums` [B,H,T] by name, to the layer's totals.

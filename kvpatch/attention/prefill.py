@@ -27,11 +27,13 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
 
     Keys and values are written, the queries attend to all that the layer then holds, the policy's needs read the pass, and if
     the prompt (or block) ends here the layer is compressed to its budget. attend.py calls this, and blockwise.py per block.
-    `lender`: the store of all tokens under lossless=True. `shows`: later layers attend to these keys, too.
+    `lender`: the store of all tokens under lossless=True. `shows`: later layers attend to these keys, too. plain_BHGQD: queries
+    without positions, if attention numbers the kept tokens anew (positions="renumbered"). `readers`: needs that read prompts.
     """
     slots, now = call.slots, call.now
     positions_BQ, rows_BQ = call.positions_BQ[:, : now.prompt], call.rows_BQ[:, : now.prompt]
     slots.begin_prompt()
+    # write the columns
     if now.lender is not None:
         _borrow(call, k_BHQD, v_BHQD)
     past, nbytes_before = slots.used, slots.kv.nbytes  # a prompt is appended, and its end moves kept tokens to new slots
@@ -46,9 +48,11 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
     if call.shows:
         call.show(keys, copied=call.positions_BQ.shape[1] > now.prompt)
+    # attend, and add to the sums that scores need
     protected_B = set_limits(call) if now.ends_prompt and call.evicts and not (after_edit or now.keeps_all) else []
     sums_all_rows = call.evicts and call.policy.needs.rows == "all"
     attended = (_attend_and_sum if sums_all_rows else attend_to)(call, q_BHGQD, keys, rows_BQ)
+    # let needs read the pass, then evict
     with torch.no_grad():
         if call.readers:
             at_once = torch_backend.DEVICE_BLOCK if q_BHGQD.is_cuda else 0
@@ -72,13 +76,13 @@ def _write_columns(call: Call, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Ten
     """Write a prompt's columns into the layer before they attend, and set the layer's fields that describe its columns.
 
     `floor`: columns that cannot be cropped. `contiguous`: columns are in text order without gaps. `ahead`: state computed for
-    coming decode steps.
+    coming decode steps. `adopt` takes the tensors themselves as storage, `append` copies them.
     """
     slots, now, past = call.slots, call.now, call.slots.used
     with torch.no_grad():
         entry = call.entry(k_BHQD, v_BHQD, positions_BQ)
-        whole = past == 0 and now.ends_prompt and now.final  # compressed at once, so it needs no copy
-        (slots.adopt if whole else slots.append)(k_BHQD, v_BHQD, positions_BQ, entry)
+        is_whole_prompt = past == 0 and now.ends_prompt and now.final  # it is compressed at once, so it needs no copy
+        (slots.adopt if is_whole_prompt else slots.append)(k_BHQD, v_BHQD, positions_BQ, entry)
     if now.padding is not None:  # padding leaves empty slots; columns up to the last of them (`reach`) cannot be cropped
         slots.holes = True
         slots.contiguous &= not past and not now.padding.gapped
@@ -106,12 +110,12 @@ def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: N
     """Return the attention of a prompt's queries over `keys`, by the chosen backend, or by torch if that cannot do it.
 
     Nothing but `choice`, the record of backends, changes. noise: Triton also returns the log-sum-exp of the logits with noise,
-    for Keyformer's scores.
+    for Keyformer's scores. `padding.attends`: padding after a row's tokens attends to them, as in the unpatched model.
     """
     choice, case, padding = call.cache.choice, call.case("prompt", q_BHGQD, keys), call.now.padding
     name = choice.of("prompt", case)
     if name != "torch" and padding is not None and padding.attends:
-        # kernels leave out padding between tokens, but transformers' columns count it, and its queries attend
+        # the kernels skip such padding, but in transformers it takes up positions, and its queries attend
         choice.record("prompt", "torch", f"{name}: padding after tokens")
         name = "torch"
     if name == "flash":
@@ -129,17 +133,18 @@ def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: N
     if name == "triton":
         spans = _find_spans(call, name, rows_BQ)
         run = functools.partial(backend(name).attend, q_BHGQD, keys, rows_BQ, call.geometry, noise, spans)
-        found = choice.attempt("prompt", case, run, name=name)
-        if found is not None:
-            return found
+        attended = choice.attempt("prompt", case, run, name=name)
+        if attended is not None:  # else the kernel could not be launched
+            return attended
     return Attended(*torch_backend.attend(q_BHGQD, keys, rows_BQ, call.geometry))
 
 
 def _attend_and_sum(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
     """Attend as `attend_to` does, and add the attention that each key gets to the layer's sums, from which scores follow.
 
-    Sums are by a kernel after attention, by torch block by block (`observe`), or by torch with the output in the same blocks
-    (`fuses`). Long prompts are sampled if the policy says so.
+    Called for policies that score by the attention of all of a prompt's queries. The sums come from a kernel after attention,
+    from torch block by block (`observe`), or from torch with the output in the same blocks (`fuses`). Long prompts are sampled
+    if the policy says so. "gumbel": the sum of Keyformer's softmax with noise.
     """
     sampled = any(one.sampled for one in call.policy.needs.sums)
     if sampled and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
@@ -155,10 +160,11 @@ def _attend_and_sum(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) ->
             gather = functools.partial(
                 backend(name).statistics, q_BHGQD, keys, rows_BQ, call.geometry, attended, names, noise, spans
             )
-            found = choice.attempt("statistics", case, gather)
-            if found is not None:
-                call.add(found)
+            kernel_sums = choice.attempt("statistics", case, gather)
+            if kernel_sums is not None:
+                call.add(kernel_sums)
                 return attended
+    # no kernel: torch
     sums, observe = _make_observer(call, keys, rows_BQ)
     # gradient checkpointing repeats the pass: it must compute alike with and without gradients
     fuses = attended is None and torch_backend.fuses(q_BHGQD) and not call.now.repeatable
@@ -187,14 +193,17 @@ def _find_noise(call: Call, keys: Keys) -> Noise:
 
 
 def _find_temperature(call: Call) -> float:
-    """Return the temperature of the softmax with noise (Keyformer's) while a prompt is read."""
+    """Return the temperature of the softmax with noise (Keyformer's) while a prompt is read: that of decode step 0."""
     tau = call.policy.needs.temperature(0, call.cache.request.new_tokens)
     assert isinstance(tau, int | float)
     return tau
 
 
 def _make_observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor], Observer]:
-    """Return zeros for the policy's sums [B,H,T] by name, and a function that adds a block of probabilities to them."""
+    """Return zeros for the policy's sums [B,H,T] by name, and a function that adds a block of probabilities to them.
+
+    torch computes a prompt's probabilities block by block: some heads (n0 to n1 of B*H), some queries, keys lo to hi.
+    """
     tau, dtype = _find_temperature(call), accumulator(keys.k_BHTD.dtype)
     shape, names = keys.k_BHTD.shape[:3], call.policy.needs.statistics
     sums = {name: torch.zeros(shape, dtype=dtype, device=rows_BQ.device) for name in names}
@@ -231,7 +240,7 @@ def _sum_rows(
     read_BR = rows_BQ.gather(1, index_BR).masked_fill(column_BR < 0, -1)
     q, lse_BHGR = pick_rows(q_BHGQD, lse_BHGQ, index_BR)
     sums, observe = _make_observer(call, keys, read_BR)
-    ends = (column_BR.amax(0) + keys.past + 1).tolist()
+    ends = (column_BR.amax(0) + keys.past + 1).tolist()  # of each sampled row: key columns up to itself
     torch_backend.observe(q, keys, read_BR, call.geometry, lse_BHGR, observe, "count" in sums, ends=ends)
     return sums
 
@@ -248,19 +257,21 @@ def _score_by_window(
     """Return each used slot's score [B,H,T]: the attention that an observation window's rows pay it, summed or folded.
 
     The policy's needs call it as PromptRead.attention where they read a prompt. fold: a function of each block of rows that
-    takes the place of their sum; join: "sum" or "max", by which its results for the blocks are joined.
+    takes the place of their sum; join: "sum" or "max", by which its results for the blocks are joined. `limits.observed`: size
+    of the window at the end of the prompt, whose own tokens get no score by a fold.
     """
     choice, arguments = call.cache.choice, (q_BHGWD, keys, rows_BW, call.geometry, lse_BHGW)
     if fold is not None:
         choice.record("statistics", "torch", "kernels sum an observation window's rows, this score folds them")
         candidate = keys.positions_BHT >= 0
-        if call.now.ends_prompt:  # else no window is set
+        if call.now.ends_prompt:  # else the window's size is not set yet
             candidate &= keys.positions_BHT <= find_newest(call) - call.limits.observed
         return torch_backend.window_folds(*arguments, candidate, fold, _JOINS[join])
     case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.needs.sums))  # one backend for both
     name, total = choice.of("statistics", case), None
     if name != "torch":
         sums, make = backend(name).window_sums, functools.partial(backend(name).spans, rows_BW)
+        # layers that pass the same tensor of rows share its spans
         spans = call.once(f"spans of the rows {id(rows_BW)}", make) if call.now.shares(rows_BW) else None
         total = choice.attempt("statistics", case, functools.partial(sums, *arguments, spans))
     return torch_backend.window_sums(*arguments) if total is None else total

@@ -33,7 +33,7 @@ class ReplayPass:
     ) -> None:
         """Set up the replay of recorded texts as the decoder's forward begins. record: which tokens were evicted when.
 
-        text_B: the recorded text of each row. padded: some columns are padding. ordered: none stands between two tokens.
+        text_B: the recorded text of each row. padded: some columns are padding. ordered: none of it is between tokens.
         """
         self.settings, self.record, self.text_B, self.positions_BQ = settings, record, text_B, positions_BQ
         self.padded, self.ordered, self.choice = padded, ordered, Choice(settings.backend)
@@ -104,7 +104,7 @@ class _Kernels(torch.autograd.Function):
         keys = Keys(k, v, positions, holes, 0, ordered, deaths_BHT=deaths)
         run = functools.partial(backend(name).gradients, q, keys, rows_BQ, geometry, Attended(out, lse), grad)
         found = refusals.attempt(f"{name} replay gradients", case, run, backend(name).advice)
-        if found is None:  # later passes are torch's
+        if found is None:  # note it, so that later replays choose torch for forward, too
             refusals.known[f"{name} replay", case] = refusals.known[f"{name} replay gradients", case]
             found = _gradients_by_torch(q, keys, rows_BQ, geometry, grad)
         return *found, None, None, None, None, None

@@ -18,11 +18,11 @@ from .layer_call import Call
 
 
 def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
-    """Return the output [B,H,G,Q,D] of rows that repeat a chunk of the prompt; their own keys and values are not kept.
+    """Return the output [B,H,G,Q,D] of rows that repeat a chunk of the prompt; the rows' keys and values are not kept.
 
-    Called for policies that read a prompt twice (KVzip). The layer's slots stay as they are, but the scores of the chunk's
-    tokens rise. Attention to the chunk and to the rows' own keys is computed first. Its log-sum-exp gives the probabilities for
-    scores. It is also the weight by which this output and that over the rest of the prompt (`rest`) are joined.
+    Called in each layer for policies that read a prompt twice (KVzip). The layer's slots stay as they are, but the scores of
+    the chunk's tokens rise. Attention to the chunk and to the rows' own keys is computed first. Its log-sum-exp gives the
+    probabilities for scores. It also weighs this output where that over the rest of the prompt (`part.rest`) is joined to it.
     """
     held = call.keys(call.slots.used)
     if call.shows:
@@ -33,6 +33,7 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     if not call.evicts or need is None:
         return prefill.attend_to(call, q_BHGQD, _join_keys(call, held, k_BHQD, v_BHQD), call.rows_BQ).out
     by_outputs = need.by_outputs
+    # attend to the chunk, the sinks and the repeating rows themselves; score the chunk's tokens
     part = _Part.of(call, repeat, held)
     near = _join_keys(call, part.shown, k_BHQD, v_BHQD)
     found = prefill.attend_to(call, q_BHGQD, near, call.rows_BQ)
@@ -41,6 +42,7 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
         factors = torch.linalg.vector_norm(hidden, dim=-1, dtype=accumulator(hidden.dtype)).reciprocal()
     most_BHGM = torch_backend.find_greatest(q_BHGQD, near, call.rows_BQ, call.geometry, found.lse, factors)
     _raise_scores(call, part, most_BHGM * call.head_norms(part.shown.v_BHTD) if by_outputs else most_BHGM)
+    # add the rest of the prompt to the output
     if not part.rest:
         return found.out
     if found.lse is not None and torch_backend.attends_before(q_BHGQD, held, call.geometry):
@@ -85,12 +87,12 @@ class _Part:
     def of(cls, call: Call, repeat: Repeat, held: Keys) -> _Part:
         """Divide the keys `held` by a layer into the repeated chunk with the sinks (`shown`), and all others (`rest`).
 
-        Called for each layer and chunk of a second reading. Views where slots are positions, else gathered copies.
+        Called for each layer and chunk of a second reading.
         """
         sinks, T = call.policy.scope.sinks, held.past
         start, stop = max(repeat.start_B), max(repeat.stop_B)
         alike = min(repeat.start_B) == start and min(repeat.stop_B) == stop
-        if alike and held.ordered and not held.holes:  # slots are positions
+        if alike and held.ordered and not held.holes:  # slots are positions: cut the tensors
             first = min(sinks, start)
             index = torch.cat([torch.arange(first, device="cpu"), torch.arange(start, stop, device="cpu")]).to(call.device)
             index_BHM = index.expand(*held.positions_BHT.shape[:2], -1)
@@ -104,6 +106,7 @@ class _Part:
             )
             rest = [held.columns(a, b) for a, b in ((first, start), (stop, T)) if a < b]
             return cls(shown, rest, index_BHM, index_BHM >= start)
+        # rows differ, or slots are not positions: gather the tokens
         start_B11, stop_B11 = (call.now.copy(of, call.device)[:, None, None] for of in (repeat.start_B, repeat.stop_B))
         position = held.positions_BHT
         inside = (position >= start_B11) & (position < stop_B11)

@@ -35,7 +35,8 @@ class LayerStack:
     def __init__(self, cache: TextState, call: Call, backend: str) -> None:
         """Join the layers' positions and state along the batch as a decode step begins; layers keep views of joined tensors.
 
-        norms_LNB: buffer for norms of the new token's values; offset_LN: each layer's first slot in the flattened slots.
+        norms_LNB: norms of the new token's values; offset_LN: each layer's first slot in the flattened slots; buffer_N: memory
+        for the probabilities of a step, allocated at the first one.
         """
         self.backend = backend
         self.layers, self.L = cache.layers, len(cache.layers)
@@ -63,7 +64,7 @@ class LayerStack:
         slots.contiguous, slots.used, slots.seen = False, first.used, first.seen
         slots.positions = torch.cat([layer.positions for layer in layers])
         slots.state = {name: torch.cat([layer.state[name] for layer in layers]) for name in first.state}
-        if first.mode.slotted:
+        if first.mode.slotted:  # tokens go into free slots, else they are appended until heads reach their budget
             slots.mode = Evicting(torch.cat([layer.mode.free_BH for layer in layers]))
         else:
             slots.mode = Filling(first.mode.filling)
@@ -95,7 +96,10 @@ class LayerStack:
         return cls(cache, call, backend) if alike else None
 
     def share_free(self) -> None:
-        """Give each layer its part of the stack's free slots, after the stack has evicted: the next token goes there."""
+        """Give each layer its part of the stack's free slots, after the stack has evicted: the next token goes there.
+
+        local_LN: the same slots as indices into the layer's flattened slots. If tokens are appended instead, layers get counts.
+        """
         if not self.slots.mode.slotted:
             for layer in self.layers:
                 layer.used, layer.floor, layer.mode.filling = self.slots.used, self.slots.floor, self.slots.mode.filling
@@ -137,7 +141,10 @@ class LayerStack:
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))
 
     def close(self) -> None:
-        """End a decode step of all layers, before the stack evicts: write norms of the token's values, and count its column."""
+        """End a decode step of all layers, before the stack evicts: write norms of the token's values, and count its column.
+
+        `mode.adds`: 1 if the token was appended after the used columns, 0 if it went into a free slot.
+        """
         if self.norms_LNB is not None:
             norm_LBH = self.norms_LNB.unflatten(1, (self.H, -1)).mean(2).transpose(1, 2)
             self.slots.write_entry({"norm": norm_LBH.reshape(-1, self.H, 1)})
@@ -152,7 +159,8 @@ class LayerStack:
         """Return a layer's view [B,H,G,T] of the buffer for the attention probabilities of all layers in a decode step.
 
         Each layer's step in torch calls this and writes its softmax there. After the last layer the stack adds the whole buffer
-        to its scores' sums. The first call allocates it; `p_BHGT` is the part of the present T columns.
+        to its scores' sums. The first call allocates it; `p_BHGT` is the part of the present T columns. `mode.adds`: columns
+        that this step appends, 0 or 1.
         """
         T = self.slots.used + self.slots.mode.adds
         if self.p_BHGT is None or self.p_BHGT.shape[-1] != T:
