@@ -38,7 +38,7 @@ class BoundStep:
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
         """Keep what a layer's decode steps have in common, so that each step costs little Python time.
 
-        In each step the first layer calls `bind_steps`: that makes this object for a later layer, or takes the last step's again.
+        In each step the first layer calls `bind_steps`: that makes this object for a later layer, or keeps the old one.
         `launched`: a kernel has run a step of this layer before. `find_kv`: weak reference; it tells if buffers were replaced.
         """
         self.call, self.stack = call, stack

@@ -57,7 +57,7 @@ def check_count(name: str, value: object, unit: str, least: int = 1) -> None:
 
 
 def check_k(k: object, shown: str | None = None) -> None:
-    """Raise KVPatchError unless `k`, as a user gives it, is one budget: tokens, a share or a size; shown: names it."""
+    """Raise KVPatchError unless `k`, as a user gives it, is one budget: tokens, a share or a size. shown: for the error."""
     shown = f"k={k!r}" if shown is None else shown
     if isinstance(k, bool) or not isinstance(k, int | float | str):
         raise KVPatchError(f"{shown} is not a budget. {_WANTED}")
@@ -308,13 +308,15 @@ class Budget:
             return cls(per_layer, sizes if any(sizes) else ())
         if isinstance(k, Rule):
             return cls((k,) * n_layers)
-        one = parse_k(k)
+        one_k = parse_k(k)
         windows = [bound for bound in bounds if bound is not None]
-        # layers without a window share the bytes that those with one leave
-        free, reserved = n_layers - len(windows), sum(windows) * bytes_per_token
-        tokens = _count_tokens(one, bytes_per_token * free, reserved, n_layers * fixed, extra)
+        # a size in bytes is for all layers together: those without a window share the bytes that those with one leave
+        n_free, reserved = n_layers - len(windows), sum(windows) * bytes_per_token
+        tokens = _count_tokens(one_k, bytes_per_token * n_free, reserved, n_layers * fixed, extra)
         return cls(
-            (tokens,) * n_layers, (_find_byte_size(one),) * n_layers if isinstance(one, str) else (), whole=isinstance(one, str)
+            (tokens,) * n_layers,
+            (_find_byte_size(one_k),) * n_layers if isinstance(one_k, str) else (),
+            whole=isinstance(one_k, str),
         )
 
     def evicts(self, layer: int) -> bool:

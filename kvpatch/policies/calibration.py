@@ -33,7 +33,7 @@ class CalibratedScore(Score):
         return (Calibrated(self.calibrated, self.calibration),)
 
     def read_calibration(self, new: NewTokens) -> Tensor:
-        """Return this layer's part [H,...] of the first statistic in `calibrated`; read when new tokens are cached."""
+        """Return the layer's first calibrated statistic [H,...], for the heads of this process; read when tokens are cached."""
         assert self.calibration is not None and isinstance(new.layer, int)
         H = new.k_BHQD.shape[1]
         return self.calibration.of(new.layer, self.calibrated[0], new.k_BHQD)[new.first : new.first + H]
@@ -110,27 +110,30 @@ class TriAttention(CalibratedScore):
         """Return, at an eviction, how much queries at coming positions will attend to each key, as calibrated: [B,H,T]."""
         keys = context.view(Held)[0]
         keys = keys.to(accumulator(keys.dtype))
-        # of queries; pairs: channels that rotate together; turn: each pair's angle per position
+        # mean and norm: of queries; pairs: channels that rotate together; turn: each pair's angle per position
         mean, norm, pairs, turn = self._read_statistics(context, keys)
-        # the mean of the rotations; angles are float64 like `turn`, or far positions would be rounded
+        # mean rotation to coming positions, 1, 2, 4, 8 ... ahead; angles are float64 like `turn`: far positions stay exact
         offset = 1 << torch.arange(self.reach.bit_length(), device=keys.device)
         places = context.newest_B11 + 1 + offset
         angle = places[..., None] * turn
         cos, sin = (part.mean(2, keepdim=True).to(keys.dtype) for part in (angle.cos(), angle.sin()))
         a, b = mean[..., pairs[:, 0]], mean[..., pairs[:, 1]]
-        probe = mean.expand(len(keys), *mean.shape).clone()  # the mean query, turned by the mean rotation
+        probe = mean.expand(len(keys), *mean.shape).clone()  # the mean query, rotated
         probe[..., pairs[:, 0]], probe[..., pairs[:, 1]] = a * cos - b * sin, a * sin + b * cos
-        spread = norm - measure_pairs(mean, pairs)
+        spread = norm - measure_pairs(mean, pairs)  # how far queries deviate from their mean, by pair
         x = probe @ keys.transpose(-1, -2) + spread @ measure_pairs(keys, pairs).transpose(-1, -2)
         return _standardize_scores(x, context).amax(2)
 
     def _read_statistics(self, context: EvictionContext, keys: Tensor) -> list[Tensor]:
-        """Return the calibrated statistics of the layer, in the order of `calibrated`, for the heads of this process."""
+        """Return the calibrated statistics of the layer, in the order of `calibrated`, at an eviction.
+
+        Those with an axis of heads ("H") are cut to the heads of this process.
+        """
         assert self.calibration is not None and isinstance(context.layer, int)
         H = keys.shape[1]
         first = context.parallel.first(H)
-        found = {name: self.calibration.of(context.layer, name, keys) for name in self.calibrated}
-        return [one[first : first + H] if MEASURES[name].shape[0] == "H" else one for name, one in found.items()]
+        statistics = {name: self.calibration.of(context.layer, name, keys) for name in self.calibrated}
+        return [x[first : first + H] if MEASURES[name].shape[0] == "H" else x for name, x in statistics.items()]
 
 
 def _standardize_scores(x_BHGT: Tensor, context: EvictionContext) -> Tensor:
@@ -193,14 +196,15 @@ class WholeHeads(CalibratedScore, Recency):
     def _make_table(self, part: float, few: int, bounds: Sequence[int | None]) -> list[float | list[float | int]]:
         """Return the table k[layer][head] for `budget`: 1.0 for a share `part` of heads, of largest areas; `few` for others.
 
-        A head's area is the attention that a window of newest tokens would miss, as calibrated.
+        A head's area is the attention that a window of newest tokens would miss, as calibrated. bounds: each layer's sliding
+        window; layers with one get 1.0.
         """
         assert self.calibration is not None
         areas = {layer: self.calibration.layers[layer]["area"] for layer, bound in enumerate(bounds) if bound is None}
         order = torch.cat([*areas.values()]).argsort(descending=True, stable=True)  # of equal areas the lower layer's
-        whole = torch.zeros(len(order), dtype=torch.bool, device="cpu")
-        whole[order[: max(1, share(part, len(order)))]] = True
-        heads = iter(whole.tolist())
+        keeps_all = torch.zeros(len(order), dtype=torch.bool, device="cpu")
+        keeps_all[order[: max(1, share(part, len(order)))]] = True
+        heads = iter(keeps_all.tolist())
         return [[1.0 if next(heads) else few for _ in areas[layer]] if layer in areas else 1.0 for layer in range(len(bounds))]
 
 

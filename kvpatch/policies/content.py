@@ -131,19 +131,22 @@ class LagKV(Score):
         Partitions are `lag` tokens each, after the sinks (first tokens). With fewer than two, s[i] = i in text order.
         """
         position = context.positions_BHT
+        # number of whole partitions of each head, and each slot's place after the sinks, in text order
         order, n_BH1 = sort_by_position(position)
         start_BH1 = ((position >= 0) & (position < context.limits.first)).sum(-1, keepdim=True)
         whole_BH1 = (n_BH1 - start_BH1) // self.lag
         rank = torch.arange(position.shape[-1], device=position.device)
         place = rank - start_BH1  # counted from the first token after the sinks
         score = torch.ones(position.shape, dtype=accumulator(context.view(Held)[0].dtype), device=position.device)
+        # rank the tokens of all whole partitions but the last
         P = int(whole_BH1.max())
         if P > 1:
             index = (start_BH1 + torch.arange(P * self.lag, device=position.device)).clamp(max=position.shape[-1] - 1)
             ranks = self._rank_tokens([_take_columns(t, order.gather(-1, index)) for t in context.view(Held)]) / self.lag
             scored = (place >= 0) & (place < (whole_BH1 - 1) * self.lag)
-            placed = ranks.to(score.dtype).gather(-1, place.clamp(0, ranks.shape[-1] - 1))
-            score = torch.where(scored, placed, score)
+            ranks_BHT = ranks.to(score.dtype).gather(-1, place.clamp(0, ranks.shape[-1] - 1))
+            score = torch.where(scored, ranks_BHT, score)
+        # fewer than two: by text order; then put scores back from text order into slots
         score = torch.where(whole_BH1 < 2, rank.to(score.dtype), score)
         return torch.empty_like(score).scatter_(-1, order, score)
 
@@ -204,7 +207,10 @@ class Leverage(Score):
         return (sketched * solved.transpose(-1, -2)).sum(-1).clamp_min(0).to(keys.dtype)
 
     def _draw_sketch(self, context: EvictionContext, H: int, D: int) -> Tensor:
-        """Draw a random matrix [D,sketch] for each head, which shortens its keys: the same at every eviction of a layer."""
+        """Draw a random matrix [D,sketch] for each head, which shortens its keys: the same at every eviction of a layer.
+
+        Each entry's number follows from its head, row and column (`at`).
+        """
         device = context.positions_BHT.device
         head, row = (torch.arange(n, device=device) for n in (H, D))
         at = context.parallel.first(H) + head[:, None, None], row[:, None], torch.arange(self.sketch, device=device)
@@ -272,10 +278,10 @@ def _standardize_among(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> 
     """
     x = x_BHT.nan_to_num(0.0)  # one NaN would make all heads NaN
     among = everyone.gather_heads(among_BHT.to(x.dtype), empty=0)
-    count, total = among.sum((1, 2), keepdim=True), everyone.gather_heads(x, empty=0) * among
-    mean = total.sum((1, 2), keepdim=True) / count.clamp(min=1)
-    square = ((total - mean).square() * among).sum((1, 2), keepdim=True) / (count - 1).clamp(min=1)
-    return (x_BHT - mean) / square.sqrt().clamp_min(1e-6)
+    count, counted_x = among.sum((1, 2), keepdim=True), everyone.gather_heads(x, empty=0) * among
+    mean = counted_x.sum((1, 2), keepdim=True) / count.clamp(min=1)
+    variance = ((counted_x - mean).square() * among).sum((1, 2), keepdim=True) / (count - 1).clamp(min=1)
+    return (x_BHT - mean) / variance.sqrt().clamp_min(1e-6)
 
 
 def sort_by_position(positions_BHT: Tensor) -> tuple[Tensor, Tensor]:

@@ -142,7 +142,7 @@ class EvictionContext:
             next_B11, positions = self.newest_B11 + 1, self.positions_BHT
             until = next_B11 if self.sliding is None else torch.minimum(next_B11, find_end(self.sliding, positions))
             self._rows_seen = (until - positions).to(self.state["sum"].dtype)
-            if "unseen" in self.state:  # after an edit: by how much a count by positions is too high
+            if "unseen" in self.state:  # queries after it that never saw it, since it was inserted into the text later
                 self._rows_seen = self._rows_seen - self.state["unseen"]
         return self._rows_seen
 
@@ -217,21 +217,27 @@ class Limits(Batched):
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]], device: torch.device) -> Limits:
-        """Make the numbers of protected tokens of a batch, where a prompt ends. rows: of each row what Scope.limits returns."""
+        """Make the protected sizes of a batch, where a prompt ends. rows: of each row what Scope.limits returns.
+
+        SIZES and FLAGS are names of fields: numbers of tokens or positions by row, and whether some row has one above zero.
+        """
         first, newest, prompt, deviation, _, _ = zip(*rows, strict=True)
-        count = deviation[0] if len(set(deviation)) == 1 else None
+        deviation_count = deviation[0] if len(set(deviation)) == 1 else None
         sizes = on_device(rows, device).T.contiguous().view(6, len(rows), 1, 1)
         flags = any(first), any(newest), any(prompt)
-        found: dict[str, Any] = dict(zip((*SIZES, *FLAGS), (*sizes, *flags), strict=True))
-        return cls(**found, deviation_count=count)
+        values: dict[str, Any] = dict(zip((*SIZES, *FLAGS), (*sizes, *flags), strict=True))
+        return cls(**values, deviation_count=deviation_count)
 
     @classmethod
     def cat(cls, parts: Sequence[Limits]) -> Limits:
-        """Concatenate the rows of several limits (protected sizes), when caches are joined."""
-        found: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in SIZES}
-        found |= {name: any(getattr(part, name) for part in parts) for name in FLAGS}
+        """Concatenate the rows of several limits (protected sizes), when caches are joined.
+
+        SIZES are the tensors by row. FLAGS: is a size above zero in some row? deviation_count: a number if all rows agree.
+        """
+        values: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in SIZES}
+        values |= {name: any(getattr(part, name) for part in parts) for name in FLAGS}
         counts = {part.deviation_count for part in parts}
-        return cls(**found, deviation_count=counts.pop() if len(counts) == 1 else None)
+        return cls(**values, deviation_count=counts.pop() if len(counts) == 1 else None)
 
 
 @dataclass

@@ -160,16 +160,16 @@ def _sum_last_repeats(unit_BHTD: Tensor, position_BHT: Tensor, alike: float) -> 
     `_find_redundancy` subtracts these sums, so that the last repetition of a text does not count as redundant.
     """
     B, H, T, _ = unit_BHTD.shape
-    left_out, slots = torch.zeros_like(unit_BHTD[..., 0]), torch.arange(T, device=unit_BHTD.device)
+    sums_BHT, slots = torch.zeros_like(unit_BHTD[..., 0]), torch.arange(T, device=unit_BHTD.device)
     position_BH1T = position_BHT[:, :, None].int()  # half of the bytes of a block's largest tensor
     at_once = _ON_CPU if unit_BHTD.device.type == "cpu" else _ON_DEVICE
     for at in slots.split(max(1, at_once // (B * H * T))):
         cosine = unit_BHTD[:, :, at] @ unit_BHTD.transpose(-1, -2)
-        like = (cosine > alike) & (slots != at[:, None])
-        newest = position_BH1T.masked_fill(~like, -1).max(-1)
-        share = cosine.gather(-1, newest.indices[..., None])[..., 0]
-        left_out.scatter_add_(-1, newest.indices, share.masked_fill(newest.values < 0, 0.0))
-    return left_out
+        repeats = (cosine > alike) & (slots != at[:, None])
+        newest = position_BH1T.masked_fill(~repeats, -1).max(-1)  # of each key's repetitions; -1: it has none
+        newest_cosine = cosine.gather(-1, newest.indices[..., None])[..., 0]
+        sums_BHT.scatter_add_(-1, newest.indices, newest_cosine.masked_fill(newest.values < 0, 0.0))
+    return sums_BHT
 
 
 @dataclass(frozen=True)

@@ -127,11 +127,14 @@ class Sample:
 
     @property
     def kinds(self) -> tuple[Of, ...]:
-        """Kinds of statistics (Measure.kind) that `kvpatch calibrate` or `learn` can measure of this sample, by what it has."""
+        """Kinds of statistics (Measure.kind) that `kvpatch calibrate` or `learn` can measure of this sample: by its fields.
+
+        "scores" need features, "turned" a rotation (unrotated queries), "outputs" the output projection.
+        """
         if self.x_HTF is not None:
             return ("scores",)
-        more: tuple[tuple[Of, object], ...] = (("turned", self.rotation), ("outputs", self.area_HT))
-        return ("queries", *(kind for kind, found in more if found is not None))
+        optional: tuple[tuple[Of, object], ...] = (("turned", self.rotation), ("outputs", self.area_HT))
+        return ("queries", *(kind for kind, value in optional if value is not None))
 
 
 @dataclass(frozen=True)
@@ -159,11 +162,11 @@ class Measure:
     adds_up: bool = True
 
     def add_piece(self, sums: Totals | None, sample: Sample) -> Totals:
-        """Return totals `sums` plus those of a text's next piece, in a calibration; on the CPU, floats in float64."""
+        """Return totals `sums` plus those of a text's next piece (`sample`), in a calibration: on the CPU, in float64."""
         if sums is not None and not self.adds_up:  # every piece gives the same
             return sums
-        found = tuple(one.double().cpu() if one.is_floating_point() else one.cpu() for one in self.of(sample))
-        return found if sums is None else tuple(old + new for old, new in zip(sums, found, strict=True))
+        piece = tuple(x.double().cpu() if x.is_floating_point() else x.cpu() for x in self.of(sample))
+        return piece if sums is None else tuple(old + new for old, new in zip(sums, piece, strict=True))
 
 
 def measure_pairs(x: Tensor, pairs_P2: Tensor) -> Tensor:

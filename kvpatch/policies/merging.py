@@ -82,7 +82,10 @@ class Merge(Merging):
             raise KVPatchError(f"threshold={given!r} must be a cosine in [0, 1], below which nothing is merged.")
 
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
-        """Return the kept values [B,H,K,D] where a prompt ends; evicted ones are averaged into those of like keys. Pure."""
+        """Return the kept values [B,H,K,D] where a prompt ends; evicted ones are averaged into those of like keys. Pure.
+
+        Each evicted token that later queries could see (live) goes to the kept token with the greatest cosine of their keys.
+        """
         dtype, D, index_BHK = accumulator(v_BHTD.dtype), v_BHTD.shape[-1], kept.index_BHK
         evicted_BHT = kept.live_BHT & ~kept.stays_BHT
         unit = k_BHTD.to(dtype)
@@ -94,13 +97,14 @@ class Merge(Merging):
         size_BHK = torch.linalg.vector_norm(kept_values, dim=-1)
         total, weight = torch.zeros_like(kept_values), torch.zeros_like(size_BHK)
         for at in range(0, unit.shape[2], _AT_ONCE):
-            some = slice(at, at + _AT_ONCE)
-            cosine = unit[:, :, some] @ kept_unit.transpose(-1, -2)
-            most, target = cosine.masked_fill(~kept.real_BHK.flip(2)[:, :, None], -torch.inf).max(-1)
+            tokens = slice(at, at + _AT_ONCE)
+            cosine = unit[:, :, tokens] @ kept_unit.transpose(-1, -2)
+            greatest, target = cosine.masked_fill(~kept.real_BHK.flip(2)[:, :, None], -torch.inf).max(-1)
             target = index_BHK.shape[-1] - 1 - target
-            size = size_BHT[:, :, some]
-            w = most.clamp_min(0) * size / (size + size_BHK.gather(2, target) + _EPS)
-            w = w.masked_fill(~evicted_BHT[:, :, some] | (most < self.threshold), 0.0)
-            total = total.scatter_add(2, target[..., None].expand(*target.shape, D), w[..., None] * values[:, :, some])
+            # weight of the evicted value: the cosine times its share of both values' norms
+            size = size_BHT[:, :, tokens]
+            w = greatest.clamp_min(0) * size / (size + size_BHK.gather(2, target) + _EPS)
+            w = w.masked_fill(~evicted_BHT[:, :, tokens] | (greatest < self.threshold), 0.0)
+            total = total.scatter_add(2, target[..., None].expand(*target.shape, D), w[..., None] * values[:, :, tokens])
             weight = weight.scatter_add(2, target, w)
         return ((kept_values + total) / (1 + weight[..., None])).to(v_BHTD.dtype)

@@ -157,6 +157,7 @@ class Mass(Rule):
         Called at each eviction: counts the fewest best tokens that have `share` of all scores, evicted ones included, as they
         were. keys_BHT: eviction keys, which sort tokens by score, protected ones first (selection.py).
         """
+        # reached: sum of the best scores up to each token; held: of all tokens; lost: of evicted ones, if scores are sums
         weight = _weigh_tokens(score, context, keys_BHT)
         order = keys_BHT.argsort(dim=-1, descending=True)  # protected tokens first, dead ones and empty slots last
         reached = running_sum(weight.gather(-1, order))

@@ -46,7 +46,8 @@ def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -
     """Look up how a named policy divides its budget over heads and layers; for `kvpatch.plan`, without torch.
 
     name: of a policy in the table FACTS, or a combination of one. schedule: what the user asks for, or None for the policy's
-    own. options: those that the user has set.
+    default. options: those that the user has set. In the Division, `shared` tells which heads share one budget, `protects` the
+    size of an observation window (the last queries of a prompt) whose tokens every layer keeps.
 
     Raises:
         KVPatchError: the table has no policy of this name, or it has no such option.

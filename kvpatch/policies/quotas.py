@@ -133,8 +133,8 @@ def find_quotas(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -
 def count_quotas(span: Tensor, held: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> list[int]:
     """Sum for each row the quotas (see find_quotas) of all spans of which a head holds a token, where a prompt or block ends.
 
-    So many more tokens may then be protected. span: [B,H,T], as encode_spans makes it. held: bool [B,H,T], tokens that are
-    there.
+    By this number the limit of protected tokens is raised. span: [B,H,T], as encode_spans makes it. held: bool [B,H,T], False
+    for empty slots.
     """
     sums = []
     for span_HT, held_HT, budget, total in zip(span, held, budget_B, total_B, strict=True):
@@ -160,23 +160,26 @@ def protect_shares(context: EvictionContext, keys: Tensor, protected: Tensor | N
     position, limits = context.positions_BHT, context.limits
     counted = position >= (limits.prompt.clamp(min=0) if limits.any_prompt else 0)
     stays = counted.new_zeros(()) if protected is None else protected & counted
+    # room: tokens that may still be protected; member: tokens of spans
     room = limits.nominal - (0 if protected is None else stays.sum(-1, keepdim=True))
     member = counted & (context.state["span"] > 0)
     if dead is not None:
         member = member & (stays | ~dead)
     span = context.state["span"].masked_fill(~member, 0)
-    # by span, then the protected, then by score
+    # sort by span, then the protected, then by score
     order = keys.masked_fill(stays & member, LAST).argsort(dim=-1, descending=True)
-    span, at = span.gather(-1, order).sort(dim=-1, stable=True)
-    order = order.gather(-1, at)
+    span, by_span = span.gather(-1, order).sort(dim=-1, stable=True)
+    order = order.gather(-1, by_span)
+    # rank each token in its span (segment); choose those after the protected ones, up to the quota
     begins = torch.cat([torch.zeros_like(span[..., :1]), (span[..., 1:] != span[..., :-1]).long()], -1)
     segment, index = begins.cumsum(-1), torch.arange(span.shape[-1], device=span.device)
     rank = index - (begins * index).cummax(-1).values
-    kept = _count_in(segment, (stays & member).gather(-1, order))
-    chosen = (rank >= kept) & (rank < context.state["quota"].gather(-1, order)) & (span > 0)
+    n_protected = _count_in(segment, (stays & member).gather(-1, order))
+    chosen = (rank >= n_protected) & (rank < context.state["quota"].gather(-1, order)) & (span > 0)
+    # tokens that each span lacks, and all together, cut to the room
     lack, lacks = _count_in(segment, chosen), chosen.sum(-1, keepdim=True)
     lack = torch.where(lacks > room, lack * room // lacks.clamp(min=1), lack)
-    chosen = torch.zeros_like(chosen).scatter(-1, order, chosen & (rank < kept + lack))
+    chosen = torch.zeros_like(chosen).scatter(-1, order, chosen & (rank < n_protected + lack))
     return chosen if protected is None else protected | chosen
 
 

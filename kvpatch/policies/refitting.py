@@ -62,21 +62,21 @@ class Refit(Merging):
         NaN where a head's equations have no solution.
         """
         kept_BHKD = kept.gather(v_BHTD)
-        asked = layer.notes.get(RepeatQueries.name)
-        if asked is None:  # nothing was read again
+        queries = layer.notes.get(RepeatQueries.name)
+        if queries is None:  # nothing was read again
             return kept_BHKD
-        looks = _RefitAttention.of(k_BHTD, v_BHTD, kept, layer, asked)
-        # X: attention to kept tokens, Y: outputs over all; V' - V = X^T (X X^T + l)^-1 (Y - X V) is of the queries' size
-        gram_BHNN, error_BHND = torch.zeros((), device=kept_BHKD.device), looks.out_BHND
-        for some, x_BHNM in looks.iterate_blocks():
+        attention = _RefitAttention.of(k_BHTD, v_BHTD, kept, layer, queries)
+        # X: attention of N queries to kept tokens, Y: outputs over all; V' - V = X^T (X X^T + l)^-1 (Y - X V), N x N to solve
+        gram_BHNN, error_BHND = torch.zeros((), device=kept_BHKD.device), attention.out_BHND
+        for tokens, x_BHNM in attention.iterate_blocks():  # M kept tokens at a time
             gram_BHNN = gram_BHNN + x_BHNM @ x_BHNM.mT
-            error_BHND = error_BHND - x_BHNM @ kept_BHKD[:, :, some].to(x_BHNM.dtype)
+            error_BHND = error_BHND - x_BHNM @ kept_BHKD[:, :, tokens].to(x_BHNM.dtype)
         diagonal_BHN = gram_BHNN.diagonal(dim1=-2, dim2=-1)
         l_BH1 = self.ridge * diagonal_BHN.sum(-1, keepdim=True) / kept.real_BHK.sum(-1, keepdim=True).clamp_min(1)
         diagonal_BHN.add_(l_BH1.masked_fill(l_BH1 == 0, 1.0))  # where no query sees a kept token: there X is 0
         factor_BHNN, failed_BH = torch.linalg.cholesky_ex(gram_BHNN)
         solved_BHND = torch.cholesky_solve(error_BHND, factor_BHNN).masked_fill(failed_BH[..., None, None] != 0, torch.nan)
-        change_BHKD = torch.cat([x_BHNM.mT @ solved_BHND for _, x_BHNM in looks.iterate_blocks()], 2)
+        change_BHKD = torch.cat([x_BHNM.mT @ solved_BHND for _, x_BHNM in attention.iterate_blocks()], 2)
         evicts_BH11 = (kept.live_BHT & ~kept.stays_BHT).any(-1)[..., None, None]
         return torch.where(evicts_BH11, kept_BHKD + change_BHKD, kept_BHKD).to(v_BHTD.dtype)
 
@@ -104,20 +104,23 @@ class _RefitAttention:
         """Attend from `asked`, queries of a second reading, to all tokens, where a prompt ends, before any is evicted."""
         (B, H, G, W, _), stays_BHT = asked.q_BHGWD.shape, kept.stays_BHT
         v_BHTD = v_BHTD.to(accumulator(v_BHTD.dtype))
-        found = [
-            layer.attend_to_slots(asked.q_BHGWD[:, :, :, some], k_BHTD, v_BHTD, asked.positions_BW[:, some], stays_BHT)
-            for some in _split_blocks(W, B * H * G * k_BHTD.shape[2], v_BHTD)
+        blocks = [  # some queries at a time
+            layer.attend_to_slots(asked.q_BHGWD[:, :, :, block], k_BHTD, v_BHTD, asked.positions_BW[:, block], stays_BHT)
+            for block in _split_blocks(W, B * H * G * k_BHTD.shape[2], v_BHTD)
         ]
-        out, lse = (torch.cat(parts, 3) for parts in zip(*found, strict=True))
+        out, lse = (torch.cat(parts, 3) for parts in zip(*blocks, strict=True))
         return cls(out.flatten(2, 3), lse, asked, kept.gather(k_BHTD), kept, layer)
 
     def iterate_blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the kept tokens, and each query's attention to them, [B,H,N,M]; over all slices it sums to one."""
-        kept, asked = self.kept, self.asked
-        for some in _split_blocks(kept.index_BHK.shape[2], self.lse_BHGW.numel(), self.out_BHND):
-            index, real = kept.index_BHK[:, :, some], kept.real_BHK[:, :, None, None, some]
-            x = self.layer.weigh_slots(asked.q_BHGWD, self.k_BHKD[:, :, some], asked.positions_BW, index, self.lse_BHGW)
-            yield some, x.masked_fill(~real, 0.0).flatten(2, 3)
+        """Yield slices of the kept tokens, and each query's attention to them, [B,H,N,M]; over all slices it sums to one.
+
+        N: queries of all query heads that share a KV head. real: False where a head keeps fewer tokens than others.
+        """
+        kept, queries = self.kept, self.asked
+        for tokens in _split_blocks(kept.index_BHK.shape[2], self.lse_BHGW.numel(), self.out_BHND):
+            index, real = kept.index_BHK[:, :, tokens], kept.real_BHK[:, :, None, None, tokens]
+            x = self.layer.weigh_slots(queries.q_BHGWD, self.k_BHKD[:, :, tokens], queries.positions_BW, index, self.lse_BHGW)
+            yield tokens, x.masked_fill(~real, 0.0).flatten(2, 3)
 
 
 def _split_blocks(count: int, each: int, like: Tensor) -> Iterator[slice]:

@@ -27,8 +27,8 @@ def sample_rows(rows_BQ: Tensor, seed: int, layer: int) -> tuple[Tensor, Tensor]
         layer: index of the layer.
 
     Returns:
-        Their columns [B,R], ascending, the last ROWS of which are the newest block; -1 in front, in texts that read fewer rows
-        than others. And r [B,1,1]: the weight of each row before the newest block in sums.
+        Their columns [B,R], ascending; the last ROWS are the newest block. Texts of which fewer rows are read have -1 in front.
+        And r [B,1,1]: the weight of each row before the newest block in sums.
     """
     real = rows_BQ >= 0
     count_B1 = real.sum(-1, keepdim=True)

@@ -108,10 +108,10 @@ class Scope:
         return 0
 
     def limits(self, budget: int, n: int, marked: Sequence[int], score: Score, fixed: int, rows: int) -> tuple[int, ...]:
-        """Return the sizes of a batch row's protected parts, in the order of context.SIZES, clamped inside the budget.
+        """Return the sizes of a batch row's protected parts, clamped inside the budget, in the order of context.SIZES.
 
-        They are numbers of tokens, and positions below which all are protected. Called where a prompt or block ends, before
-        eviction. Pure.
+        first and prompt (here `fixed`): positions below which all tokens are kept; numbers of newest tokens, of tokens by
+        deviation, of window rows, of all protected tokens. Called where a prompt or block ends, before eviction. Pure.
 
         Args:
             budget: tokens that a head may keep.
@@ -130,15 +130,16 @@ class Scope:
                 f"protect= marks {len(marked)} tokens of a prompt of {n}, but the budget is {budget}: raise k to at "
                 f"least {len(marked)} tokens or protect fewer."
             )
-        # sinks are tokens of the compressed prompt: there are none if the schedule keeps the prompt
+        # sinks, as far as the budget has room beside marked tokens; none if the schedule keeps the prompt
         first = min(max(self.sinks, start), start + budget) if start < n else start
         while first - start + sum(p >= first for p in marked) > budget:
             first -= 1
         free = budget - (first - start) - sum(p >= first for p in marked)
+        # observed: rows of the observation window, whose tokens are protected (`protects`) or only read
         rows = budget if _reads_last_queries(score) else rows  # these are not of the prompt alone
         protects = protected_rows(score) > 0
-        seen = next((need.width for need in score.needs if isinstance(need, WindowAttention)), 0)
-        observed = min(fit_window(score, free), rows) if protects else seen
+        width = next((need.width for need in score.needs if isinstance(need, WindowAttention)), 0)
+        observed = min(fit_window(score, free), rows) if protects else width
         recent = min(share(self.recent, budget), free)
         newest = max(recent, observed) if protects else recent
         deviation = min(share(self.deviation, budget), free - newest)
@@ -152,17 +153,17 @@ class Scope:
         """
         sinks = min(self.sinks, budget)
         window = protected_rows(score)
-        left = {"window": fit_window(score, budget - sinks)}
-        newest = min(max(share(self.recent, budget), left["window"]), budget - sinks)
-        # option, size, and the tokens that are protected before it
+        fits = {"window": fit_window(score, budget - sinks)}
+        newest = min(max(share(self.recent, budget), fits["window"]), budget - sinks)
+        # option, size, and the tokens that are protected before it; `ranked`: name of the option for tokens by deviation
         for name, size, taken in (
             ("sinks", self.sinks, 0),
             ("window", window, sinks),
             ("recent", self.recent, sinks),
             (self.ranked, self.deviation, sinks + newest),
         ):
-            if isinstance(size, int) and size > left.get(name, budget - taken):
-                yield name, size, left.get(name, budget - taken), taken + size + 1
+            if isinstance(size, int) and size > fits.get(name, budget - taken):
+                yield name, size, fits.get(name, budget - taken), taken + size + 1
 
     def mask(self, context: EvictionContext) -> Tensor | None:
         """Return the protected tokens as a bool mask [B,H,T], or None if there are none; called when tokens are evicted."""

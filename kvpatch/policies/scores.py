@@ -298,9 +298,9 @@ class Last(Score):
             return last
         last = last.nan_to_num(0.0)  # a head whose score is NaN must not make the layer's mean NaN
         everyone = context.parallel
-        if context.aligned:
+        if context.aligned:  # slot i holds the same token in all heads
             return everyone.gather_heads(last).mean(1, keepdim=True).expand_as(last)
-        # heads hold different tokens: add the scores up by position, in as many bins as there are slots
+        # heads hold different tokens: sort all by position, and add their scores up in a bin for each position
         S, last = last.shape[-1], everyone.gather_heads(last, empty=0)
         B, H, _ = last.shape
         position, index = everyone.gather_heads(context.positions_BHT, empty=-1).flatten(1).sort(-1)
@@ -407,6 +407,7 @@ class Defensive(ObservationWindow):
         pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
         pooled = pool(p_NGRM.flatten(0, 2)[:, None], self.kernel, stride=1, padding=self.kernel // 2).view_as(p_NGRM)
         pooled = pooled * candidate_NM[:, None, None]
+        # scale each row to its sum before pooling
         total, pooled_total = p_NGRM.sum(-1, keepdim=True), pooled.sum(-1, keepdim=True)
         return (pooled * (total / pooled_total.clamp_min(torch.finfo(pooled.dtype).tiny))).amax((1, 2))
 

@@ -135,7 +135,8 @@ class Selection:
         """Return eviction keys [B,H,T] whose top `context.keep_BH1` are the kept set; called when tokens are evicted.
 
         Args:
-            context: with `keep_BH1`, which is None where heads are about to share a budget by score, and `norms`.
+            context: with `keep_BH1`, which is None where heads are about to share a budget by score, and `norms`, which returns
+                norms of projected values.
             score: values of the policy's score [B,H,T].
             first: eviction keys by score alone.
             protected: bool mask of protected tokens, or None.
@@ -237,18 +238,20 @@ class TwoStage(Selection):
         empty = context.positions_BHT < 0 if context.empty else None
         keep_BH1 = context.keep_BH1
         if protected is not None:
-            held = protected if empty is None else protected & ~empty
-            keep_BH1 = keep_BH1 - held.sum(-1, keepdim=True)
-        out = protected if empty is None else empty if protected is None else protected | empty
-        if out is not None:
-            first, score = first.masked_fill(out, FIRST), score.masked_fill(out, 0.0)
+            stays = protected if empty is None else protected & ~empty
+            keep_BH1 = keep_BH1 - stays.sum(-1, keepdim=True)
+        outside = protected if empty is None else empty if protected is None else protected | empty  # no candidates
+        if outside is not None:
+            first, score = first.masked_fill(outside, FIRST), score.masked_fill(outside, 0.0)
+        # stage one: a share alpha of the budget left, by score
         count_BH1 = (keep_BH1.double() * self.alpha + 1e-6).long()
         critical = mask_top(first, count_BH1, _one_for_all(count_BH1))
-        if out is not None:
-            critical = critical & ~out
+        if outside is not None:
+            critical = critical & ~outside
+        # stage two: the rest by bound
         score = score.nan_to_num(0.0, posinf=torch.inf)  # one NaN would make all shares NaN
         share = score / score.sum(-1, keepdim=True).clamp_min(torch.finfo(score.dtype).tiny)
-        bound = score_keys((share + self.eps) * context.norms(critical, out), context.positions_BHT, signed=False)
+        bound = score_keys((share + self.eps) * context.norms(critical, outside), context.positions_BHT, signed=False)
         return eviction_keys(bound, protected=critical if protected is None else critical | protected, dead=dead, empty=None)
 
 

@@ -89,8 +89,8 @@ def refuse_pairs(asked: FeatureSet) -> None:
 def why_not(path: str, asked: FeatureSet, always: bool = False) -> str | None:
     """Return why a feature that is asked for does not go with `path`, or None: for an error, or to do without `path`.
 
-    path: a feature of the table REFUSED, as "kernels". always: look at what the policy's needs refuse even if nothing is
-    evicted.
+    path: a feature of the table REFUSED, as "kernels": for each, the features it excludes with a sentence; NEED stands for what
+    the policy's needs refuse. always: look at that even if nothing is evicted.
     """
     name, why = repr(asked.policy.name), asked.policy.needs.refusal(path) if asked.acts or always else None
     why = why and why.replace("{name}", name)

@@ -88,7 +88,7 @@ def _split_budget(beta: int | float, budget: int, n_layers: int, least: int, mos
     line is of Fractions, so that all processes round alike: up in the layers with the largest remainders.
     """
     last = max(budget / Fraction(beta), Fraction(min(least, budget)))
-    if most is not None:
+    if most is not None:  # the first layer gets 2 * budget - last
         last = max(last, Fraction(2 * budget - most))
     last = min(last, Fraction(budget))
     step = (2 * budget - 2 * last) / max(n_layers - 1, 1)

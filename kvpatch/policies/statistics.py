@@ -107,9 +107,10 @@ def _sum_noisy(block: Block, need: Any) -> Tensor:
 
 
 def _sum_area(block: Block, need: Any) -> Tensor:
-    """Sum over rows and group, [N,M], each probability times the share of window lengths that would miss the key.
+    """Sum over rows and group, [N,M], each probability times the share of windows that would miss the key.
 
-    Of a row's window of newest tokens, of any length, these are (row - key + 1) / (row + 1). For a calibration of WholeHeads.
+    A row at position p could have a window of its 0 to p newest tokens; (p - key + 1) / (p + 1) of these lengths do not reach
+    the key. For a calibration of WholeHeads.
     """
     _, row_NR, key_NM = block.place()
 

@@ -66,7 +66,7 @@ class LayerRead(Protocol):
     def statistic(self, name: str) -> Tensor:
         """Return the layer's tensor `name` [B,H,T] of numbers beside the used slots, for a need to read or write.
 
-        A need is what a score or scope reads. A tensor that one lists in its `states` begins as zero.
+        A need is what a score or scope reads. A tensor that a need lists in its `states` begins as zero.
 
         Raises:
             KVPatchError: no score's or need's entry() stores it with tokens, and no need has it among its `states`.

@@ -69,28 +69,31 @@ class ChunkAttention(Need[Tensor]):
         """
         layer, size, sinks, positions_BQ = prompt.layer, self.size, prompt.sinks, prompt.positions_BQ
         columns_BQ = (prompt.past + torch.arange(positions_BQ.shape[1], device=positions_BQ.device)).expand_as(positions_BQ)
+        # the tokens: those that waited, then this piece's
         rows = OpenChunks(prompt.q_BHGQD.detach(), prompt.k_BHQD.detach(), positions_BQ, columns_BQ)
         earlier = layer.notes.pop(self.name, None)
-        rows = rows if earlier is None else earlier.join_parts(rows)  # those that waited come first
+        rows = rows if earlier is None else earlier.join_parts(rows)
         (B, H, G, C, _), positions_BC = rows.q_BHGCD.shape, rows.positions_BC
+        # positions: of the first token, after the last, after the last whole chunk, and where the first token's chunk begins
         order_BC, padding_B1 = positions_BC.argsort(1), (positions_BC < 0).sum(1, keepdim=True)
         first_B1 = order_BC.gather(1, padding_B1.clamp(max=C - 1))
         first_B1 = positions_BC.gather(1, first_B1)  # those that follow are the next positions
         end_B1 = first_B1 + C - padding_B1
-        whole_B1 = sinks + (end_B1 - sinks).clamp(min=0) // size * size  # the chunks before are complete
-        stop_B1 = end_B1 if prompt.ends else whole_B1
-        begin_B1 = sinks + (first_B1.clamp(min=sinks) - sinks) // size * size  # the first row's chunk begins here
+        complete_B1 = sinks + (end_B1 - sinks).clamp(min=0) // size * size
+        stop_B1 = end_B1 if prompt.ends else complete_B1
+        begin_B1 = sinks + (first_B1.clamp(min=sinks) - sinks) // size * size
+        # attend inside chunks, `together` of them at once
         together = max(1, prompt.at_once // (B * H * G * size**2))
         state = layer.statistic("local")
         for chunk in range(0, C // size + 2, together):
             place_BM = begin_B1 + torch.arange(chunk * size, (chunk + together) * size, device=positions_BC.device)
             real_BM = (place_BM >= first_B1.clamp(min=sinks)) & (place_BM < stop_B1)
             at_BM = order_BC.gather(1, (padding_B1 + place_BM - first_B1).clamp(0, C - 1))
-            found_BHM = _attend_in_chunks(rows, at_BM, real_BM, size)
-            index = rows.columns_BC.gather(1, at_BM)[:, None].expand_as(found_BHM)
-            state.scatter_add_(2, index, found_BHM.to(state.dtype))
+            received_BHM = _attend_in_chunks(rows, at_BM, real_BM, size)
+            index = rows.columns_BC.gather(1, at_BM)[:, None].expand_as(received_BHM)
+            state.scatter_add_(2, index, received_BHM.to(state.dtype))
         if not prompt.ends:
-            layer.notes[self.name] = rows.take_newest(size - 1, whole_B1)
+            layer.notes[self.name] = rows.take_newest(size - 1, complete_B1)
 
     def view(self, context: EvictionContext) -> Tensor:
         return context.state["local"]

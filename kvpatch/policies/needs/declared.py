@@ -47,9 +47,10 @@ class Needs(tuple[AnyNeed, ...]):
     def of(cls, parts: Iterable[Any]) -> Needs:
         """Collect what the score, scope and merging of a policy declare that they read (`needs`), when the policy is made.
 
-        Raises KVPatchError for a `needs` of another type, for two that contradict each other, and for an old attribute.
+        Raises KVPatchError for a `needs` of another type, for two that contradict each other, and for an attribute that scores
+        had in earlier versions (_FORMER).
         """
-        found: dict[Any, AnyNeed] = {}
+        needs_by_state: dict[Any, AnyNeed] = {}
         for part in parts:
             for name in sorted(_FORMER & set(dir(type(part)))):
                 raise KVPatchError(
@@ -65,10 +66,10 @@ class Needs(tuple[AnyNeed, ...]):
             for need in needs:
                 if need.rows not in ("none", "window", "all"):
                     raise KVPatchError(f"{type(need).__name__}.rows is {need.rows!r}: it must be 'none', 'window' or 'all'.")
-                same = found.setdefault(need.states or type(need), need)
-                if same != need and not isinstance(need, Sums):  # of two Sums the first, the score's, counts
-                    raise KVPatchError(f"score and scope need {same} and {need}, of which a layer can have one.")
-        return cls(found.values())
+                first = needs_by_state.setdefault(need.states or type(need), need)
+                if first != need and not isinstance(need, Sums):  # of two Sums the first, the score's, counts
+                    raise KVPatchError(f"score and scope need {first} and {need}, of which a layer can have one.")
+        return cls(needs_by_state.values())
 
     def find(self, kind: type[Kind]) -> Kind | None:
         """Return the need of this kind, or None."""

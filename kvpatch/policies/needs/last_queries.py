@@ -34,16 +34,19 @@ class NewestQueries(Note):
         return cls(torch.zeros(B, H, G, width, D, dtype=dtype, device=device), positions)
 
     def read(self, q_BHGQD: Tensor, positions_BQ: Tensor) -> NewestQueries:
-        """Return a new object that also has the last queries of a prompt, or a piece of it, just read. Position -1: padding."""
+        """Return a new object that also has the last queries of a prompt, or a piece of it, just read. Position -1: padding.
+
+        The query at position p is kept in column p modulo W.
+        """
         W = self.positions_BW.shape[1]
         positions, index = positions_BQ.topk(min(W, positions_BQ.shape[1]), dim=1)
         q = q_BHGQD.gather(3, index[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
         newest = torch.maximum(positions.amax(1, keepdim=True), self.positions_BW.amax(1, keepdim=True))
-        known = (positions >= 0) & (positions > newest - W)  # after an edit, tokens are read that are older than known ones
-        column = torch.where(known, positions % W, W)  # column W takes the others, and is cut off again
-        record = NewestQueries(F.pad(self.q_BHGWD, (0, 0, 0, 1)), F.pad(self.positions_BW, (0, 1)))
-        record.restore((column, q, positions))
-        return NewestQueries(record.q_BHGWD[:, :, :, :W].contiguous(), record.positions_BW[:, :W].contiguous())
+        among_last = (positions >= 0) & (positions > newest - W)  # an edit reads tokens in the middle of the text
+        column = torch.where(among_last, positions % W, W)  # column W takes the others, and is cut off again
+        wider = NewestQueries(F.pad(self.q_BHGWD, (0, 0, 0, 1)), F.pad(self.positions_BW, (0, 1)))
+        wider.restore((column, q, positions))
+        return NewestQueries(wider.q_BHGWD[:, :, :, :W].contiguous(), wider.positions_BW[:, :W].contiguous())
 
     def restore(self, overwritten: tuple[Tensor, Tensor, Tensor]) -> None:
         """Write queries [B,H,G,Q,D] and positions [B,Q] to columns [B,Q] of this object: at a decode step, or to undo one."""
@@ -134,9 +137,12 @@ class LastQueries(Need[LastLogits]):
         note.restore((column, step.q_BHGD.detach()[:, :, :, None], step.positions_B1))
 
     def view(self, context: EvictionContext) -> LastLogits:
-        """Return the logits of the layer's last queries for the tokens before them, for a score, when tokens are evicted."""
+        """Return the logits of the layer's last queries for the tokens before them, for a score, when tokens are evicted.
+
+        `protected`: the budget keeps the tokens of these queries, of which it may have room for fewer (`limits.observed`).
+        """
         note: NewestQueries = context.layer_read.notes[self.name]
-        width = context.limits.observed[:, 0] if self.protected else self.width  # as many as the budget has room for
+        width = context.limits.observed[:, 0] if self.protected else self.width
         first_B1 = context.newest_B11[:, 0] + 1 - width
         x_BHGWT, candidate_BHT = context.layer_read.logits(note.q_BHGWD, note.positions_BW, first_B1)
         return LastLogits(x_BHGWT, candidate_BHT, (note.positions_BW >= 0) & (note.positions_BW >= first_B1))

@@ -42,7 +42,11 @@ class LastUses(WindowAttention):
         return {"last_use": last, "interval": torch.ones_like(last)} if self.intervals else {"last_use": last}
 
     def step(self, step: StepRead) -> None:
-        """Write to the states which tokens a decode step used (attention > alpha), and the longest time between two uses."""
+        """Note the tokens that a decode step used (attention > alpha): write its position to their state "last_use".
+
+        With `intervals`, "interval" is the longest time between two uses. "observed": this step's attention, which super().step
+        writes. The layer has attended.
+        """
         super().step(step)
         layer, newest_B11 = step.layer, step.positions_B1[:, None]
         last, used = layer.statistic("last_use"), layer.statistic("observed") > self.alpha

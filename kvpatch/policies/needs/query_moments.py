@@ -30,7 +30,10 @@ class Moments(Note):
 
     @classmethod
     def of(cls, q_BHGQD: Tensor, counted_BQ: Tensor, spread: bool) -> Moments:
-        """Compute the moments of a prompt's queries, or a piece's, where `counted_BQ` is True. spread: the covariance too."""
+        """Compute the moments of a prompt's (or piece's) queries where `counted_BQ` is True: their number and mean.
+
+        With `spread`, also the sum of outer products of deviations from the mean: the covariance times their number.
+        """
         counted = counted_BQ[:, None, None, :, None].to(q_BHGQD.dtype)
         count = counted.sum(3, keepdim=True)
         mean = (q_BHGQD * counted).sum(3, keepdim=True) / count.clamp(min=1)

@@ -55,9 +55,9 @@ class Rereading(Need[View]):
         self._split_instruction()
 
     def cut_pieces(self, ids: list[int]) -> Iterator[tuple[int, int, list[int]]]:
-        """Cut a prompt, once read, into pieces to read again: yield (start, stop, tokens).
+        """Cut a prompt, once read, into pieces to read again: yield (start, stop, token ids to feed) for each.
 
-        tokens: instruction, ids[start:stop].
+        These are an instruction to repeat, which for later pieces ends with the tokens before the piece; then ids[start:stop].
         """
         first, later, close = self._split_instruction()
         for start in range(0, len(ids), self.chunk):
@@ -146,13 +146,13 @@ class RepeatQueries(Rereading[RepeatedQueries]):
         m is such that about `queries` of a row's tokens are taken. positions_BQ: -1 for padding. repeated_B: tokens that each
         row repeats in all.
         """
-        every_B = [max(math.ceil(n / self.queries), 1) for n in repeated_B]
+        every_B = [max(math.ceil(n / self.queries), 1) for n in repeated_B]  # m
         column = torch.arange(positions_BQ.shape[1], device=positions_BQ.device)
-        asks_BQ = (column % on_device(every_B, column.device)[:, None] == 0) & (positions_BQ >= 0)
-        most = math.ceil(positions_BQ.shape[1] / min(every_B))
-        index_BW = (~asks_BQ).byte().argsort(dim=1, stable=True)[:, :most]
+        taken_BQ = (column % on_device(every_B, column.device)[:, None] == 0) & (positions_BQ >= 0)
+        W = math.ceil(positions_BQ.shape[1] / min(every_B))  # of the row that takes the most; others are filled up with -1
+        index_BW = (~taken_BQ).byte().argsort(dim=1, stable=True)[:, :W]
         q = q_BHGQD.detach().gather(3, index_BW[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
-        positions = positions_BQ.gather(1, index_BW).masked_fill(~asks_BQ.gather(1, index_BW), -1)
+        positions = positions_BQ.gather(1, index_BW).masked_fill(~taken_BQ.gather(1, index_BW), -1)
         earlier: RepeatedQueries | None = layer.notes.get(self.name)
         if earlier is not None:
             q, positions = torch.cat([earlier.q_BHGWD, q], 3), torch.cat([earlier.positions_BW, positions], 1)

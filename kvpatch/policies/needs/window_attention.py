@@ -57,6 +57,7 @@ class WindowAttention(Need[Tensor]):
         An earlier piece of the prompt leaves its last queries in the layer's notes instead, for the next piece.
         """
         layer, q_BHGQD, rows_BW, lse = prompt.layer, prompt.q_BHGQD, prompt.rows_BQ, prompt.lse_BHGQ
+        # put the queries that waited before this piece's, and take the last W
         if (earlier := layer.notes.pop(self.name, None)) is not None:
             # the log-sum-exp of earlier rows was not kept
             q_BHGQD, rows_BW, lse = torch.cat([earlier.q_BHGWD, q_BHGQD], 3), torch.cat([earlier.rows_BW, rows_BW], 1), None
@@ -68,16 +69,17 @@ class WindowAttention(Need[Tensor]):
         if not prompt.ends:
             layer.notes[self.name] = WindowRows(q_BHGWD, rows_BW.gather(1, index_BW))
             return
-        observed = layer.limits.observed
+        n_observed = layer.limits.observed
 
         def mark_rows() -> Tensor:
             """Return the window's positions, -1 for rows beyond the room that the budget has for it."""
             last_BW = rows_BW.gather(1, index_BW)
-            return last_BW.masked_fill(last_BW <= prompt.newest()[:, 0] - observed[:, 0], -1)
+            return last_BW.masked_fill(last_BW <= prompt.newest()[:, 0] - n_observed[:, 0], -1)
 
         counted_BW = once(f"{W} rows under {id(layer.limits)}", mark_rows)  # layers of equal limits share them
-        found = prompt.attention(q_BHGWD, counted_BW, lse, self.fold, self.join)
-        layer.statistic("observed").copy_(found if self.fold else found / observed.clamp(min=1))
+        # the sum over the window's rows (written as a mean), or what the score's `fold` makes of them
+        attention = prompt.attention(q_BHGWD, counted_BW, lse, self.fold, self.join)
+        layer.statistic("observed").copy_(attention if self.fold else attention / n_observed.clamp(min=1))
 
     def step(self, step: StepRead) -> None:
         if step.p_BHGT is not None:
