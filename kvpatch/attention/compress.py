@@ -131,17 +131,17 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
     for the device only if heads share a budget by their scores, or if it cannot know how many tokens they hold (`_count_held`).
     """
     # of the queries only the shape of a decode step's is kept, to choose a backend by
-    now, mine = call.now, PromptEnd(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
+    now, end = call.now, PromptEnd(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
     sharing = [layer for layer in call.settings.together if layer < len(call.cache.layers)]
     together = call.layer in sharing
     if now.reread_BN is not None or together:
-        now.waiting.append(mine)
+        now.waiting.append(end)
     if now.reread_BN is not None or (together and call.layer != sharing[-1]):
         return
     if together:
         finish(call.cache, now)
     else:
-        finish_group([mine])
+        finish_group([end])
 
 
 def finish(cache: TextState, now: Forward) -> None:
@@ -149,8 +149,8 @@ def finish(cache: TextState, now: Forward) -> None:
 
     Called when the last layer of a shared budget has attended to the prompt, or when the prompt was read a second time.
     """
-    together = [one for one in now.waiting if one.call.layer in cache.settings.together]
-    for group in (*([one] for one in now.waiting if one not in together), *([together] if together else [])):
+    together = [end for end in now.waiting if end.call.layer in cache.settings.together]
+    for group in (*([end] for end in now.waiting if end not in together), *([together] if together else [])):
         finish_group(group)
     now.waiting.clear()
 
@@ -166,10 +166,10 @@ def finish_group(group: list[PromptEnd]) -> None:
     else:
         with _count_move(group[0].call):
             _keep_all(group[0].call)
-    for one in group:
-        one.call.note_evictions(find_newest(one.call))
-        if one.call.now.final:
-            foresee(one.call, one.like_BHGD)
+    for end in group:
+        end.call.note_evictions(find_newest(end.call))
+        if end.call.now.final:
+            foresee(end.call, end.like_BHGD)
 
 
 def _compress_group(group: list[PromptEnd]) -> None:

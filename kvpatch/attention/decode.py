@@ -83,9 +83,9 @@ def _run_torch(
     if name == "flash":
         out = backend(name).ragged_step(q_BHGD, keys, call.geometry)
     if out is None:
-        wanted = call.observes
-        buffer = None if stack is None or not wanted else stack.view_probabilities(call, q_BHGD.dtype)
-        out, p_BHGT = torch_backend.step(q_BHGD, keys, positions_B1[:, None], call.geometry, wanted, buffer)
+        observes = call.observes
+        buffer = None if stack is None or not observes else stack.view_probabilities(call, q_BHGD.dtype)
+        out, p_BHGT = torch_backend.step(q_BHGD, keys, positions_B1[:, None], call.geometry, observes, buffer)
     return out, p_BHGT, keys.positions_BHT
 
 

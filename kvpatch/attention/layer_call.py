@@ -197,10 +197,10 @@ class Call(LayerRead):
         slots = self.slots
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
-            like = like_BH1D.expand(-1, -1, AHEAD, -1)
-            slots.ahead = (slots.seen, self.policy.entry(self._describe_tokens(like, like, coming)))
-        at = slots.seen - slots.ahead[0]
-        return {name: tensor[:, :, at : at + 1] for name, tensor in slots.ahead[1].items()}
+            like_BHND = like_BH1D.expand(-1, -1, AHEAD, -1)
+            slots.ahead = (slots.seen, self.policy.entry(self._describe_tokens(like_BHND, like_BHND, coming)))
+        offset = slots.seen - slots.ahead[0]
+        return {name: tensor[:, :, offset : offset + 1] for name, tensor in slots.ahead[1].items()}
 
     def keys(self, past: int, contents: bool = True) -> Keys:
         """Return the keys and values of the used slots, in the form that backends attend to. Changes nothing.
@@ -510,16 +510,16 @@ class Call(LayerRead):
         that layers share (`across_layers`) goes to `cache.shared` instead.
         """
         slots = self.slots
-        for one in self.policy.needs.sums:
-            increment = sums[one.key]
-            if one.across_layers:
-                self._add_shared(increment, self.positions_BHT, one.decay)
+        for attention_sum in self.policy.needs.sums:
+            increment = sums[attention_sum.key]
+            if attention_sum.across_layers:
+                self._add_shared(increment, self.positions_BHT, attention_sum.decay)
                 continue
-            total = slots.statistic(one.key)
+            total = slots.statistic(attention_sum.key)
             if total.shape[2] != increment.shape[2]:  # buffers have columns for coming tokens
                 total = total[:, :, : increment.shape[2]]
-            if one.decay != 1.0:
-                total.mul_(self._find_decay(total, one.decay))
+            if attention_sum.decay != 1.0:
+                total.mul_(self._find_decay(total, attention_sum.decay))
             total.add_(increment)
 
     def _find_decay(self, total: Tensor, decay: float) -> float | Tensor:
@@ -539,8 +539,8 @@ class Call(LayerRead):
         needed = self.slots.seen + 1
         shared = self._find_shared_score(positions)
         if shared.shape[-1] < needed:
-            more = increment.new_zeros(B, H, needed + needed // 4 + 64 - shared.shape[-1])
-            cache.shared = shared = torch.cat([shared, more], -1)
+            new_columns = increment.new_zeros(B, H, needed + needed // 4 + 64 - shared.shape[-1])
+            cache.shared = shared = torch.cat([shared, new_columns], -1)
         index = positions + 1  # column 0 belongs to empty slots
         old = shared.gather(-1, index)
         # a NaN in one layer adds nothing to the shared sum

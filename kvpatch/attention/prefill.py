@@ -146,7 +146,7 @@ def _attend_and_sum(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) ->
     from torch block by block (`observe`), or from torch with the output in the same blocks (`fuses`). Long prompts are sampled
     if the policy says so. "gumbel": the sum of Keyformer's softmax with noise.
     """
-    sampled = any(one.sampled for one in call.policy.needs.sums)
+    sampled = any(attention_sum.sampled for attention_sum in call.policy.needs.sums)
     if sampled and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
         return _attend_and_sample(call, q_BHGQD, keys, rows_BQ)
     names = call.policy.needs.statistics

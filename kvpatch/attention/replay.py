@@ -79,8 +79,8 @@ class ReplayPass:
         """Return each column's death, the position [B,H,Q] of the first query that no longer saw its token; NEVER if none."""
         deaths_BHT = self.record.deaths[layer].to(positions_BQ.device)[self.text_B.to(positions_BQ.device)]
         T = deaths_BHT.shape[-1]
-        at = positions_BQ.clamp(0, T - 1)[:, None].expand(-1, deaths_BHT.shape[1], -1)
-        return deaths_BHT.gather(-1, at).masked_fill(positions_BQ[:, None] >= T, NEVER)
+        index_BHQ = positions_BQ.clamp(0, T - 1)[:, None].expand(-1, deaths_BHT.shape[1], -1)
+        return deaths_BHT.gather(-1, index_BHQ).masked_fill(positions_BQ[:, None] >= T, NEVER)
 
 
 class _Kernels(torch.autograd.Function):
@@ -91,10 +91,10 @@ class _Kernels(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, name: str, case: Case
     ) -> Tensor:
         """Attend in a layer of a replay by kernels, and save what the gradients need (autograd calls `backward` for them)."""
-        found = backend(name).attend(q, keys, rows_BQ, geometry)
-        ctx.save_for_backward(q, k, v, found.out, found.lse)
+        attended = backend(name).attend(q, keys, rows_BQ, geometry)
+        ctx.save_for_backward(q, k, v, attended.out, attended.lse)
         ctx.rest = keys.positions_BHT, keys.deaths_BHT, keys.holes, keys.ordered, rows_BQ, geometry, name, case
-        return found.out
+        return attended.out
 
     @staticmethod
     @once_differentiable
@@ -103,11 +103,11 @@ class _Kernels(torch.autograd.Function):
         (q, k, v, out, lse), (positions, deaths, holes, ordered, rows_BQ, geometry, name, case) = ctx.saved_tensors, ctx.rest
         keys = Keys(k, v, positions, holes, 0, ordered, deaths_BHT=deaths)
         run = functools.partial(backend(name).gradients, q, keys, rows_BQ, geometry, Attended(out, lse), grad)
-        found = refusals.attempt(f"{name} replay gradients", case, run, backend(name).advice)
-        if found is None:  # note it, so that later replays choose torch for forward, too
+        gradients = refusals.attempt(f"{name} replay gradients", case, run, backend(name).advice)
+        if gradients is None:  # note it, so that later replays choose torch for forward, too
             refusals.known[f"{name} replay", case] = refusals.known[f"{name} replay gradients", case]
-            found = _gradients_by_torch(q, keys, rows_BQ, geometry, grad)
-        return *found, None, None, None, None, None
+            gradients = _gradients_by_torch(q, keys, rows_BQ, geometry, grad)
+        return *gradients, None, None, None, None, None
 
 
 def _by_torch(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, whole: int = 0) -> Tensor:

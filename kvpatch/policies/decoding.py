@@ -134,8 +134,8 @@ class Redundancy(RecentScore):
         super().check()
         if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 <= self.weight <= 1:
             raise KVPatchError(f"weight={self.weight!r} must be in [0, 1]: the share of the attention in the score.")
-        known = self.alike is None or (isinstance(self.alike, int | float) and not isinstance(self.alike, bool))
-        if not known or not (self.alike is None or 0 <= self.alike <= 1):
+        is_number = self.alike is None or (isinstance(self.alike, int | float) and not isinstance(self.alike, bool))
+        if not is_number or not (self.alike is None or 0 <= self.alike <= 1):
             raise KVPatchError(f"alike={self.alike!r} must be a cosine in [0, 1], or None to count all keys.")
 
     def value(self, context: EvictionContext) -> Tensor:
@@ -163,9 +163,9 @@ def _sum_last_repeats(unit_BHTD: Tensor, position_BHT: Tensor, alike: float) -> 
     sums_BHT, slots = torch.zeros_like(unit_BHTD[..., 0]), torch.arange(T, device=unit_BHTD.device)
     position_BH1T = position_BHT[:, :, None].int()  # half of the bytes of a block's largest tensor
     at_once = _ON_CPU if unit_BHTD.device.type == "cpu" else _ON_DEVICE
-    for at in slots.split(max(1, at_once // (B * H * T))):
-        cosine = unit_BHTD[:, :, at] @ unit_BHTD.transpose(-1, -2)
-        repeats = (cosine > alike) & (slots != at[:, None])
+    for block in slots.split(max(1, at_once // (B * H * T))):
+        cosine = unit_BHTD[:, :, block] @ unit_BHTD.transpose(-1, -2)
+        repeats = (cosine > alike) & (slots != block[:, None])
         newest = position_BH1T.masked_fill(~repeats, -1).max(-1)  # of each key's repetitions; -1: it has none
         newest_cosine = cosine.gather(-1, newest.indices[..., None])[..., 0]
         sums_BHT.scatter_add_(-1, newest.indices, newest_cosine.masked_fill(newest.values < 0, 0.0))

@@ -24,9 +24,9 @@ def list_features(k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> Tenso
         positions_BQ: int64; -1 for padding.
     """
     k, v = (tensor.to(accumulator(tensor.dtype)) for tensor in (k_BHQD, v_BHQD))
-    place = positions_BQ.clamp(min=0).to(v.dtype).log1p()[:, None].expand(v.shape[:3])
+    log_position = positions_BQ.clamp(min=0).to(v.dtype).log1p()[:, None].expand(v.shape[:3])
     sizes = torch.linalg.vector_norm(k, dim=-1), torch.linalg.vector_norm(v, dim=-1)
-    return torch.cat([v, torch.stack([*sizes, place, torch.ones_like(place)], -1)], -1)
+    return torch.cat([v, torch.stack([*sizes, log_position, torch.ones_like(log_position)], -1)], -1)
 
 
 def make_target(repeated_BHT: Tensor) -> Tensor:

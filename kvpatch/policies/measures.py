@@ -51,8 +51,8 @@ class Rotation:
         for place in (1 << power for power in range(1, (count - 1).bit_length())):
             later = matrix_at(place).double().cpu()
             angle = torch.atan2(later[a, b], later[a, a])
-            whole = ((place * turn - angle) / (2 * math.pi)).round()
-            turn = (angle + 2 * math.pi * whole) / place
+            whole_turns = ((place * turn - angle) / (2 * math.pi)).round()
+            turn = (angle + 2 * math.pi * whole_turns) / place
         return cls(torch.stack([a, b], 1), turn)
 
 
@@ -97,10 +97,10 @@ class Calibration:
 
         The converted tensor is kept in `_placed`, for the next call.
         """
-        found = self.layers[layer][name]
-        key = layer, name, like.device, accumulator(like.dtype) if found.dtype == torch.float32 else found.dtype
+        statistic = self.layers[layer][name]
+        key = layer, name, like.device, accumulator(like.dtype) if statistic.dtype == torch.float32 else statistic.dtype
         if key not in self._placed:
-            self._placed[key] = found.to(*key[2:])
+            self._placed[key] = statistic.to(*key[2:])
         return self._placed[key]
 
 

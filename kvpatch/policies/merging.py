@@ -96,8 +96,8 @@ class Merge(Merging):
         size_BHT = torch.linalg.vector_norm(values, dim=-1)
         size_BHK = torch.linalg.vector_norm(kept_values, dim=-1)
         total, weight = torch.zeros_like(kept_values), torch.zeros_like(size_BHK)
-        for at in range(0, unit.shape[2], _AT_ONCE):
-            tokens = slice(at, at + _AT_ONCE)
+        for start in range(0, unit.shape[2], _AT_ONCE):
+            tokens = slice(start, start + _AT_ONCE)
             cosine = unit[:, :, tokens] @ kept_unit.transpose(-1, -2)
             greatest, target = cosine.masked_fill(~kept.real_BHK.flip(2)[:, :, None], -torch.inf).max(-1)
             target = index_BHK.shape[-1] - 1 - target

@@ -35,11 +35,11 @@ def split_combination(name: str) -> tuple[list[str], str]:
         >>> split_combination("critical(adaptive(roco))")
         (['critical', 'adaptive'], 'roco')
     """
-    around = []
+    combinations = []
     while (combined := COMBINED.fullmatch(name)) is not None:
-        around.append(combined[1].lower())
+        combinations.append(combined[1].lower())
         name = combined[2]
-    return around, name
+    return combinations, name
 
 
 def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -> Division:
@@ -53,32 +53,32 @@ def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -
         KVPatchError: the table has no policy of this name, or it has no such option.
     """
     check_policy(name, options)
-    around, base = split_combination(name)
-    known = match_name(base, FACTS)
-    if known is None:
+    combinations, base = split_combination(name)
+    policy = match_name(base, FACTS)
+    if policy is None:
         raise KVPatchError(f"Policy {base!r} is none of the table: give one of {', '.join(FACTS)}.")
-    fact = FACTS[known]
+    fact = FACTS[policy]
     values = {
         **fact.list_options(),
-        **{key: value for one in around for key, value in COMBINATIONS[one].options.items()},
+        **{key: value for combination in combinations for key, value in COMBINATIONS[combination].options.items()},
         **options,
     }
-    rows = [COMBINATIONS[one] for one in around]
+    rows = [COMBINATIONS[combination] for combination in combinations]
     default = next((row.schedule for row in rows if row.schedule), fact.schedule)
     shared = next((row.shared for row in rows if row.shared), fact.shared)
-    protects = 0 if known == "cur" else values.get("window", 0)  # the window of cur is one of keys, not of queries
-    when = None if known == "full" else schedule or default
+    protects = 0 if policy == "cur" else values.get("window", 0)  # the window of cur is one of keys, not of queries
+    when = None if policy == "full" else schedule or default
     return Division(when, values["every"], values.get("beta"), protects, shared)
 
 
 def suggest_policy(name: object, known: Collection[str]) -> str:
     """Return ``" Did you mean 'refit(h2o)'?"`` for an error about an unknown policy or combination; "" if none is near."""
-    around, base = [], str(name)
+    combinations, base = [], str(name)
     while (call := _CALL.fullmatch(base)) is not None:
-        around.append(find_nearest(call[1], COMBINATIONS))
+        combinations.append(find_nearest(call[1], COMBINATIONS))
         base = call[2]
-    parts = [*around, find_nearest(base, known)]
-    return "" if None in parts else f" Did you mean {'('.join(map(str, parts)) + ')' * len(around)!r}?"
+    parts = [*combinations, find_nearest(base, known)]
+    return "" if None in parts else f" Did you mean {'('.join(map(str, parts)) + ')' * len(combinations)!r}?"
 
 
 def check_policy(name: str, options: Collection[str] | None = None) -> None:
@@ -87,12 +87,12 @@ def check_policy(name: str, options: Collection[str] | None = None) -> None:
     Raises:
         KVPatchError: no policy of this name, or it has none of the `options` of that name.
     """
-    around, name = split_combination(name)
+    combinations, name = split_combination(name)
     if (known_as := match_name(name, FACTS)) is None:
         if name in _list_registered():
             return
         raise refuse_name(name, FACTS)
-    known = {**FACTS[known_as].list_options(), **{key: None for one in around for key in COMBINATIONS[one].options}}
+    known = {**FACTS[known_as].list_options(), **{key: None for combination in combinations for key in COMBINATIONS[combination].options}}
     check_options(known_as, options or (), known)
 
 

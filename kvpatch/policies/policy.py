@@ -103,12 +103,12 @@ class Policy:
 
     def options(self) -> dict[str, Any]:
         """Return the value of every option by name, for messages, reports and `with_options`; a tuple if parts differ in it."""
-        found: dict[str, list[Any]] = {}
+        by_name: dict[str, list[Any]] = {}
         for part in self._list_parts():
             for f in dataclasses.fields(part):
-                found.setdefault(f.name, []).append(getattr(part, f.name))
-        different = {name: tuple(values) for name, values in found.items() if values.count(values[0]) < len(values)}
-        return {name: values[0] for name, values in found.items()} | different | {"every": self.every}
+                by_name.setdefault(f.name, []).append(getattr(part, f.name))
+        different = {name: tuple(values) for name, values in by_name.items() if values.count(values[0]) < len(values)}
+        return {name: values[0] for name, values in by_name.items()} | different | {"every": self.every}
 
     def with_options(self, schedule: str | None = None, **options: Any) -> Policy:
         """Return a copy with a changed schedule or changed options. The user calls this, and patched() with its own options.
@@ -186,14 +186,14 @@ class Policy:
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
         """Return the numbers that the score and its needs store with tokens that enter the cache, by name. Changes nothing."""
-        found: dict[str, Tensor] = {}
+        entries: dict[str, Tensor] = {}
         for part in sorted((*self.needs, self.score), key=own_code.is_own):  # a user's last: it is blamed for equal names
             if own_code.is_own(part):
                 kept = {name for need in self.needs if need is not part for name in need.states}
-                found |= own_code.call_entry(part, self.name, new, found.keys() | kept)
+                entries |= own_code.call_entry(part, self.name, new, entries.keys() | kept)
             else:
-                found |= part.entry(new)
-        return found
+                entries |= part.entry(new)
+        return entries
 
     def budget(self, k: object, bounds: Sequence[int | None]) -> object:
         """Return the budget where the user asks for `k`: see Score.budget."""

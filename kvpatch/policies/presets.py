@@ -235,14 +235,14 @@ def get_policy(name: str) -> Policy:
         kvpatch.get_policy("snapkv").with_options(window=16)
     """
     if isinstance(name, str) and (combined := COMBINED.fullmatch(name)) is not None:
-        around: Callable[[str], Policy] = globals()[combined[1].lower()]  # each row of facts.COMBINATIONS has its function here
-        return around(combined[2])
+        combine: Callable[[str], Policy] = globals()[combined[1].lower()]  # each row of facts.COMBINATIONS has its function here
+        return combine(combined[2])
     if isinstance(name, Score):
         raise KVPatchError(f"{name!r} is a score, which is one part of a policy: give Policy('my_policy', {name!r}).")
-    known = match_name(name, POLICIES)
-    if known is None:
+    registered = match_name(name, POLICIES)
+    if registered is None:
         raise refuse_name(name, POLICIES)
-    return POLICIES[known]
+    return POLICIES[registered]
 
 
 def register_policy(name: str, policy: Policy, *, exist_ok: bool = False) -> None:
@@ -261,10 +261,10 @@ def register_policy(name: str, policy: Policy, *, exist_ok: bool = False) -> Non
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise KVPatchError(f"A policy's name must be an identifier such as 'my_policy', not {name!r}.")
-    known = match_name(name, POLICIES)  # "TOVA" is found as "tova"
-    if known is not None and not (exist_ok and known == name):
+    registered = match_name(name, POLICIES)  # "TOVA" is found as "tova"
+    if registered is not None and not (exist_ok and registered == name):
         raise KVPatchError(
-            f"A policy named {known!r} is already registered; choose another name, or pass exist_ok=True to replace it."
+            f"A policy named {registered!r} is already registered; choose another name, or pass exist_ok=True to replace it."
         )
     if not isinstance(policy, Policy):
         raise KVPatchError(
@@ -280,7 +280,7 @@ def unregister_policy(name: str) -> None:
     Raises:
         KVPatchError: there is no policy of that name.
     """
-    known = match_name(name, POLICIES)
-    if known is None:
+    registered = match_name(name, POLICIES)
+    if registered is None:
         raise refuse_name(name, POLICIES)
-    del POLICIES[known]
+    del POLICIES[registered]

@@ -112,9 +112,9 @@ def encode_spans(numbers_BN: Tensor, real_BN: Tensor) -> Tensor:
     span. numbers_BN: of spans, -1 for none. real_BN: False for padding (no span).
     """
     numbers = torch.where(real_BN, numbers_BN + 1, 0)
-    ranked, place = numbers.sort(-1)
-    begin, end = (torch.searchsorted(ranked, ranked, right=right) for right in (False, True))
-    tokens = torch.empty_like(numbers).scatter_(-1, place, end - begin)
+    ascending, order = numbers.sort(-1)
+    begin, end = (torch.searchsorted(ascending, ascending, right=right) for right in (False, True))
+    tokens = torch.empty_like(numbers).scatter_(-1, order, end - begin)
     return torch.where(numbers > 0, (numbers << _NUMBER) | tokens, 0)
 
 

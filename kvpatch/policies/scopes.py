@@ -210,9 +210,9 @@ class DeviationScope(Scope):
         prompt that the policy keeps whole (`any_prompt`: in some row) does not count among the former.
         """
         position, limits = context.positions_BHT, context.limits
-        mean, seen = context.mean, context.rows_seen
+        mean, n_rows = context.mean, context.rows_seen
         # variances rank tokens as their square roots do
-        variance = (context.state["squares"] / seen).sub_(mean * mean).clamp_min_(0)
+        variance = (context.state["squares"] / n_rows).sub_(mean * mean).clamp_min_(0)
         ranked = score_keys(variance, position, signed=False)
         if limits.any_prompt:  # an empty slot ranks at -1 already, since its position is -1
             ranked = ranked.masked_fill(position < limits.prompt, -1)

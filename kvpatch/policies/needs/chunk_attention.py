@@ -37,10 +37,10 @@ class OpenChunks(Note):
 
         Those before position `start_B1` get position -1: they belong to no chunk that is open.
         """
-        at = self.positions_BC.topk(min(count, self.positions_BC.shape[1]), dim=1).indices.sort(1).values
-        positions = self.positions_BC.gather(1, at)
+        columns_BM = self.positions_BC.topk(min(count, self.positions_BC.shape[1]), dim=1).indices.sort(1).values
+        positions = self.positions_BC.gather(1, columns_BM)
         positions = positions.masked_fill(positions < start_B1, -1)
-        return OpenChunks(*self.take_columns(at), positions, self.columns_BC.gather(1, at))
+        return OpenChunks(*self.take_columns(columns_BM), positions, self.columns_BC.gather(1, columns_BM))
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ class Needs(tuple[AnyNeed, ...]):
         """Note, when a policy is made, which needs are sums of attention, and how many rows of a prompt all of them read."""
         self.sums = tuple(need for need in self if isinstance(need, Sums))
         self.statistics = tuple(one.key for one in self.sums)
-        asked = [need.rows for need in self]
-        self.rows = "all" if "all" in asked else "window" if "window" in asked else "none"
+        kinds = [need.rows for need in self]
+        self.rows = "all" if "all" in kinds else "window" if "window" in kinds else "none"
 
     @classmethod
     def of(cls, parts: Iterable[Any]) -> Needs:
@@ -90,8 +90,8 @@ class Needs(tuple[AnyNeed, ...]):
         known: names of the numbers that entry() stores with tokens.
         """
         if name not in self.states:
-            there = ", ".join(sorted({*known, *self.states})) or "none"
-            raise KVPatchError(f"layers keep no numbers {name!r}, but {there}; entry(new) of a need returns new ones.")
+            existing = ", ".join(sorted({*known, *self.states})) or "none"
+            raise KVPatchError(f"layers keep no numbers {name!r}, but {existing}; entry(new) of a need returns new ones.")
 
     @property
     def kernels(self) -> tuple[tuple[str, str | None], ...]:

@@ -51,24 +51,24 @@ class NewestQueries(Note):
     def restore(self, overwritten: tuple[Tensor, Tensor, Tensor]) -> None:
         """Write queries [B,H,G,Q,D] and positions [B,Q] to columns [B,Q] of this object: at a decode step, or to undo one."""
         column_BQ, q_BHGQD, positions_BQ = overwritten
-        at = column_BQ[:, None, None, :, None].expand(q_BHGQD.shape)
-        self.q_BHGWD.scatter_(3, at, q_BHGQD.to(self.q_BHGWD.dtype))
+        index = column_BQ[:, None, None, :, None].expand(q_BHGQD.shape)
+        self.q_BHGWD.scatter_(3, index, q_BHGQD.to(self.q_BHGWD.dtype))
         self.positions_BW.scatter_(1, column_BQ, positions_BQ)
 
     def overwritten_by(self, positions_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return column (position modulo W), query and position that a decode step will overwrite, for `restore` to undo it."""
         column, (B, H, G, _, D) = positions_B1 % self.positions_BW.shape[1], self.q_BHGWD.shape
-        at = column[:, None, None, :, None].expand(B, H, G, 1, D)
-        return column, self.q_BHGWD.gather(3, at), self.positions_BW.gather(1, column)
+        index = column[:, None, None, :, None].expand(B, H, G, 1, D)
+        return column, self.q_BHGWD.gather(3, index), self.positions_BW.gather(1, column)
 
     def find_contradiction(self, seen_B11: Tensor) -> Tensor:
         """Return True [B,W] for held queries that cannot be: of tokens not yet seen, or in a wrong column.
 
         Called when a cache is checked. All are True if no query is held.
         """
-        width, known = self.positions_BW.shape[1], self.positions_BW >= 0
-        placed = (self.positions_BW % width == torch.arange(width, device=known.device)) | (self.positions_BW == -1)
-        return ~(placed & (self.positions_BW < seen_B11[:, 0]) & known.any())
+        width, held = self.positions_BW.shape[1], self.positions_BW >= 0
+        placed = (self.positions_BW % width == torch.arange(width, device=held.device)) | (self.positions_BW == -1)
+        return ~(placed & (self.positions_BW < seen_B11[:, 0]) & held.any())
 
 
 @dataclass

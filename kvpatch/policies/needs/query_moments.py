@@ -112,8 +112,8 @@ class QueryMoments(Need[Queries]):
         for q, positions in pieces:
             counted = positions >= prompt.sinks  # padding is at -1
             unrotated = layer.rotated_back(q.flatten(1, 2), positions[:, None]).view(q.shape)
-            found, earlier = Moments.of(unrotated, counted, spread=self.covariance), layer.notes.get(self.name)
-            layer.notes[self.name] = found if earlier is None else earlier.join_parts(found)
+            new, earlier = Moments.of(unrotated, counted, spread=self.covariance), layer.notes.get(self.name)
+            layer.notes[self.name] = new if earlier is None else earlier.join_parts(new)
 
     def view(self, context: EvictionContext) -> Queries:
         """Return the distribution of coming queries for a score, where a prompt ends: the moments at future positions."""
