@@ -134,8 +134,8 @@ class Redundancy(RecentScore):
         super().check()
         if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 <= self.weight <= 1:
             raise KVPatchError(f"weight={self.weight!r} must be in [0, 1]: the share of the attention in the score.")
-        is_number = self.alike is None or (isinstance(self.alike, int | float) and not isinstance(self.alike, bool))
-        if not is_number or not (self.alike is None or 0 <= self.alike <= 1):
+        is_valid_type = self.alike is None or (isinstance(self.alike, int | float) and not isinstance(self.alike, bool))
+        if not is_valid_type or not (self.alike is None or 0 <= self.alike <= 1):
             raise KVPatchError(f"alike={self.alike!r} must be a cosine in [0, 1], or None to count all keys.")
 
     def value(self, context: EvictionContext) -> Tensor:

@@ -60,10 +60,10 @@ def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -
     fact = FACTS[policy]
     values = {
         **fact.list_options(),
-        **{key: value for combination in combinations for key, value in COMBINATIONS[combination].options.items()},
+        **{key: value for outer in combinations for key, value in COMBINATIONS[outer].options.items()},
         **options,
     }
-    rows = [COMBINATIONS[combination] for combination in combinations]
+    rows = [COMBINATIONS[outer] for outer in combinations]
     default = next((row.schedule for row in rows if row.schedule), fact.schedule)
     shared = next((row.shared for row in rows if row.shared), fact.shared)
     protects = 0 if policy == "cur" else values.get("window", 0)  # the window of cur is one of keys, not of queries
@@ -92,7 +92,7 @@ def check_policy(name: str, options: Collection[str] | None = None) -> None:
         if name in _list_registered():
             return
         raise refuse_name(name, FACTS)
-    known = {**FACTS[known_as].list_options(), **{key: None for combination in combinations for key in COMBINATIONS[combination].options}}
+    known = {**FACTS[known_as].list_options(), **{key: None for outer in combinations for key in COMBINATIONS[outer].options}}
     check_options(known_as, options or (), known)
 
 
