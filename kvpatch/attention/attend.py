@@ -75,7 +75,7 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run a pass in one layer: attend, store new keys and values, evict, and count the layer as done; return [B,Q,H*G*D].
 
     In a decode step the first layer also makes bound steps (functions that save Python time) for later layers (bound_step.py).
-    A scratch cache is dropped after this pass, since the caller passed no cache. `stack`: layers that score and evict together.
+    A scratch cache is dropped after this pass: the caller wants none, or trains. `stack`: layers that score and evict together.
     """
     cache, layer, slots = call.cache, call.layer, call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: a cache keeps its first one

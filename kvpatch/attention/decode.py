@@ -24,10 +24,10 @@ from .stacked import LayerStack
 def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, stack: LayerStack | None = None) -> Tensor:
     """Run a decode step in one layer: write the token at column `t` of the pass, attend, observe and evict.
 
-    Returns the output [B,H,G,D]. With a `stack` (layers joined for scoring and eviction), the first of its layers writes the
-    new token's position for all layers, and the last one observes and evicts for all. Without one, this layer does so for
-    itself. `entry`: numbers that the policy stores with the token. `named`: kernels have evicted already. `shows`: later layers
-    attend to this layer's keys, too.
+    To observe is to add the step's attention probabilities to the sums that scores read. Returns the output [B,H,G,D]. With a
+    `stack` (layers joined for scoring and eviction), the first of its layers writes the new token's position for all layers,
+    and the last one observes and evicts for all. Without one, this layer does so for itself. `entry`: numbers that the policy
+    stores with the token. `named`: kernels have evicted already. `shows`: later layers attend to this layer's keys, too.
     """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
     newest_B11 = positions_B1[:, None]
@@ -39,9 +39,9 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, s
     else:
         entry, name = _write_token(call, k_BH1D, v_BH1D, positions_B1), choose_backend(call, q_BHGD)
     # write the token and attend, by Triton or by torch
-    done = _run_kernels(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, t, stack) if name == "triton" else None
-    if done is not None:
-        (out, named), p_BHGT, positions_BHT = done, None, call.slots.positions
+    by_kernels = _run_kernels(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, t, stack) if name == "triton" else None
+    if by_kernels is not None:
+        (out, named), p_BHGT, positions_BHT = by_kernels, None, call.slots.positions
     else:
         if name == "triton":  # its kernels could not be launched
             name = choose_backend(call, q_BHGD)
@@ -52,7 +52,7 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, s
         named = False
     if call.shows:
         overwrites, moves = call.positions_BQ.shape[1] > 1, call.evicting and call.policy.every > 1
-        call.show(call.keys(call.slots.used), copied=overwrites or moves)
+        call.show(call.keys(call.slots.used), copied=overwrites or moves)  # before this layer evicts
     # end: score and evict
     if stack is None:
         new = q_BHGD, k_BH1D, v_BH1D
@@ -210,7 +210,7 @@ def _run_kernels(
             out = call.cache.choice.attempt(*_describe_case(call, q_BHGD), step, restored)
     call.launched = out is not None
     if out is None:
-        slots.used -= appends
+        slots.used -= appends  # give the opened column back
         return None
     moving = "heads evict as many tokens as their budget says" if call.rule.moves else None
     if call.evicting and not rule.evicts and (why := moving or backend("triton").torch_evicts(call.policy, slots)) is not None:

@@ -29,6 +29,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     the prompt (or block) ends here the layer is compressed to its budget. attend.py calls this, and blockwise.py per block.
     `lender`: the store of all tokens under lossless=True. `shows`: later layers attend to these keys, too. plain_BHGQD: queries
     without positions, if attention numbers the kept tokens anew (positions="renumbered"). `readers`: needs that read prompts.
+    now.edit: the pass reads tokens into the middle of a text.
     """
     slots, now = call.slots, call.now
     positions_BQ, rows_BQ = call.positions_BQ[:, : now.prompt], call.rows_BQ[:, : now.prompt]
@@ -38,7 +39,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         _borrow(call, k_BHQD, v_BHQD)
     past, nbytes_before = slots.used, slots.kv.nbytes  # a prompt is appended, and its end moves kept tokens to new slots
     _write_columns(call, k_BHQD, v_BHQD, positions_BQ)
-    after_edit = None if now.edit is None else Hidden(slots, now.edit)  # tokens that an edit's queries must not see
+    after_edit = None if now.edit is None else Hidden(slots, now.edit)  # its queries must not see what follows
     keys, nbytes_held = call.keys(past), slots.kv.nbytes
     if torch.is_grad_enabled() and k_BHQD.requires_grad:  # the cache's copies are detached: attend to those with a graph
         old_k, old_v = slots.graph or (keys.k_BHTD[:, :, :past], keys.v_BHTD[:, :, :past])
@@ -55,7 +56,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     # let needs read the pass, then evict
     with torch.no_grad():
         if call.readers:
-            at_once = torch_backend.DEVICE_BLOCK if q_BHGQD.is_cuda else 0
+            at_once = torch_backend.DEVICE_BLOCK if q_BHGQD.is_cuda else 0  # numbers that a need may compute at a time
             read = PromptRead(
                 call, q_BHGQD, plain_BHGQD, k_BHQD, v_BHQD, positions_BQ, rows_BQ, attended.lse, past, now.ends_prompt,
                 functools.partial(find_newest, call), call.policy.scope.sinks, at_once,
@@ -63,7 +64,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
             )  # fmt: skip
             for _, run in call.readers:
                 run(read)
-        call.cache.meter.count(nbytes_before, nbytes_held, nbytes_held)
+        call.cache.meter.count(nbytes_before, nbytes_held, nbytes_held)  # for the report's peak of memory
         if after_edit is not None:
             after_edit.show()
             end_edit(call, past, q_BHGQD)

@@ -27,7 +27,7 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     held = call.keys(call.slots.used)
     if call.shows:
         call.show(_join_keys(call, held, k_BHQD, v_BHQD))
-    for reader in call.needs:
+    for reader in call.needs:  # a need (what the policy reads) may keep these queries
         reader.read_again(call, q_BHGQD, call.positions_BQ, repeat.tokens_B)
     need = call.policy.needs.find(SecondReading)
     if not call.evicts or need is None:
@@ -35,12 +35,12 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     by_outputs = need.by_outputs
     # attend to the chunk, the sinks and the repeating rows themselves; score the chunk's tokens
     part = _Part.of(call, repeat, held)
-    near = _join_keys(call, part.shown, k_BHQD, v_BHQD)
-    found = prefill.attend_to(call, q_BHGQD, near, call.rows_BQ)
+    near_keys = _join_keys(call, part.shown, k_BHQD, v_BHQD)
+    found = prefill.attend_to(call, q_BHGQD, near_keys, call.rows_BQ)
     hidden, factors = repeat.hidden, None
     if by_outputs:  # a row counts relative to the norm of the attention module's input, `hidden`
         factors = torch.linalg.vector_norm(hidden, dim=-1, dtype=accumulator(hidden.dtype)).reciprocal()
-    most_BHGM = torch_backend.find_greatest(q_BHGQD, near, call.rows_BQ, call.geometry, found.lse, factors)
+    most_BHGM = torch_backend.find_greatest(q_BHGQD, near_keys, call.rows_BQ, call.geometry, found.lse, factors)
     _raise_scores(call, part, most_BHGM * call.head_norms(part.shown.v_BHTD) if by_outputs else most_BHGM)
     # add the rest of the prompt to the output
     if not part.rest:
@@ -91,20 +91,20 @@ class _Part:
         """
         sinks, T = call.policy.scope.sinks, held.past
         start, stop = max(repeat.start_B), max(repeat.stop_B)
-        alike = min(repeat.start_B) == start and min(repeat.stop_B) == stop
-        if alike and held.ordered and not held.holes:  # slots are positions: cut the tensors
-            first = min(sinks, start)
-            index = torch.cat([torch.arange(first, device="cpu"), torch.arange(start, stop, device="cpu")]).to(call.device)
+        rows_equal = min(repeat.start_B) == start and min(repeat.stop_B) == stop
+        if rows_equal and held.ordered and not held.holes:  # slots are positions: cut the tensors
+            n_sinks = min(sinks, start)
+            index = torch.cat([torch.arange(n_sinks, device="cpu"), torch.arange(start, stop, device="cpu")]).to(call.device)
             index_BHM = index.expand(*held.positions_BHT.shape[:2], -1)
             shown = replace(
                 held,
-                k_BHTD=torch.cat([held.k_BHTD[:, :, :first], held.k_BHTD[:, :, start:stop]], 2),
-                v_BHTD=torch.cat([held.v_BHTD[:, :, :first], held.v_BHTD[:, :, start:stop]], 2),
+                k_BHTD=torch.cat([held.k_BHTD[:, :, :n_sinks], held.k_BHTD[:, :, start:stop]], 2),
+                v_BHTD=torch.cat([held.v_BHTD[:, :, :n_sinks], held.v_BHTD[:, :, start:stop]], 2),
                 positions_BHT=index_BHM,
                 past=len(index),
                 ordered=False,
             )
-            rest = [held.columns(a, b) for a, b in ((first, start), (stop, T)) if a < b]
+            rest = [held.columns(a, b) for a, b in ((n_sinks, start), (stop, T)) if a < b]
             return cls(shown, rest, index_BHM, index_BHM >= start)
         # rows differ, or slots are not positions: gather the tokens
         start_B11, stop_B11 = (call.now.copy(of, call.device)[:, None, None] for of in (repeat.start_B, repeat.stop_B))

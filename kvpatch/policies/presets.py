@@ -235,7 +235,7 @@ def get_policy(name: str) -> Policy:
         kvpatch.get_policy("snapkv").with_options(window=16)
     """
     if isinstance(name, str) and (combined := COMBINED.fullmatch(name)) is not None:
-        combine: Callable[[str], Policy] = globals()[combined[1].lower()]  # facts.COMBINATIONS: names of functions of this module
+        combine: Callable[[str], Policy] = globals()[combined[1].lower()]  # a function of this module
         return combine(combined[2])
     if isinstance(name, Score):
         raise KVPatchError(f"{name!r} is a score, which is one part of a policy: give Policy('my_policy', {name!r}).")

@@ -77,10 +77,10 @@ def refuse_pairs(asked: FeatureSet) -> None:
 
     Also raises if what a user's need (what a score reads) declares in `refuses` is no feature. Changes nothing.
     """
-    features = {*FEATURES, *REFUSED}
+    valid = {*FEATURES, *REFUSED}
     for need in asked.policy.needs:
-        for name in need.refuses.keys() - features:
-            raise KVPatchError(f"{type(need).__name__}.refuses names {name!r}, no feature of served.py.{suggest(name, features)}")
+        for name in need.refuses.keys() - valid:
+            raise KVPatchError(f"{type(need).__name__}.refuses names {name!r}, no feature of served.py.{suggest(name, valid)}")
     for path, is_asked in FEATURES.items():
         if is_asked(asked) and (why := why_not(path, asked, always=True)) is not None:
             raise KVPatchError(why)
