@@ -114,14 +114,14 @@ class TriAttention(CalibratedScore):
         mean, norm, pairs, turn = self._read_statistics(context, keys)
         # mean rotation to coming positions, 1, 2, 4, 8 ... ahead; angles are float64 like `turn`: far positions stay exact
         offset = 1 << torch.arange(self.reach.bit_length(), device=keys.device)
-        places = context.newest_B11 + 1 + offset
-        angle = places[..., None] * turn
+        positions = context.newest_B11 + 1 + offset
+        angle = positions[..., None] * turn
         cos, sin = (part.mean(2, keepdim=True).to(keys.dtype) for part in (angle.cos(), angle.sin()))
         a, b = mean[..., pairs[:, 0]], mean[..., pairs[:, 1]]
-        probe = mean.expand(len(keys), *mean.shape).clone()  # the mean query, rotated
-        probe[..., pairs[:, 0]], probe[..., pairs[:, 1]] = a * cos - b * sin, a * sin + b * cos
+        rotated_mean = mean.expand(len(keys), *mean.shape).clone()
+        rotated_mean[..., pairs[:, 0]], rotated_mean[..., pairs[:, 1]] = a * cos - b * sin, a * sin + b * cos
         spread = norm - measure_pairs(mean, pairs)  # how far queries deviate from their mean, by pair
-        x = probe @ keys.transpose(-1, -2) + spread @ measure_pairs(keys, pairs).transpose(-1, -2)
+        x = rotated_mean @ keys.transpose(-1, -2) + spread @ measure_pairs(keys, pairs).transpose(-1, -2)
         return _standardize_scores(x, context).amax(2)
 
     def _read_statistics(self, context: EvictionContext, keys: Tensor) -> list[Tensor]:

@@ -131,23 +131,23 @@ class LagKV(Score):
         Partitions are `lag` tokens each, after the sinks (first tokens). With fewer than two, s[i] = i in text order.
         """
         position = context.positions_BHT
-        # number of whole partitions of each head, and each slot's place after the sinks, in text order
+        # each head's number of whole partitions, and each slot's place after the sinks, in text order
         order, n_BH1 = sort_by_position(position)
-        start_BH1 = ((position >= 0) & (position < context.limits.first)).sum(-1, keepdim=True)
-        whole_BH1 = (n_BH1 - start_BH1) // self.lag
+        sinks_BH1 = ((position >= 0) & (position < context.limits.first)).sum(-1, keepdim=True)
+        partitions_BH1 = (n_BH1 - sinks_BH1) // self.lag
         rank = torch.arange(position.shape[-1], device=position.device)
-        place = rank - start_BH1  # counted from the first token after the sinks
+        place = rank - sinks_BH1  # counted from the first token after the sinks
         score = torch.ones(position.shape, dtype=accumulator(context.view(Held)[0].dtype), device=position.device)
         # rank the tokens of all whole partitions but the last
-        P = int(whole_BH1.max())
+        P = int(partitions_BH1.max())
         if P > 1:
-            index = (start_BH1 + torch.arange(P * self.lag, device=position.device)).clamp(max=position.shape[-1] - 1)
+            index = (sinks_BH1 + torch.arange(P * self.lag, device=position.device)).clamp(max=position.shape[-1] - 1)
             ranks = self._rank_tokens([_take_columns(t, order.gather(-1, index)) for t in context.view(Held)]) / self.lag
-            scored = (place >= 0) & (place < (whole_BH1 - 1) * self.lag)
+            scored = (place >= 0) & (place < (partitions_BH1 - 1) * self.lag)
             ranks_BHT = ranks.to(score.dtype).gather(-1, place.clamp(0, ranks.shape[-1] - 1))
             score = torch.where(scored, ranks_BHT, score)
         # fewer than two: by text order; then put scores back from text order into slots
-        score = torch.where(whole_BH1 < 2, rank.to(score.dtype), score)
+        score = torch.where(partitions_BH1 < 2, rank.to(score.dtype), score)
         return torch.empty_like(score).scatter_(-1, order, score)
 
     def _rank_tokens(self, tensors: list[Tensor]) -> Tensor:

@@ -161,15 +161,15 @@ class Mass(Rule):
         weight = _weigh_tokens(score, context, keys_BHT)
         order = keys_BHT.argsort(dim=-1, descending=True)  # protected tokens first, dead ones and empty slots last
         reached = running_sum(weight.gather(-1, order))
-        held, adds_up = reached[..., -1:], has_sums(score.needs)
-        lost = context.lost_BH1 if adds_up and context.lost_BH1 is not None else torch.zeros_like(held)
-        enough = (reached < (held + lost) * self.share).sum(-1, keepdim=True) + 1
-        outside = (context.positions_BHT >= 0) & (context.positions_BHT < context.limits.prompt)
-        least = context.limits.nominal + outside.sum(-1, keepdim=True)  # protected tokens, and a kept prompt
-        count = torch.maximum(enough, least)
+        held, are_sums = reached[..., -1:], has_sums(score.needs)
+        lost = context.lost_BH1 if are_sums and context.lost_BH1 is not None else torch.zeros_like(held)
+        n_enough = (reached < (held + lost) * self.share).sum(-1, keepdim=True) + 1
+        in_kept_prompt = (context.positions_BHT >= 0) & (context.positions_BHT < context.limits.prompt)
+        least = context.limits.nominal + in_kept_prompt.sum(-1, keepdim=True)  # protected tokens, and a kept prompt
+        count = torch.maximum(n_enough, least)
         count = count if context.keep_BH1 is None else torch.minimum(count, context.keep_BH1)
         count = _clamp_counts(count, keys_BHT)
-        return count, lost + (held - reached.gather(-1, count - 1)) if adds_up else None
+        return count, lost + (held - reached.gather(-1, count - 1)) if are_sums else None
 
 
 @dataclass(frozen=True)

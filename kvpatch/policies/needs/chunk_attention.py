@@ -77,7 +77,7 @@ class ChunkAttention(Need[Tensor]):
         # positions: of the first token, after the last, after the last whole chunk, and where the first token's chunk begins
         order_BC, padding_B1 = positions_BC.argsort(1), (positions_BC < 0).sum(1, keepdim=True)
         first_B1 = order_BC.gather(1, padding_B1.clamp(max=C - 1))
-        first_B1 = positions_BC.gather(1, first_B1)  # those that follow are the next positions
+        first_B1 = positions_BC.gather(1, first_B1)  # positions of tokens follow one another
         end_B1 = first_B1 + C - padding_B1
         complete_B1 = sinks + (end_B1 - sinks).clamp(min=0) // size * size
         stop_B1 = end_B1 if prompt.ends else complete_B1
@@ -86,11 +86,11 @@ class ChunkAttention(Need[Tensor]):
         together = max(1, prompt.at_once // (B * H * G * size**2))
         state = layer.statistic("local")
         for chunk in range(0, C // size + 2, together):
-            place_BM = begin_B1 + torch.arange(chunk * size, (chunk + together) * size, device=positions_BC.device)
-            real_BM = (place_BM >= first_B1.clamp(min=sinks)) & (place_BM < stop_B1)
-            at_BM = order_BC.gather(1, (padding_B1 + place_BM - first_B1).clamp(0, C - 1))
-            received_BHM = _attend_in_chunks(rows, at_BM, real_BM, size)
-            index = rows.columns_BC.gather(1, at_BM)[:, None].expand_as(received_BHM)
+            position_BM = begin_B1 + torch.arange(chunk * size, (chunk + together) * size, device=positions_BC.device)
+            real_BM = (position_BM >= first_B1.clamp(min=sinks)) & (position_BM < stop_B1)
+            row_BM = order_BC.gather(1, (padding_B1 + position_BM - first_B1).clamp(0, C - 1))
+            received_BHM = _attend_in_chunks(rows, row_BM, real_BM, size)
+            index = rows.columns_BC.gather(1, row_BM)[:, None].expand_as(received_BHM)
             state.scatter_add_(2, index, received_BHM.to(state.dtype))
         if not prompt.ends:
             layer.notes[self.name] = rows.take_newest(size - 1, complete_B1)
