@@ -33,7 +33,7 @@ def attend(
 ) -> Tensor:
     """Attend in one layer: write new tokens to the cache, and evict what the policy chooses. Each patched layer calls it.
 
-    q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The pass's first columns may end a prompt: they
+    q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The first columns may belong to a prompt: they
     attend together. Each later column is a decode step. Autocast is off here, so that scores, norms and statistics stay
     float32; q, k and v arrive in autocast's dtype. reads: the attention module computes no keys, and attends to those of an
     earlier layer, `layer` (reading.py).
@@ -120,8 +120,8 @@ def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter
     """Return a Call, the object that stands for one layer in one forward pass. Each layer begins with this.
 
     To save Python time, a decode step takes the layer's Call of the last step and sets it to this pass. A prompt, and a step
-    that torch.compile traces, get a new Call. It is kept for later steps unless the cache is dropped after this pass, or the
-    pass reads a part of the prompt a second time.
+    that torch.compile traces, get a new Call. It is kept for later steps unless the step is traced, the cache is dropped after
+    this pass, or the pass reads a part of the prompt a second time.
     """
     now = cache.running
     call = None if now.prompt or now.traced else find_steps(cache).calls.get(layer)

@@ -206,8 +206,8 @@ class Call(LayerRead):
         """Return the keys and values of the used slots, in the form that backends attend to. Changes nothing.
 
         past: number of slots that were used before the prompt's columns. contents: False if only shapes are asked for, to
-        choose a backend: storage that is not in place is then not copied. grown: slots that each head has taken since the last
-        prompt; None if heads differ.
+        choose a backend: storage that is not in place is then not copied. grown: slots that each head has taken since its
+        buffers were made; None if heads differ, or in a traced step.
         """
         slots = self.slots
         keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline_view()

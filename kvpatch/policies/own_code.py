@@ -84,7 +84,8 @@ def bind_passes(
 ) -> tuple[tuple[AnyNeed, Callable[[PromptRead | StepRead], None]], ...]:
     """Pair each need of a policy that defines `method` with a function that calls it, for layers to run in their passes.
 
-    method: "read" for prompts, "step" for decode steps. An error in a user's own method then names it.
+    method: "read" for prompts, "step" for decode steps. A method of a user's own class is called by `_read_pass`, whose error
+    names the method. Called when a layer's Call (object of a layer in its passes) is made.
     """
 
     def bind_method(need: AnyNeed) -> Callable[[Any], None]:
