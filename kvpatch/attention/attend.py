@@ -38,7 +38,7 @@ def attend(
     float32; q, k and v arrive in autocast's dtype. reads: the attention module computes no keys, and attends to those of an
     earlier layer, `layer` (reading.py).
     """
-    run = reading.attend if reads else _attend_writing
+    run = reading.attend_to_shared_keys if reads else _attend_writing
     if is_autocasting(q.device.type):
         bound_adapter.autocast = True
         with torch.autocast(q.device.type, enabled=False):
@@ -87,7 +87,7 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if Q == 1 and not call.now.prompt:
         q_BHGD = q.view(B, heads // call.group, call.group, D)
         stack = _find_stack(call, q_BHGD)
-        out = decode.attend(call, q_BHGD, k, v, 0, stack)
+        out = decode.run_step(call, q_BHGD, k, v, 0, stack)
         out_BQE = out.reshape(B, 1, -1)
         if layer == 0:
             bound_step.bind_steps(call, q_BHGD, stack)
@@ -107,12 +107,12 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
     """Run a pass of a prompt or several tokens: the prompt's columns at once, then a step per column; return [B,H,G,Q,D]."""
     P, Q = call.now.prompt, k.shape[2]
     repeat = call.now.repeat  # unless None, these columns repeat a part of the prompt, for scores by a second reading
-    read: Callable[..., Tensor] = blockwise.attend if call.now.blocks else prefill.attend
-    read = read if repeat is None else functools.partial(second_reading.attend, repeat)
+    read: Callable[..., Tensor] = blockwise.read_in_blocks if call.now.blocks else prefill.read_prompt
+    read = read if repeat is None else functools.partial(second_reading.reread_chunk, repeat)
     outs = [read(call, q_BHGQD[:, :, :, :P], k[:, :, :P], v[:, :, :P])] if P else []
     for t in range(P, Q):
         column = slice(t, t + 1)
-        outs.append(decode.attend(call, q_BHGQD[:, :, :, t], k[:, :, column], v[:, :, column], t)[:, :, :, None])
+        outs.append(decode.run_step(call, q_BHGQD[:, :, :, t], k[:, :, column], v[:, :, column], t)[:, :, :, None])
     return torch.cat(outs, 3) if len(outs) > 1 else outs[0]
 
 

@@ -14,11 +14,11 @@ from . import prefill
 from .layer_call import Call
 
 
-def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
+def read_in_blocks(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
     """Return the output [B,H,G,Q,D] of a prompt under `block=`: the layer reads and compresses one block after the other.
 
-    `attend.py` calls this in place of prefill.attend, which runs here once per block. Blocks are counted in real tokens. So
-    each row's tokens are first moved before its padding, in the order `packing_BQ`, and the output is moved back.
+    `attend.py` calls this in place of prefill.read_prompt, which runs here once per block. Blocks are counted in real tokens.
+    So each row's tokens are first moved before its padding, in the order `packing_BQ`, and the output is moved back.
     block.prompt: number of columns of a block.
     """
     now = call.now
@@ -31,7 +31,7 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
     for block in now.blocks:
         columns = slice(start, start + block.prompt)
         block_call = Call(call.cache, block, call.layer, call.bound_adapter, call.group, q_BHGQD.device)
-        outs.append(prefill.attend(block_call, q_BHGQD[:, :, :, columns], k_BHQD[:, :, columns], v_BHQD[:, :, columns]))
+        outs.append(prefill.read_prompt(block_call, q_BHGQD[:, :, :, columns], k_BHQD[:, :, columns], v_BHQD[:, :, columns]))
         start += block.prompt
     out = torch.cat(outs, 3)
     if now.packing_BQ is not None:

@@ -2,7 +2,7 @@
 
 A step of a small batch costs what its Python costs. The first layer of a pass takes the whole way (attend.py) and decides if
 the others may be bound: one token per row, no rollback, no autocast, no gradients. The last layer takes the whole way too, for
-it ends the pass. A bound step does what decode.attend does for its layer, in the same order, or calls it.
+it ends the pass. A bound step does what decode.run_step does for its layer, in the same order, or calls it.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class BoundStep:
 
 
 class Unbound(BoundStep):
-    """Step of a layer that no fused step serves: it calls decode.attend, and repeats none of the checks of the first layer."""
+    """Step of a layer that no fused step serves: it calls decode.run_step, without the checks of the first layer."""
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.call.begin(cache.running)
-        return decode.attend(self.call, q.view(self.query), k, v, 0, self.stack).reshape(self.out)
+        return decode.run_step(self.call, q.view(self.query), k, v, 0, self.stack).reshape(self.out)
 
 
 class Fused(BoundStep):
@@ -207,7 +207,7 @@ def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | No
 
 
 def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
-    """Return a stacked layer's bound step: fused (few calls) if the stack's backend can, else one that calls decode.attend."""
+    """Return a stacked layer's bound step: fused (few calls) if the stack's backend can, else by decode.run_step."""
     slotted, kernels = call.slots.mode.slotted, stack.backend == "triton"
     # a number stored with each token that depends on its key: each layer writes it. One of positions the stack writes for all.
     writes_state = call.policy.stores and not call.policy.entry_by_position
@@ -217,16 +217,16 @@ def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
 
 
 def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
-    """Return the bound step of a layer in no stack: fused (few calls) if tokens are only appended, else by decode.attend.
+    """Return the bound step of a layer in no stack: fused (few calls) if tokens are only appended, else by decode.run_step.
 
     `shows`: later layers attend to this layer's keys, too. Appending: the mode where tokens are appended and none is evicted.
     """
     slots = call.slots
     stores_state = call.policy.stores or call.policy.keeps_norms  # numbers that the policy stores with each token
     scores = call.observes or slots.statistics or (call.evicts and stores_state)
-    if not isinstance(slots.mode, Appending) or scores or call.shows:
+    if not isinstance(slots.mode, Appending) or scores or call.shares_keys:
         return Unbound(call, None)
-    if decode.choose_backend(call, q_BHGD) == "triton":  # its first launch, which may fail, is decode.attend's
+    if decode.choose_backend(call, q_BHGD) == "triton":  # its first launch, which may fail, is decode.run_step's
         return FusedByKernels(call, None) if call.launched else Unbound(call, None)
     return FusedByTorch(call, None) if _is_plain_softmax(call) else Unbound(call, None)
 

@@ -23,7 +23,7 @@ from ..policies.parallel import WHOLE, Parallel
 from ..policies.quotas import count_quotas, find_quotas
 from ..policies.selection import FIRST, select_top
 from . import anomaly
-from .decode import foresee
+from .decode import choose_step_backends
 from .layer_call import Call
 
 
@@ -87,11 +87,11 @@ class PromptEnd:
         return slots.positions[:, :, : slots.used] < 0 if slots.holes else None
 
     def make_context(self) -> None:
-        """Set `context`, which scores read to decide whom to evict. Called before `rank`, `weigh` or `order`."""
+        """Set `context`, which scores read to decide whom to evict. Called before sort keys or counts are asked for."""
         self.context = self.call.eviction_context(find_newest(self.call), -1)
         self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _warn_of_scores, self.call)
 
-    def rank(self) -> Tensor:
+    def key_by_score(self) -> Tensor:
         """Set and return `keys`: the tokens' sort keys [B,H,T] by score, lowest evicted first.
 
         Called where the number of tokens that each head keeps depends on scores, before that number is known.
@@ -100,18 +100,18 @@ class PromptEnd:
         self.keys = self.call.policy.eviction_keys(self.context, self.empty)
         return self.keys
 
-    def weigh(self) -> list[list[int]]:
+    def count_by_scores(self) -> list[list[int]]:
         """Return how many tokens each head keeps, by row, under a budget that follows from scores (such as a share of them).
 
         It also sets `slots.lost_BH1`, the sum of evicted tokens' scores. A row without tokens in this block keeps all it has.
         """
-        keys, slots = self.rank(), self.call.slots
+        keys, slots = self.key_by_score(), self.call.slots
         self.context.keep_BH1 = _fill_counts(self.call, self.keep)[..., None]
         count_BH1, slots.lost_BH1 = self.call.rule.kept(self.call.score, self.context, keys)
         rows = zip(count_BH1[..., 0].tolist(), self.held, self.call.now.rows_B, strict=True)
         return [count if n_queries else held for count, held, n_queries in rows]
 
-    def order(self, count: list[list[int]], everyone: Parallel) -> Tensor:
+    def key_for_eviction(self, count: list[list[int]], everyone: Parallel) -> Tensor:
         """Return the tokens' sort keys [B,H,T], lowest evicted first, once it is known how many (`count`) each head keeps.
 
         `keys`, by score alone, serve unless the policy has a selection (such as TwoStage), which needs that number.
@@ -159,7 +159,7 @@ def finish_group(group: list[PromptEnd]) -> None:
     """End a prompt, block or edit in one layer, or in all layers that share a budget: evict down to it.
 
     Also records which tokens were evicted, for a replay (such texts read again in training), and chooses the backends of the
-    decode steps that follow (`foresee`). _count_move: adds the bytes of old and new buffers to the report's peak.
+    decode steps that follow (`choose_step_backends`). _count_move: adds the bytes of old and new buffers to the report's peak.
     """
     if group[0].call.evicts:
         _compress_group(group)
@@ -169,7 +169,7 @@ def finish_group(group: list[PromptEnd]) -> None:
     for end in group:
         end.call.note_evictions(find_newest(end.call))
         if end.call.now.final:
-            foresee(end.call, end.like_BHGD)
+            choose_step_backends(end.call, end.like_BHGD)
 
 
 def _compress_group(group: list[PromptEnd]) -> None:
@@ -198,7 +198,7 @@ def _compress_group(group: list[PromptEnd]) -> None:
         divided = _share_budget(group, share, everyone)
         count = [granted if over else row for granted, row, over in zip(divided, held, over_B, strict=True)]
     if weighs:  # the group is one layer then: a budget that follows from scores is never shared
-        count = group[0].weigh()
+        count = group[0].count_by_scores()
     if share is not None:  # while decoding, each head keeps what it has; only the rest is divided
         keep = [list(map(sum, zip(row, _divide_rest(most, row), strict=True))) for row, most in zip(count, keep, strict=True)]
     # evict layer by layer
@@ -206,7 +206,7 @@ def _compress_group(group: list[PromptEnd]) -> None:
     for end in group:
         heads = slice(first_head, first_head := first_head + len(end.held[0]))
         counts, keeps = ([row[heads] for row in rows] for rows in (count, keep))
-        slots, order = end.call.slots, end.order(counts, everyone) if scored else None
+        slots, order = end.call.slots, end.key_for_eviction(counts, everyone) if scored else None
         if order is None and (now.keeps_all or slots.holes):
             order = slots.positions[:, :, : slots.used]
         uneven = everyone.size > 1 and not (_are_equal(counts) and _are_equal(keeps))
@@ -220,7 +220,7 @@ def _share_budget(group: list[PromptEnd], share: Adaptive, everyone: Parallel) -
     It compares the sort keys of all heads, also of those on other processes (`everyone`). FIRST: the key of an empty slot.
     """
     device = group[0].call.slots.positions.device
-    keys = [everyone.gather_heads(end.rank(), empty=FIRST).to(device) for end in group]
+    keys = [everyone.gather_heads(end.key_by_score(), empty=FIRST).to(device) for end in group]
     width = max(key.shape[-1] for key in keys)
     keys_BNT = torch.cat([F.pad(key, (0, width - key.shape[-1]), value=FIRST) for key in keys], 1)
     least_BN = on_device(_join_rows([end.least(share) for end in group]), device)  # what each head keeps in any case
@@ -402,7 +402,7 @@ def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tenso
         real = torch.ones_like(index, dtype=torch.bool)
     with torch.set_grad_enabled(slots.graph is not None):
         k, v = call.held() if slots.graph is None else slots.graph
-        kept = Kept(index, real, call.live(find_newest(call)))
+        kept = Kept(index, real, call.mask_visible(find_newest(call)))
         values = merging.values(k, v, kept, call)
         fits_BH11 = (values.isfinite() | ~real[..., None]).all(-1, keepdim=True).all(-2, keepdim=True)
         slots.unfitted_BH = 1 - fits_BH11[..., 0, 0].long()
@@ -473,7 +473,7 @@ def set_limits(call: Call) -> list[int]:
             for size, b, more in zip(sizes, _list_budgets(call), _set_quotas(call), strict=True)
         )
     slots.limits = cache.limits(sizes, device)
-    _say_cuts(call)
+    _warn_of_cut_sizes(call)
     return [size[-1] for size in sizes]
 
 
@@ -488,7 +488,7 @@ def _set_quotas(call: Call) -> list[int]:
     return count_quotas(span, held, *sizes_B)
 
 
-def _say_cuts(call: Call) -> None:
+def _warn_of_cut_sizes(call: Call) -> None:
     """Warn once, where a prompt ends, of protected sizes (such as sinks=) that are cut to fit the smallest budget of a row."""
     settings, evicts_once = call.settings, call.policy.schedule == "prompt"
     # rows that evict: those whose n tokens exceed the budget b. Others do so later, unless the policy evicts at prompts alone.

@@ -21,13 +21,14 @@ from .layer_call import Call
 from .stacked import LayerStack
 
 
-def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, stack: LayerStack | None = None) -> Tensor:
+def run_step(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, stack: LayerStack | None = None) -> Tensor:
     """Run a decode step in one layer: write the token at column `t` of the pass, attend, observe and evict.
 
     To observe is to add the step's attention probabilities to the sums that scores read. Returns the output [B,H,G,D]. With a
     `stack` (layers joined for scoring and eviction), the first of its layers writes the new token's position for all layers,
     and the last one observes and evicts for all. Without one, this layer does so for itself. `entry`: numbers that the policy
-    stores with the token. `named`: kernels have evicted already. `shows`: later layers attend to this layer's keys, too.
+    stores with the token. `evicted_by_kernels`: kernels have evicted
+    already. `shares_keys`: later layers attend to this layer's keys, too.
     """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
     newest_B11 = positions_B1[:, None]
@@ -37,11 +38,11 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, s
     if stack is not None:
         entry, name = stack.begin(call, k_BH1D, v_BH1D), stack.backend
     else:
-        entry, name = _write_token(call, k_BH1D, v_BH1D, positions_B1), choose_backend(call, q_BHGD)
+        entry, name = _begin_step(call, k_BH1D, v_BH1D, positions_B1), choose_backend(call, q_BHGD)
     # write the token and attend, by Triton or by torch
     by_kernels = _run_kernels(call, q_BHGD, k_BH1D, v_BH1D, entry, positions_B1, t, stack) if name == "triton" else None
     if by_kernels is not None:
-        (out, named), p_BHGT, positions_BHT = by_kernels, None, call.slots.positions
+        (out, evicted_by_kernels), p_BHGT, positions_BHT = by_kernels, None, call.slots.positions
     else:
         if name == "triton":  # its kernels could not be launched
             name = choose_backend(call, q_BHGD)
@@ -49,18 +50,24 @@ def attend(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, s
                 stack.leave_kernels(name)
         call.slots.write(k_BH1D, v_BH1D, None if stack is not None else positions_B1, entry)
         out, p_BHGT, positions_BHT = _run_torch(call, q_BHGD, positions_B1, name, stack)
-        named = False
-    if call.shows:
+        evicted_by_kernels = False
+    if call.shares_keys:
         overwrites, moves = call.positions_BQ.shape[1] > 1, call.evicting and call.policy.every > 1
-        call.show(call.keys(call.slots.used), copied=overwrites or moves)  # before this layer evicts
+        call.share_keys(call.keys(call.slots.used), copied=overwrites or moves)  # before this layer evicts
     # end: score and evict
     if stack is None:
         new = q_BHGD, k_BH1D, v_BH1D
-        _end_step(call, new, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, named)
+        _end_step(call, new, None if p_BHGT is None else p_BHGT.detach(), positions_BHT, newest_B11, t, evicted_by_kernels)
     elif call.layer == stack.L - 1:
         stack.close()
         _end_step(
-            stack.call, _NOTHING, stack.p_BHGT, stack.slots.positions[:, :, : stack.slots.used], stack.newest_B11, t, named
+            stack.call,
+            _NOTHING,
+            stack.p_BHGT,
+            stack.slots.positions[:, :, : stack.slots.used],
+            stack.newest_B11,
+            t,
+            evicted_by_kernels,
         )
         stack.share_free()
     return out
@@ -89,7 +96,7 @@ def _run_torch(
     return out, p_BHGT, keys.positions_BHT
 
 
-def _write_token(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
+def _begin_step(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
     """Begin a decode step of a layer in no stack: make room for the token and count it. The caller then writes the token.
 
     Returns the state (numbers that the policy stores) to be written with its key. recording: steps are logged, for rollback.
@@ -111,12 +118,12 @@ def _end_step(
     positions_BHT: Tensor,
     newest_B11: Tensor,
     t: int,
-    named: bool,
+    evicted_by_kernels: bool,
 ) -> None:
     """End a decode step: add its attention to the layer's sums, show it to the policy's `needs`, evict, and record evictions.
 
     The needs (what the policy asks a layer to gather) keep their numbers in notes; what a step overwrites goes to the undo log.
-    named: kernels have evicted, and chosen the slots for the next token, already. new: queries, key and value of the token;
+    evicted_by_kernels: kernels have evicted, and chosen the next token's slots. new: queries, key and value of the token;
     None for stacked layers. `steppers`: each need that reads decode steps, with its method. `need.rows`: rows of attention that
     it reads.
     """
@@ -130,7 +137,7 @@ def _end_step(
             if log and (note := call.notes.get(need.name)) is not None:
                 log[-1].notes[need.name] = note.overwritten_by(step.positions_B1)
             run(step)
-    if named:
+    if evicted_by_kernels:
         call.slots.follow_kernels()
     elif call.evicting:
         _evict_over_budget(call, newest_B11, t)
@@ -151,7 +158,7 @@ def choose_backend(call: Call, q_BHGD: Tensor) -> str:
     return call.cache.choice.of(*_describe_case(call, q_BHGD))
 
 
-def foresee(call: Call, q_BHGD: Tensor) -> None:
+def choose_step_backends(call: Call, q_BHGD: Tensor) -> None:
     """Choose the backends of the coming decode steps as a prompt ends, since a step that torch.compile traces cannot choose.
 
     The cases that may come: with gradients or without them, and with empty slots to mask (`padding`) or without.
@@ -190,7 +197,7 @@ def _run_kernels(
     slots, observes = call.slots, call.observes
     appends = not slots.mode.slotted
     with torch.no_grad():
-        evicting = call.evicting and not (appends or call.rule.moves or call.shows)
+        evicting = call.evicting and not (appends or call.rule.moves or call.shares_keys)
         if appends:
             slots.mode.free_BH = call.now.index_column(slots.used, slots.positions)
             slots.open_column(entry)

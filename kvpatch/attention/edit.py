@@ -85,14 +85,14 @@ class EditEnd(PromptEnd):
         self.context = self.call.eviction_context(newest_B11, -1)
         self.context.recent_B11 = find_newest(self.call) - slots.own_limits.newest
 
-    def rank(self) -> Tensor:
+    def key_by_score(self) -> Tensor:
         """Set and return `keys`, the tokens' sort keys [B,H,T] (lowest evicted first) by score, to count what heads keep."""
-        self.keys = self._protect_after_edit(super().rank())
+        self.keys = self._protect_after_edit(super().key_by_score())
         return self.keys
 
-    def order(self, count: list[list[int]], everyone: Parallel) -> Tensor:
+    def key_for_eviction(self, count: list[list[int]], everyone: Parallel) -> Tensor:
         """Return the tokens' sort keys [B,H,T], lowest evicted first, once it is known how many (`count`) each head keeps."""
-        return self._protect_after_edit(super().order(count, everyone))
+        return self._protect_after_edit(super().key_for_eviction(count, everyone))
 
     def _protect_after_edit(self, keys: Tensor) -> Tensor:
         """Return sort keys (lowest evicted first), raised for sinks, `protect=` and tokens after the edit. These tokens stay.

@@ -56,7 +56,7 @@ class Call(LayerRead):
         self.policy, self.rule = self.settings.policies[layer], self.settings.rules[layer]
         self.score, self.evicts = self.policy.score, self.settings.evicts[layer]
         self.parallel = self.settings.parallel.size > 1
-        self.shows = layer in self.settings.read
+        self.shares_keys = layer in self.settings.read
         self.needs = self.policy.needs if self.evicts else ()
         self.readers = own_code.bind_passes(self.needs, "read", self.policy.name)
         self.steppers = own_code.bind_passes(self.needs, "step", self.policy.name)
@@ -278,8 +278,8 @@ class Call(LayerRead):
             k = self.bound_adapter.rotate(k[None, None], ranks.flatten(0, 1)[head, column][None, None], table)[0, 0]
         return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k, codecs=codecs)
 
-    def show(self, keys: Keys, copied: bool = False) -> None:
-        """Keep in `now.shown` the keys that these queries see: later layers without keys attend to them too (reading.py).
+    def share_keys(self, keys: Keys, copied: bool = False) -> None:
+        """Keep in `now.shared_keys` the keys that these queries see: later layers without keys attend to them too (reading.py).
 
         Positions are copied, since this layer's eviction changes them. copied: keys and values are copied too, since this pass
         overwrites them; else they stay until the next token takes their slot.
@@ -287,7 +287,7 @@ class Call(LayerRead):
         if copied:
             keys = replace(keys, k_BHTD=keys.k_BHTD.clone(), v_BHTD=keys.v_BHTD.clone())
         keys = replace(keys, positions_BHT=keys.positions_BHT.clone())
-        self.now.shown.setdefault(self.layer, []).append(keys)
+        self.now.shared_keys.setdefault(self.layer, []).append(keys)
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
         """Return, at an eviction, all that the policy's score and scope (protected tokens) read.
@@ -440,7 +440,7 @@ class Call(LayerRead):
         slots = self.slots
         return slots.kv.make_dense(*slots.positions.shape[:2]).numbers(slots.used)
 
-    def live(self, newest_B11: Tensor) -> Tensor:
+    def mask_visible(self, newest_B11: Tensor) -> Tensor:
         """Return which used slots later queries can see, bool [B,H,T]: those with a token that a sliding window still reaches.
 
         For merging, where a prompt ends: new values of kept tokens make up for those evicted tokens alone.

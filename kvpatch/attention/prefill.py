@@ -22,7 +22,7 @@ from .edit import Hidden, end_edit
 from .layer_call import Call
 
 
-def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
+def read_prompt(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
     """Read the pass's prompt columns into the layer, and return their output [B,H,G,Q,D].
 
     Keys and values are written, the queries attend to all that the layer then holds, the policy's needs read the pass, and if
@@ -47,8 +47,8 @@ def attend(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tenso
         keys.k_BHTD, keys.v_BHTD = slots.graph
     plain_BHGQD = q_BHGQD
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
-    if call.shows:
-        call.show(keys, copied=call.positions_BQ.shape[1] > now.prompt)
+    if call.shares_keys:
+        call.share_keys(keys, copied=call.positions_BQ.shape[1] > now.prompt)
     # attend, and add to the sums that scores need
     protected_B = set_limits(call) if now.ends_prompt and call.evicts and not (after_edit or now.keeps_all) else []
     sums_all_rows = call.evicts and call.policy.needs.rows == "all"

@@ -21,7 +21,9 @@ from .layer_call import Call
 from .replay import ReplayPass
 
 
-def attend(cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
+def attend_to_shared_keys(
+    cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter
+) -> Tensor:
     """Attend in a layer without keys of its own, over the keys that queries of its source, an earlier `layer`, saw.
 
     Called for each such layer of a pass; changes nothing. q [B,H*G,Q,D] -> [B,Q,H*G*D]; q may be of the last columns of the
@@ -33,7 +35,7 @@ def attend(cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: T
     call = Call(cache, now, layer, bound_adapter, group=q.shape[1] // k.shape[1], device=slots.device)
     call.geometry, call.evicts = bound_adapter.geometry(slots.device), False
     q_BHGQD = rearrange(q.to(slots.device, slots.dtype), "b (h g) q d -> b h g q d", g=call.group)
-    shown, P, first = list(now.shown[layer]), now.prompt, now.positions_BQ.shape[1] - q.shape[2]
+    shown, P, first = list(now.shared_keys[layer]), now.prompt, now.positions_BQ.shape[1] - q.shape[2]
     outs = []
     if P:
         keys = shown.pop(0)

@@ -17,7 +17,7 @@ from . import prefill
 from .layer_call import Call
 
 
-def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
+def reread_chunk(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
     """Return the output [B,H,G,Q,D] of rows that repeat a chunk of the prompt; the rows' keys and values are not kept.
 
     Called in each layer for policies that read a prompt twice (KVzip). The layer's slots stay as they are, but the scores of
@@ -25,8 +25,8 @@ def attend(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: 
     probabilities for scores. It also weighs this output where that over the rest of the prompt (`part.rest`) is joined to it.
     """
     held = call.keys(call.slots.used)
-    if call.shows:
-        call.show(_join_keys(call, held, k_BHQD, v_BHQD))
+    if call.shares_keys:
+        call.share_keys(_join_keys(call, held, k_BHQD, v_BHQD))
     for reader in call.needs:  # a need (what the policy reads) may keep these queries
         reader.read_again(call, q_BHGQD, call.positions_BQ, repeat.tokens_B)
     need = call.policy.needs.find(SecondReading)

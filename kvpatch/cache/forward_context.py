@@ -82,7 +82,7 @@ class Forward:
     each row's own tokens first, if some are padding. traced: a decode step inside a graph of torch.compile. waiting: layers
     whose prompt has ended and that wait to evict, for the last layer of one budget or a second reading (attention/compress.py).
     span_BQ: the columns' spans of `quota=` (policies/quotas.py), or None.
-    shown: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
+    shared_keys: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
     reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. ahead_B1:
     how far the model's positions are ahead of those counted from 0, as such a reading must know; None: not at all. repeat: the
     pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end. lender: lends
@@ -110,7 +110,7 @@ class Forward:
     packing_BQ: Tensor | None = None
     traced: bool = False
     waiting: list[Any] = field(default_factory=list)
-    shown: dict[int, list[Any]] = field(default_factory=dict)
+    shared_keys: dict[int, list[Any]] = field(default_factory=dict)
     reread_BN: Tensor | None = None
     ahead_B1: Tensor | None = None
     repeat: Repeat | None = None

@@ -204,7 +204,7 @@ def end_pass(cache: TextState) -> None:
     """End a pass, or the second reading after it: update the tensor counters of compiled steps, and allow the next use."""
     now, counters = cache.running, cache.counters
     cache.states.end_pass()
-    now.shown.clear()  # frees a prompt's keys, which it has for layers that use others': the Forward stays until the next
+    now.shared_keys.clear()  # frees a prompt's keys, which it has for layers that use others': the Forward stays until the next
     if now.traced:  # a step of compiled code
         compiled.end_step(cache)
         return

@@ -69,7 +69,7 @@ def test_what_a_prompt_showed_goes_with_its_pass(model):
         cache = patch.new_cache()
         with torch.no_grad():
             model(prompt(1, 60), past_key_values=cache)
-        assert not cache.now.shown
+        assert not cache.now.shared_keys
 
 
 def test_one_changes_nothing(model):

@@ -36,8 +36,9 @@ class Fault(Exception):
 
 # where: of each kind of call, the functions that it goes through
 PASS = [
-    (attend, "_attend_layer"), (prefill, "attend"), (blockwise, "attend"), (decode, "attend"), (decode, "_add_statistics"),
-    (decode, "_evict_over_budget"), (decode, "find_victims"), (SlotLayer, "drop"), (LayerStack, "__init__"),
+    (attend, "_attend_layer"), (prefill, "read_prompt"), (blockwise, "read_in_blocks"), (decode, "run_step"),
+    (decode, "_add_statistics"), (decode, "_evict_over_budget"), (decode, "find_victims"), (SlotLayer, "drop"),
+    (LayerStack, "__init__"),
     (LayerStack, "_open_step"),
     (LayerStack, "begin"), (LayerStack, "share_free"), (torch_backend, "attend"), (torch_backend, "step"),
     (torch_backend, "observe"),
