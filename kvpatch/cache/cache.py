@@ -39,8 +39,8 @@ class EvictingCache(TextState):
         if torch.compiler.is_compiling() and self.counters.device is not None:
             return self.counters.device.columns  # type: ignore[return-value]
         self.catch_up()
-        if self.settings.stack is not None:
-            numbers = self.settings.numbers
+        if self.settings.stack is not None:  # the cache has only some of the decoder's layers
+            numbers = self.settings.numbers  # that these have in the decoder
             layer_idx = numbers.index(layer_idx) if layer_idx in numbers else 0
         checks.check_layer("layer_idx", layer_idx, len(self.layers))
         return self.layers[layer_idx].seen
@@ -56,16 +56,16 @@ class EvictingCache(TextState):
 
         Assisted decoding of transformers 5.24 asks for it.
         """
-        stack = self.settings.stack
-        taken_back = stack is None or stack.croppable or not stack.states
-        return taken_back and all(layer.record_past for layer in self.layers)
+        stack = self.settings.stack  # a hybrid's layers with keys or states; None: all layers have keys
+        states_croppable = stack is None or stack.croppable or not stack.states
+        return states_croppable and all(layer.record_past for layer in self.layers)
 
     def positions(self, layer: int) -> Tensor:
         """Return the text positions of the tokens that a layer still holds: int64 [B,Hkv,T], unordered; -1 in an empty slot."""
         checks.check_layer("layer", layer, len(self.layers))
-        one = self.layers[layer]
-        checks.check_filled(one.is_initialized)
-        return one.positions[:, :, : one.used].clone()
+        slot_layer = self.layers[layer]
+        checks.check_filled(slot_layer.is_initialized)
+        return slot_layer.positions[:, :, : slot_layer.used].clone()
 
     def held(self, layer: int) -> Tensor:
         """Count the tokens that each KV head holds, int64 [B, Hkv]."""
@@ -84,7 +84,7 @@ class EvictingCache(TextState):
         """
         checks.check_filled(self.seen_B is not None)
         check_count("Q", Q, "tokens")
-        return self.read_B[:, None] + torch.arange(Q, device=self.read_B.device)
+        return self.read_B[:, None] + torch.arange(Q, device=self.read_B.device)  # read_B: tokens read, without padding
 
     def check_invariants(self) -> None:
         """Check the invariants that hold between passes; waits for the device.
@@ -113,7 +113,7 @@ class EvictingCache(TextState):
 
     @writable
     def __deepcopy__(self, memo: dict[int, object]) -> EvictingCache:
-        """Copy all state of the text, for `clone()`. The copy shares settings and what belongs to the model: `of_model`."""
+        """Copy all state of the text, for `clone()`. The copy shares the settings, and constants of the model (`of_model`)."""
         new = memo[id(self)] = super().__copy__()
         of_model = (self.make_table, *(one for layer in self.layers for one in (layer.geometry, layer.output_rows)))
         memo.update({id(one): one for one in of_model if one is not None})  # deepcopy leaves these as they are
@@ -146,18 +146,18 @@ class EvictingCache(TextState):
         with self.reading("select_rows()"):
             new = self._copy_sharing()
             new._map_rows("select_rows()", lambda tensor: tensor[index.to(tensor.device), ...])
-        shared = {id(layer.limits): one.limits for layer, one in zip(self.layers, new.layers, strict=True)}
-        for layer, one in zip(self.layers, new.layers, strict=True):
-            one.limits = shared[id(layer.limits)]  # layers that shared one object (protected sizes) share one again
+        limits_by_id = {id(layer.limits): new_layer.limits for layer, new_layer in zip(self.layers, new.layers, strict=True)}
+        for layer, new_layer in zip(self.layers, new.layers, strict=True):
+            new_layer.limits = limits_by_id[id(layer.limits)]  # layers that shared protected sizes share them again
         new.record = copy.copy(self.record)
         return new
 
     def _copy_sharing(self) -> EvictingCache:
-        """Return a copy for `select_rows`. Layers, states and token ids keep this cache's tensors until rows are selected."""
+        """Return a copy for `select_rows` to select rows of. Until then it shares the tensors of layers, states and ids."""
         uncopied = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
         new, memo = super().__copy__(), {id(one): one for one in uncopied}
-        copied = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))  # None: set below
-        vars(new).update(copy.deepcopy(copied, memo))
+        attributes = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))  # set below
+        vars(new).update(copy.deepcopy(attributes, memo))
         new.layers, new.states = [layer.copy_sharing() for layer in self.layers], self.states.copy_sharing()
         new.shared, new.ids = self.shared, self.ids
         return new
@@ -199,31 +199,31 @@ class EvictingCache(TextState):
             for layer in self.layers:
                 layer.map_rows(change)
             self.states.map_rows(change)
-            before, self.seen_B, counters, turns = self.seen_B, seen_B, self.counters, self.turns
+            before_B, self.seen_B, counters, turns = self.seen_B, seen_B, self.counters, self.turns
             self.shared = None if self.shared is None else change(self.shared)  # a score that all layers share
-            counters.shortfall_B = None if counters.shortfall_B is None else change(counters.shortfall_B)
-            counters.span_B = None if counters.span_B is None else change(counters.span_B)
-            self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)
+            counters.shortfall_B = None if counters.shortfall_B is None else change(counters.shortfall_B)  # steps behind others
+            counters.span_B = None if counters.span_B is None else change(counters.span_B)  # of temperature, in steps
+            self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)  # padding after tokens
             self.ids = self.ids.map_rows(change)
-            self.read_by = None if self.read_by is None else self.read_by.map_rows(change)
+            self.read_by = None if self.read_by is None else self.read_by.map_rows(change)  # the model that read them
             if counters.device is not None:
-                counters.device.tape_BN = change(counters.device.tape_BN)
+                counters.device.tape_BN = change(counters.device.tape_BN)  # ids of the newest compiled steps
             self.lifetimes = None if self.lifetimes is None else self.lifetimes.map_rows(change)
             if turns.open:  # a prompt that comes in several passes goes on
                 turns.begin_B = change(torch.tensor(turns.begin_B, device="cpu")).tolist()
             if self.rows.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
                 counters.device, columns = None, int(self.seen_B.max())
-                self.rows.edited -= min(self.seen - columns, self.rows.edited)  # counted in the columns before
+                self.rows.edited -= min(self.seen - columns, self.rows.edited)  # `edited`: columns at the last edit
                 self.ids.keep_last(columns)
                 for layer in self.layers:
                     layer.seen = columns
                 counters.keep_rows(columns)
-            if self._may_shrink(before):
+            if self._may_shrink(before_B):
                 editing.trim_slots(self)
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put row `beam_idx[i]` at row i, for beam search after each step. A record for replay() still has the dropped rows."""
+        """Put row `beam_idx[i]` at row i, for beam search after each step. `lifetimes.lost` keeps dropped rows for replay()."""
         self.check_finished()
         checks.check_beams(beam_idx, self.seen_B)
         lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.select_dropped(beam_idx, self.seen_B)
@@ -248,13 +248,13 @@ class EvictingCache(TextState):
     def _may_shrink(self, before_B: Tensor | None) -> bool:
         """Tell, after rows were selected, if fewer slots may be enough: some head has empty ones (holes), and rows can differ.
 
-        before_B: lengths before. If these are as they were, beams may only have been reordered.
+        before_B: lengths before. If they stay, beams may only have been reordered, unless rows may hold unequally many tokens.
         """
         if before_B is None or self.seen_B is None or not any(layer.holes for layer in self.layers):
             return False
-        uneven = any(layer.every > 1 or isinstance(layer.mode, Moving) for layer in self.layers)  # even at equal lengths
-        uneven = uneven or self.rows.joined or self.rows.edited > 0 or self.turns.count > 1
-        return uneven or set(before_B.tolist()) != set(self.seen_B.tolist())
+        may_differ = any(layer.every > 1 or isinstance(layer.mode, Moving) for layer in self.layers)
+        may_differ = may_differ or self.rows.joined or self.rows.edited > 0 or self.turns.count > 1
+        return may_differ or set(before_B.tolist()) != set(self.seen_B.tolist())
 
     # ---- editing ----
 

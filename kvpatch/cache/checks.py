@@ -19,8 +19,8 @@ EMPTY = "The cache is empty, so that it has no rows yet: run a prompt through it
 
 def check_layer(name: str, layer: object, count: int) -> None:
     """Raise KVPatchError unless a user's `layer` is the index of one of `count` layers: an int, or one of torch or numpy."""
-    one = layer if type(layer) is int else read_whole(layer)
-    if type(one) is not int or not -count <= one < count:
+    index = layer if type(layer) is int else read_whole(layer)
+    if type(index) is not int or not -count <= index < count:
         raise KVPatchError(f"{name}={layer!r}: the cache has the layers 0 to {count - 1}, give one of these.")
 
 
@@ -82,9 +82,9 @@ def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Ten
 
 
 def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
-    """Raise KVPatchError if a user's row number is below `low`, or not below B; an `index` on a GPU is not read."""
+    """Raise KVPatchError if a user's row number is below `low`, or not below B; row numbers on a GPU are not read."""
     if not at_hand(index):
-        return  # the copy itself checks this on the device, without a wait
+        return  # indexing the tensors with it checks this on the GPU, without a wait
     wrong = index[(index < low) | (index >= B)]
     if len(wrong):
         raise KVPatchError(f"{name} names row {int(wrong[0])}, but the cache has the rows 0 to {B - 1}: give some of these.")
@@ -104,12 +104,12 @@ def read_whole(value: Any) -> Any:
 
 def count_removed(tokens: object, seen: int) -> int:
     """Return how many last tokens crop(tokens) takes back: -tokens; for a positive number all but the first `tokens`."""
-    one = read_whole(tokens.flatten()[0] if isinstance(tokens, Tensor) and tokens.numel() == 1 else tokens)
-    if type(one) is not int:
+    whole = read_whole(tokens.flatten()[0] if isinstance(tokens, Tensor) and tokens.numel() == 1 else tokens)
+    if type(whole) is not int:
         raise KVPatchError(
             f"tokens_to_remove={tokens!r} must be a whole number: -3 takes back 3 tokens. To empty the cache use reset()."
         )
-    count = -one if one <= 0 else max(seen - one, 0)
+    count = -whole if whole <= 0 else max(seen - whole, 0)
     if count > seen:
         raise KVPatchError(f"Cannot roll back {count} tokens: the cache has seen {seen}. Give at most so many, or reset() it.")
     return count

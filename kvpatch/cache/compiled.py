@@ -40,6 +40,7 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
     """
     if cache.settings.untraced is not None:  # the reason that no step can be traced under these settings
         return False
+    # a prompt is not read to its end, an operation did not finish, or no pass has made the counters that are tensors
     if Q != 1 or cache.turns.open or cache.unfinished or cache.counters.device is None or cache.seen_B is None:
         return False
     if cache.seen_B.shape[0] != B or any(layer.record_past for layer in cache.layers):
@@ -52,7 +53,7 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
         if cache.rotary[1] is not None and any(layer.mode.filling or not layer.mode.evicts for layer in cache.layers):
             return False  # the rotary table covers only the ranks so far
     if cache.request.room is None and any(layer.mode.growing and layer.mode.evicts for layer in cache.layers):
-        return False  # buffers will move
+        return False  # buffers will move to larger ones, without room= for all coming tokens
     modes = [layer.mode for layer in cache.layers]
     # the next token goes into a free slot of each head, which eviction or spare slots (slack) provide
     return all(isinstance(mode, Slotted) and (mode.evicts or mode.slack > 0) for mode in modes)
@@ -73,6 +74,7 @@ def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | No
         torch._assert_async(cache.counters.tensors.columns < cache.counters.tensors.limit, NO_ROOM)
     if cache.keeps_ids:
         cache.counters.tensors.write_tape(ids_B1)
+    # positions of the new tokens: none of them belongs to a prompt, and none ends one
     cache.now = Forward(cache.lengths_B[:, None], 0, False, traced=True)
     for layer in cache.layers:
         layer.traced = True
@@ -82,7 +84,7 @@ def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | No
 def end_step(cache: TextState) -> None:
     """End a compiled step after the last layer: add 1 to counters that are tensors. `cache.catch_up()` updates others later."""
     cache.lengths_B.add_(1)
-    cache.counters.tensors.advance(1, 1, False)
+    cache.counters.tensors.advance(1, 1, False)  # by one column and one decode step
     cache.now = None  # else its tensors would be outputs of the graph
     cache.counters.stale = True
 

@@ -64,9 +64,9 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
     """Return a new cache with the rows of all, after `check_compatible`. consume: empty each given layer once it was joined."""
     first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _make_blank(first)
-    new.rows.joined = True
+    new.rows.joined = True  # rows are at different positions of their texts
     new.seen_B = torch.cat([seen_B.to(seen[0].device) for seen_B in seen])
-    new.turns.count = max(cache.turns.count for cache in caches)
+    new.turns.count = max(cache.turns.count for cache in caches)  # prompts read
     sums = [cache.shared for cache in caches if cache.shared is not None]  # a score that all layers share, by position
     new.shared = join_padded(sums, 0) if sums else None
     new.lifetimes = Lifetimes.join_parts([cache.lifetimes for cache in caches])  # when tokens were evicted
@@ -111,8 +111,9 @@ def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
             torch.zeros(len(cache.lengths_B), dtype=torch.float64, device="cpu") if shortfall_B is None else shortfall_B.cpu()
         )
         steps.append(cache.counters.steps - shortfall_B)
-        of_rows_B, of_all_B = cache.counters.span_B, steps[-1].new_full((len(cache.lengths_B),), cache.span())
-        spans.append(of_all_B if of_rows_B is None or cache.request.new_tokens else of_rows_B.cpu())
+        # the span of each row: its cache's, unless rows of that cache have spans of their own
+        row_spans_B, common_spans_B = cache.counters.span_B, steps[-1].new_full((len(cache.lengths_B),), cache.span())
+        spans.append(common_spans_B if row_spans_B is None or cache.request.new_tokens else row_spans_B.cpu())
     steps_B = torch.cat(steps)
     new.counters.steps = int(steps_B.max())
     if policy.needs.temperature(0, 8) == policy.needs.temperature(8, 8):  # a constant temperature
@@ -168,10 +169,11 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _JoinedLimits) -
     else:
         _make_buffers(new, parts, counts, goals)
         _copy_tokens(new, parts)
+    # the mode says where the next token goes
     if isinstance(first.mode, Moving):  # the budget follows the text
         new.used = new.positions.shape[2]
         new.start_moving(counts, goals)
-        new.contiguous, new.floor = False, new.used
+        new.contiguous, new.floor = False, new.used  # slots out of text order; crop() takes none of them back
     else:
         _set_mode(new, counts, goals, moved=joined is None)
 
@@ -232,17 +234,18 @@ def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
 
 def _copy_tokens(new: SlotLayer, parts: list[SlotLayer]) -> None:
     """Copy each head's tokens of the layers `parts`, which are joined, to its first slots in the new buffers, in text order."""
-    heads, C = 0, new.positions.shape[2]
+    # heads are numbered over the whole batch; find_begins(): where each one's slots begin among the flattened slots
+    first_head, C = 0, new.positions.shape[2]
     for part in parts:
         positions = part.positions[:, :, : part.used].flatten(0, 1)
-        index, count_N1 = sort_by_position(positions)
-        head, column = (torch.arange(index.shape[1], device=index.device) < count_N1).nonzero(as_tuple=True)
-        taken = index[head, column]
-        new.kv.write_at(new.kv.find_begins()[heads + head] + column, *part.kv.read_at(part.kv.find_begins()[head] + taken))
-        new.positions.view(-1, C)[heads + head, column] = positions[head, taken]
+        order, count_N1 = sort_by_position(positions)
+        head, slot = (torch.arange(order.shape[1], device=order.device) < count_N1).nonzero(as_tuple=True)
+        source = order[head, slot]  # the slot that the token comes from
+        new.kv.write_at(new.kv.find_begins()[first_head + head] + slot, *part.kv.read_at(part.kv.find_begins()[head] + source))
+        new.positions.view(-1, C)[first_head + head, slot] = positions[head, source]
         for name, tensor in part.state.items():
-            new.state[name].flatten(0, 1)[heads + head, column] = tensor.flatten(0, 1)[head, taken]
-        heads += len(positions)
+            new.state[name].flatten(0, 1)[first_head + head, slot] = tensor.flatten(0, 1)[head, source]
+        first_head += len(positions)
 
 
 def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: bool) -> None:
@@ -252,7 +255,7 @@ def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved:
     slots of each head. `filling`: steps until all heads are at their budget. `holes`: some slots may be empty while a query
     attends.
     """
-    C, held = new.positions.shape[2], max(counts)
+    C, longest = new.positions.shape[2], max(counts)
     next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
     if goals is not None:
         filling = max(goal - 1 - count for goal, count in zip(goals, counts, strict=True))
@@ -263,6 +266,6 @@ def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved:
         new.holes = True
         new.start_growing(next_BH)
     else:
-        new.used, new.holes = held, min(counts) < held
+        new.used, new.holes = longest, min(counts) < longest
         new.start_appending()
     new.contiguous, new.floor = False, new.used

@@ -71,7 +71,7 @@ class StepCounters:
     def keep_rows(self, columns: int) -> None:
         """Set the counters to those of the remaining rows, after other rows were dropped. columns: of the longest row left."""
         if self.shortfall_B is None:
-            self.steps = min(self.steps, columns)
+            self.steps = min(self.steps, columns)  # a row has taken no more steps than it has columns
         else:
             least = int(self.shortfall_B.min())  # steps that even the farthest of the rows is behind
             self.steps, self.shortfall_B = self.steps - least, self.shortfall_B - least

@@ -32,12 +32,13 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
     check_state(cache, "forget()")
     refuse("forget", cache.settings.combine())
     gone_BT = mark_gone(cache, spans, row, "forget()")
+    # a position that is not below the row's number of tokens counts padding, too
     if cache.rows.gaps_B is not None and bool((cache.layers[0].positions.amax((1, 2)) >= cache.read_B).any()):
         raise KVPatchError(
             "forget() in a text with padding between its tokens, whose positions count the padding: read the text without it."
         )
     with cache.changing("forget()"):
-        cache.drop_stack()
+        cache.drop_stack()  # layers have separate buffers again, which are replaced
         for index, layer in enumerate(cache.layers):
             _take_out(cache, layer, gone_BT.to(layer.device))
             if cache.lifetimes is not None:
@@ -79,23 +80,23 @@ def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: st
         raise KVPatchError(f"row={row!r}: the cache has the rows 0 to {len(lengths) - 1}; give one of these, or None for all.")
     rows = list(range(len(lengths))) if row is None else [row]
     gone_BT = torch.zeros(len(lengths), max(lengths), dtype=torch.bool, device="cpu")
-    known: list[Span] = []
+    earlier_spans: list[Span] = []
     if not isinstance(given, Iterable):
         raise KVPatchError(f"{what} was given {given!r}: give a list of (start, stop), such as [(12, 80)].")
     for span in given:
         start, stop = read_span(span)
-        for one in rows:
-            if stop > lengths[one]:
+        for index in rows:
+            if stop > lengths[index]:
                 raise KVPatchError(
-                    f"{what} was given the span ({start}, {stop}), and row {one} has read {lengths[one]} tokens: spans end "
+                    f"{what} was given the span ({start}, {stop}), and row {index} has read {lengths[index]} tokens: spans end "
                     f"there or before{'' if row is not None or len(lengths) == 1 else '; give row= where rows differ'}."
                 )
-        for other in known:
-            if start < other[1] and other[0] < stop:
-                raise KVPatchError(f"The spans {other} and ({start}, {stop}) overlap: join them into one.")
-        known.append((start, stop))
+        for earlier in earlier_spans:
+            if start < earlier[1] and earlier[0] < stop:
+                raise KVPatchError(f"The spans {earlier} and ({start}, {stop}) overlap: join them into one.")
+        earlier_spans.append((start, stop))
         gone_BT[rows, start:stop] = True
-    if not known:
+    if not earlier_spans:
         raise KVPatchError(f"{what} was given no span: give a list of (start, stop), such as [(12, 80)].")
     return gone_BT
 
@@ -104,8 +105,8 @@ def read_span(span: object, empty: bool = False) -> Span:
     """Return the user's span as (start, stop). Raises KVPatchError for anything else. empty: it may have no tokens (insert)."""
     wanted = "give (start, stop), positions of the text with stop left out, such as (12, 80)."
     given = as_python(span)
-    ends = [checks.read_whole(one) for one in given] if isinstance(given, Sequence) and not isinstance(given, str) else []
-    if len(ends) != 2 or not all(type(one) is int for one in ends):
+    ends = [checks.read_whole(end) for end in given] if isinstance(given, Sequence) and not isinstance(given, str) else []
+    if len(ends) != 2 or not all(type(end) is int for end in ends):
         raise KVPatchError(f"{span!r} is not a span: {wanted}")
     start, stop = ends
     if start < 0:
@@ -118,8 +119,8 @@ def read_span(span: object, empty: bool = False) -> Span:
 def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
     """Take the tokens whose positions an edit marks in `gone_BT` out of a layer; copies of the others go to new buffers."""
     positions = layer.positions[:, :, : layer.used]
-    at_BHT = positions.clamp(0, gone_BT.shape[1] - 1)
-    gone_BHT = gone_BT[:, None].expand(-1, positions.shape[1], -1).gather(2, at_BHT) & (positions >= 0)
+    clamped_BHT = positions.clamp(0, gone_BT.shape[1] - 1)
+    gone_BHT = gone_BT[:, None].expand(-1, positions.shape[1], -1).gather(2, clamped_BHT) & (positions >= 0)
     if not bool(gone_BHT.any()):
         return
     part = copy.copy(layer)
@@ -157,10 +158,10 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
             "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."
         )
     with cache.changing("crop()"):
-        cache.drop_stack(due=False)
-        shared = [layer.crop(count) for layer in cache.layers]
+        cache.drop_stack(due=False)  # layers have separate buffers again
+        shared_scores = [layer.crop(count) for layer in cache.layers]
         cache.states.crop(count)
-        cache.shared = cache.shared if shared[0] is None else shared[0]  # a score that all layers share
+        cache.shared = cache.shared if shared_scores[0] is None else shared_scores[0]  # a score that all layers share
         cache.seen_B = cache.lengths_B - count
         if cache.lifetimes is not None:
             cache.lifetimes.crop(cache.seen_B)  # when tokens were evicted
@@ -198,7 +199,7 @@ def can_crop(cache: TextState, count: int) -> bool:
     inside = cache.counters.steps < count < cache.seen  # the crop ends inside a prompt, whose first tokens stay
     pairs = zip(settings.evicts, settings.policies, strict=True)
     remembers = [evicts and (policy.remembers or (inside and policy.revises)) for evicts, policy in pairs]
-    croppable = all(layer.can_crop(count, one) for layer, one in zip(cache.layers, remembers, strict=True))
+    croppable = all(layer.can_crop(count, remembered) for layer, remembered in zip(cache.layers, remembers, strict=True))
     return croppable and cache.seen - count >= cache.rows.edited and cache.states.can_crop(count, cache.seen)
 
 

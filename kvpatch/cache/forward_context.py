@@ -167,7 +167,7 @@ def _describe_padding(real_B: list[int], columns: int) -> Padding | None:
     """
     if min(real_B) == columns:
         return None
-    # some padding follows tokens of its row (gapped), but none attends to tokens
+    # reach: the block's last column; gapped: some padding follows tokens of its row; attends: it attends to none
     return Padding(columns, any(0 < count < columns for count in real_B), False, real_B)
 
 
@@ -178,16 +178,19 @@ def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[in
     columns that puts each row's tokens first. before_B, after_B: tokens of each row before and after these columns. final: the
     prompt ends with them.
     """
+    # of the prompt's columns: positions, marks of `protect=`, and spans of `quota=`
     P, positions_BQ, protect_BQ, span_BQ = now.prompt, now.positions_BQ[:, : now.prompt], now.protect_BQ, now.span_BQ
     if now.padding is not None:
         now.packing_BQ = (positions_BQ < 0).long().argsort(dim=1, stable=True)
         positions_BQ = positions_BQ.gather(1, now.packing_BQ)
         protect_BQ = None if protect_BQ is None else protect_BQ[:, :P].gather(1, now.packing_BQ)
         span_BQ = None if span_BQ is None else span_BQ[:, :P].gather(1, now.packing_BQ)
+    # cut the columns into blocks
     counts_B = [after - before for before, after in zip(before_B, after_B, strict=True)]
     blocks = []
     for start in range(0, P, block):
         stop = min(start + block, P)
+        # tokens of each row in this block
         rows_B = [min(max(count - start, 0), stop - start) for count in counts_B]
         blocks.append(
             Forward(
@@ -204,8 +207,8 @@ def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[in
                 rows_B=rows_B,
                 final=final and stop == P,
                 reserve=min(block, P - stop) or block,  # columns that the next block needs
-                repeatable=now.repeatable,
-                table=now.table,
+                repeatable=now.repeatable,  # for gradient checkpointing
+                table=now.table,  # of rotary positions
                 span_BQ=None if span_BQ is None else span_BQ[:, start:stop],
             )
         )

@@ -27,20 +27,20 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
     """
     cache.check_finished()
     _check_past(cache, past, ids_known)
-    seen, taken = int(past.get_seq_length()), []  # a static cache counts in a tensor, and adds to it
-    for index, (_, other) in enumerate(zip(cache.layers, past.layers, strict=True)):
-        keys: Any = getattr(other, "keys", None)
-        values: Any = getattr(other, "values", None)
-        bound, latent = cache.settings.bounds[index], cache.settings.latent[index]  # bound: the layer's own window
-        known = isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.ndim == 4  # else they are quantized
-        if not known or (keys.shape[2] < seen and (bound is None or keys.shape[2] < bound - 1)):
+    seen, entries = int(past.get_seq_length()), []  # int: a static cache counts in a tensor, and adds to it
+    for index, (_, past_layer) in enumerate(zip(cache.layers, past.layers, strict=True)):
+        keys: Any = getattr(past_layer, "keys", None)
+        values: Any = getattr(past_layer, "values", None)
+        window, latent = cache.settings.bounds[index], cache.settings.latent[index]  # the layer's own window
+        readable = isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.ndim == 4  # else they are quantized
+        if not readable or (keys.shape[2] < seen and (window is None or keys.shape[2] < window - 1)):
             raise KVPatchError(f"Layer {index} of the {type(past).__name__} no longer holds every token as it was seen.")
         keys, values = keys[:, :, :seen], values[:, :, :seen]  # of a static cache, whose others are free
         # transformers has the latent as keys and the rotary part as values: here a key is both, and the latent its value
-        taken.append((torch.cat([keys, values], -1), keys) if latent else (keys, values))
+        entries.append((torch.cat([keys, values], -1), keys) if latent else (keys, values))
     with cache.changing("absorb()"):
         cache.lifetimes = None  # the ids and deaths of these tokens were not recorded
-        _fill_layers(cache, taken, seen, mask_BT)
+        _fill_layers(cache, entries, seen, mask_BT)
 
 
 def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_BT: Tensor | None) -> None:
@@ -49,26 +49,27 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
     taken: of each layer; they are the last T of `seen` columns. mask_BT: False for padding.
     """
     cache.count_in(taken[0][0].dtype)
-    for index, (mine, (keys, values)) in enumerate(zip(cache.layers, taken, strict=True)):
+    for index, (layer, (keys, values)) in enumerate(zip(cache.layers, taken, strict=True)):
         B, H, T, _ = keys.shape
         real = torch.ones(B, seen, dtype=torch.bool, device=keys.device)
         if mask_BT is not None:
             real = mask_BT[:, :seen].to(keys.device).bool()
-        rows = find_places(real, torch.zeros(B, dtype=torch.long, device=keys.device), cache.settings.by_columns)
-        positions = rows.masked_fill(~real, -1)[:, -T:]
-        entry, settings = {}, cache.settings
+        places = find_places(real, torch.zeros(B, dtype=torch.long, device=keys.device), cache.settings.by_columns)
+        positions = places.masked_fill(~real, -1)[:, -T:]
+        # what the policy stores with each token, beside key and value
+        extras, settings = {}, cache.settings
         if settings.evicts[index]:
-            new = NewTokens(keys, values, positions, 1, index, settings.seed, settings.parallel.first(H))
-            entry = settings.policies[index].entry(new)
-        mine.append(keys, values, positions, entry)
-        mine.seen, mine.holes = seen, not bool(real.all())  # holes: some slots are empty
-        if mine.holes:  # as a pass of the patch describes its padding (attention/prefill.py)
-            kept = real[:, -T:]
-            mine.floor = int((~kept * torch.arange(1, T + 1, device=kept.device)).amax())  # crop() stops there
-            mine.contiguous = not bool((kept[:, :-1] & ~kept[:, 1:]).any())  # no padding after a token
+            tokens = NewTokens(keys, values, positions, 1, index, settings.seed, settings.parallel.first(H))
+            extras = settings.policies[index].entry(tokens)
+        layer.append(keys, values, positions, extras)
+        layer.seen, layer.holes = seen, not bool(real.all())  # holes: some slots are empty
+        if layer.holes:  # as a pass of the patch describes its padding (attention/prefill.py)
+            real_held = real[:, -T:]
+            layer.floor = int((~real_held * torch.arange(1, T + 1, device=real_held.device)).amax())  # crop() stops there
+            layer.contiguous = not bool((real_held[:, :-1] & ~real_held[:, 1:]).any())  # no padding after a token
         if index == 0:
-            cache.seen_B, gaps_B = rows[:, -1] + 1, ((rows >= 0) & ~real).sum(-1)
-            cache.rows.padded = mine.holes
+            cache.seen_B, gaps_B = places[:, -1] + 1, ((places >= 0) & ~real).sum(-1)
+            cache.rows.padded = layer.holes
             if cache.settings.by_columns and bool(gaps_B.any()):
                 cache.rows.gaps_B, cache.rows.by_columns = gaps_B, True
 

@@ -56,6 +56,7 @@ def plan(counts: list[int], goals: list[int] | None, more: Callable[[int], int] 
     coming tokens a head of so many tokens gets room for. exactly: a ragged layer gets room for all of these; else it starts
     with half.
     """
+    # an evicting head needs a slot for the next token; while heads fill up, LEAST slots of waste per head are no reason
     fills = goals is not None and any(count + 1 < goal for count, goal in zip(counts, goals, strict=True))
     ragged = is_wasteful(counts if goals is None else [count + 1 for count in counts], LEAST if fills else 0)
     if not ragged:

@@ -86,6 +86,7 @@ def count_by_terms(
         held = count(read, None if new is None else prompt - read + new)
     else:
         held = count(prompt, new)
+    # spare slots, as growth.py adds them
     most = max(held)
     waste = 2 * LEAST + most // SPARE if divided else 0  # divided: heads share the budget by their scores
     slots = most + waste + max(slack(most + waste), room, every)
@@ -103,12 +104,13 @@ def count_tokens(
     if schedule is None:
         return [prompt + grown] * heads
     budgets = rule.highest if longest else rule.heads
-    kept = [min(most, prompt) for most in budgets(prompt, heads, 0)]
+    kept = [min(budget, prompt) for budget in budgets(prompt, heads, 0)]
     if schedule == "prompt":
         return [n + grown for n in kept]
-    outside = prompt if schedule == "decode" else 0  # of the budget
-    limits = [outside + most + every - 1 for most in budgets(prompt, heads, new)]
-    return [min(limit, (prompt if longest or outside else n) + grown) for limit, n in zip(limits, kept, strict=True)]
+    unbudgeted = prompt if schedule == "decode" else 0  # the prompt's tokens, which the budget does not count
+    # heads that evict `every` tokens at once may hold every - 1 more in between
+    limits = [unbudgeted + budget + every - 1 for budget in budgets(prompt, heads, new)]
+    return [min(limit, (prompt if longest or unbudgeted else n) + grown) for limit, n in zip(limits, kept, strict=True)]
 
 
 def keeps_new(settings: CacheSettings, layer: int) -> bool:

@@ -44,7 +44,7 @@ class PinnedRows:
 
     def resize(self, count: int) -> None:
         """Move the rows (keys and values of tokens) to memory that has room for `count`, when a layer's store is full."""
-        self.wait()
+        self.wait()  # for copies to or from the device that still run
         old_NE = self.rows_NE
         self.rows_NE = torch.empty(count, old_NE.shape[1], dtype=old_NE.dtype, pin_memory=self.pinned, device="cpu")
         self.rows_NE[: len(old_NE)] = old_NE
@@ -152,10 +152,10 @@ class HostLayer(CacheLayerMixin):
         """Write the keys and values of Q more tokens after the rows in use, in a layer's attention; a full store grows."""
         if not self.is_initialized:
             self.lazy_initialization(k_1HQD, v_1HQD)
-        start, stop, kept = self.length, self.length + k_1HQD.shape[2], self.store.rows_NE.dtype
-        if k_1HQD.dtype != kept:
+        start, stop, dtype = self.length, self.length + k_1HQD.shape[2], self.store.rows_NE.dtype
+        if k_1HQD.dtype != dtype:
             raise KVPatchError(
-                f"The entries of this text are {kept}, and this pass makes {k_1HQD.dtype}: read all of a text under the same "
+                f"The entries of this text are {dtype}, and this pass makes {k_1HQD.dtype}: read all of a text under the same "
                 "autocast."
             )
         if stop > len(self.store.rows_NE):

@@ -35,11 +35,11 @@ def check_state(cache: TextState) -> None:
         must(all(layer.seen == 0 for layer in cache.layers), "an empty cache has seen tokens")
         return
     must(all(layer.seen == seen for layer in cache.layers), "its layers have seen different numbers of tokens")
-    most, least = int(seen_B.max()), int(seen_B.min())
+    most, fewest = int(seen_B.max()), int(seen_B.min())
     # without padding a row has as many tokens as columns, or fewer if caches were concatenated (joined)
-    agree = cache.rows.padded or cache.turns.open or (most == seen and (cache.rows.joined or least == seen))
-    agree = agree and most <= seen and (least > 0 or cache.turns.open)
-    must(agree, f"{seen} columns were seen, and {least} to {most} tokens of its rows")
+    agree = cache.rows.padded or cache.turns.open or (most == seen and (cache.rows.joined or fewest == seen))
+    agree = agree and most <= seen and (fewest > 0 or cache.turns.open)
+    must(agree, f"{seen} columns were seen, and {fewest} to {most} tokens of its rows")
     must(cache.counters.steps <= seen, f"{cache.counters.steps} steps of {seen} tokens")
     gaps_B, shortfall_B = cache.rows.gaps_B, cache.counters.shortfall_B
     if gaps_B is not None:
@@ -51,14 +51,14 @@ def check_state(cache: TextState) -> None:
         must(cache.shared.shape[-1] > seen or not grows, f"shared has room for {cache.shared.shape[-1]} of {seen + 1} tokens")
     _check_common_budget(cache, seen_B)
     for index, layer in enumerate(cache.layers):
-        here = seen_B.to(layer.device)
+        layer_seen_B = seen_B.to(layer.device)
         # with an adaptive budget a head may get no token, and what a head held may have been forgotten
         empty = cache.settings.policies[index].over_heads is not None or cache.turns.open or cache.rows.edited > 0
         with _name_layer(index):
             if layer.mode.evicts and not cache.turns.open:
-                _check_budget(cache, index, layer, here)
+                _check_budget(cache, index, layer, layer_seen_B)
             if layer.is_initialized:
-                _LayerState(layer, here).check(least=0 if empty else 1, reading=cache.turns.open)
+                _LayerState(layer, layer_seen_B).check(least=0 if empty else 1, reading=cache.turns.open)
 
 
 def check_bytes(cache: TextState) -> None:
@@ -108,11 +108,11 @@ def _bound_held(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, 
     Where heads share a budget, each gets their mean.
     """
     settings, H = cache.settings, layer.positions.shape[1]
-    known = settings.policies[index].schedule == "decode"  # if the length of the prompt is stored
-    prompt_B = layer.own_limits.prompt.flatten() if known else seen_B
+    prompt_known = settings.policies[index].schedule == "decode"  # a layer stores the prompt's length then; else any may be
+    prompt_B = layer.own_limits.prompt.flatten() if prompt_known else seen_B
     new_B = [None] * len(seen_B) if ever else (seen_B - prompt_B).tolist()
     rows = zip(prompt_B.tolist(), new_B, strict=True)
-    held = [count_held(settings, index, n, new, heads=H, longest=not known).heads for n, new in rows]
+    held = [count_held(settings, index, n, new, heads=H, longest=not prompt_known).heads for n, new in rows]
     return torch.tensor(held, device=layer.device)
 
 
@@ -128,8 +128,8 @@ def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor
     if index in cache.settings.together:  # layers that share one budget: _check_common_budget checks them
         return
     held_BH = (layer.positions >= 0).sum(-1)
-    for ever, count_BH, name in (True, keep_BH + layer.every - 1, "keep_BH1 is"), (False, held_BH, "the tokens of a head are"):
-        most_BH = _bound_held(cache, index, layer, seen_B, ever)
+    for at_any_step, count_BH, name in (True, keep_BH + layer.every - 1, "keep_BH1 is"), (False, held_BH, "the tokens of a head are"):
+        most_BH = _bound_held(cache, index, layer, seen_B, at_any_step)
         if shared:
             count_BH, most_BH = count_BH.sum(-1), most_BH.sum(-1) * cache.settings.parallel.size
         must(count_BH <= most_BH, f"{name} over the budget")
@@ -186,8 +186,8 @@ class _LayerState:
         """For `check`: raise InvalidError if a layer whose tokens are appended has empty slots, or old tokens at the end."""
         layer, real = self.layer, self.occupied
         must(layer.holes or (self.held_BH == layer.used), "slots are empty that should not be")
-        later = real.long().flip(-1).cumsum(-1).flip(-1)  # the newest tokens, so that they can be rolled back
-        newest = (layer.positions == self.seen_B11 - later) | ~real | (self.column < layer.floor)
+        newer = real.long().flip(-1).cumsum(-1).flip(-1)  # tokens from this column on, to roll them back
+        newest = (layer.positions == self.seen_B11 - newer) | ~real | (self.column < layer.floor)
         must(newest, "what was appended is not the newest")
 
     def _check_filling(self, mode: Filling) -> None:
@@ -211,6 +211,7 @@ class _LayerState:
         must(self.held_BH <= keep_BH, "a head holds more than its budget")
         below_BH = self.limit_BH <= keep_BH
         self._check_free(mode, below_BH, below_BH & (self.held_BH == self.limit_BH))
+        # buffers of fewer slots than the budget needs: only then `slack` and `grown` count
         must(mode.growing or mode.slack == mode.grown == 0, "slack where tokens are evicted")
         packed_BH = (free_BH == self.held_BH) & (self.occupied == (self.column < self.held_BH[..., None])).all(-1)
         must(~below_BH | packed_BH, "a head below its budget has gaps")
@@ -246,8 +247,8 @@ class _LayerState:
         free_BH = mode.free_BH
         must(mode.growing == bool(short_BH.any()), "growing is not what the slots say")
         must((free_BH >= 0) & (free_BH < self.limit_BH + full_BH), "free_BH names no slot")
-        at = free_BH.clamp(max=len(self.column) - 1)[..., None]
-        must(full_BH | (self.layer.positions.gather(-1, at)[..., 0] < 0), "a free slot is taken")
+        slot = free_BH.clamp(max=len(self.column) - 1)[..., None]
+        must(full_BH | (self.layer.positions.gather(-1, slot)[..., 0] < 0), "a free slot is taken")
         must(~short_BH | (self.limit_BH - self.held_BH >= mode.slack - mode.grown), "fewer slots are free than it says")
 
     def _check_growing(self, mode: Growing) -> None:

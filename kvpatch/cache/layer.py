@@ -71,7 +71,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.notes: dict[str, Note] = {}  # what the policy remembers of the layer (policies/needs)
         # state of coming tokens that follows from their positions, and the columns seen at the first of them
         self.ahead: tuple[int, dict[str, Tensor]] | None = None
-        # derived from the shape and from free_BH, and stored with what it was derived from
+        # what _find_heads and free_slots return, kept with the shape and the free_BH from which it follows
         self.heads_at: tuple[tuple[int, ...], Tensor] | None = None
         self.free_at: tuple[Tensor, Tensor] | None = None
         self.geometry: Geometry | None = None  # scale, window and ALiBi slopes of the layer's attention
@@ -157,7 +157,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if not self.is_initialized:
             return
         self.kv = self.kv.map_rows(change, *self.positions.shape[:2])
-        for name in ("positions", "state", "limits", "notes", *(one.name for one in HEAD_TENSORS)):
+        for name in ("positions", "state", "limits", "notes", *(one.name for one in HEAD_TENSORS)):  # with a number per head
             setattr(self, name, change_tensors(getattr(self, name), change))
         self.mode.change_rows(change)
         if self.kv.width < self.positions.shape[2]:  # ragged slots, and the longest row was dropped
@@ -320,7 +320,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.heads_at[1]
 
     def view(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what queries attend to: keys, values, positions of the used slots; as entries [F,D] if heads' slots differ."""
+        """Return what queries attend to: keys, values, positions of the used slots. Keys and values are flat [F,D] if heads' slots differ."""
         T = self.used
         if T == self.positions.shape[2]:
             return self.kv.keys, self.kv.values, self.positions
@@ -348,10 +348,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.round()
             self.resize_slots([max(*layout.capacities, self.used)])
             return
-        self._cut_graph(index_BHK)  # keys and values with gradients
+        self._cut_graph(index_BHK)  # keys and values with their autograd history
         with torch.no_grad():
             self.kv = self.kv.make_dense(*index_BHK.shape[:2])
-            self.kv.fix_centre(self.positions[:, :, : self.used])  # that keys are rounded around
+            self.kv.fix_centre(self.positions[:, :, : self.used])  # the centre that keys of 8 or 4 bits are rounded around
             self.kv = self.kv.move_to_front(index_BHK, kept_BHK, layout)
             C, K = self.kv.width, index_BHK.shape[-1]
             self.positions = collect_entries(self.positions, index_BHK, C, -1)
@@ -369,8 +369,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         columns = torch.arange(values_BHKD.shape[2], device=values_BHKD.device).expand(values_BHKD.shape[:3])
         rows, values = self.kv.rows_of(columns), values_BHKD.detach().flatten(0, 2)
         if kept_BHK is not None:
-            real = kept_BHK.flatten().nonzero().squeeze(1)
-            rows, values = rows[real], values[real]
+            filled = kept_BHK.flatten().nonzero().squeeze(1)
+            rows, values = rows[filled], values[filled]
         codec = self.kv.codecs[1]
         assert not isinstance(codec, Latent), "merging is refused where values are a part of their keys"
         self.kv.write_at(rows, self.kv.read_at(rows)[0], codec.encode(values))  # with the keys as they are
@@ -380,10 +380,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     def round(self) -> None:
         """Round the keys and values in use to the cache's bits, where a prompt or a block of it ends and all are kept."""
-        self.kv.fix_centre(self.positions[:, :, : self.used])
-        closed = self.kv.close_columns(self.used)
-        if closed is not self.kv:
-            self.kv, self.positions = closed, self.positions[:, :, : self.used]
+        self.kv.fix_centre(self.positions[:, :, : self.used])  # that keys are rounded around
+        rounded = self.kv.close_columns(self.used)
+        if rounded is not self.kv:  # in new buffers, of the used columns alone
+            self.kv, self.positions = rounded, self.positions[:, :, : self.used]
             self.state = {name: tensor[:, :, : self.used] for name, tensor in self.state.items()}
             self._round_graph()
 
@@ -397,7 +397,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if not isinstance(self.mode, Reading):
             if self.mode.slotted:
                 self.kv = self.kv.make_dense(*self.positions.shape[:2])
-                self.used, self.holes = self.taken, True
+                self.used, self.holes = self.taken, True  # taken: without columns of free slots at the end
                 self.floor = min(self.floor, self.used)
             self.mode = Reading(croppable=self.mode.croppable)
         self.kv = open_slots(self.kv)
@@ -431,6 +431,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """
         counts = self.counts() if counts is None else counts
         self.holes = True
+        # packed_BH: tokens of each head now; a head that shrinks keeps its slots until they are given back
         self._open_slots(Moving(self.empty_slots(), packed_BH=self._by_head(counts)), counts, goals)
 
     def _by_head(self, counts: list[int]) -> Tensor:
@@ -471,7 +472,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             counts, goals = counts or self.counts(), goals or self.list_goals()
             heads = zip(self.update_short_heads(goals), self.kv.capacities(), counts, strict=True)
             free = [capacity - count for short, capacity, count in heads if short]
-            mode.grown = mode.grown if mode.growing else 0
+            mode.grown = mode.grown if mode.growing else 0  # tokens since the prompt, counted only if a head is short
             mode.slack = mode.grown + min(free, default=0)
         if isinstance(mode, Evicting) and mode.filling:
             counts, goals = counts or self.counts(), goals or self.list_goals() or []
@@ -525,7 +526,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             return
         C = self.positions.shape[2]
         if not self.mode.slotted:  # tokens are appended
-            enough = capacities([self.used], self._bound_columns(), self.count_spare(self.used))[0]
+            enough = capacities([self.used], self._bound_columns(), self.count_spare(self.used))[0]  # with spare ones
             if enough < C:
                 self.resize_slots([enough])
             return
@@ -550,14 +551,15 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         counts, goals = self.counts(), self.list_goals()
         with torch.inference_mode(False), torch.no_grad():
             (B, H, _), old = self.positions.shape, self.positions
-            order, held_BH1 = sort_by_position(old)
-            order, kept = order[:, :, : max(counts)], torch.arange(max(counts), device=old.device) < held_BH1
+            order, held_BH1 = sort_by_position(old)  # slots in text order, and how many of them hold tokens
+            order, filled = order[:, :, : max(counts)], torch.arange(max(counts), device=old.device) < held_BH1
             kv = slots.empty(self.kv, B, H, plan(counts, goals, self.count_spare), self.kv.centre)
-            head, column = kept.flatten(0, 1).nonzero(as_tuple=True)
-            taken = order.flatten(0, 1)[head, column]
-            kv.write_at(kv.find_begins()[head] + column, *self.kv.read_at(self.kv.find_begins()[head] + taken))
+            head, slot = filled.flatten(0, 1).nonzero(as_tuple=True)
+            source = order.flatten(0, 1)[head, slot]
+            # find_begins(): where each head's slots begin among the flattened slots
+            kv.write_at(kv.find_begins()[head] + slot, *self.kv.read_at(self.kv.find_begins()[head] + source))
             self.kv, C = kv, kv.width
-            self.positions = fit_columns(gather_entries(old, order).masked_fill(~kept, -1), C, -1)
+            self.positions = fit_columns(gather_entries(old, order).masked_fill(~filled, -1), C, -1)
             self.state = {name: fit_columns(gather_entries(tensor, order), C, 0) for name, tensor in self.state.items()}
         self.used = self.floor = C
         self.free_at = None
@@ -641,8 +643,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.move_entries(into, out)
         self.positions.scatter_(2, into, self.positions.gather(2, out))
         for tensor in self.state.values():
-            at, of = (one[..., None].expand(*one.shape, tensor.shape[-1]) if tensor.ndim == 4 else one for one in (into, out))
-            tensor.scatter_(2, at, tensor.gather(2, of))
+            target, source = (one[..., None].expand(*one.shape, tensor.shape[-1]) if tensor.ndim == 4 else one for one in (into, out))
+            tensor.scatter_(2, target, tensor.gather(2, source))
         self.used -= gone_BHM.shape[-1]
         self.positions[:, :, self.used :] = -1
         # crop() leaves what is there; filling: steps until the next eviction
@@ -677,8 +679,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def can_crop(self, tokens: int, remembers: bool) -> bool:
         """Tell, for crop(), if the last `tokens` were logged, or only appended. remembers: sums contain their attention."""
         mode = self.mode
-        appended = mode.grown if isinstance(mode, Slotted) else self.used - self.floor
-        return len(self.undo_log) >= tokens or (mode.croppable and not remembers and tokens <= appended)
+        croppable_tokens = mode.grown if isinstance(mode, Slotted) else self.used - self.floor
+        return len(self.undo_log) >= tokens or (mode.croppable and not remembers and tokens <= croppable_tokens)
 
     def crop(self, tokens: int) -> Tensor | None:
         """Roll back the last `tokens`, such as rejected drafts, by the undo log, or by cutting what was only appended.
@@ -695,9 +697,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 for tensor in self.state.values():  # a token that is appended there brings no mark of `protect=`
                     tensor[:, :, self.used :] = 0
             else:
-                mode.free_BH, mode.grown = mode.free_BH - tokens, mode.grown - tokens
-                taken = torch.arange(self.used, device=self.positions.device) < mode.free_BH[..., None]
-                self.positions.masked_fill_(~taken, -1)
+                mode.free_BH, mode.grown = mode.free_BH - tokens, mode.grown - tokens  # slots were taken one after the other
+                left = torch.arange(self.used, device=self.positions.device) < mode.free_BH[..., None]
+                self.positions.masked_fill_(~left, -1)
             self.undo_log.clear()
         else:
             for _ in range(tokens):
