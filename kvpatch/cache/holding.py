@@ -104,13 +104,13 @@ def count_tokens(
     if schedule is None:
         return [prompt + grown] * heads
     budgets = rule.highest if longest else rule.heads
-    kept = [min(budget, prompt) for budget in budgets(prompt, heads, 0)]
+    kept = [min(most, prompt) for most in budgets(prompt, heads, 0)]
     if schedule == "prompt":
         return [n + grown for n in kept]
-    unbudgeted = prompt if schedule == "decode" else 0  # the prompt's tokens, which the budget does not count
+    outside = prompt if schedule == "decode" else 0  # the prompt's tokens, which the budget does not count
     # heads that evict `every` tokens at once may hold every - 1 more in between
-    limits = [unbudgeted + budget + every - 1 for budget in budgets(prompt, heads, new)]
-    return [min(limit, (prompt if longest or unbudgeted else n) + grown) for limit, n in zip(limits, kept, strict=True)]
+    limits = [outside + most + every - 1 for most in budgets(prompt, heads, new)]
+    return [min(limit, (prompt if longest or outside else n) + grown) for limit, n in zip(limits, kept, strict=True)]
 
 
 def keeps_new(settings: CacheSettings, layer: int) -> bool:

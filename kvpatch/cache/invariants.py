@@ -103,12 +103,12 @@ def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
 
 
 def _bound_held(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, ever: bool) -> Tensor:
-    """Return, for the checks of budgets, the most tokens [B,H] that each head may hold now, or at any later step (`ever`).
+    """Return, for the checks of budgets, the most tokens [B,H] that each head may hold now, or at any step (`ever`).
 
     Where heads share a budget, each gets their mean.
     """
     settings, H = cache.settings, layer.positions.shape[1]
-    prompt_known = settings.policies[index].schedule == "decode"  # a layer stores the prompt's length then; else any may be
+    prompt_known = settings.policies[index].schedule == "decode"  # a layer keeps the prompt's length only then
     prompt_B = layer.own_limits.prompt.flatten() if prompt_known else seen_B
     new_B = [None] * len(seen_B) if ever else (seen_B - prompt_B).tolist()
     rows = zip(prompt_B.tolist(), new_B, strict=True)
@@ -128,8 +128,8 @@ def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor
     if index in cache.settings.together:  # layers that share one budget: _check_common_budget checks them
         return
     held_BH = (layer.positions >= 0).sum(-1)
-    for at_any_step, count_BH, name in (True, keep_BH + layer.every - 1, "keep_BH1 is"), (False, held_BH, "the tokens of a head are"):
-        most_BH = _bound_held(cache, index, layer, seen_B, at_any_step)
+    for ever, count_BH, name in (True, keep_BH + layer.every - 1, "keep_BH1 is"), (False, held_BH, "the tokens of a head are"):
+        most_BH = _bound_held(cache, index, layer, seen_B, ever)
         if shared:
             count_BH, most_BH = count_BH.sum(-1), most_BH.sum(-1) * cache.settings.parallel.size
         must(count_BH <= most_BH, f"{name} over the budget")

@@ -320,7 +320,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.heads_at[1]
 
     def view(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what queries attend to: keys, values, positions of the used slots. Keys and values are flat [F,D] if heads' slots differ."""
+        """Return what queries attend to: keys, values, positions of the used slots; [F,D] if heads have unequally many."""
         T = self.used
         if T == self.positions.shape[2]:
             return self.kv.keys, self.kv.values, self.positions
@@ -642,9 +642,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         into, out = list_moves(gone_BHM, self.used)  # columns to fill, and columns to move there
         self.move_entries(into, out)
         self.positions.scatter_(2, into, self.positions.gather(2, out))
-        for tensor in self.state.values():
-            target, source = (one[..., None].expand(*one.shape, tensor.shape[-1]) if tensor.ndim == 4 else one for one in (into, out))
-            tensor.scatter_(2, target, tensor.gather(2, source))
+        for tensor in self.state.values():  # as positions; at, of: `into` and `out` for tensors with a last axis
+            at, of = (one[..., None].expand(*one.shape, tensor.shape[-1]) if tensor.ndim == 4 else one for one in (into, out))
+            tensor.scatter_(2, at, tensor.gather(2, of))
         self.used -= gone_BHM.shape[-1]
         self.positions[:, :, self.used :] = -1
         # crop() leaves what is there; filling: steps until the next eviction
