@@ -48,8 +48,8 @@ class Lifetimes(Batched):
         if self.ids is None:
             self.ids = ids_BQ.new_zeros(len(ids_BQ), 0)
         self.ids = _widen_tensor(self.ids, columns + 1, 0)
-        at = positions_BQ.masked_fill(positions_BQ < 0, self.ids.shape[-1] - 1)  # the last column is no token's
-        self.ids = self.ids.scatter(1, at, ids_BQ.to(self.ids.dtype))
+        places = positions_BQ.masked_fill(positions_BQ < 0, self.ids.shape[-1] - 1)  # the last column is no token's
+        self.ids = self.ids.scatter(1, places, ids_BQ.to(self.ids.dtype))
 
     def note_evictions(self, layer: int, positions_BHT: Tensor, seen_B11: Tensor) -> None:
         """Set the death of each token that a layer no longer holds, for replays: the tokens seen when it was evicted.
@@ -127,10 +127,10 @@ class Record:
 
         lengths_B: tokens of each row. model: values that identify the model. Beams just dropped (`lost`) come after the others.
         """
-        T = int(lengths_B.max())
+        T = int(lengths_B.max())  # tokens of the longest row
         assert lifetimes.ids is not None
-        inside = torch.arange(T, device=lengths_B.device) < lengths_B[:, None]
-        ids = _widen_tensor(lifetimes.ids, T, 0)[:, :T].masked_fill(~inside.to(lifetimes.ids.device), -1)
+        is_token = torch.arange(T, device=lengths_B.device) < lengths_B[:, None]
+        ids = _widen_tensor(lifetimes.ids, T, 0)[:, :T].masked_fill(~is_token.to(lifetimes.ids.device), -1)
         deaths = tuple(_widen_tensor(one, T, NEVER)[..., :T].clone() for one in lifetimes.deaths if one is not None)
         record = cls(ids, deaths, model)
         return record if lifetimes.lost is None else cls.join([record, cls.of(*lifetimes.lost, model)])

@@ -58,7 +58,7 @@ class LosslessCache(Unpicklable, Cache):
         """Make the cache of a new text. drafts: an empty cache on the budget. folder: of the files with all keys and values."""
         self.whole = [HostLayer(folder) for _ in range(layers)]
         super().__init__(layers=list(self.whole))
-        self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()
+        self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()  # verified: counts of accepted drafts
         self.ids: list[int] = []  # of the tokens read
         self.kept_positions: list[int] = []  # positions of the tokens held: of all but those that were forgotten
         self.edited = 0  # tokens read when some were last forgotten
@@ -113,7 +113,7 @@ class LosslessCache(Unpicklable, Cache):
 
     def lend(self) -> None:
         """Let the pass over `drafts`, which has begun, read the earlier tokens from here: its layers call `exchange`."""
-        now = self.drafts.running
+        now = self.drafts.running  # the pass in progress
         now.lender = self
         if self.ids:  # new tokens after the first are drafts, which may be taken back: a share `k` does not count them
             now.budget_n_B = [len(self.ids) + 1]
@@ -131,10 +131,10 @@ class LosslessCache(Unpicklable, Cache):
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """In a layer's attention: store new keys and values; return those of earlier tokens and positions, on its device."""
         stored, device = self.whole[layer], k_1HQD.device
-        rows_TE = self._bring(layer, device) if stored.length else None
+        rows_TE = self._bring(layer, device) if stored.length else None  # copied to the device, or mapped
         stored.append(k_1HQD, v_1HQD)
         if layer:  # attention has run in the layer before
-            self.whole[layer - 1].store.release()
+            self.whole[layer - 1].store.release()  # its pages in host memory
         if rows_TE is None:
             return None
         if self._positions_1T is None or self._positions_1T.device != device:  # the same for all layers
@@ -241,7 +241,7 @@ class LosslessCache(Unpicklable, Cache):
         """Take tokens out of the text, as `EvictingCache.forget` does: later passes are as if they had been masked."""
         spans = list(spans) if isinstance(spans, Iterator) else spans  # read twice
         checks.check_filled(bool(self.ids))
-        gone_T = editing.mark_gone(self._make_drafts(), spans, row, "forget()")[0].tolist()
+        gone_T = editing.mark_gone(self._make_drafts(), spans, row, "forget()")[0].tolist()  # by position
         if self.drafting:
             self.drafts.forget(spans, row)
         kept = [i for i, place in enumerate(self.kept_positions) if not gone_T[place]]
@@ -257,7 +257,7 @@ class LosslessCache(Unpicklable, Cache):
 
     def clone(self) -> LosslessCache:
         """Return an independent copy, for several questions after one context."""
-        new = LosslessCache(self.drafts.clone() if self.drafting else self._make_drafts(), 0)
+        new = LosslessCache(self.drafts.clone() if self.drafting else self._make_drafts(), 0)  # layers are copied below
         new.whole, new.ids = [layer.copy() for layer in self.whole], list(self.ids)
         new.kept_positions, new.edited, new.budgeted = list(self.kept_positions), self.edited, self.budgeted
         new.layers = list(new.whole)

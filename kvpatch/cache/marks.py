@@ -27,27 +27,30 @@ def mark_protected(
     if protect is None or not cache.settings.acts:
         return None
     B, Q = positions_BQ.shape
+    # the system message's tokens, by the messages that the chat has rendered
     if scope.keeps_system:
-        known = _find_messages(cache, "protect='system' keeps the system message", "give a boolean mask, or token ids")
+        messages = _find_messages(cache, "protect='system' keeps the system message", "give a boolean mask, or token ids")
         first = seen if within is None else within
-        marks = torch.zeros(first + Q, dtype=torch.bool, device="cpu") if known is None else known.mark_system(first + Q)
+        marks = torch.zeros(first + Q, dtype=torch.bool, device="cpu") if messages is None else messages.mark_system(first + Q)
         return marks[first:].to(positions_BQ.device) & (positions_BQ >= 0)
-    wanted = protect_tensor(protect).to(positions_BQ.device)
-    if wanted.dtype != torch.bool:
+    protected = protect_tensor(protect).to(positions_BQ.device)
+    # token ids: every token that has one of these (AllBut: none of these)
+    if protected.dtype != torch.bool:
         assert input_ids is not None, "refused in _read_pass"
-        return torch.isin(input_ids.to(wanted.device), wanted, invert=isinstance(protect, AllBut)) & (positions_BQ >= 0)
-    if seen and seen >= wanted.shape[-1]:
+        return torch.isin(input_ids.to(protected.device), protected, invert=isinstance(protect, AllBut)) & (positions_BQ >= 0)
+    if seen and seen >= protected.shape[-1]:
         return positions_BQ.new_zeros(B, Q, dtype=torch.bool)  # a later prompt, perhaps of other rows
-    wanted = wanted.expand(B, -1) if wanted.ndim == 1 else wanted.repeat_interleave(max(B // len(wanted), 1), 0)
+    # a mask of the first prompt, whose rows may each stand for several rows of the batch, as in beam search
+    protected = protected.expand(B, -1) if protected.ndim == 1 else protected.repeat_interleave(max(B // len(protected), 1), 0)
     total = cache.request.prompt_len or Q
-    if len(wanted) != B or (seen == 0 and wanted.shape[1] != total):
+    if len(protected) != B or (seen == 0 and protected.shape[1] != total):
         raise KVPatchError(
-            f"protect= is a mask of shape {list(wanted.shape)}, but the prompt is [{B}, {total}]: give one of its shape, "
+            f"protect= is a mask of shape {list(protected.shape)}, but the prompt is [{B}, {total}]: give one of its shape, "
             "or token ids."
         )
-    chunk = wanted[:, seen : seen + Q]
-    pad = chunk.new_zeros(B, Q - chunk.shape[1])
-    return torch.cat([chunk, pad], 1) & (positions_BQ >= 0)
+    part = protected[:, seen : seen + Q]
+    pad = part.new_zeros(B, Q - part.shape[1])
+    return torch.cat([part, pad], 1) & (positions_BQ >= 0)
 
 
 def mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | None:
@@ -64,17 +67,18 @@ def mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | No
         return None
     (B, Q), device = positions_BQ.shape, positions_BQ.device
     by_message = isinstance(quota, str) and quota == MESSAGES
-    known = _find_messages(cache, "quota='messages' has a span for each message", "give spans") if by_message else None
-    if known is None and (by_message or cache.turns.count or (seen and not cache.turns.open)):
+    messages = _find_messages(cache, "quota='messages' has a span for each message", "give spans") if by_message else None
+    if messages is None and (by_message or cache.turns.count or (seen and not cache.turns.open)):
         return positions_BQ.new_zeros(B, Q)  # a later prompt, which has no spans
-    columns = seen + Q if known is not None else cache.request.prompt_len or Q
+    # columns that have spans: the text's up to this pass, if each message is a span, else the prompt's
+    columns = seen + Q if messages is not None else cache.request.prompt_len or Q
     real = torch.ones(B, columns, dtype=torch.bool, device=device)
-    if seen and known is None:  # a prompt in pieces is padded on the left
+    if seen and messages is None:  # a prompt in pieces is padded on the left
         real[:, :seen] = torch.arange(seen, device=device) >= seen - cache.lengths_B.to(device)[:, None]
     width = min(Q, columns - seen)
     real[:, seen : seen + width] = positions_BQ[:, :width] >= 0
-    if known is not None:
-        numbers = known.number_messages(columns).to(device).expand(B, -1)
+    if messages is not None:
+        numbers = messages.number_messages(columns).to(device).expand(B, -1)
     else:
         numbers = number_columns(quota, B, columns, device)
     span = encode_spans(numbers, real)[:, seen : seen + Q]

@@ -41,13 +41,15 @@ class ModelStamp:
         """
         if now is self:
             return None
-        for one, other in zip(*_of_each_row(self.adapters, now.adapters), strict=True):
-            if one != other:
-                return "adapter", one, other
+        for adapter, adapter_now in zip(*_of_each_row(self.adapters, now.adapters), strict=True):
+            if adapter != adapter_now:
+                return "adapter", adapter, adapter_now
+        # acting: hash of the adapters' modules and scales; 0 if rows have different adapters
         if self.acting and now.acting and self.acting != now.acting:
             return "scale or place of the adapter", "one", "another"
         if self.layout != now.layout:
             return "dtype or shape of weights", "one", "another"
+        # versions: torch's counters of changes in place, comparable only for one and the same decoder object
         same = self.decoder() is now.decoder()
         if (same and self.versions != now.versions) or not _are_equal(self.sample, now.sample):
             return "weights", "as they were", "changed since" if same else "another model's"

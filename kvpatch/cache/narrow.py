@@ -41,12 +41,13 @@ class ReadingSlots(DenseSlots):
         The layer calls this before it drops or rounds columns. Rows that hold tokens of earlier prompts keep their centre.
         positions_BHT: of the used columns, -1 for padding.
         """
-        known, W, T = self.centre, self.packed[0].shape[2], positions_BHT.shape[2]  # columns W to T are this prompt's
+        # packed: the columns that were rounded before, of earlier prompts
+        old_centre, W, T = self.centre, self.packed[0].shape[2], positions_BHT.shape[2]  # columns W to T are this prompt's
         real_BHT = positions_BHT >= 0
         if W < T:
             centre = find_midrange(self.keys[:, :, W:T].detach(), real_BHT[:, :, W:])
-            if known is not None:  # a row keeps its centre if it holds earlier tokens, not only padding
-                centre = torch.where(real_BHT[:, :, :W].flatten(1).any(1)[:, None, None, None], known, centre)
+            if old_centre is not None:  # a row keeps its centre if it holds earlier tokens, not only padding
+                centre = torch.where(real_BHT[:, :, :W].flatten(1).any(1)[:, None, None, None], old_centre, centre)
             self.rounding = centre_codecs(self.rounding, centre)
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
@@ -69,6 +70,7 @@ class ReadingSlots(DenseSlots):
         for unrounded, packed, codec in zip(self.stored, self.packed, self.rounding, strict=False):
             assert not isinstance(codec, Latent), "nothing is stored for values in their keys"
             new, n_packed = codec.encode(gather_entries(unrounded, index_BHK)), packed.shape[2]
+            # columns of earlier prompts keep their rounded numbers
             if n_packed:  # rounding twice would lose more
                 old = gather_entries(packed, index_BHK.clamp(max=n_packed - 1))
                 new = torch.where((index_BHK < n_packed)[..., None], old, new)

@@ -46,6 +46,8 @@ def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.devic
     Returns for each head its strips (the slots of one page for one head), and for each row how many a head has and where they
     begin if they follow each other in memory.
     """
+    # page n is `heads` strips, n * heads and those after it, one for each head. If a row's pages follow each other, each head
+    # gets consecutive strips of this memory; else its strip of each page
     index_BHN, h_H1 = (
         torch.zeros(len(pages), heads, max(map(len, pages)), dtype=torch.long, device="cpu"),
         torch.arange(heads, device="cpu")[:, None],
@@ -114,8 +116,9 @@ class PagedSlots(DenseSlots):
         (B, H, _), (_, _, P, D) = self.strips_BHN.shape, self.pool.shape
         if self._together is not None and used <= self.most:  # one slice of the pool
             return self.pool[which, self._together].view(B, H, -1, D)[:, :, :used]
-        some_BHM = self.strips_BHN[:, :, : -(-used // P)]
-        return self.pool[which].index_select(0, some_BHM.flatten()).view(B, H, -1, D)[:, :, :used]
+        # strips that hold the first `used` slots, of P slots each
+        needed_BHM = self.strips_BHN[:, :, : -(-used // P)]
+        return self.pool[which].index_select(0, needed_BHM.flatten()).view(B, H, -1, D)[:, :, :used]
 
     @functools.cached_property
     def _together(self) -> slice | None:
@@ -150,6 +153,7 @@ class PagedSlots(DenseSlots):
         A strip is a page of one head; a run are strips that follow each other in memory.
         """
         P, C = self.pool.shape[2], self.width
+        # one address for each head if its slots are one piece of memory, else one for each strip of P slots
         if C <= self.strips.run * P:
             return Memory(*self.flat(), self.find_begins())
         return Memory(*self.flat(), self.strips_BHN[:, :, : -(-C // P)].flatten(0, 1) * P, None, P)
@@ -196,6 +200,7 @@ class PagedSlots(DenseSlots):
         parts = [self, *(other for other in others if isinstance(other, PagedSlots))]
         if len(parts) <= len(others):
             return None
+        # N: strips of a head in the row with the most; shorter rows are filled up with strip 0, which is nobody's
         most = max(part.most for part in parts)
         N = most // self.pool.shape[2]
         index_BHN = torch.cat([F.pad(part.strips_BHN, (0, max(N - part.strips_BHN.shape[2], 0)))[:, :, :N] for part in parts])

@@ -46,31 +46,33 @@ def begin(
     cache.catch_up()
     cache.settings.notices.look()
     try:
-        now, before, after = _read_pass(cache, B, Q, mask_BT, input_ids, device, repeatable, merged_ids)
+        now, before_B, after_B = _read_pass(cache, B, Q, mask_BT, input_ids, device, repeatable, merged_ids)
     except BaseException:
         cache.end_change()
         raise
     # all checks have passed: from here on the cache changes, until finish()
     seen, prompt = cache.get_seq_length(), now.prompt
-    cache.now, cache.seen_B, cache.rows.padded = now, after, cache.rows.padded or now.padding is not None
+    cache.now, cache.seen_B, cache.rows.padded = now, after_B, cache.rows.padded or now.padding is not None
     if cache.settings.by_columns and now.rows_BQ is not None and now.padding is not None and now.padding.attends:
-        _count_gaps(cache, now, now.rows_BQ)
+        _count_gaps(cache, now, now.rows_BQ)  # padding between tokens, which positions count
     if cache.lifetimes is not None and input_ids is not None:  # evictions are recorded for replays
         cache.lifetimes.note_ids(input_ids, now.positions_BQ, seen + Q)
     _note_ids(cache, now, merged_ids if input_ids is None else input_ids, seen)
+    # turns, undo logs and the budget
     if prompt:
-        _begin_prompt(cache, now, before)
+        _begin_prompt(cache, now, before_B)
     elif not any(layer.record_past for layer in cache.layers):  # steps are not logged for crop()
         _clear_undo_logs(cache)
     if now.n_B:  # with the tokens of the prompt that later passes bring
         _count_budget(cache, now, [n + max((cache.request.prompt_len or 0) - seen - prompt, 0) for n in now.n_B])
+    # the rotary table
     if table is not None and cache.settings.renumbered:  # a key's position is its rank among those held
         cache.make_table = table
         now.table = _rotary_table(cache, table, Q, prompt > 0)
     elif table is not None and prompt:
         now.table = table(seen + Q + (cache.settings.policy.needs.lookahead or 0))  # scores may look ahead
     if prompt and cache.settings.block is not None:
-        now.blocks = split_blocks(now, cache.settings.block, before, now.n_B, final=now.ends_prompt)
+        now.blocks = split_blocks(now, cache.settings.block, before_B, now.n_B, final=now.ends_prompt)
     if now.ends_prompt:
         cache.turns.count, cache.turns.open = cache.turns.count + 1, False
     if now.ends_prompt and cache.settings.rereads and not now.keeps_all:  # a second reading of the prompt follows
@@ -85,6 +87,7 @@ def begin_compression(cache: TextState, ids_BT: Tensor | None, table: Callable[[
     """
     cache.begin_change("compress()")
     lengths_B, seen = cache.lengths_B, cache.get_seq_length()
+    # without columns, but with the end of a prompt, at which layers evict; n_B: tokens of each row
     now = Forward(lengths_B.new_zeros(len(lengths_B), 0), 0, True, lengths_B.tolist())
     cache.now = now
     if ids_BT is not None and cache.keeps_ids:
@@ -111,6 +114,7 @@ def begin_repeat(
     column = torch.arange(Q, device="cpu")
     positions = (torch.tensor(whole.n_B, device="cpu")[:, None] + column).masked_fill(host < 0, -1).to(device)
     now = Forward(positions, Q, False)  # rows differ in length only where the prompt is padded, so that its slots have holes
+    # the chunk as positions of the text, in which each row's prompt begins at begin_B
     starts = [first + start for first, (start, _, _) in zip(begin_B, pieces, strict=True)]
     stops = [first + stop for first, (_, stop, _) in zip(begin_B, pieces, strict=True)]
     tokens = [n - first for n, first in zip(whole.n_B, begin_B, strict=True)]
@@ -127,6 +131,7 @@ def begin_edit(
     """
     cache.begin_change("edit")
     (B, Q), lengths_B = ids_BQ.shape, cache.lengths_B
+    # a prompt of Q columns, after which layers may evict by a budget that counts the whole text
     now = Forward(places_Q.expand(B, -1).contiguous(), Q, True, lengths_B.tolist(), edit=edit)
     now.budget_n_B, now.rows_B, now.keeps_all = now.n_B, [Q] * B, cache.settings.policy.schedule == "prompt"
     now.protect_BQ = mark_protected(cache, now.positions_BQ, ids_BQ, cache.seen, within=edit.start)
@@ -209,6 +214,7 @@ def end_pass(cache: TextState) -> None:
         compiled.end_step(cache)
         return
     Q = now.positions_BQ.shape[1]
+    # counters that are tensors: made after the first pass, else advanced
     begun = counters.device is None or now.ends_prompt  # decode steps count anew
     if counters.device is None:
         counters.device = DeviceCounters(cache.lengths_B.device, len(cache.lengths_B), cache.request.room or 0)
@@ -216,6 +222,7 @@ def end_pass(cache: TextState) -> None:
     else:
         counters.device.advance(Q, Q - now.prompt, now.ends_prompt)
     if begun or cache.request.room is not None or any(isinstance(layer.mode, Growing) for layer in cache.layers):
+        # the first layer whose buffers must grow limits the columns
         limits = (layer.seen + layer.mode.room for layer in cache.layers if layer.mode.growing)
         counters.device.limit.fill_(min(limits, default=0))  # columns up to which there is room
     if begun:
@@ -261,6 +268,7 @@ def _read_pass(
     real = None if mask_BQ is None else mask_BQ.bool()
     if real is not None and prompt < Q:
         _refuse_padding(real[:, prompt:])
+    # padding and lengths of the rows, read from the device
     read, rows = _Prompt([], [], None, []), None  # rows: positions of all columns, padding too
     if prompt:
         read = _read_prompt(cache, before, prompt, mask_BQ)
@@ -269,15 +277,17 @@ def _read_pass(
         positions, after = rows.masked_fill(~real, -1), rows[:, -1] + 1
     else:
         positions, after = before[:, None] + torch.arange(Q, device=device), before + Q
+    # where the prompt ends the budget counts each row's tokens, and a row of padding alone is refused
     ends = prompt > 0 and seen + prompt >= (cache.request.prompt_len or 0)
     n_B = read.whole_B if ends or settings.block else []
     if ends and read.padding is not None:
         _check_rows(cache, n_B, read.last_B)
+    # marks of the options protect= and quota=
     protect = mark_protected(cache, positions, merged_ids if input_ids is None else input_ids, seen) if prompt else None
     spans = mark_spans(cache, positions, seen) if prompt else None
-    first = 0 if ends else cache.counters.steps
+    n_steps = 0 if ends else cache.counters.steps
     recording = Q - prompt > 1 or recorded
-    now = Forward(positions, prompt, ends, n_B, read.padding, protect, recording, first, repeatable=repeatable, span_BQ=spans)
+    now = Forward(positions, prompt, ends, n_B, read.padding, protect, recording, n_steps, repeatable=repeatable, span_BQ=spans)
     now.rows_BQ = rows if settings.transparent else None
     return now, read.before_B, after
 
@@ -302,8 +312,8 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
         seen = 0 if cache.seen_B is None else cache.get_seq_length()
         return _Prompt([seen] * B, [seen + prompt] * B, None, [])
     if mask_BQ is None:
-        read = before.tolist()
-        return _Prompt(read, [n + prompt for n in read], None, [])
+        before_B = before.tolist()
+        return _Prompt(before_B, [n + prompt for n in before_B], None, [])
     mask_BP = mask_BQ[:, :prompt].expand(B, -1)
     real = mask_BP.bool()
     rows_BP = find_places(real, before, cache.settings.by_columns)
@@ -311,8 +321,9 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
     later = (real[:, :-1] & ~real[:, 1:]).any()  # padding follows a token
     wrong = ((mask_BP != 0) & (mask_BP != 1)).any() if mask_BP.dtype != torch.bool else later.new_zeros(())
     after_tokens = (~real & (rows_BP >= 0)).any()  # or a token of an earlier pass
-    facts = [wrong, later, after_tokens, (~real * column).amax(), before, rows_BP[:, -1] + 1, real.sum(1), real[:, -1]]
-    read = torch.cat([fact.long().reshape(-1) for fact in facts]).tolist()
+    # four numbers, then four for each row: one tensor, so that the host waits for a single copy
+    answers = [wrong, later, after_tokens, (~real * column).amax(), before, rows_BP[:, -1] + 1, real.sum(1), real[:, -1]]
+    read = torch.cat([answer.long().reshape(-1) for answer in answers]).tolist()
     (wrong_mask, gapped, attends, reach), per_row = read[:4], [read[4 + B * i : 4 + B * (i + 1)] for i in range(4)]
     if wrong_mask:
         refuse_mask(mask_BP)
@@ -334,7 +345,7 @@ def _count_gaps(cache: TextState, now: Forward, rows_BQ: Tensor) -> None:
     """Count, as a pass begins, the padding columns after tokens, which the positions of these rows include from now on."""
     gaps_B, rows = ((rows_BQ >= 0) & (now.positions_BQ < 0)).sum(-1), cache.rows
     rows.gaps_B = gaps_B if rows.gaps_B is None else rows.gaps_B.to(gaps_B.device) + gaps_B
-    rows.by_columns = True
+    rows.by_columns = True  # positions count padding
 
 
 def check_batch(cache: TextState, B: int, Q: int, mask_BT: Tensor | None) -> None:
@@ -398,7 +409,7 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
     later, turns, begin_B = cache.turns.count > 0, cache.settings.policy.scope.turns, cache.turns.begin_B
     now.keeps_all = later and turns == "first"
     now.fixed_B = begin_B if later and turns == "each" else None
-    now.rows_B = [n - start for n, start in zip(n_B, begin_B, strict=True)]
+    now.rows_B = [n - start for n, start in zip(n_B, begin_B, strict=True)]  # of the newest prompt alone
     now.budget_n_B = n_B if now.fixed_B is None else now.rows_B
 
 
@@ -420,12 +431,13 @@ def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: 
 def _count_most_held(cache: TextState, Q: int, prompt: bool) -> int:
     """Return an upper bound of the tokens that one head holds in a pass of Q columns, for the rotary table's size."""
     most, now, settings = 1, cache.running, cache.settings
-    first = cache.turns.count == 0 and not settings.policy.over_heads  # later prompts are counted with the generated tokens
+    # later prompts are counted with the generated tokens
+    first_prompt = cache.turns.count == 0 and not settings.policy.over_heads
     for index, layer in enumerate(cache.layers):
         # a decode step at the budget puts each new token in an evicted one's place
         replaced = isinstance(layer.mode, Evicting) and not layer.mode.growing and not prompt
-        held = layer.taken if replaced else layer.taken + Q
-        if settings.block and now.budget_n_B and settings.evicts[index] and first:
+        held = layer.taken if replaced else layer.taken + Q  # taken: slots with tokens
+        if settings.block and now.budget_n_B and settings.evicts[index] and first_prompt:
             held = min(held, max(settings.rules[index].most(n) for n in now.budget_n_B) + settings.block)
         most = max(most, held)
     return most

@@ -37,6 +37,7 @@ class Stack:
     def first(self, count: int) -> Stack:
         """Return the Stack (table of the layers with keys or states) of a decoder that drafts with its first `count` layers."""
         attention = tuple(number for number in self.attention if number < count)
+        # pairs: of a layer's number, and its count of states or the number of the layer whose keys it uses
         states, readers = (tuple(one for one in pairs if one[0] < count) for pairs in (self.states, self.readers))
         return Stack(attention, states, self.croppable, readers)
 
@@ -104,7 +105,7 @@ class RecurrentStates(Cache):
         self.fill_states({name: torch.cat([one[name] for one in states]) for name in states[0]})
 
     def _trim_states(self) -> dict[str, Tensor]:
-        """Return all states by name, for `join`; those of convolutions are cut to the columns that the next token needs."""
+        """Return all states by name, for `join`; convolutions' are cut to the kernel's width: recorded pasts are longer."""
         found = self.tensors()
         for number in self.numbers:
             layer: Any = self.layers[number]
@@ -151,7 +152,10 @@ def _copy_sharing(layer: LinearAttentionLayer) -> LinearAttentionLayer:
 
 
 def _can_crop(layer: Any, count: int, seen: int) -> bool:
-    """Tell, for crop(), if a layer of transformers has recorded enough to take back `count` of the tokens seen."""
+    """Tell, for crop(), if a layer's convolutions have recorded enough inputs to take back `count` of the tokens seen.
+
+    As many columns as the kernel is wide, or as there are tokens, must be left.
+    """
     if not layer.record_past or not layer.is_croppable:
         return False
     return all(

@@ -34,18 +34,19 @@ def check_replaced(
     refuse("replace", cache.settings.combine(positions_fixed=positions_fixed))
     (start, stop), reread = read_span(span, empty=True), read_whole(reread)
     ids_BN = _read_ids(ids, len(cache.lengths_B)).to(cache.lengths_B.device)
-    opened = max(ids_BN.shape[1] - (stop - start), 0)
+    opened = max(ids_BN.shape[1] - (stop - start), 0)  # tokens more than the span has positions
     _check_room(cache, ids_BN.shape[1], stop - start)
     _check_rows(cache, opened)
     _check_reread(reread)
     _check_place(cache, start, stop)
     mark_gone(cache, [(start, max(stop + reread, start + 1))], None, "replace()")
+    # positions: the new tokens from the span's start on, then the tokens that are read again, moved up by `opened`
     new_N, again_R = start + torch.arange(ids_BN.shape[1], device="cpu"), stop + torch.arange(reread, device="cpu")
     places_Q = torch.cat([new_N, again_R + opened]).to(ids_BN.device)
     if not reread:
         return ids_BN, places_Q, opened
-    known = cache.ids.ids_BT
-    again_BR = None if known is None else known.gather(1, cache.ids.find_columns(again_R)).to(ids_BN.device)
+    ids_BT = cache.ids.ids_BT
+    again_BR = None if ids_BT is None else ids_BT.gather(1, cache.ids.find_columns(again_R)).to(ids_BN.device)
     if again_BR is None or bool((again_BR < 0).any()):
         raise KVPatchError(
             f"reread={reread}: the cache does not know the ids of these tokens: leave reread out, or give a longer span, and "

@@ -56,15 +56,16 @@ def record_step(layer: Recorded, shared: Tensor | None) -> Undo:
 
     shared: the score that all layers share, or None.
     """
-    slot = None
+    # the stored key and value in each head's free slot, into which the step's token goes
+    entries = None
     if layer.mode.slotted:
-        slot = layer.kv.read_at(layer.free_rows())
+        entries = layer.kv.read_at(layer.free_rows())
     state = {name: tensor.clone() for name, tensor in layer.state.items()}
     shared = None if shared is None else shared.clone()
     positions = layer.positions.clone()
     # with a number per head; steps replace these tensors, so that no copy is needed
-    heads = {one.name: getattr(layer, one.name) for one in HEAD_TENSORS if one.stepped}
-    return Undo(layer.used, copy(layer.mode), slot, positions, state, shared, heads)
+    head_tensors = {one.name: getattr(layer, one.name) for one in HEAD_TENSORS if one.stepped}
+    return Undo(layer.used, copy(layer.mode), entries, positions, state, shared, head_tensors)
 
 
 def restore_step(layer: Recorded, undo: Undo) -> Tensor | None:

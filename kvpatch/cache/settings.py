@@ -101,7 +101,8 @@ class CacheSettings:
 
     def first_layers(self, count: int | None) -> CacheSettings:
         """Return the settings of a decoder that drafts with its first `count` layers (early exit). count: None for all."""
-        if count is None or (own := self.within(count)) == self.n_layers:  # own: those on the budget
+        # own: how many of the first `count` layers are on the budget
+        if count is None or (own := self.within(count)) == self.n_layers:
             return self
         budget, budgets = self.budget.first_layers(own), {dtype: one.first_layers(own) for dtype, one in self.budgets.items()}
         stack = None if self.stack is None else self.stack.first(count)
@@ -239,6 +240,7 @@ class CacheSettings:
 def _describe_policy(policy: Policy) -> dict[str, Any]:
     """Describe a policy's name, schedule, parts and options as plain values, to compare or save."""
     fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
+    # its score, selection and so on: fields that are objects
     parts = {name: type(part).__name__ for name, part in fields.items() if not isinstance(part, str | None)}
     options = json.loads(json.dumps(policy.options(), default=_simplify_option))
     return {"name": policy.name, "schedule": policy.schedule, **parts, **options}

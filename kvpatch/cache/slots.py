@@ -142,6 +142,7 @@ class Slots(ABC):
         """Return copies of the stored keys and values at flat indices (see `flat`), to move them or to log them for crop()."""
         keys, values = self.flat()
         entries = keys[rows_N]
+        # in latent attention a value is a part of its key
         return entries, self.codecs[1].within(entries) if isinstance(self.codecs[1], Latent) else values[rows_N]
 
     def write_at(self, rows_N: Tensor, k: Tensor, v: Tensor) -> None:
@@ -202,7 +203,7 @@ class Slots(ABC):
         new = copy.copy(self)
         for name in self.by_row:
             value = getattr(self, name)
-            centred = name in ("codecs", "rounding")  # frozen, and a latent pair shares its centre
+            centred = name in ("codecs", "rounding")  # frozen objects that hold a tensor: the centre of rounded keys
             setattr(new, name, map_centre(value, change) if centred else change_tensors(value, change))
         return new
 
@@ -278,14 +279,16 @@ class DenseSlots(Slots):
         return new
 
     def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
-        """End a prompt: return new slots of this layout, with heads' entries at `index` (where `kept`; None: all) in front.
+        """End a prompt: return new slots of this layout, with each head's entries at `index_BHK` in front.
 
-        If `layout.filled` is set, each head gets its own number of slots (ragged).
+        kept_BHK: False where a head keeps fewer; None: nowhere. If `layout.filled` is set, each head gets its own number of
+        slots (ragged).
         """
         if layout.filled is not None and kept_BHK is not None:
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
             return RaggedSlots(*self.each(lambda t: offsets.pack_entries(t, index_BHK, kept_BHK)), offsets, self.codecs)
         C = max(*layout.capacities, index_BHK.shape[-1])
+        # each(): the function's results for stored keys and for values
         return DenseSlots(*self.each(lambda t: collect_entries(t, index_BHK, C, 0)), self.codecs)
 
     def make_dense(self, B: int, H: int) -> DenseSlots:

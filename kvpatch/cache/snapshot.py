@@ -69,13 +69,15 @@ class Snapshot:
     def of(cls, cache: TextState) -> Snapshot:
         """Take a snapshot for a report or record, which outlives the cache. Waits for the device after compiled steps alone."""
         cache.catch_up()
-        every, bounds = cache.layers, cache.settings.bounds
+        layers, bounds = cache.layers, cache.settings.bounds
         parts = cache.parts or {  # a scratch cache (of a pass without use_cache) has emptied its layers
-            index: LayerPart.of(layer, bounds[index]) for index, layer in enumerate(every) if layer.is_initialized
+            index: LayerPart.of(layer, bounds[index]) for index, layer in enumerate(layers) if layer.is_initialized
         }
         lengths_B = None if cache.seen_B is None else cache.read_B
+        # a scratch cache has emptied the layers that count columns
         seen = cache.record.columns if cache.parts and cache.record is not None else cache.seen
         peak = max(cache.meter.peak, sum(part.nbytes for part in parts.values()))
+        # acted: some token was computed after an eviction; seconds: times of the last generate()
         acted, seconds = (True, {}) if cache.record is None else (cache.record.acted, cache.record.seconds())
         ran = dict(cache.choice.ran)
         rest = cache.lifetimes, cache.states.nbytes, cache.counters.steps  # lifetimes: when tokens were evicted

@@ -198,7 +198,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         if not counters.stale or self.operations.get("stale"):
             return
         self.operations["stale"] = ["step under torch.compile"]
-        count = int(counters.tensors.columns) - self.layers[0].seen
+        count = int(counters.tensors.columns) - self.layers[0].seen  # compiled steps since
         counters.steps += count
         if count > 0 and self.keeps_ids:
             self.note_ids(counters.tensors.read_tape(self.seen, count), count)
@@ -266,12 +266,12 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         policy, counters, now = self.settings.policy, self.counters, self.running
         shortfall_B, span_B = counters.shortfall_B, None if self.request.new_tokens else counters.span_B
         if now.traced:
-            device = counters.tensors
-            steps, span = device.steps + ahead, device.span if span_B is None else span_B
+            tensors = counters.tensors
+            steps, span = tensors.steps + ahead, tensors.span if span_B is None else span_B
             return policy.needs.temperature(steps if shortfall_B is None else steps - shortfall_B, span)
         step = now.first_step + ahead
-        if shortfall_B is None:
-            if span_B is None:
+        if shortfall_B is None:  # all rows have taken as many steps
+            if span_B is None:  # and their temperature changes over the same span
                 return policy.needs.temperature(step, self.request.new_tokens)
             return policy.needs.temperature(span_B.new_tensor(step), span_B)
         return policy.needs.temperature(step - shortfall_B, shortfall_B.new_tensor(self.span()) if span_B is None else span_B)

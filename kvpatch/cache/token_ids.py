@@ -49,7 +49,7 @@ class TokenIds(Batched):
 
     @property
     def prompt_BN(self) -> Tensor | None:
-        """Ids of the newest prompt, to be read a second time; None if some of them are unknown."""
+        """Ids [B,N] of the newest prompt, from column `prompt` on, to be read a second time; None if some are unknown."""
         ids_BT = self.ids_BT
         known = ids_BT is not None and not bool((ids_BT[:, self.prompt :] == UNKNOWN).any())
         return ids_BT[:, self.prompt :].clone() if known and ids_BT is not None else None
@@ -95,13 +95,13 @@ class TokenIds(Batched):
         """Insert `count` columns of unknown tokens before position `at` of each row's text, for an edit."""
         if self._ids_BC is None:
             return
-        at_B1 = self.find_columns(torch.tensor([at], device="cpu"))
-        B, device = len(at_B1), self._ids_BC.device
-        self.prompt += count if int(at_B1.max()) < self.prompt else 0  # columns before the newest prompt
-        self.write(None, B, count, device)
+        first_B1 = self.find_columns(torch.tensor([at], device="cpu"))
+        B, device = len(first_B1), self._ids_BC.device
+        self.prompt += count if int(first_B1.max()) < self.prompt else 0  # columns before the newest prompt
+        self.write(None, B, count, device)  # columns at the end, to move those from the position on to
         column = torch.arange(self.columns, device=device).expand(B, -1)
-        moved = self._ids_BC[:, : self.columns].gather(1, torch.where(column < at_B1 + count, column, column - count))
-        self._ids_BC = moved.masked_fill((column >= at_B1) & (column < at_B1 + count), UNKNOWN)
+        moved = self._ids_BC[:, : self.columns].gather(1, torch.where(column < first_B1 + count, column, column - count))
+        self._ids_BC = moved.masked_fill((column >= first_B1) & (column < first_B1 + count), UNKNOWN)
 
     def crop(self, columns: int) -> None:
         """Drop the ids after the first `columns`."""
@@ -136,6 +136,7 @@ def _align_right(ids: TokenIds, lengths_B: Tensor, columns: int) -> Tensor:
     blank_BT = torch.full((len(lengths_B), columns), PADDING, device=lengths_B.device).masked_fill(token_BT, UNKNOWN)
     if ids_BT is None:
         return blank_BT
+    # a row's ids follow its padding, also where that was between tokens
     packed_BT = ids_BT.gather(1, (ids_BT != PADDING).long().argsort(dim=1, stable=True))[:, -columns:]
     packed_BT = F.pad(packed_BT.to(blank_BT.device), (columns - packed_BT.shape[1], 0), value=PADDING)
     return torch.where(packed_BT == PADDING, blank_BT, packed_BT)
