@@ -293,7 +293,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         Each decoded token writes them, for the slot that it goes to may still hold an evicted token's mark.
         """
-        # OWN_STATE: state per slot that options of a patch ask for, rather than a policy
+        # OWN_STATE: kinds of state per slot beside what a policy's score stores
         names = [one.name for one in OWN_STATE if one.blank and one.name in self.state]
         return {name: self.state[name].new_zeros(*self.positions.shape[:2], tokens) for name in names}
 

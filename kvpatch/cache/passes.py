@@ -312,8 +312,8 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
         seen = 0 if cache.seen_B is None else cache.get_seq_length()
         return _Prompt([seen] * B, [seen + prompt] * B, None, [])
     if mask_BQ is None:
-        before_B = before.tolist()
-        return _Prompt(before_B, [n + prompt for n in before_B], None, [])
+        read = before.tolist()
+        return _Prompt(read, [n + prompt for n in read], None, [])
     mask_BP = mask_BQ[:, :prompt].expand(B, -1)
     real = mask_BP.bool()
     rows_BP = find_places(real, before, cache.settings.by_columns)

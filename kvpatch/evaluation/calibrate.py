@@ -48,6 +48,7 @@ def calibrate(
     longest = max(piece.shape[1] for piece in pieces)
     if teacher is not None and longest <= teacher.scope.sinks:
         raise KVPatchError(f"The text has {longest} tokens, of which {teacher.scope.sinks} are sinks: give a longer one.")
+    # Recall: a score that evicts nothing and keeps the queries of a pass
     with patched(model, teacher or Policy("calibration", Recall(longest)), _KEEPS_ALL) as patch:
         readers = [_LayerReader.of(target, module, adapter, longest) for module, adapter in target.attentions]
         for piece in pieces:
@@ -59,6 +60,7 @@ def calibrate(
                 elif isinstance(recent := layer.notes.get("recent"), NewestQueries):  # the piece's queries
                     _add_piece(readers[index].read_queries(layer, recent), sums.setdefault(index, {}))
             on_piece()
+    # from the sums over all pieces to what the calibration stores, such as means
     layers = {
         index: {name: MEASURES[name].finish(found).to(MEASURES[name].dtype) for name, found in totals.items()}
         for index, totals in sums.items()
@@ -100,6 +102,7 @@ class _LayerReader:
         bound, device = BoundAdapter(adapter, module, heads), next(module.parameters()).device
         undone = adapter.obstacle(target.decoder, renumbered=False) is None  # rotations by position can be undone
         table = adapter.rotary_table(target.decoder, device, count) if undone else None
+        # for Rotation: the rotary matrix of a position, in float64
         like = torch.empty(0, head_dim, device=device, dtype=torch.float64)
 
         def rotate(place: int) -> Tensor:
@@ -112,12 +115,13 @@ class _LayerReader:
 
         Called for each layer and piece; changes nothing. layer: its cache, which has read the piece. recent: the queries.
         """
-        known = recent.positions_BW[0] >= 0
-        q_HGQD = recent.q_BHGWD[0][:, :, known]
+        real = recent.positions_BW[0] >= 0
+        q_HGQD = recent.q_BHGWD[0][:, :, real]
         area_HT = self._measure_areas(layer, q_HGQD.shape[1])
         if self.rotation is None:
             return Sample(q_HGQD, area_HT)
-        q, places = q_HGQD.flatten(0, 1)[None].double(), recent.positions_BW[:, None, known]
+        q, places = q_HGQD.flatten(0, 1)[None].double(), recent.positions_BW[:, None, real]
+        # rotate from each query's position back, and then to position 0
         at_0 = self.bound.rotate_back(q, places, self.table)
         at_0 = self.bound.rotate(at_0, torch.zeros_like(places), self.table)
         return Sample(q_HGQD, area_HT, self.rotation, at_0[0].view(q_HGQD.shape))

@@ -52,7 +52,7 @@ def refusing_values(read: Callable[..., Read]) -> Callable[..., Read]:
 
     @functools.wraps(read)
     def read_or_refuse(config: Configuration, *told: object) -> Read:
-        """Call `read`; an error becomes a KVPatchError that names the model."""
+        """Call `read` with the configuration and its other arguments; an error becomes a KVPatchError that names the model."""
         try:
             return read(config, *told)
         except KVPatchError:
@@ -110,6 +110,7 @@ class Configuration:
         inner: Mapping[str, Any] = next((one for one in parts if isinstance(one, Mapping)), {})
         self.name, self.path, self.kind = name, path, str(inner.get("model_type") or values.get("model_type"))
         self.outer = str(values.get("model_type"))
+        # SPARSE: defaults of families whose files leave them out; None in the inner part does not hide an outer value
         self.values = {**SPARSE.get(self.kind, {}), **values, **{key: one for key, one in inner.items() if one is not None}}
 
     @classmethod
@@ -184,8 +185,9 @@ class Configuration:
         """Read what the cache's size depends on, for a plan: layers, states, positions. Raises KVPatchError without it."""
         kinds, windows = self._list_kinds(), self._list_windows()
         borrowed = self.get("num_kv_shared_layers") or 0  # the last layers, which use the keys of others
-        rows = list(enumerate(zip(kinds, windows, strict=True)))[: len(kinds) - borrowed]
-        layers = [self._read_layer(index, window)._make_layer(window) for index, (kind, window) in rows if _is_attention(kind)]
+        own_layers = list(enumerate(zip(kinds, windows, strict=True)))[: len(kinds) - borrowed]
+        # _list_windows and _list_kinds tell of every layer; those of mamba and the like have no keys
+        layers = [self._read_layer(index, window)._make_layer(window) for index, (kind, window) in own_layers if _is_attention(kind)]
         # LongCat-Flash has two attention modules in each of its num_layers
         layers *= 2 if self.kind == "longcat_flash" and not self.get("num_hidden_layers") else 1
         # layers that keep a state of fixed size, beside keys or without
@@ -248,14 +250,14 @@ class Configuration:
         """List for a plan each layer's window in tokens (Llama 4: its chunk), None for full attention, by families' keys."""
         n, types, window = self.n_layers, self.get("layer_types"), self.get("sliding_window")
         if self.kind == "gpt_neo":
-            kinds = [
+            gpt_neo_kinds = [
                 kind for part, times in self.get("attention_types") or [[["global"], n]] for _ in range(times) for kind in part
             ]
-            return [self.values.get("window_size", 256) if kind == "local" else None for kind in kinds]
+            return [self.values.get("window_size", 256) if kind == "local" else None for kind in gpt_neo_kinds]
         if (chunk := self.get("attention_chunk_size")) is not None and self.kind.startswith("llama4"):
             if not types:
                 rotated = self.get("no_rope_layers") or [(i + 1) % 4 for i in range(n)]
-                return [chunk if one else None for one in rotated]
+                return [chunk if rotates else None for rotates in rotated]
             return [chunk if kind == "chunked_attention" else None for kind in types]
         if window is None or self.values.get("use_sliding_window") is False:
             return [None] * n

@@ -77,16 +77,17 @@ def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, it
     division: when the policy evicts, and how layers and heads share a budget: `beta` is of a pyramid, in which later layers get
     less, and `protects` counts the newest tokens that every layer keeps.
     """
-    free = [index for index, bound in enumerate(shape.bounds) if bound is None]
+    full_layers = [index for index, bound in enumerate(shape.bounds) if bound is None]
     terms = []
     for index, bound in enumerate(shape.bounds):
         rule: Rule = budget.rules[index] if bound is None else Size(bound)
-        if bound is not None:
+        if bound is not None:  # a sliding layer
             terms.append(Terms(rule, "both"))
             continue
         if division.beta is not None and division.schedule is not None:
+            # a layer's place among those of full attention says its share of the budget
             bounded, last = division.schedule != "decode", division.protects + 1
-            rule = Sloped(rule, Pyramid(division.beta), free.index(index), len(free), last, bounded)
+            rule = Sloped(rule, Pyramid(division.beta), full_layers.index(index), len(full_layers), last, bounded)
         schedule = division.schedule if rule.evicts else None
         terms.append(Terms(rule, schedule, division.every, divided=bool(division.shared)))
     shares_budget = division.shared == "model" and division.schedule is not None

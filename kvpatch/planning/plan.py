@@ -67,16 +67,19 @@ def plan(  # noqa: PLR0913 - the options of one command
     division = _check_arguments(
         policy, schedule, options, {"tokens": MOST if tokens is None else tokens, "batch": batch}, new, bits
     )
+    # the model and the budget
     config = find_configuration(name, revision)
     refuse_kind(config)
     shape = config.read_shape()
     dtype = _find_dtype(dtype, shape)
     budget = _parse_budget(k, shape, division, bits, dtype)
     counter = make_counter(shape, division, budget, bits, ITEMSIZES[dtype])
+    # the length of the prompt; repetition: a second reading of it, which takes positions too
     evicts = any(rule.evicts and bound is None for rule, bound in zip(budget.rules, shape.bounds, strict=True))
     repetition = find_repetition(policy, options) if evicts and division.schedule else None
     longest = find_longest(shape, new, repetition)
     tokens = _choose_tokens(shape, tokens, new, name, longest, repetition)
+    # bytes of weights, and what fits beside them
     found = find_weights(name, revision) if dtype == shape.dtype else None
     weights = count_weights(config, dtype) if found is None else found
     one, full = counter.count(tokens, new), count_full(shape, ITEMSIZES[dtype], tokens + new)
@@ -135,7 +138,7 @@ def _choose_tokens(
     `tokens` is more than `longest`, or if `longest` leaves no token.
     """
     most = MAX_POSITION if longest is None else longest
-    if most < 1:
+    if most < 1:  # not even a prompt of one token: because of the second reading, or of the new tokens
         if repetition and new < (shape.positions or 0):
             raise KVPatchError(f"{name} has {shape.positions:,} positions, too few for an instruction: give a shorter one.")
         raise KVPatchError(f"{name} has {shape.positions:,} positions: give fewer than {shape.positions} new tokens.")
@@ -166,13 +169,14 @@ def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype:
             f"k={k} follows the text, which a plan does not know: give a share such as 0.5 or tokens such as 1024."
         )
     size, n = ITEMSIZES[dtype], len(shape.layers)
-    entries = sum(one.heads * count_entry_bytes(bits, one.key, one.value, size, one.latent) for one in shape.layers)
+    entries = sum(each.heads * count_entry_bytes(bits, each.key, each.value, size, each.latent) for each in shape.layers)
     # what keys of 8 or 4 bits are rounded around, once a head
-    centres = sum(one.heads * count_centre_bytes(bits, one.key, size) for one in shape.layers)
+    centres = sum(each.heads * count_centre_bytes(bits, each.key, size) for each in shape.layers)
+    # a budget in bytes is divided by the mean over layers; extra: tokens above it between evictions; fixed: bytes of no token
     budget = Budget.parse(
         k, n_layers=n, bytes_per_token=-(-entries // n), bounds=shape.bounds, extra=division.every - 1, fixed=-(-centres // n)
     )
-    sizes = [size for one in budget.per_layer for size in (one if isinstance(one, tuple) else (one,)) if isinstance(size, int)]
+    sizes = [size for each in budget.per_layer for size in (each if isinstance(each, tuple) else (each,)) if isinstance(size, int)]
     if sizes and min(sizes) < division.every:
         raise KVPatchError(f"every={division.every} evicts more tokens at once than the budget of {min(sizes)} keeps: raise k.")
     for index, rule in enumerate(budget.rules):

@@ -20,22 +20,23 @@ def find_repetition(policy: str, options: Mapping[str, Any]) -> Repetition | Non
     Raises:
         KVPatchError: chunk is no count, or instruction no token ids.
     """
-    around, base = split_combination(policy)
-    rows = [COMBINATIONS[one].options for one in around]
-    known: dict[str, Any] = dict(FACTS[match_name(base, FACTS) or base].options)
-    for row in rows:
-        known |= row
-    if "instruction" not in known:
+    outer, base = split_combination(policy)
+    # options with their defaults: of the policy itself, then of the combinations around it, then the user's
+    wrappers = [COMBINATIONS[name].options for name in outer]
+    merged: dict[str, Any] = dict(FACTS[match_name(base, FACTS) or base].options)
+    for wrapper in wrappers:
+        merged |= wrapper
+    if "instruction" not in merged:
         return None
-    known |= options
-    check_count("chunk", known["chunk"], "tokens")
-    given = known["instruction"]
+    merged |= options
+    check_count("chunk", merged["chunk"], "tokens")
+    given = merged["instruction"]
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise KVPatchError(f"instruction={given!r:.60} must be token ids: leave it out of the plan, or give a list of them.")
     # before the first chunk, before later ones, and between either and the text
     parts = given if len(given) == 3 and all(isinstance(part, Sequence) for part in given) else (given, given, ())
     first, later, close = map(len, parts)
-    return Repetition(known["chunk"], first + close, later + close)
+    return Repetition(merged["chunk"], first + close, later + close)
 
 
 def find_longest(shape: Shape, new: int, repetition: Repetition | None) -> int | None:

@@ -125,7 +125,10 @@ def write_remarks(plan: Plan) -> list[str]:
 
 
 def _write_tokens(fit: Fit, plan: Plan) -> str:
-    """Return how many tokens of a prompt fit, for a plan's table, and whether the model's positions, not memory, limit them."""
+    """Return how many tokens of a prompt fit, for a plan's table, and whether the model's positions limit them, not memory.
+
+    A policy that reads a prompt twice needs positions for both readings.
+    """
     if fit.tokens is None or plan.positions is None:
         return "any number" if fit.tokens is None else f"{fit.tokens:,}"
     if fit.tokens == plan.positions - plan.new:
