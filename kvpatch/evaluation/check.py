@@ -179,11 +179,11 @@ class Checks:
         watched = Evictions(self.n, self.ids_BT.shape[1])
         with patched(self.model, self._without_merging, self.k, seed=self.seed):  # no mask imitates merged values
             got = feed(self.model, self.ids_BT, self.n, watch=watched.note_held).logits_BSV
-        few, many = watched.count_evicted()
-        count = f"{few} of" if few == many else f"{few} to {many} of"
+        fewest, most = watched.count_evicted()
+        count = f"{fewest} of" if fewest == most else f"{fewest} to {most} of"
         total = self.ids_BT.shape[1]
         none = f"NOTHING EVICTED of {total} tokens, give a smaller k: "
-        remark = f"{count} {total} tokens evicted per head, " if many else none
+        remark = f"{count} {total} tokens evicted per head, " if most else none
         return got, self._predict_masked(watched.list_seen()), remark
 
     def check_forgetting(self) -> Outcome:
@@ -225,8 +225,8 @@ class Checks:
         mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0
         if not self._take_positions() or self.target.why_positions_fixed() is not None:
-            apart = self._feed_tokens(self.ids_BT, mask)[1:] - self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads)
-            if float(apart.abs().max()) > 1000 * self.tolerance:  # unpatched, padding moves logits: positions count it
+            shift = self._feed_tokens(self.ids_BT, mask)[1:] - self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads)
+            if float(shift.abs().max()) > 1000 * self.tolerance:  # unpatched, padding moves logits: positions count it
                 return self._predict_padded(mask, pads)
         with patched(self.model, self.policy, self.k, seed=self.seed):
             return self._feed_tokens(self.ids_BT, mask)[1:], self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads), ""
@@ -254,9 +254,9 @@ class Checks:
         except InterruptedError:
             pass
         after = _record_model(self.model)
-        changed = [where for where in before.keys() | after.keys() if before.get(where) != after.get(where)]
+        changed = [place for place in before.keys() | after.keys() if before.get(place) != after.get(place)]
         if changed:
-            return f"changed: {', '.join('.'.join(where).lstrip('.') for where in sorted(changed)[:3])}"
+            return f"changed: {', '.join('.'.join(place).lstrip('.') for place in sorted(changed)[:3])}"
         return "" if torch.equal(self._feed_tokens(self.ids_BT), logits) else "attributes are as before, but the logits differ"
 
     def _patched_logits(self) -> Tensor:
@@ -289,12 +289,12 @@ class _Same:
 
 def _is_without(before_BHT: Tensor, after_BHT: Tensor, spans: list[tuple[int, int]], row: int | None) -> bool:
     """Tell, after forget(), if each head lacks these spans and nothing else. row: the row that forgot; None for all rows."""
-    left = before_BHT.clone()
+    expected = before_BHT.clone()
     rows = slice(None) if row is None else row
     for start, stop in spans:
-        left[rows] = left[rows].masked_fill((left[rows] >= start) & (left[rows] < stop), -1)
-    sizes = [max(left.shape[-1], after_BHT.shape[-1]) - held.shape[-1] for held in (left, after_BHT)]
-    kept, after = (
-        F.pad(held, (0, more), value=-1).sort(-1).values for held, more in zip((left, after_BHT), sizes, strict=True)
+        expected[rows] = expected[rows].masked_fill((expected[rows] >= start) & (expected[rows] < stop), -1)
+    sizes = [max(expected.shape[-1], after_BHT.shape[-1]) - held.shape[-1] for held in (expected, after_BHT)]
+    expected_sorted, after_sorted = (
+        F.pad(held, (0, more), value=-1).sort(-1).values for held, more in zip((expected, after_BHT), sizes, strict=True)
     )
-    return torch.equal(kept, after)
+    return torch.equal(expected_sorted, after_sorted)

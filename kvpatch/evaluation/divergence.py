@@ -152,8 +152,9 @@ class Comparison:
         """
         with patched(self.model, policy, k, bits=bits, schedule=self.schedule, seed=self.seed) as patch:
             fed = feed(self.model, self.ids_1T, self.n)
-        held = Report.of(fed.cache).held()  # tokens of each head
+        held = Report.of(fed.cache).held()  # tokens of each head [L,B,H]; -1 where a layer has fewer heads
         log_q_SV, held = self._log_probabilities(fed), held[held >= 0]
+        # p: probabilities by the full cache, q: under the policy
         kl_S, same_S = divergence(self.log_p_SV, log_q_SV)
         next_S1 = self.ids_1T[0, self.n + self.first :, None].cpu()  # the token after the last fed one is not known
         rise_S1 = (self.log_p_SV - log_q_SV)[:-1].gather(1, next_S1)
@@ -196,11 +197,12 @@ def list_cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
         budget = cache.settings.tokens(index, n)
         if layer.limits is None or budget >= n or not cache.settings.budget.evicts(index):
             continue
+        # the newest tokens are protected by an observation window or by recent=, whichever is larger
         observed, recent = policy.needs.protects, share(scope.recent, budget)
         newest, limits = "window" if observed > recent else "recent", layer.limits
-        asked = {"sinks": scope.sinks, newest: max(observed, recent), "protected": share(scope.deviation, budget)}
+        requested = {"sinks": scope.sinks, newest: max(observed, recent), "protected": share(scope.deviation, budget)}
         left = {"sinks": limits.first, newest: limits.newest, "protected": limits.deviation}
-        for name, size in asked.items():
+        for name, size in requested.items():
             if int(left[name]) < min(size, cut.get(name, (0, size))[1]):
                 cut[name] = size, int(left[name])
     return cut

@@ -80,11 +80,11 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
             policy = Settings.load(settings)
         if isinstance(policy, Settings):
             policy, k, kwargs = _add_settings(policy, k, kwargs)
-        known = set(PolicyOptions.__annotations__) | set(policy.options() if isinstance(policy, Policy) else ())
-        _check_names(kwargs, known)
-        options = {name: kwargs.pop(name) for name in known if name in kwargs}
+        option_names = set(PolicyOptions.__annotations__) | set(policy.options() if isinstance(policy, Policy) else ())
+        _check_names(kwargs, option_names)
+        options = {name: kwargs.pop(name) for name in option_names if name in kwargs}
         chosen = policy_of(policy, None, options, tuple(_NAMES.values()))
-        how = {setting: kwargs.pop(name) for setting, name in _NAMES.items() if name in kwargs}
+        patch_arguments = {setting: kwargs.pop(name) for setting, name in _NAMES.items() if name in kwargs}
         try:
             super().__init__(pretrained, **kwargs)
         except TypeError as error:  # the model's class names an argument that nobody takes
@@ -97,7 +97,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
             ) from error
         self._lengths: dict[tuple[int, ...], int] = {}
         self._tasks: dict[str, dict[str, Any]] = {}
-        self.patch: Patch = patch(self.model, chosen, k, **how)
+        self.patch: Patch = patch(self.model, chosen, k, **patch_arguments)
 
     @property
     def _may_evict(self) -> bool:
@@ -123,12 +123,15 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         settings = self.patch.settings
         ks = settings.budget.described()
         different = [k for layer, k in enumerate(ks) if k not in ks[:layer]]
-        said = {"policy": settings.policy.name, "k": different, "block": settings.block}
-        for task, found in self._tasks.items():
-            line = f"[kvpatch] {task}: the budget acted in {found['acted']} of its passes ({found['requests']} requests)"
-            none = self._may_evict and found["acted"] == "none"
-            eval_logger.log(30 if none else 20, line + (": give block=, fewer tokens than a request has" if none else ""))
-        return {**super().get_model_info(), "kvpatch": {**said, "tasks": self._tasks}}
+        noted = {"policy": settings.policy.name, "k": different, "block": settings.block}
+        for task, counts in self._tasks.items():
+            line = f"[kvpatch] {task}: the budget acted in {counts['acted']} of its passes ({counts['requests']} requests)"
+            no_effect = self._may_evict and counts["acted"] == "none"
+            eval_logger.log(
+                30 if no_effect else 20,
+                line + (": give block=, fewer tokens than a request has" if no_effect else ""),
+            )
+        return {**super().get_model_info(), "kvpatch": {**noted, "tasks": self._tasks}}
 
     def _note_tasks(self, requests: list[Instance], kinds: Sequence[str], run: Callable[[], _Answers]) -> _Answers:
         """Run requests; note in `_tasks` if all, some or none of a task's forward passes computed tokens after an eviction.
@@ -145,10 +148,10 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         answers = run()
         total, acted = (after - earlier for after, earlier in zip(count_passes(), before, strict=True))
         word = "none" if not acted else "all" if acted == total else "some"
-        for task, number in Counter(str(one.task_name) for one in requests).items():
-            known = self._tasks.setdefault(task, {"requests": 0, "acted": word})
-            known["requests"] += number
-            known["acted"] = word if known["acted"] == word else "some"
+        for task, number in Counter(str(request.task_name) for request in requests).items():
+            counts = self._tasks.setdefault(task, {"requests": 0, "acted": word})
+            counts["requests"] += number
+            counts["acted"] = word if counts["acted"] == word else "some"
         return answers
 
     def _loglikelihood_tokens(
@@ -161,7 +164,9 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         """
         if not self._may_evict or self.patch.settings.block is None:  # no prompt evicts before its logits are computed
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+        # what the model is fed for each request: all tokens but the last, cut to its length
         texts = [(*context, *continuation)[-(self.max_length + 1) : -1] for _, context, continuation in requests]
+        # lengths of the texts that are equal once the zeros at their end are stripped; the i-th is scored in call i
         lengths: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for text in dict.fromkeys(texts):
             lengths[_strip_padding(text)].append(len(text))
@@ -170,20 +175,20 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
             calls[lengths[_strip_padding(text)].index(len(text))].append(index)
         answers: dict[int, tuple[float, bool]] = {}
         for call, indices in sorted(calls.items()):
-            some = [requests[index] for index in indices]
+            subset = [requests[index] for index in indices]
             self._lengths = {key: some_lengths[call] for key, some_lengths in lengths.items() if call < len(some_lengths)}
             try:
-                answers.update(zip(indices, super()._loglikelihood_tokens(some, disable_tqdm, override_bs), strict=True))
+                answers.update(zip(indices, super()._loglikelihood_tokens(subset, disable_tqdm, override_bs), strict=True))
             finally:
                 self._lengths = {}
         return [answers[index] for index in range(len(requests))]
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Return a batch's logits; with a padding mask if `_lengths` has the length of each row. HFLM calls this."""
-        found = [self._lengths.get(_strip_padding(row)) for row in inps.tolist()] if self._lengths else [None]
-        if attn_mask is not None or None in found:  # the harness probes the memory with such batches
+        lengths = [self._lengths.get(_strip_padding(row)) for row in inps.tolist()] if self._lengths else [None]
+        if attn_mask is not None or None in lengths:  # the harness probes the memory with such batches
             return super()._model_call(inps, attn_mask, labels)
-        mask_BT = torch.arange(inps.shape[1], device="cpu")[None] < torch.tensor(found, device="cpu")[:, None]
+        mask_BT = torch.arange(inps.shape[1], device="cpu")[None] < torch.tensor(lengths, device="cpu")[:, None]
         dtype = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             return self.model(inps, attention_mask=mask_BT.long().to(inps.device)).logits

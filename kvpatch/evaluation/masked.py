@@ -39,7 +39,7 @@ class Evictions:
         held = [cache.positions(layer).cpu() for layer in range(len(cache.layers))]
         self.groups = [find_steps(cache).calls[layer].group for layer in range(len(cache.layers))]  # queries per KV head
         if self.pads_B is not None and not cache.settings.by_columns:
-            held = [one + self.pads_B[:, None, None] * (one >= 0) for one in held]
+            held = [positions + self.pads_B[:, None, None] * (positions >= 0) for positions in held]
         self.passes.append(held)
 
     def list_seen(self) -> list[Tensor]:
@@ -52,10 +52,10 @@ class Evictions:
 
         causal_QT: True up to the query itself. Queries of the prompt, the first `n`, see as much.
         """
-        rows = [one[index] for one in self.passes[:-1]]  # no query sees what the last pass left
-        B, H = rows[0].shape[:2]
+        held_after = [one[index] for one in self.passes[:-1]]  # no query sees what the last pass left
+        B, H = held_after[0].shape[:2]
         seen = causal_QT.expand(B, H, -1, -1).clone()
-        for step, positions_BHT in enumerate(rows):
+        for step, positions_BHT in enumerate(held_after):
             held = torch.zeros(B, H, self.total + 1, dtype=torch.bool, device="cpu")
             held.scatter_(
                 -1, positions_BHT.clamp(min=-1) % (self.total + 1), True
@@ -141,23 +141,25 @@ class _Masked:
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the module's arguments with a mask that also hides evicted keys. torch calls this before each forward()."""
+        # the arguments by name, given by position or keyword; the first are the hidden states
         names = parameters(type(module))  # type: ignore[arg-type]
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         name = "attention_mask" if "attention_mask" in names else next(name for name in names if name.endswith("mask"))
         hidden, given = call.pop(names[0]), call.get(name)
         mask = self._hide_keys(given, self._take_rows(given, hidden.shape[1]).to(hidden.device), hidden)
+        # disguised: the module refuses a mask that differs by head, unless it seems to be the same for all
         call[name] = mask.as_subclass(_OneMask) if self.disguised else mask
         return (hidden,), call
 
     def _take_rows(self, given: Tensor | None, Q: int) -> Tensor:
         """Return which of the module's keys the pass's Q queries see, and add Q to `read`, the tokens so far. Once per pass."""
         start, self.read = self.read, self.read + Q
-        keys = given.shape[-1] if given is not None else self.window if Q == 1 else None  # a cache may hold a window alone
-        return self.seen[:, :, start : self.read, : self.read][..., -(keys or 0) :]
+        n_keys = given.shape[-1] if given is not None else self.window if Q == 1 else None  # a cache may hold a window alone
+        return self.seen[:, :, start : self.read, : self.read][..., -(n_keys or 0) :]
 
     def _hide_keys(self, given: Tensor | None, seen_BNQT: Tensor, hidden_BQE: Tensor) -> Tensor:
         """Return a new mask: `given` with the keys hidden that are not seen. It is bool or added to logits, as `given`."""
-        if given is not None and given.dtype == torch.bool:  # a token sees itself, which tells what True means
+        if given is not None and given.dtype == torch.bool:  # True means visible if the last token sees itself so
             return given & seen_BNQT if given[0, 0, -1, -1] else given | ~seen_BNQT
         given = torch.zeros_like(seen_BNQT, dtype=hidden_BQE.dtype) if given is None else given
         mask = given.masked_fill(~seen_BNQT, torch.finfo(given.dtype).min)

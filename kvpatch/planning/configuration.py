@@ -186,8 +186,10 @@ class Configuration:
         kinds, windows = self._list_kinds(), self._list_windows()
         borrowed = self.get("num_kv_shared_layers") or 0  # the last layers, which use the keys of others
         own_layers = list(enumerate(zip(kinds, windows, strict=True)))[: len(kinds) - borrowed]
-        # _list_windows and _list_kinds tell of every layer; those of mamba and the like have no keys
-        layers = [self._read_layer(index, window)._make_layer(window) for index, (kind, window) in own_layers if _is_attention(kind)]
+        # only attention layers have keys and values
+        layers = [
+            self._read_layer(index, window)._make_layer(window) for index, (kind, window) in own_layers if _is_attention(kind)
+        ]
         # LongCat-Flash has two attention modules in each of its num_layers
         layers *= 2 if self.kind == "longcat_flash" and not self.get("num_hidden_layers") else 1
         # layers that keep a state of fixed size, beside keys or without

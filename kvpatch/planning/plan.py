@@ -172,11 +172,13 @@ def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype:
     entries = sum(each.heads * count_entry_bytes(bits, each.key, each.value, size, each.latent) for each in shape.layers)
     # what keys of 8 or 4 bits are rounded around, once a head
     centres = sum(each.heads * count_centre_bytes(bits, each.key, size) for each in shape.layers)
-    # a budget in bytes is divided by the mean over layers; extra: tokens above it between evictions; fixed: bytes of no token
+    # for a budget in bytes; extra: tokens above it between evictions; fixed: bytes of a layer that no token adds to
     budget = Budget.parse(
         k, n_layers=n, bytes_per_token=-(-entries // n), bounds=shape.bounds, extra=division.every - 1, fixed=-(-centres // n)
     )
-    sizes = [size for each in budget.per_layer for size in (each if isinstance(each, tuple) else (each,)) if isinstance(size, int)]
+    sizes = [
+        size for each in budget.per_layer for size in (each if isinstance(each, tuple) else (each,)) if isinstance(size, int)
+    ]
     if sizes and min(sizes) < division.every:
         raise KVPatchError(f"every={division.every} evicts more tokens at once than the budget of {min(sizes)} keeps: raise k.")
     for index, rule in enumerate(budget.rules):
