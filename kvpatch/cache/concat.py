@@ -152,15 +152,17 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _JoinedLimits) -
     sets the mode, which says where the next token goes.
     """
     first = parts[0]
+    # what all rows have in common, then what is per row or head
     new.dtype, new.device, new.is_initialized = first.dtype, first.device, True
     new.sliding, new.geometry = first.sliding, first.geometry
     new.output_rows, new.record_past = first.output_rows, any(part.record_past for part in parts)
     if first.limits is not None:
         new.limits = limits.join([part.limits for part in parts if part.limits is not None])
-    for one in HEAD_TENSORS:  # with a number for each head, such as its budget
-        setattr(new, one.name, one.join(parts))
+    for head_tensor in HEAD_TENSORS:  # with a number for each head, such as its budget
+        setattr(new, head_tensor.name, head_tensor.join(parts))
     for name, note in first.notes.items():  # what the policy remembers of the layer
         new.notes[name] = type(note).cat([part.notes[name] for part in parts])
+    # keys, values, positions and state; counts: tokens of each head
     counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]
     goals = _list_goals(parts)  # slots of each head at its budget
     joined = first.kv.join_in_place([part.kv for part in parts[1:]], max(goals or (0,)))
@@ -207,7 +209,7 @@ def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goa
     like = parts[0]
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
     centres = [part.kv.centre for part in parts if part.kv.centre is not None]
-    centre_BH1D = torch.cat(centres) if centres else None
+    centre_BH1D = torch.cat(centres) if centres else None  # that keys of 8 or 4 bits are rounded around
     new.kv = slots.empty(like.kv, B, H, plan(counts, goals, new.count_spare, exactly=new.every > 1), centre_BH1D)
     C = new.kv.width
     new.positions = like.positions.new_full((B, H, C), -1)

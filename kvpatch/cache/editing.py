@@ -123,6 +123,7 @@ def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
     gone_BHT = gone_BT[:, None].expand(-1, positions.shape[1], -1).gather(2, clamped_BHT) & (positions >= 0)
     if not bool(gone_BHT.any()):
         return
+    # a copy of the layer in which the slots of these tokens are empty, to take the others from
     part = copy.copy(layer)
     part.positions = layer.positions.clone()
     part.positions[:, :, : layer.used].masked_fill_(gone_BHT, -1)

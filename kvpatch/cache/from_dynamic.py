@@ -54,6 +54,7 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
         real = torch.ones(B, seen, dtype=torch.bool, device=keys.device)
         if mask_BT is not None:
             real = mask_BT[:, :seen].to(keys.device).bool()
+        # positions of all columns: padding has that of the token before it, or its own in models that count columns
         places = find_places(real, torch.zeros(B, dtype=torch.long, device=keys.device), cache.settings.by_columns)
         positions = places.masked_fill(~real, -1)[:, -T:]
         # what the policy stores with each token, beside key and value

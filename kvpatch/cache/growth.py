@@ -61,8 +61,8 @@ def plan(counts: list[int], goals: list[int] | None, more: Callable[[int], int] 
     ragged = is_wasteful(counts if goals is None else [count + 1 for count in counts], LEAST if fills else 0)
     if not ragged:
         return Layout(capacities(counts, goals, more(max(counts))))
-    free = more(sum(counts) // len(counts))
-    half = max(free // 2, LEAST)  # start with half of the slack
-    sizes = capacities(counts, goals, free if exactly else min(free, half))
+    spare = more(sum(counts) // len(counts))
+    half = max(spare // 2, LEAST)  # start with half of the slack
+    sizes = capacities(counts, goals, spare if exactly else min(spare, half))
     # all slots of an evicting head are in use while it attends, once it has reached its budget
     return Layout(sizes, counts if goals is None else list(map(min, sizes, goals)))

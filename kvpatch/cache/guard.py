@@ -44,7 +44,7 @@ class MutationGuard:
         mine = [what]
         if self.operations.setdefault("change", mine) is not mine:  # atomic: of two threads one comes first
             raise KVPatchError(_UNFINISHED.format(what))
-        self.changes += 1
+        self.changes += 1  # reading() compares it
 
     def end_change(self) -> None:
         """Clear the mark: the operation ended, or was refused before anything changed."""

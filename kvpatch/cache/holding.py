@@ -67,6 +67,7 @@ def count_held(
     """
     policy = settings.policies[layer]
     schedule = policy.schedule if settings.evicts[layer] else None
+    # options of the policy that decide how many tokens a layer holds
     terms = Terms(settings.rules[layer], schedule, policy.every, policy.scope.turns, policy.over_heads is not None)
     return count_by_terms(terms, prompt, new, heads=heads, read=read, room=room, longest=longest)
 
@@ -90,6 +91,7 @@ def count_by_terms(
     most = max(held)
     waste = 2 * LEAST + most // SPARE if divided else 0  # divided: heads share the budget by their scores
     slots = most + waste + max(slack(most + waste), room, every)
+    # heads that evict never need more slots than at their budget, and one for the next token
     return Holding(held, slots if schedule in (None, "prompt") else min(slots, max(count(prompt, None)) + 1 + waste))
 
 

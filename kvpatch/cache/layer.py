@@ -472,9 +472,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if isinstance(mode, Slotted):
             counts, goals = counts or self.counts(), goals or self.list_goals()
             heads = zip(self.update_short_heads(goals), self.kv.capacities(), counts, strict=True)
-            free = [capacity - count for short, capacity, count in heads if short]
+            free_counts = [capacity - count for short, capacity, count in heads if short]
             mode.grown = mode.grown if mode.growing else 0  # tokens since the prompt, counted only if a head is short
-            mode.slack = mode.grown + min(free, default=0)
+            mode.slack = mode.grown + min(free_counts, default=0)
         if isinstance(mode, Evicting) and mode.filling:
             counts, goals = counts or self.counts(), goals or self.list_goals() or []
             # rows that were dropped may have been those with the most steps to go
@@ -539,6 +539,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.mode.packed_BH = self._by_head(counts)
             return
         fitting = list(map(min, old, self.kv.plan_slots(counts, goals, self.waiting_slots)))
+        # slots that would go: those of each head after as many as fit
         enough_BH1 = torch.tensor(fitting, device=self.positions.device).view(*self.positions.shape[:2], 1)
         gone_BHC = torch.arange(C, device=self.positions.device) >= enough_BH1
         # over: more slots than growth.py allows; they can go only if those at the end are empty

@@ -66,7 +66,7 @@ class LosslessCache(Unpicklable, Cache):
         self.pending_ids: list[int] = []  # ids of the pass in progress
         self.budgeted = 0  # tokens that the budget of `drafts` is counted of
         self._positions_1T: Tensor | None = None  # on the device of the pass
-        self._staged: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}
+        self._staged: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}  # rows on the device, end of their copy
         self._stream: torch.cuda.Stream | None = None
 
     # ---- passes ----

@@ -33,7 +33,7 @@ def begin(
 ) -> None:
     """Begin a pass of Q columns, before the decoder runs: set `cache.now` to its Forward, and count its tokens in the cache.
 
-    `finish` ends it. The Forward tells positions of the new tokens, how many belong to the prompt, and what the budget counts.
+    `end_pass` ends it. The Forward tells positions of the new tokens, how many are of the prompt, and what the budget counts.
     table: makes the rotary table for so many positions, if keys are cached without rotation or the score undoes rotations.
     repeatable: computed alike with and without gradients, for gradient checkpointing. merged_ids: ids of tokens that are given
     as embeddings, with images merged into them.
@@ -44,13 +44,13 @@ def begin(
     """
     cache.begin_change("forward pass")
     cache.catch_up()
-    cache.settings.notices.look()
+    cache.settings.notices.look()  # logs warnings whose flags have come from the GPU
     try:
         now, before_B, after_B = _read_pass(cache, B, Q, mask_BT, input_ids, device, repeatable, merged_ids)
     except BaseException:
         cache.end_change()
         raise
-    # all checks have passed: from here on the cache changes, until finish()
+    # all checks have passed: from here on the cache changes, until end_pass()
     seen, prompt = cache.get_seq_length(), now.prompt
     cache.now, cache.seen_B, cache.rows.padded = now, after_B, cache.rows.padded or now.padding is not None
     if cache.settings.by_columns and now.rows_BQ is not None and now.padding is not None and now.padding.attends:
@@ -110,16 +110,16 @@ def begin_repeat(
     [start, stop) in tokens of the prompt, and the ids to feed: an instruction, then the chunk's.
     """
     Q, begin_B = max(len(tokens) for _, _, tokens in pieces), cache.turns.begin_B
-    host = torch.tensor([[*tokens, *[-1] * (Q - len(tokens))] for _, _, tokens in pieces], device="cpu")
+    ids_BQ = torch.tensor([[*tokens, *[-1] * (Q - len(tokens))] for _, _, tokens in pieces], device="cpu")
     column = torch.arange(Q, device="cpu")
-    positions = (torch.tensor(whole.n_B, device="cpu")[:, None] + column).masked_fill(host < 0, -1).to(device)
+    positions = (torch.tensor(whole.n_B, device="cpu")[:, None] + column).masked_fill(ids_BQ < 0, -1).to(device)
     now = Forward(positions, Q, False)  # rows differ in length only where the prompt is padded, so that its slots have holes
     # the chunk as positions of the text, in which each row's prompt begins at begin_B
     starts = [first + start for first, (start, _, _) in zip(begin_B, pieces, strict=True)]
     stops = [first + stop for first, (_, stop, _) in zip(begin_B, pieces, strict=True)]
     tokens = [n - first for n, first in zip(whole.n_B, begin_B, strict=True)]
     now.repeat, cache.now = Repeat(starts, stops, tokens), now
-    return host.clamp(min=0).to(device), positions
+    return ids_BQ.clamp(min=0).to(device), positions
 
 
 def begin_edit(
@@ -143,7 +143,7 @@ def begin_edit(
         cache.shared = cache.shared.index_fill(2, places_Q.to(cache.shared.device) + 1, 0)
     cache.now, cache.counters.device = now, None
     cache.drop_stack(due=True)
-    cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)
+    cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)  # bytes allocated
     _clear_undo_logs(cache)
     if table is not None and cache.settings.renumbered:
         cache.make_table = table
@@ -158,7 +158,7 @@ def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: in
     if not cache.keeps_ids:
         return
     if now.prompt and not cache.turns.open:
-        cache.ids.prompt = seen
+        cache.ids.prompt = seen  # columns before the newest prompt
     real = None if now.padding is None else now.positions_BQ[:, : now.prompt] >= 0
     cache.note_ids(input_ids, now.positions_BQ.shape[1], real)
 
@@ -177,7 +177,7 @@ def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
         turns.begin_B, turns.open = before_B, True
     if now.ends_prompt:
         counters.steps, counters.shortfall_B, counters.span_B = 0, None, None
-        cache.limits_of.clear()
+        cache.limits_of.clear()  # protected sizes, which layers share and compute where the prompt ends
 
 
 def _clear_undo_logs(cache: TextState) -> None:
@@ -193,7 +193,7 @@ def end_layer(cache: TextState, layer: int) -> None:
     if cache.scratch:
         cache.parts[layer] = LayerPart.of(cache.layers[layer], cache.settings.bounds[layer])
         cache.layers[layer].reset()
-        cache.meter.now = 0
+        cache.meter.now = 0  # bytes allocated
     now = cache.running
     if layer == len(cache.layers) - 1 and not outlasts(cache, now):  # else a hook after the decoder ends it
         end_pass(cache)
@@ -208,8 +208,8 @@ def outlasts(cache: TextState, now: Forward) -> bool:
 def end_pass(cache: TextState) -> None:
     """End a pass, or the second reading after it: update the tensor counters of compiled steps, and allow the next use."""
     now, counters = cache.running, cache.counters
-    cache.states.end_pass()
-    now.shared_keys.clear()  # frees a prompt's keys, which it has for layers that use others': the Forward stays until the next
+    cache.states.end_pass()  # detaches a hybrid's states from autograd
+    now.shared_keys.clear()  # keys that layers without keys of their own have read: the Forward itself stays until the next pass
     if now.traced:  # a step of compiled code
         compiled.end_step(cache)
         return
@@ -255,6 +255,7 @@ def _read_pass(
     settings, seen, recorded = cache.settings, cache.get_seq_length(), any(layer.record_past for layer in cache.layers)
     before = torch.zeros(B, dtype=torch.long, device=device) if cache.seen_B is None else cache.seen_B.to(device)
     prompt = _count_prompt_columns(cache, seen, Q)
+    # several generated tokens in one pass are drafts, which a policy that evicts (acts) may not support
     if settings.acts and 0 < prompt < Q:
         refuse("drafts with the prompt", settings.combine(drafts=Q - prompt))
     if settings.acts and Q - prompt > 1:
@@ -317,7 +318,7 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
     mask_BP = mask_BQ[:, :prompt].expand(B, -1)
     real = mask_BP.bool()
     rows_BP = find_places(real, before, cache.settings.by_columns)
-    column = torch.arange(1, prompt + 1, device=real.device)
+    column = torch.arange(1, prompt + 1, device=real.device)  # from 1: its maximum at padding counts columns up to the last
     later = (real[:, :-1] & ~real[:, 1:]).any()  # padding follows a token
     wrong = ((mask_BP != 0) & (mask_BP != 1)).any() if mask_BP.dtype != torch.bool else later.new_zeros(())
     after_tokens = (~real & (rows_BP >= 0)).any()  # or a token of an earlier pass
@@ -408,7 +409,7 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
     """
     later, turns, begin_B = cache.turns.count > 0, cache.settings.policy.scope.turns, cache.turns.begin_B
     now.keeps_all = later and turns == "first"
-    now.fixed_B = begin_B if later and turns == "each" else None
+    now.fixed_B = begin_B if later and turns == "each" else None  # earlier tokens are kept outside the budget
     now.rows_B = [n - start for n, start in zip(n_B, begin_B, strict=True)]  # of the newest prompt alone
     now.budget_n_B = n_B if now.fixed_B is None else now.rows_B
 

@@ -170,6 +170,7 @@ class CacheSettings:
         if policy.over_layers is None or not policy.evicts:
             return rule
         last = policy.needs.protects + 1  # the fewest tokens of any layer
+        # place: among the layers on the budget; bounded: no layer can hold more than the prompt
         place, bounded = self.budgeted.index(layer), policy.schedule != "decode"
         return Sloped(rule, policy.over_layers, place, len(self.budgeted), last, bounded)
 

@@ -79,6 +79,6 @@ class Snapshot:
         peak = max(cache.meter.peak, sum(part.nbytes for part in parts.values()))
         # acted: some token was computed after an eviction; seconds: times of the last generate()
         acted, seconds = (True, {}) if cache.record is None else (cache.record.acted, cache.record.seconds())
-        ran = dict(cache.choice.ran)
+        ran = dict(cache.choice.ran)  # backends that computed attention
         rest = cache.lifetimes, cache.states.nbytes, cache.counters.steps  # lifetimes: when tokens were evicted
         return cls(cache.settings, parts, seen, lengths_B, ran, peak, acted, seconds, *rest)

@@ -147,7 +147,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         if not isinstance(settings, CacheSettings):
             raise KVPatchError(f"EvictingCache({settings!r}): caches are made by a patch. Use Patch.new_cache().")
         each = zip(settings.policies, settings.evicts, settings.latent, strict=True)  # for each layer
-        parts = [(one.needs.statistics if on else (), settings.bits, one.every, latent) for one, on, latent in each]
+        parts = [(policy.needs.statistics if on else (), settings.bits, policy.every, latent) for policy, on, latent in each]
         super().__init__(layers=[SlotLayer(*part) for part in parts])
         self.settings = settings
         self.scratch = False  # True: serves one pass without use_cache

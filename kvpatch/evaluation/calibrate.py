@@ -48,7 +48,7 @@ def calibrate(
     longest = max(piece.shape[1] for piece in pieces)
     if teacher is not None and longest <= teacher.scope.sinks:
         raise KVPatchError(f"The text has {longest} tokens, of which {teacher.scope.sinks} are sinks: give a longer one.")
-    # Recall: a score that evicts nothing and keeps the queries of a pass
+    # Recall: a score for which layers keep their queries; _KEEPS_ALL: a budget of more tokens than a piece has
     with patched(model, teacher or Policy("calibration", Recall(longest)), _KEEPS_ALL) as patch:
         readers = [_LayerReader.of(target, module, adapter, longest) for module, adapter in target.attentions]
         for piece in pieces:

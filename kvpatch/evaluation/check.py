@@ -112,7 +112,7 @@ class Checks:
         n = max(_PROMPT, 3 * (0 if window is None else window.width))
         evicting = [layer for layer in range(len(self.target.attentions)) if settings.budget.evicts(layer)]
         while n < _LONGEST and evicting and all(settings.rules[layer].least(n) >= n for layer in evicting):
-            n *= 2
+            n *= 2  # no layer would evict
         return min(n, _LONGEST, (positions_of(self.model) or _LONGEST + _NEW) - _NEW)
 
     def run(self) -> list[CheckResult]:
@@ -224,7 +224,7 @@ class Checks:
         pads = self.n // 3
         mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0
-        if not self._take_positions() or self.target.why_positions_fixed() is not None:
+        if not self._take_positions() or self.target.why_positions_fixed() is not None:  # positions may count padding
             shift = self._feed_tokens(self.ids_BT, mask)[1:] - self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads)
             if float(shift.abs().max()) > 1000 * self.tolerance:  # unpatched, padding moves logits: positions count it
                 return self._predict_padded(mask, pads)

@@ -126,11 +126,9 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         noted = {"policy": settings.policy.name, "k": different, "block": settings.block}
         for task, counts in self._tasks.items():
             line = f"[kvpatch] {task}: the budget acted in {counts['acted']} of its passes ({counts['requests']} requests)"
-            no_effect = self._may_evict and counts["acted"] == "none"
-            eval_logger.log(
-                30 if no_effect else 20,
-                line + (": give block=, fewer tokens than a request has" if no_effect else ""),
-            )
+            idle = self._may_evict and counts["acted"] == "none"
+            # level of a warning, else of information
+            eval_logger.log(30 if idle else 20, line + (": give block=, fewer tokens than a request has" if idle else ""))
         return {**super().get_model_info(), "kvpatch": {**noted, "tasks": self._tasks}}
 
     def _note_tasks(self, requests: list[Instance], kinds: Sequence[str], run: Callable[[], _Answers]) -> _Answers:

@@ -52,6 +52,7 @@ class Evictions:
 
         causal_QT: True up to the query itself. Queries of the prompt, the first `n`, see as much.
         """
+        # positions held after each pass: of each, the next query sees these and itself
         held_after = [one[index] for one in self.passes[:-1]]  # no query sees what the last pass left
         B, H = held_after[0].shape[:2]
         seen = causal_QT.expand(B, H, -1, -1).clone()
@@ -159,7 +160,7 @@ class _Masked:
 
     def _hide_keys(self, given: Tensor | None, seen_BNQT: Tensor, hidden_BQE: Tensor) -> Tensor:
         """Return a new mask: `given` with the keys hidden that are not seen. It is bool or added to logits, as `given`."""
-        if given is not None and given.dtype == torch.bool:  # True means visible if the last token sees itself so
+        if given is not None and given.dtype == torch.bool:  # the last query sees itself, which tells what True means
             return given & seen_BNQT if given[0, 0, -1, -1] else given | ~seen_BNQT
         given = torch.zeros_like(seen_BNQT, dtype=hidden_BQE.dtype) if given is None else given
         mask = given.masked_fill(~seen_BNQT, torch.finfo(given.dtype).min)

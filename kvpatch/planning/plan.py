@@ -80,13 +80,13 @@ def plan(  # noqa: PLR0913 - the options of one command
     longest = find_longest(shape, new, repetition)
     tokens = _choose_tokens(shape, tokens, new, name, longest, repetition)
     # bytes of weights, and what fits beside them
-    found = find_weights(name, revision) if dtype == shape.dtype else None
-    weights = count_weights(config, dtype) if found is None else found
-    one, full = counter.count(tokens, new), count_full(shape, ITEMSIZES[dtype], tokens + new)
+    stored_weights = find_weights(name, revision) if dtype == shape.dtype else None
+    weights = count_weights(config, dtype) if stored_weights is None else stored_weights
+    budgeted, full = counter.count(tokens, new), count_full(shape, ITEMSIZES[dtype], tokens + new)
     room = None if available is None or weights.nbytes is None else max(available - weights.nbytes, 0)
     fits = (None, None) if room is None else _find_fits(counter, shape, room, (tokens, new, batch), longest)
     return Plan(
-        name, shape.kind, policy, k, bits, tokens, new, batch, dtype, *weights, full, *one,
+        name, shape.kind, policy, k, bits, tokens, new, batch, dtype, *weights, full, *budgeted,
         kept=tuple(sum(held.heads) // len(held.heads) for held in counter.hold(tokens, new)),
         positions=shape.positions, longest=longest, memory=available, fit_full=fits[0], fit=fits[1],
         remarks=tuple(list_remarks(shape, division, counter, config.values, repetition)),
@@ -197,6 +197,7 @@ def _find_fits(counter: Counter, shape: Shape, room: int, asked: tuple[int, int,
     (tokens, new, batch), size = asked, counter.itemsize
 
     def find(count: Any, positions: int | None) -> Fit:
+        # requests of the planned length, and the longest prompt of which `batch` fit
         limit = MAX_POSITION - new if positions is None else positions
         most = find_most(lambda n: batch * count(n) <= room, limit)
         return Fit(room // max(count(tokens), 1), None if most >= MAX_POSITION - new else most)
