@@ -115,8 +115,8 @@ class EvictingCache(TextState):
     def __deepcopy__(self, memo: dict[int, object]) -> EvictingCache:
         """Copy all state of the text, for `clone()`. The copy shares the settings, and constants of the model (`of_model`)."""
         new = memo[id(self)] = super().__copy__()
-        of_model = (self.make_table, *(one for layer in self.layers for one in (layer.geometry, layer.output_rows)))
-        memo.update({id(one): one for one in of_model if one is not None})  # deepcopy leaves these as they are
+        of_model = (self.make_table, *(item for layer in self.layers for item in (layer.geometry, layer.output_rows)))
+        memo.update({id(item): item for item in of_model if item is not None})  # deepcopy leaves these as they are
         vars(new).update(copy.deepcopy(self._copy_attributes(), memo))
         return new
 
@@ -155,7 +155,7 @@ class EvictingCache(TextState):
     def _copy_sharing(self) -> EvictingCache:
         """Return a copy for `select_rows` to select rows of. Until then it shares the tensors of layers, states and ids."""
         uncopied = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
-        new, memo = super().__copy__(), {id(one): one for one in uncopied}
+        new, memo = super().__copy__(), {id(item): item for item in uncopied}
         attributes = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))  # set below
         vars(new).update(copy.deepcopy(attributes, memo))
         new.layers, new.states = [layer.copy_sharing() for layer in self.layers], self.states.copy_sharing()

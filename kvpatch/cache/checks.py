@@ -104,12 +104,12 @@ def read_whole(value: Any) -> Any:
 
 def count_removed(tokens: object, seen: int) -> int:
     """Return how many last tokens crop(tokens) takes back: -tokens; for a positive number all but the first `tokens`."""
-    whole = read_whole(tokens.flatten()[0] if isinstance(tokens, Tensor) and tokens.numel() == 1 else tokens)
-    if type(whole) is not int:
+    number = read_whole(tokens.flatten()[0] if isinstance(tokens, Tensor) and tokens.numel() == 1 else tokens)
+    if type(number) is not int:
         raise KVPatchError(
             f"tokens_to_remove={tokens!r} must be a whole number: -3 takes back 3 tokens. To empty the cache use reset()."
         )
-    count = -whole if whole <= 0 else max(seen - whole, 0)
+    count = -number if number <= 0 else max(seen - number, 0)
     if count > seen:
         raise KVPatchError(f"Cannot roll back {count} tokens: the cache has seen {seen}. Give at most so many, or reset() it.")
     return count

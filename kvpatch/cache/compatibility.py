@@ -54,10 +54,10 @@ def _check_same(index: int, first: TextState, cache: TextState) -> None:
     """Raise KVPatchError if two caches to be joined differ in their settings or in the shapes of their layers."""
     in_first, in_this = _list_sizes(first), _list_sizes(cache)
     sizes = ((name, in_first.get(name), in_this.get(name)) for name in dict.fromkeys((*in_first, *in_this)))
-    for name, here, there in (*first.settings.list_differences(cache.settings), *sizes):
-        if here != there:
+    for name, value_0, value in (*first.settings.list_differences(cache.settings), *sizes):
+        if value_0 != value:
             raise KVPatchError(
-                f"Cache {index} was made under another patch or model than cache 0: {name} is {there!r} there and {here!r} "
+                f"Cache {index} was made under another patch or model than cache 0: {name} is {value!r} there and {value_0!r} "
                 "here. Rows of one batch share all settings. Read both texts under one patch."
             )
 
@@ -67,8 +67,8 @@ def _check_reader(index: int, first: TextState, cache: TextState) -> None:
 
     `read_by`: a fingerprint of the model that has read a cache; None: not known.
     """
-    there, here = cache.read_by, first.read_by
-    changed = None if there is None or here is None else there.with_adapters(here.adapters).differs(here)
+    stamp, first_stamp = cache.read_by, first.read_by
+    changed = None if stamp is None or first_stamp is None else stamp.with_adapters(first_stamp.adapters).differs(first_stamp)
     if changed is not None:
         raise KVPatchError(
             f"Cache {index} was read by another model than cache 0, or its {changed[0]} have changed in between: read "

@@ -227,10 +227,10 @@ def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
     """
     new.kv, C = joined, joined.width
     new.positions = torch.cat([fit_columns(part.positions[:, :, : part.used], C, -1) for part in parts])
-    known = {name: tensor for part in parts for name, tensor in part.state.items()}
+    examples = {name: tensor for part in parts for name, tensor in part.state.items()}
     new.state = {
         name: torch.cat([fit_columns(part.statistic(name, like)[:, :, : part.used], C, 0) for part in parts])
-        for name, like in known.items()
+        for name, like in examples.items()
     }
 
 

@@ -179,15 +179,15 @@ def drop_last(cache: TextState, count: int) -> None:
 
     Tokens that these have evicted do not come back.
     """
-    left = cache.seen - count
+    n_left = cache.seen - count
     with cache.changing("crop()"):
-        gone_BT = torch.arange(cache.seen, device="cpu")[None] >= left
+        gone_BT = torch.arange(cache.seen, device="cpu")[None] >= n_left
         for layer in cache.layers:
             _take_out(cache, layer, gone_BT.to(layer.device))
-            layer.seen = left
+            layer.seen = n_left
         cache.seen_B = cache.lengths_B - count
         cache.counters.device = None  # the next pass makes it anew
-        cache.ids.crop(left)
+        cache.ids.crop(n_left)
 
 
 def can_crop(cache: TextState, count: int) -> bool:

@@ -196,9 +196,9 @@ class _LayerState:
         In mode Filling tokens are appended until then, and no slot is empty (`holes`).
         """
         layer = self.layer
-        most = layer.used + mode.filling - (layer.every - 1)
-        leads = layer.keep_BH1 is not None and bool((layer.keep_BH1 == most).all())
-        must(not layer.holes and leads, "filling does not lead to the budget")
+        budget = layer.used + mode.filling - (layer.every - 1)
+        reaches_budget = layer.keep_BH1 is not None and bool((layer.keep_BH1 == budget).all())
+        must(not layer.holes and reaches_budget, "filling does not lead to the budget")
 
     def _check_evicting(self, mode: Evicting) -> None:
         """For `check`: raise InvalidError unless each head has one slot free for the next token, or is below its budget.

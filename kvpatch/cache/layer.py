@@ -294,7 +294,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         Each decoded token writes them, for the slot that it goes to may still hold an evicted token's mark.
         """
         # OWN_STATE: kinds of state per slot beside what a policy's score stores
-        names = [one.name for one in OWN_STATE if one.blank and one.name in self.state]
+        names = [kind.name for kind in OWN_STATE if kind.blank and kind.name in self.state]
         return {name: self.state[name].new_zeros(*self.positions.shape[:2], tokens) for name in names}
 
     def free_slots(self) -> Tensor:
@@ -700,8 +700,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                     tensor[:, :, self.used :] = 0
             else:
                 mode.free_BH, mode.grown = mode.free_BH - tokens, mode.grown - tokens  # slots were taken one after the other
-                left = torch.arange(self.used, device=self.positions.device) < mode.free_BH[..., None]
-                self.positions.masked_fill_(~left, -1)
+                remaining = torch.arange(self.used, device=self.positions.device) < mode.free_BH[..., None]
+                self.positions.masked_fill_(~remaining, -1)
             self.undo_log.clear()
         else:
             for _ in range(tokens):

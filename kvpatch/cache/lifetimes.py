@@ -57,15 +57,15 @@ class Lifetimes(Batched):
         Called after each eviction. positions_BHT: of the held tokens, -1 in empty slots.
         """
         B, H, _ = positions_BHT.shape
-        known = self.deaths[layer]
-        if known is None:
-            known = torch.empty(B, H, 0, dtype=torch.int32, device=positions_BHT.device)
-        known = _widen_tensor(known, self.columns, NEVER)
-        C = known.shape[-1]
-        held = torch.zeros(B, H, C + 1, dtype=torch.bool, device=known.device)
+        deaths = self.deaths[layer]
+        if deaths is None:
+            deaths = torch.empty(B, H, 0, dtype=torch.int32, device=positions_BHT.device)
+        deaths = _widen_tensor(deaths, self.columns, NEVER)
+        C = deaths.shape[-1]
+        held = torch.zeros(B, H, C + 1, dtype=torch.bool, device=deaths.device)
         held.scatter_(-1, positions_BHT.masked_fill(positions_BHT < 0, C), True)  # empty slots mark column C, cut off below
-        gone = ~held[..., :C] & (torch.arange(C, device=known.device) < seen_B11) & (known == NEVER)
-        self.deaths[layer] = torch.where(gone, seen_B11.to(known.dtype), known)
+        gone = ~held[..., :C] & (torch.arange(C, device=deaths.device) < seen_B11) & (deaths == NEVER)
+        self.deaths[layer] = torch.where(gone, seen_B11.to(deaths.dtype), deaths)
 
     def crop(self, seen_B: Tensor) -> None:
         """Forget deaths (evictions) after each row's first `seen_B` tokens, for a roll-back, which brings such tokens back."""
@@ -89,12 +89,12 @@ class Lifetimes(Batched):
     @staticmethod
     def join_parts(parts: Sequence[Lifetimes | None]) -> Lifetimes | None:
         """Join the lifetimes (when each token was evicted) of caches that are concatenated; None if some cache has none."""
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts):
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts):
             return None
-        new = Lifetimes(len(known[0].deaths))
-        new.ids = _cat_known([part.ids for part in known], 0)
-        new.deaths = [_cat_known(deaths, NEVER) for deaths in zip(*(part.deaths for part in known), strict=True)]
+        new = Lifetimes(len(present[0].deaths))
+        new.ids = _cat_known([part.ids for part in present], 0)
+        new.deaths = [_cat_known(deaths, NEVER) for deaths in zip(*(part.deaths for part in present), strict=True)]
         return new
 
 
@@ -131,7 +131,7 @@ class Record:
         assert lifetimes.ids is not None
         is_token = torch.arange(T, device=lengths_B.device) < lengths_B[:, None]
         ids = _widen_tensor(lifetimes.ids, T, 0)[:, :T].masked_fill(~is_token.to(lifetimes.ids.device), -1)
-        deaths = tuple(_widen_tensor(one, T, NEVER)[..., :T].clone() for one in lifetimes.deaths if one is not None)
+        deaths = tuple(_widen_tensor(tensor, T, NEVER)[..., :T].clone() for tensor in lifetimes.deaths if tensor is not None)
         record = cls(ids, deaths, model)
         return record if lifetimes.lost is None else cls.join([record, cls.of(*lifetimes.lost, model)])
 

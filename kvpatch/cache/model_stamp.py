@@ -90,6 +90,6 @@ def _of_each_row(there: tuple[str, ...], here: tuple[str, ...]) -> tuple[tuple[s
 
 def _are_equal(there: Sequence[Tensor], here: Sequence[Tensor]) -> bool:
     """Tell if two samples of weights are equal, for `differs`. The model may have been moved to another device in between."""
-    pairs = [(one, other) for one, other in zip(there, here, strict=False)]
-    alike = len(there) == len(here) and all(one.shape == other.shape for one, other in pairs)
-    return alike and all(torch.equal(one, other.to(one.device)) for one, other in pairs)
+    pairs = [(old, new) for old, new in zip(there, here, strict=False)]
+    alike = len(there) == len(here) and all(old.shape == new.shape for old, new in pairs)
+    return alike and all(torch.equal(old, new.to(old.device)) for old, new in pairs)

@@ -47,11 +47,11 @@ class Notices:
         """Log the warnings whose flags have arrived from a GPU; `wait`: wait for all of them. Each pass calls this."""
         with self._lock:  # passes may run in several threads
             while self.watched and (wait or self.watched[0].arrival.query()):
-                one = self.watched.pop(0)
+                notice = self.watched.pop(0)
                 if wait:
-                    one.arrival.synchronize()
-                if bool(one.host):
-                    self.say(one.name, one.message)
+                    notice.arrival.synchronize()
+                if bool(notice.host):
+                    self.say(notice.name, notice.message)
 
     def say(self, name: str, message: str) -> None:
         """Log a warning, unless one of that name was logged before."""

@@ -201,11 +201,11 @@ class PagedSlots(DenseSlots):
         if len(parts) <= len(others):
             return None
         # N: strips of a head in the row with the most; shorter rows are filled up with strip 0, which is nobody's
-        most = max(part.most for part in parts)
-        N = most // self.pool.shape[2]
+        most_slots = max(part.most for part in parts)
+        N = most_slots // self.pool.shape[2]
         index_BHN = torch.cat([F.pad(part.strips_BHN, (0, max(N - part.strips_BHN.shape[2], 0)))[:, :, :N] for part in parts])
         strips = Strips(index_BHN, torch.cat([part.place_B2 for part in parts]))
-        return PagedSlots(self.pool, strips, min(max(width, *(part.width for part in parts)), most))
+        return PagedSlots(self.pool, strips, min(max(width, *(part.width for part in parts)), most_slots))
 
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> PagedSlots:
         return PagedSlots(self.pool, self.strips, min(max(capacities), self.most))

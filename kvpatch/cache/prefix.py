@@ -97,8 +97,8 @@ class Prefixes:
 
     def longest(self, ids: Sequence[int]) -> Prefix | None:
         """Return the longest prefix that these tokens begin with and go beyond; read anew if the model has changed since."""
-        found = [one for one in self if len(one) < len(ids) and one.ids == tuple(ids[: len(one)])]
-        return self._keep_fresh(max(found, key=len, default=None))
+        beginnings = [prefix for prefix in self if len(prefix) < len(ids) and prefix.ids == tuple(ids[: len(prefix)])]
+        return self._keep_fresh(max(beginnings, key=len, default=None))
 
     def _keep_fresh(self, prefix: Prefix | None) -> Prefix | None:
         """Return a prefix that was looked up, or, if the model has changed since it was read, a new one, which replaces it."""

@@ -38,7 +38,7 @@ class Stack:
         """Return the Stack (table of the layers with keys or states) of a decoder that drafts with its first `count` layers."""
         attention = tuple(number for number in self.attention if number < count)
         # pairs: of a layer's number, and its count of states or the number of the layer whose keys it uses
-        states, readers = (tuple(one for one in pairs if one[0] < count) for pairs in (self.states, self.readers))
+        states, readers = (tuple(pair for pair in pairs if pair[0] < count) for pairs in (self.states, self.readers))
         return Stack(attention, states, self.croppable, readers)
 
 
@@ -106,14 +106,14 @@ class RecurrentStates(Cache):
 
     def _trim_states(self) -> dict[str, Tensor]:
         """Return all states by name, for `join`; convolutions' are cut to the kernel's width: recorded pasts are longer."""
-        found = self.tensors()
+        states = self.tensors()
         for number in self.numbers:
             layer: Any = self.layers[number]
             for key, width in layer.conv_kernel_size.items():
                 name = f"{number}.conv_states.{key}"
-                if name in found:
-                    found[name] = F.pad(found[name], (max(width - found[name].shape[-1], 0), 0))[..., -width:]
-        return found
+                if name in states:
+                    states[name] = F.pad(states[name], (max(width - states[name].shape[-1], 0), 0))[..., -width:]
+        return states
 
     def fill_states(self, tensors: dict[str, Tensor]) -> None:
         """Write states into this empty object, by name as `tensors` returns them; for joining and loading."""

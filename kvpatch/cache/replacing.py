@@ -103,18 +103,18 @@ def _read_ids(ids: object, B: int) -> Tensor:
     """Return the tokens that replace() was given, of each row [B,N]. Raises KVPatchError unless they are tokens."""
     wanted = f"give token ids, int64 [N] or [{B}, N] or a list of them."
     try:
-        found = torch.as_tensor(ids, device=None if isinstance(ids, Tensor) else "cpu")
+        tensor = torch.as_tensor(ids, device=None if isinstance(ids, Tensor) else "cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise KVPatchError(f"replace() was given a {type(ids).__name__} as ids: {wanted}") from error
     if (
-        found.dtype not in (torch.int64, torch.int32)
-        or found.ndim not in (1, 2)
-        or (found.ndim == 2 and len(found) not in (1, B))
+        tensor.dtype not in (torch.int64, torch.int32)
+        or tensor.ndim not in (1, 2)
+        or (tensor.ndim == 2 and len(tensor) not in (1, B))
     ):
-        raise KVPatchError(f"replace() was given ids of {found.dtype} and shape {list(found.shape)}: {wanted}")
-    if not found.shape[-1]:
+        raise KVPatchError(f"replace() was given ids of {tensor.dtype} and shape {list(tensor.shape)}: {wanted}")
+    if not tensor.shape[-1]:
         raise KVPatchError("replace() was given no token: to take the span out, write cache.forget([span]).")
-    return found.long().expand(B, -1)
+    return tensor.long().expand(B, -1)
 
 
 def _check_reread(reread: object) -> None:

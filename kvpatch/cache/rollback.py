@@ -64,7 +64,7 @@ def record_step(layer: Recorded, shared: Tensor | None) -> Undo:
     shared = None if shared is None else shared.clone()
     positions = layer.positions.clone()
     # with a number per head; steps replace these tensors, so that no copy is needed
-    head_tensors = {one.name: getattr(layer, one.name) for one in HEAD_TENSORS if one.stepped}
+    head_tensors = {head_tensor.name: getattr(layer, head_tensor.name) for head_tensor in HEAD_TENSORS if head_tensor.stepped}
     return Undo(layer.used, copy(layer.mode), entries, positions, state, shared, head_tensors)
 
 

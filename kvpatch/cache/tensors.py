@@ -37,10 +37,12 @@ class HeadTensor:
 
         None if no layer has it, or if some layer lacks it and no number stands for it (`missing`).
         """
-        found = [getattr(layer, self.name) for layer in layers]
-        if all(one is None for one in found) or (self.missing is None and any(one is None for one in found)):
+        tensors = [getattr(layer, self.name) for layer in layers]
+        if all(tensor is None for tensor in tensors) or (self.missing is None and any(tensor is None for tensor in tensors)):
             return None
-        return torch.cat([self._fill_missing(layer) if one is None else one for one, layer in zip(found, layers, strict=True)])
+        return torch.cat(
+            [self._fill_missing(layer) if tensor is None else tensor for tensor, layer in zip(tensors, layers, strict=True)]
+        )
 
     def _fill_missing(self, layer: Any) -> Tensor:
         B, H = layer.positions.shape[:2]

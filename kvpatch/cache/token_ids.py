@@ -51,8 +51,8 @@ class TokenIds(Batched):
     def prompt_BN(self) -> Tensor | None:
         """Ids [B,N] of the newest prompt, from column `prompt` on, to be read a second time; None if some are unknown."""
         ids_BT = self.ids_BT
-        known = ids_BT is not None and not bool((ids_BT[:, self.prompt :] == UNKNOWN).any())
-        return ids_BT[:, self.prompt :].clone() if known and ids_BT is not None else None
+        all_known = ids_BT is not None and not bool((ids_BT[:, self.prompt :] == UNKNOWN).any())
+        return ids_BT[:, self.prompt :].clone() if all_known and ids_BT is not None else None
 
     @property
     def offset(self) -> bool:
@@ -117,12 +117,12 @@ class TokenIds(Batched):
     def join_parts(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:
         """Join the ids of concatenated caches, each with its rows' lengths [B]; every row ends in the last of `columns`."""
         rows = [_align_right(ids, lengths_B, columns) for ids, lengths_B in parts]
-        new = TokenIds.of(torch.cat([one.to(rows[0].device) for one in rows]))
-        known = [ids.offsets_B1 for ids, _ in parts]  # of positions after images, from the count of tokens
-        if any(one is not None for one in known):
+        new = TokenIds.of(torch.cat([tensor.to(rows[0].device) for tensor in rows]))
+        part_offsets = [ids.offsets_B1 for ids, _ in parts]  # of positions after images, from the count of tokens
+        if any(tensor is not None for tensor in part_offsets):
             zeros = [torch.zeros(len(lengths_B), 1, dtype=torch.long, device="cpu") for _, lengths_B in parts]
-            offsets = [none if one is None else one for one, none in zip(known, zeros, strict=True)]
-            new.offsets_B1 = torch.cat([one.to(rows[0].device) for one in offsets])
+            offsets = [zero if tensor is None else tensor for tensor, zero in zip(part_offsets, zeros, strict=True)]
+            new.offsets_B1 = torch.cat([tensor.to(rows[0].device) for tensor in offsets])
         return new
 
 

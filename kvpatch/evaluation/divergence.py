@@ -201,8 +201,8 @@ def list_cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
         observed, recent = policy.needs.protects, share(scope.recent, budget)
         newest, limits = "window" if observed > recent else "recent", layer.limits
         requested = {"sinks": scope.sinks, newest: max(observed, recent), "protected": share(scope.deviation, budget)}
-        left = {"sinks": limits.first, newest: limits.newest, "protected": limits.deviation}
+        granted = {"sinks": limits.first, newest: limits.newest, "protected": limits.deviation}
         for name, size in requested.items():
-            if int(left[name]) < min(size, cut.get(name, (0, size))[1]):
-                cut[name] = size, int(left[name])
+            if int(granted[name]) < min(size, cut.get(name, (0, size))[1]):
+                cut[name] = size, int(granted[name])
     return cut

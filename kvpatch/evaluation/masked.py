@@ -53,7 +53,7 @@ class Evictions:
         causal_QT: True up to the query itself. Queries of the prompt, the first `n`, see as much.
         """
         # positions held after each pass: of each, the next query sees these and itself
-        held_after = [one[index] for one in self.passes[:-1]]  # no query sees what the last pass left
+        held_after = [held_by_layer[index] for held_by_layer in self.passes[:-1]]  # no query sees what the last pass left
         B, H = held_after[0].shape[:2]
         seen = causal_QT.expand(B, H, -1, -1).clone()
         for step, positions_BHT in enumerate(held_after):

@@ -75,5 +75,5 @@ def widen(tensor: Tensor) -> Tensor:
 def positions_of(model: Any) -> int | None:
     """Return the number of positions that a text must fit into, by the model's configuration; None if that has no number."""
     config = model.config.get_text_config()
-    found = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
-    return next((count for count in found if isinstance(count, int) and count > 0), None)
+    counts = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    return next((count for count in counts if isinstance(count, int) and count > 0), None)

@@ -106,12 +106,12 @@ class Configuration:
 
         `kind` is the model_type of the part that writes text, and `outer` that of the whole model.
         """
-        parts = (values.get(key) for key in ("text_config", "llm_config"))
-        inner: Mapping[str, Any] = next((one for one in parts if isinstance(one, Mapping)), {})
+        inner_parts = (values.get(key) for key in ("text_config", "llm_config"))
+        inner: Mapping[str, Any] = next((item for item in inner_parts if isinstance(item, Mapping)), {})
         self.name, self.path, self.kind = name, path, str(inner.get("model_type") or values.get("model_type"))
         self.outer = str(values.get("model_type"))
         # SPARSE: defaults of families whose files leave them out; None in the inner part does not hide an outer value
-        self.values = {**SPARSE.get(self.kind, {}), **values, **{key: one for key, one in inner.items() if one is not None}}
+        self.values = {**SPARSE.get(self.kind, {}), **values, **{key: item for key, item in inner.items() if item is not None}}
 
     @classmethod
     def read(cls, path: Path, name: str) -> Configuration:
@@ -166,8 +166,8 @@ class Configuration:
     def kv_heads(self) -> int:
         """The number of KV heads; in a copy that `_read_layer` makes, of one layer. Families name it in different ways."""
         if self.kind == "falcon":
-            many = self.get("num_kv_heads") if self.get("new_decoder_architecture") else None
-            return many or (
+            falcon_heads = self.get("num_kv_heads") if self.get("new_decoder_architecture") else None
+            return falcon_heads or (
                 1 if self.values.get("multi_query", True) and not self.get("new_decoder_architecture") else self.heads
             )
         if self.kind == "gpt_bigcode":
@@ -233,10 +233,10 @@ class Configuration:
         n, types = self.n_layers, self.get("layer_types", "layers_block_type")
         if types:
             return list(types)
-        period, last = self.get("attn_layer_period", "full_attention_interval"), self.get("attn_layer_offset")
+        period, offset = self.get("attn_layer_period", "full_attention_interval"), self.get("attn_layer_offset")
         if period:
-            at = period - 1 if last is None else last
-            return ["full_attention" if i % period == at else "linear_attention" for i in range(n)]
+            attention_index = period - 1 if offset is None else offset
+            return ["full_attention" if i % period == attention_index else "linear_attention" for i in range(n)]
         if (chosen := self.get("attn_layer_indices", "full_attn_idxs")) is not None:
             return ["full_attention" if i in chosen else "linear_attention" for i in range(n)]
         if self.kind == "falcon_h1":

@@ -55,10 +55,10 @@ class Counter:
             fixed = layer.heads * count_centre_bytes(self.bits, layer.key, self.itemsize)  # of what rounded keys are centred on
             held += sum(holding.heads) * entry + fixed
             allocated += layer.heads * holding.slots * entry + fixed
-        whole = [layer.heads * prompt * self._count_entry(layer, FULL) for layer in self.layers]
+        full_prompts = [layer.heads * prompt * self._count_entry(layer, FULL) for layer in self.layers]
         # layers that share one budget all hold the whole prompt until the last has read it; otherwise each evicts before
         # the next one reads, so that one at a time holds it
-        peak = sum(whole) if self.shares_budget else allocated + max(whole)
+        peak = sum(full_prompts) if self.shares_budget else allocated + max(full_prompts)
         return Bytes(held, allocated, max(peak, allocated))
 
     def _count_entry(self, layer: Layer, bits: int) -> int:

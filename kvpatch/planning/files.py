@@ -44,10 +44,10 @@ def _ask_hub(name: str, revision: str | None) -> Weights | None:
         from huggingface_hub import get_safetensors_metadata
 
         files: Any = get_safetensors_metadata(name, revision=revision).files_metadata
-        ends = [one.data_offsets for file in files.values() for one in file.tensors.values()]
+        offsets = [tensor.data_offsets for file in files.values() for tensor in file.tensors.values()]
     except Exception:  # no such file, no network, a token that is missing: the weights are counted instead
         return None
-    return Weights(sum(end - begin for begin, end in ends), "the header of the hub's safetensors")
+    return Weights(sum(end - begin for begin, end in offsets), "the header of the hub's safetensors")
 
 
 def _download_file(name: str, file: str, revision: str | None) -> Path:

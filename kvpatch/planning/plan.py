@@ -123,9 +123,9 @@ def _check_arguments(
 
 def _parse_memory(memory: object) -> int | None:
     """Convert the argument `memory=` of a plan to bytes; None stays None. Raises KVPatchError for what is no size."""
-    found = parse_bytes(memory) if isinstance(memory, str) else memory
-    if memory is None or (isinstance(found, int) and not isinstance(found, bool) and found > 0):
-        return None if memory is None else found  # type: ignore[return-value]
+    nbytes = parse_bytes(memory) if isinstance(memory, str) else memory
+    if memory is None or (isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes > 0):
+        return None if memory is None else nbytes  # type: ignore[return-value]
     raise KVPatchError(f"memory={memory!r} is no size: give a number and a unit such as 24GiB or 80GB.")
 
 
@@ -137,20 +137,20 @@ def _choose_tokens(
     repetition: the policy's second reading of a prompt, which takes positions too; None if it has none. KVPatchError if
     `tokens` is more than `longest`, or if `longest` leaves no token.
     """
-    most = MAX_POSITION if longest is None else longest
-    if most < 1:  # not even a prompt of one token: because of the second reading, or of the new tokens
+    limit = MAX_POSITION if longest is None else longest
+    if limit < 1:  # not even a prompt of one token: because of the second reading, or of the new tokens
         if repetition and new < (shape.positions or 0):
             raise KVPatchError(f"{name} has {shape.positions:,} positions, too few for an instruction: give a shorter one.")
         raise KVPatchError(f"{name} has {shape.positions:,} positions: give fewer than {shape.positions} new tokens.")
-    if tokens is not None and tokens > most:
-        more = f" and {new:,} new ones" if new else ""
+    if tokens is not None and tokens > limit:
+        addition = f" and {new:,} new ones" if new else ""
         if repetition and tokens + new <= (shape.positions or 0):
-            more = f" and {repetition.count_tokens(tokens):,} that the policy reads a second time"
+            addition = f" and {repetition.count_tokens(tokens):,} that the policy reads a second time"
         raise KVPatchError(
-            f"A prompt of {tokens:,} tokens{more} is more than the {shape.positions:,} positions of {name}: give at "
-            f"most {most} tokens (--tokens {most})."
+            f"A prompt of {tokens:,} tokens{addition} is more than the {shape.positions:,} positions of {name}: give at "
+            f"most {limit} tokens (--tokens {limit})."
         )
-    return min(MOST, most) if tokens is None else tokens
+    return min(MOST, limit) if tokens is None else tokens
 
 
 def _find_dtype(dtype: str, shape: Shape) -> str:
@@ -199,8 +199,8 @@ def _find_fits(counter: Counter, shape: Shape, room: int, asked: tuple[int, int,
     def find(count: Any, positions: int | None) -> Fit:
         # requests of the planned length, and the longest prompt of which `batch` fit
         limit = MAX_POSITION - new if positions is None else positions
-        most = find_most(lambda n: batch * count(n) <= room, limit)
-        return Fit(room // max(count(tokens), 1), None if most >= MAX_POSITION - new else most)
+        longest_prompt = find_most(lambda n: batch * count(n) <= room, limit)
+        return Fit(room // max(count(tokens), 1), None if longest_prompt >= MAX_POSITION - new else longest_prompt)
 
     full = find(lambda n: count_full(shape, size, n + new), find_longest(shape, new, None))
     return full, find(lambda n: counter.count(n, new).reading, longest)  # reading: the most while prompts are read

@@ -75,11 +75,11 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers as plain values, as `kvpatch plan --json` prints them."""
-        found = dataclasses.asdict(self)
+        plain = dataclasses.asdict(self)
         for name in ("fit", "fit_full"):
-            one = getattr(self, name)
-            found[name] = None if one is None else one._asdict()
-        return found | {"kept": list(self.kept), "remarks": list(self.remarks)}
+            fit = getattr(self, name)
+            plain[name] = None if fit is None else fit._asdict()
+        return plain | {"kept": list(self.kept), "remarks": list(self.remarks)}
 
     def __str__(self) -> str:
         lines = [write_title(self), "", *_align_columns([("", "full cache", "under the budget"), *list_rows(self)]), ""]

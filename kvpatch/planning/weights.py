@@ -43,11 +43,11 @@ def count_weights(config: Configuration, dtype: str) -> Weights:
     import transformers as hf
 
     try:
-        found = hf.CONFIG_MAPPING[config.outer].from_json_file(config.path)
-        auto = hf.AutoModelForCausalLM if type(found) in hf.MODEL_FOR_CAUSAL_LM_MAPPING else hf.AutoModelForImageTextToText
+        hf_config = hf.CONFIG_MAPPING[config.outer].from_json_file(config.path)
+        auto = hf.AutoModelForCausalLM if type(hf_config) in hf.MODEL_FOR_CAUSAL_LM_MAPPING else hf.AutoModelForImageTextToText
         with torch.device("meta"):
-            model = auto.from_config(found, trust_remote_code=False)
+            model = auto.from_config(hf_config, trust_remote_code=False)
     except Exception as error:  # of many classes: of values that do not fit, of types and packages that are not there
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         return Weights(None, f"transformers makes no model of this config.json ({reason}); name a folder with its safetensors")
-    return Weights(sum(one.numel() for one in model.parameters()) * ITEMSIZES[dtype], "config.json")
+    return Weights(sum(parameter.numel() for parameter in model.parameters()) * ITEMSIZES[dtype], "config.json")
