@@ -175,7 +175,7 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
 
 
 def drop_last(cache: TextState, count: int) -> None:
-    """Drop the newest `count` tokens of a prompt that has just ended, which LosslessCache.crop asks for rejected drafts.
+    """Drop the newest `count` tokens of a prompt that has just ended. LosslessCache.crop calls this for rejected drafts.
 
     Tokens that these have evicted do not come back.
     """

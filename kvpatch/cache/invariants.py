@@ -144,7 +144,7 @@ class _LayerState:
         self.occupied = layer.positions >= 0
         self.held_BH = self.occupied.sum(-1)
         self.column = torch.arange(layer.positions.shape[2], device=layer.device)
-        self.limit_BH = layer.kv.count_usable(layer.used, layer.mode.evicts).view_as(self.held_BH)
+        self.limit_BH = layer.kv.count_usable(layer.used, layer.mode.evicts).view_as(self.held_BH)  # slots in use
 
     def check(self, least: int, reading: bool) -> None:
         """Raise InvalidError if the layer contradicts itself, between passes or just loaded.

@@ -223,6 +223,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         If there is none yet, it is made of zeros: one number a slot, or shaped as `like`.
         """
         if name not in self.state:
+            # accumulator(): a dtype with enough bits for sums
             dtype, rest = (accumulator(self.dtype), ()) if like is None else (like.dtype, like.shape[3:])
             self.state[name] = torch.zeros(*self.positions.shape, *rest, dtype=dtype, device=self.positions.device)
         return self.state[name]
@@ -300,7 +301,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def free_slots(self) -> Tensor:
         """Return the free slots, which the next token goes into, as indices [B*H] into the flattened slots, computed once."""
         free_BH = self.mode.free_BH
-        if self.traced:
+        if self.traced:  # a step of torch.compile keeps no result
             return free_BH.reshape(-1) + self._find_heads()
         if self.free_at is None or self.free_at[0] is not free_BH:
             self.free_at = (free_BH, free_BH.reshape(-1) + self._find_heads())
@@ -313,7 +314,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def _find_heads(self) -> Tensor:
         """Return the index at which each head's slots begin, flattened [B*H], for `free_slots`."""
         shape = tuple(self.positions.shape)
-        if self.traced:
+        if self.traced:  # a step of torch.compile keeps no result
             return torch.arange(0, shape[0] * shape[1] * shape[2], shape[2], device=self.positions.device)
         if self.heads_at is None or self.heads_at[0] != shape:
             B, H, C = shape
@@ -670,6 +671,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         mode = self.mode
         if not isinstance(mode, Filling):
             return mode.slotted
+        # tokens are appended, and the buffers are full just when several are evicted
         return self.every > 1 and self.used + mode.filling + 1 == self.positions.shape[2]
 
     # ---- rollback ----

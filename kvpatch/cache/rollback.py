@@ -85,9 +85,10 @@ def restore_step(layer: Recorded, undo: Undo) -> Tensor | None:
         layer.state[name][:, :, :C] = tensor[:, :, :C]
     if undo.slot is not None:
         layer.kv.write_at(layer.free_rows(), *undo.slot)
+    # keys and values of columns that an eviction of several tokens overwrote or emptied
     if undo.moved is not None:
         columns, k, v = undo.moved
         layer.kv.write_at(layer.kv.rows_of(columns), k, v)
-    for name, overwritten in undo.notes.items():
+    for name, overwritten in undo.notes.items():  # what the policy remembers of the layer
         layer.notes[name].restore(overwritten)
     return undo.shared

@@ -38,7 +38,7 @@ class LayerPart:
         B, H = layer.positions.shape[:2]
         kept = min(layer.seen, bound or layer.seen)
         full = B * H * kept * layer.kv.full_size * layer.dtype.itemsize  # of a cache that evicts nothing
-        token = B * H * count_entry_bytes(layer.bits, *layer.kv.sizes, layer.dtype.itemsize, layer.latent)
+        token = B * H * count_entry_bytes(layer.bits, *layer.kv.sizes, layer.dtype.itemsize, layer.latent)  # of one
         noted = layer.mass_BH, layer.unfitted_BH
         return cls(layer.positions[:, :, : layer.used], *noted, layer.kv.nbytes, full, token)
 

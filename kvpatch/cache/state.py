@@ -73,7 +73,7 @@ class Meter:
     def count(self, before: int, during: int, after: int) -> None:
         """Update `now` and `peak` by a layer's bytes before, while and after it reads a prompt or moves to new buffers."""
         others = self.now - before
-        self.peak = max(self.peak, others + during + (after if after != during else 0))
+        self.peak = max(self.peak, others + during + (after if after != during else 0))  # new buffers beside the old ones
         self.now = others + after
 
 
