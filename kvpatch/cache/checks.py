@@ -18,7 +18,7 @@ EMPTY = "The cache is empty, so that it has no rows yet: run a prompt through it
 
 
 def check_layer(name: str, layer: object, count: int) -> None:
-    """Raise KVPatchError unless a user's `layer` is the index of one of `count` layers: an int, or one of torch or numpy."""
+    """Raise KVPatchError unless the `layer` that a user gives a cache's method is the index of one of its `count` layers."""
     index = layer if type(layer) is int else read_whole(layer)
     if type(index) is not int or not -count <= index < count:
         raise KVPatchError(f"{name}={layer!r}: the cache has the layers 0 to {count - 1}, give one of these.")
@@ -69,7 +69,7 @@ def check_rows(indices: object, seen_B: Tensor | None, name: str = "indices", me
 
 
 def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return a user's row numbers or mask, a 1-D tensor of one of these dtypes. Raises KVPatchError for anything else."""
+    """Return the 1-D tensor by which a user selects or reorders rows; raise KVPatchError unless it is one of these dtypes."""
     wanted = f"give an int64 tensor of row numbers{' or a bool mask' * (torch.bool in dtypes)}, such as torch.tensor([1, 0])."
     if not isinstance(value, Tensor):
         raise KVPatchError(f"{name}={value!r} is a {type(value).__name__}: {wanted}")
@@ -82,7 +82,7 @@ def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Ten
 
 
 def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
-    """Raise KVPatchError if a user's row number is below `low`, or not below B; row numbers on a GPU are not read."""
+    """Raise KVPatchError if a row number that a user selects is below `low`, or not below B; numbers on a GPU are not read."""
     if not at_hand(index):
         return  # indexing the tensors with it checks this on the GPU, without a wait
     wrong = index[(index < low) | (index >= B)]

@@ -251,7 +251,7 @@ def _copy_tokens(new: SlotLayer, parts: list[SlotLayer]) -> None:
 
 
 def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: bool) -> None:
-    """Set a joined layer's mode: whether the next token is appended, goes into a free slot, or makes a head evict.
+    """Set the mode of a layer that was just filled: the next token is appended, goes into a free slot, or makes a head evict.
 
     counts: tokens of each head. goals: slots of each head at its budget; None: nothing is evicted. moved: tokens fill the first
     slots of each head. `filling`: steps until all heads are at their budget. `holes`: some slots may be empty while a query

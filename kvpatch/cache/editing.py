@@ -102,7 +102,7 @@ def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: st
 
 
 def read_span(span: object, empty: bool = False) -> Span:
-    """Return the user's span as (start, stop). Raises KVPatchError for anything else. empty: it may have no tokens (insert)."""
+    """Return the span of forget() or replace() as (start, stop), or raise KVPatchError. empty: it may have no tokens."""
     wanted = "give (start, stop), positions of the text with stop left out, such as (12, 80)."
     given = as_python(span)
     ends = [checks.read_whole(end) for end in given] if isinstance(given, Sequence) and not isinstance(given, str) else []

@@ -19,7 +19,8 @@ from .state import TextState, writable
 def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_known: bool = False) -> None:
     """Copy the keys and values of `past`, a user's cache of an unpatched model, into an empty `cache`, to go on from it.
 
-    Nothing is evicted until more of the prompt has been read. mask_BT: padding mask. ids_known: the tokens of `past` are known,
+    new_cache(past=), compress() and generate() call this. Nothing is evicted until more of the prompt has been read, or
+    compress() ends it. mask_BT: padding mask. ids_known: the tokens of `past` are known,
     to policies that read a prompt a second time.
 
     Raises:

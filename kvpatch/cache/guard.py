@@ -35,7 +35,9 @@ class MutationGuard:
             raise KVPatchError(_UNFINISHED.format(next(iter(self.operations.values()))[0]))
 
     def begin_change(self, what: str) -> None:
-        """Mark that `what`, which changes the cache, has begun. An interrupt leaves the mark, and only reset() clears it.
+        """Mark that `what`, a pass, an edit or another change of the cache, has begun. `end_change` clears the mark.
+
+        An interrupt leaves it, and then only reset() clears it.
 
         Raises:
             KVPatchError: another operation is running, or was not finished.
@@ -52,7 +54,7 @@ class MutationGuard:
 
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
-        """Run a block that changes the cache, which is marked as unfinished meanwhile.
+        """Run a block of a method that changes the cache, which is marked as unfinished meanwhile.
 
         An exception leaves the mark, so that the next use raises an error.
         """

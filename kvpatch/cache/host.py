@@ -91,7 +91,7 @@ class MappedRows:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Set a file's size and reserve the room for it: a write to a mapped file on a full disk would kill the process."""
+    """Set the size of a layer's file and reserve its room: a write to a mapped file on a full disk would kill the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
     else:
@@ -124,10 +124,10 @@ class HostLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, folder: Path | None) -> None:
-        """Make a layer without tokens, to keep a text in host memory or a file in `folder`. `begin` makes its store."""
+        """Make a layer of a new LosslessCache, to keep a text in host memory or a file in `folder`. `begin` makes its store."""
         super().__init__()
-        self.folder, self.length = folder, 0
-        self.sizes: tuple[int, int, int] = (0, 0, 0)
+        self.folder, self.length = folder, 0  # length: tokens held
+        self.sizes: tuple[int, int, int] = (0, 0, 0)  # KV heads, and numbers of a key and of a value
         self.store: HostRows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -22,7 +22,7 @@ from .state import TextState
 
 
 def check_cache(cache: TextState) -> None:
-    """Raise InvalidError if an invariant is broken; see EvictingCache.check_invariants."""
+    """Raise InvalidError if an invariant is broken, for EvictingCache.check_invariants, which lists them."""
     cache.catch_up()
     check_state(cache)
     check_bytes(cache)

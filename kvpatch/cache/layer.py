@@ -322,7 +322,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.heads_at[1]
 
     def view(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what queries attend to: keys, values, positions of the used slots; [F,D] if heads have unequally many."""
+        """Return what a pass's queries attend to: keys, values, positions of used slots; [F,D] if heads have unequally many."""
         T = self.used
         if T == self.positions.shape[2]:
             return self.kv.keys, self.kv.values, self.positions
@@ -681,7 +681,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.undo_log.append(record_step(self, shared))
 
     def can_crop(self, tokens: int, remembers: bool) -> bool:
-        """Tell, for crop(), if the last `tokens` were logged, or only appended. remembers: sums contain their attention."""
+        """Tell, for crop(), if the last `tokens` can be taken back: their steps were logged, or they were only appended.
+
+        remembers: the policy's sums contain the attention of these tokens, which only the log can undo.
+        """
         mode = self.mode
         croppable_tokens = mode.grown if isinstance(mode, Slotted) else self.used - self.floor
         return len(self.undo_log) >= tokens or (mode.croppable and not remembers and tokens <= croppable_tokens)

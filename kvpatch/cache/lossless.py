@@ -181,7 +181,7 @@ class LosslessCache(Unpicklable, Cache):
         return (self.positions(layer) >= 0).sum(-1)
 
     def next_positions(self, Q: int = 1) -> Tensor:
-        """Return the positions of the next Q tokens, int64 [1,Q]."""
+        """Return the positions of the next Q tokens, int64 [1,Q], to pass as position_ids."""
         checks.check_filled(bool(self.ids))
         check_count("Q", Q, "tokens")
         return torch.arange(len(self.ids), len(self.ids) + Q, device="cpu")[None]

@@ -31,11 +31,12 @@ class Notices:
         self._lock = threading.RLock()
 
     def say_if(self, flag: Tensor, name: str, message: str) -> None:
-        """Log a warning if `flag`, 0-d, is True. A flag on a GPU is copied without waiting, and `look` logs it later."""
+        """Log a warning if `flag`, 0-d, which a pass has computed, is True. `look` logs it later if it comes from a GPU."""
         if flag.device.type != "cuda":
             if bool(flag):
                 self.say(name, message)
             return
+        # a copy to pinned memory, without a wait; an event tells when it has arrived
         host = torch.empty((), dtype=torch.bool, pin_memory=True, device="cpu")
         host.copy_(flag, non_blocking=True)
         with torch.cuda.device(flag.device):

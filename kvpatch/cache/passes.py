@@ -131,13 +131,13 @@ def begin_edit(
     """
     cache.begin_change("edit")
     (B, Q), lengths_B = ids_BQ.shape, cache.lengths_B
-    # a prompt of Q columns, after which layers may evict by a budget that counts the whole text
+    # as a prompt of Q columns. budget_n_B: the budget counts the whole text; keeps_all: layers evict nothing after the edit
     now = Forward(places_Q.expand(B, -1).contiguous(), Q, True, lengths_B.tolist(), edit=edit)
     now.budget_n_B, now.rows_B, now.keeps_all = now.n_B, [Q] * B, cache.settings.policy.schedule == "prompt"
     now.protect_BQ = mark_protected(cache, now.positions_BQ, ids_BQ, cache.seen, within=edit.start)
     now.span_BQ = mark_spans(cache, now.positions_BQ, cache.seen)
     if cache.keeps_ids:
-        cache.ids.skip_columns(B, cache.seen, lengths_B.device)
+        cache.ids.skip_columns(B, cache.seen, lengths_B.device)  # columns whose ids were not noted
         cache.ids.replace(ids_BQ, places_Q)
     if cache.shared is not None:  # a score that all layers share, by position + 1
         cache.shared = cache.shared.index_fill(2, places_Q.to(cache.shared.device) + 1, 0)

@@ -62,7 +62,7 @@ class CacheSettings:
     untraced: str | None = field(init=False)
 
     def __post_init__(self) -> None:
-        """Fill in the layers' `bounds` (own windows) and `latent` (values in keys), and why torch.compile traces no step."""
+        """Fill in, as a model is patched, `bounds` (layers' windows), `latent` (values in keys), and `untraced`."""
         object.__setattr__(self, "bounds", self.bounds or (None,) * len(self.budget.per_layer))
         object.__setattr__(self, "latent", self.latent or (False,) * len(self.budget.per_layer))
         object.__setattr__(self, "untraced", why_not("trace", self.combine()))

@@ -431,7 +431,7 @@ def fit_columns(tensor: Tensor, columns: int, empty: int) -> Tensor:
 
 
 def _clear_from(tensor: Tensor, used: int, empty: int) -> Tensor:
-    """Fill new buffers' columns from `used` on with `empty`, in place; return them."""
+    """Fill columns of new buffers from `used` on with `empty`, in place, after tokens were copied; return the buffers."""
     if used < tensor.shape[2]:
         tensor[:, :, used:].fill_(empty)
     return tensor

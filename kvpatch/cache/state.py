@@ -262,9 +262,9 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.request.new_tokens or self.settings.policy.needs.span
 
     def temperature(self, ahead: int) -> float | Tensor:
-        """Return the temperature of a policy's softmax, `ahead` steps after the decode pass's first one; [B] if rows differ."""
+        """Return, as scores are computed, the softmax temperature `ahead` steps into a decode pass: [B] if rows differ."""
         policy, counters, now = self.settings.policy, self.counters, self.running
-        shortfall_B, span_B = counters.shortfall_B, None if self.request.new_tokens else counters.span_B
+        shortfall_B, span_B = counters.shortfall_B, None if self.request.new_tokens else counters.span_B  # rows' steps behind
         if now.traced:
             tensors = counters.tensors
             steps, span = tensors.steps + ahead, tensors.span if span_B is None else span_B

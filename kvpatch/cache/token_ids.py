@@ -60,7 +60,7 @@ class TokenIds(Batched):
         return self.offsets_B1 is not None and bool(self.offsets_B1.any())
 
     def write(self, ids_BQ: Tensor | None, B: int, Q: int, device: torch.device, real_BQ: Tensor | None = None) -> None:
-        """Add Q columns that a pass reads. ids_BQ: None if unknown. real_BQ: False for padding, in the pass's first columns."""
+        """Add the ids of Q columns, as a pass begins. ids_BQ: None if unknown. real_BQ: False for padding; of the first columns."""
         start, end = self.columns, self.columns + Q
         if self._ids_BC is None:
             self._ids_BC = torch.empty(B, 0, dtype=torch.long, device=device)

@@ -48,7 +48,7 @@ class Evictions:
         return [self._see_layer(causal, index) for index in range(len(self.passes[0]))]
 
     def _see_layer(self, causal_QT: Tensor, index: int) -> Tensor:
-        """Return which tokens each query of a layer saw, bool [B,N,Q,T], from the noted passes: the layer's mask.
+        """Return the mask of a layer, for `list_seen`: which tokens each query saw, bool [B,N,Q,T], by the noted passes.
 
         causal_QT: True up to the query itself. Queries of the prompt, the first `n`, see as much.
         """

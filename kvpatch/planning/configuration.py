@@ -152,7 +152,7 @@ class Configuration:
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """The number of query heads, for a plan. Families name it in different ways."""
         return self.require_count(
             "decoder_attention_heads", "num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads"
         )
@@ -164,7 +164,7 @@ class Configuration:
 
     @property
     def kv_heads(self) -> int:
-        """The number of KV heads; in a copy that `_read_layer` makes, of one layer. Families name it in different ways."""
+        """The number of KV heads, for a plan; in a copy that `_read_layer` makes, of one layer."""
         if self.kind == "falcon":
             falcon_heads = self.get("num_kv_heads") if self.get("new_decoder_architecture") else None
             return falcon_heads or (

@@ -95,7 +95,7 @@ def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, it
 
 
 def find_most(fits: Callable[[int], bool], limit: int) -> int:
-    """Find by bisection the largest number up to `limit`, such as of tokens, for which `fits` is True; 0 if it never is."""
+    """Find for a plan, by bisection, the most tokens up to `limit` for which `fits` is True; 0 if it never is."""
     low, high = 0, min(limit, MAX_POSITION)
     while low < high:
         middle = (low + high + 1) // 2
