@@ -69,7 +69,7 @@ def check_rows(indices: object, seen_B: Tensor | None, name: str = "indices", me
 
 
 def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return the 1-D tensor by which a user selects or reorders rows; raise KVPatchError unless it is one of these dtypes."""
+    """Return the 1-D tensor by which a user selects or reorders rows; raise KVPatchError unless it has one of these dtypes."""
     wanted = f"give an int64 tensor of row numbers{' or a bool mask' * (torch.bool in dtypes)}, such as torch.tensor([1, 0])."
     if not isinstance(value, Tensor):
         raise KVPatchError(f"{name}={value!r} is a {type(value).__name__}: {wanted}")

@@ -270,4 +270,4 @@ def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved:
     else:
         new.used, new.holes = longest, min(counts) < longest
         new.start_appending()
-    new.contiguous, new.floor = False, new.used
+    new.contiguous, new.floor = False, new.used  # slots out of text order; crop() takes none of them back

@@ -58,7 +58,7 @@ def begin(
     if cache.lifetimes is not None and input_ids is not None:  # evictions are recorded for replays
         cache.lifetimes.note_ids(input_ids, now.positions_BQ, seen + Q)
     _note_ids(cache, now, merged_ids if input_ids is None else input_ids, seen)
-    # turns, undo logs and the budget
+    # the prompt's beginning, undo logs, and what the budget counts
     if prompt:
         _begin_prompt(cache, now, before_B)
     elif not any(layer.record_past for layer in cache.layers):  # steps are not logged for crop()

@@ -60,7 +60,7 @@ class TokenIds(Batched):
         return self.offsets_B1 is not None and bool(self.offsets_B1.any())
 
     def write(self, ids_BQ: Tensor | None, B: int, Q: int, device: torch.device, real_BQ: Tensor | None = None) -> None:
-        """Add the ids of Q columns, as a pass begins. ids_BQ: None if unknown. real_BQ: False for padding; of the first columns."""
+        """Add the ids of Q columns, as a pass begins. ids_BQ: None if unknown. real_BQ: False for padding; may be shorter."""
         start, end = self.columns, self.columns + Q
         if self._ids_BC is None:
             self._ids_BC = torch.empty(B, 0, dtype=torch.long, device=device)
@@ -98,7 +98,7 @@ class TokenIds(Batched):
         first_B1 = self.find_columns(torch.tensor([at], device="cpu"))
         B, device = len(first_B1), self._ids_BC.device
         self.prompt += count if int(first_B1.max()) < self.prompt else 0  # columns before the newest prompt
-        self.write(None, B, count, device)  # columns at the end, to move those from the position on to
+        self.write(None, B, count, device)  # makes room at the end: columns from `at` on move there
         column = torch.arange(self.columns, device=device).expand(B, -1)
         moved = self._ids_BC[:, : self.columns].gather(1, torch.where(column < first_B1 + count, column, column - count))
         self._ids_BC = moved.masked_fill((column >= first_B1) & (column < first_B1 + count), UNKNOWN)
