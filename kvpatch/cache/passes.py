@@ -209,7 +209,7 @@ def end_pass(cache: TextState) -> None:
     """End a pass, or the second reading after it: update the tensor counters of compiled steps, and allow the next use."""
     now, counters = cache.running, cache.counters
     cache.states.end_pass()  # detaches a hybrid's states from autograd
-    now.shared_keys.clear()  # keys that layers without keys of their own have read: the Forward itself stays until the next pass
+    now.shared_keys.clear()  # read by layers without keys of their own; the Forward stays until the next pass
     if now.traced:  # a step of compiled code
         compiled.end_step(cache)
         return
