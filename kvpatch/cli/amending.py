@@ -26,8 +26,8 @@ class AmendingSend:
     async def __call__(self, message: Any) -> None:
         """Send one ASGI message of an answer, its JSON changed; the app calls this in place of the server's own `send`.
 
-        A JSON answer is held back until it is complete, since a change may alter its length. Events of a stream are changed as
-        they come, and the bytes `end` follow the last one.
+        A JSON answer (`_whole` is True) is held back until it is complete, since a change may alter its length. Events of a
+        stream are changed as they come, and the bytes `end`, given when this object was made, follow the last event.
         """
         if message["type"] == "http.response.start":
             self._whole = dict(message["headers"]).get(b"content-type", b"").startswith(b"application/json")
@@ -52,15 +52,18 @@ class AmendingSend:
         await self._send({"type": "http.response.body", "body": body})
 
     def _amend_lines(self, body: bytes) -> bytes:
-        """Return a streamed piece: of events with a "usage", the JSON after "data: " is changed. Pieces hold whole events."""
+        """Change a piece of a streamed answer before it is sent: the JSON after "data: " if the piece mentions "usage".
+
+        Pieces hold whole server-sent events, an event a line: a line's first six bytes are "data: ".
+        """
         if b'"usage":' not in body:
             return body
         lines = body.split(b"\n")
         return b"\n".join(line[:6] + self._amend_json(line[6:]) if line.startswith(_DATA) else line for line in lines)
 
     def _amend_json(self, text: bytes) -> bytes:
-        found = json.loads(text)
-        return json.dumps(found, separators=(",", ":")).encode() if self._change(found) else text
+        answer = json.loads(text)
+        return json.dumps(answer, separators=(",", ":")).encode() if self._change(answer) else text
 
 
 def complete_answer(answer: dict[str, Any], asked: AcceptedRequest) -> bool:

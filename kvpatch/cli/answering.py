@@ -79,7 +79,7 @@ class Answers(CBGenerateManager):
     engine: Any
 
     def __init__(self, engine: Any, model: Any, positions: int | None) -> None:
-        """Begin without requests when a server starts; its engine runs already. Kept conversations will call `_note_reuse`."""
+        """Begin without requests when a server starts. The running engine is also `_cb`, the base class's name for it."""
         super().__init__()
         self._cb = self.engine = engine
         self.model, self.positions, self.metrics = model, positions, ServerMetrics(engine)
@@ -91,9 +91,9 @@ class Answers(CBGenerateManager):
 
     def _note_reuse(self, request_id: str, tokens: int) -> None:
         """Note how many prompt tokens a kept cache has spared a request. The engine calls this when it begins the request."""
-        asked = self.asked.get(request_id)
-        if asked is not None:
-            asked.cached = tokens
+        request = self.asked.get(request_id)
+        if request is not None:
+            request.cached = tokens
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Do nothing: the engine began with the server."""
@@ -149,51 +149,51 @@ class Answers(CBGenerateManager):
         tokens = output.generated_tokens
         if not asked.stops:
             return processor.decode(tokens, skip_special_tokens=True), len(ids), tokens
-        tokens = tokens[: streamer.total_tokens]
+        tokens = tokens[: streamer.total_tokens]  # without those after a stop string
         streamer.end()
         text = "".join(collected.get_nowait() or "" for _ in range(collected.qsize()))
-        parsed = streamer.watch.stopped and get_response_template(processor, model) is not None
-        return text, len(ids), cut_tokens(processor, tokens, text) if parsed else tokens
+        reparsed = streamer.watch.stopped and get_response_template(processor, model) is not None  # the handler decodes ids
+        return text, len(ids), cut_tokens(processor, tokens, text) if reparsed else tokens
 
     def cancel(self, request_id: str) -> None:
         """End a request that nobody waits for, unless it has ended or never reached the engine (no prompt tokens noted)."""
-        asked = self.asked.get(request_id)
-        if asked is not None and asked.prompt:
+        request = self.asked.get(request_id)
+        if request is not None and request.prompt:
             self._end_request(request_id, "gone")
 
     def close(self, request_id: str) -> AcceptedRequest | None:
         """Forget and return a request when its answer has been sent. Every EVERY-th call gives free memory to the system."""
         self.cancel(request_id)
-        asked = self.asked.pop(request_id, None)
-        self._closed += asked is not None
-        if asked is not None and self._closed % EVERY == 0:
+        request = self.asked.pop(request_id, None)
+        self._closed += request is not None
+        if request is not None and self._closed % EVERY == 0:
             asyncio.get_running_loop().run_in_executor(None, give_back_memory)
-        return asked
+        return request
 
     def _accept_request(
         self, tokenizer: Any, ids: list[int], gen_config: Any, request_id: str
     ) -> tuple[AcceptedRequest, dict[str, Any]]:
         """Check a new request or raise RefusedError; return it and arguments of add_request. Sets gen_config.max_new_tokens."""
         self._check_alive(request_id)
-        asked = self.asked[request_id]
-        asked.prompt = len(ids)
+        request = self.asked[request_id]
+        request.prompt = len(ids)
         room = None if self.positions is None else self.positions - len(ids) + 1  # the last new token is not fed back
-        new = asked.most or (USUAL if room is None else max(1, min(USUAL, room)))
+        new = request.most or (USUAL if room is None else max(1, min(USUAL, room)))  # most: what the client allows
         try:
             if self.positions is not None:
                 check_length(len(ids), new, self.positions, "this server takes {} (--max-model-len)")
             pool = self.engine.pool
-            messages = find_messages(tokenizer, asked.body, ids) if pool.keeps_system else None
+            messages = find_messages(tokenizer, request.body, ids) if pool.keeps_system else None  # so not evicted
             pool.check(ids, new, messages=messages)  # raises for a request that the cache could never hold
-            chosen = self._make_config(asked.sampling)
+            config = self._make_config(request.sampling)
         except KVPatchError as error:
-            asked.ended = "refused"
+            request.ended = "refused"
             too_long = room is not None and new > room
             raise RefusedError(str(error), code="context_length_exceeded" if too_long else None) from error
         gen_config.max_new_tokens = new
-        penalties = {name: asked.sampling.get(f"{name}_penalty", 0.0) for name in ("presence", "frequency")}
-        sampling = make_sampling(self.model, chosen, len(ids), seed=asked.sampling.get("seed"), **penalties)
-        return asked, {"sampling": sampling} | ({} if messages is None else {"messages": messages})
+        penalties = {name: request.sampling.get(f"{name}_penalty", 0.0) for name in ("presence", "frequency")}
+        sampling = make_sampling(self.model, config, len(ids), seed=request.sampling.get("seed"), **penalties)
+        return request, {"sampling": sampling} | ({} if messages is None else {"messages": messages})
 
     def _make_config(self, given: dict[str, Any]) -> Any:
         """Return a copy of the model's generation config, changed by a request's sampling fields, for `make_sampling`."""
@@ -208,10 +208,10 @@ class Answers(CBGenerateManager):
         elif {"top_p", "top_k", "min_p"} & set(given):
             config.do_sample = True
         if given.get("logit_bias"):
-            known = self.model.config.get_text_config().vocab_size
-            beyond = [token for token in given["logit_bias"] if int(token) >= known]
+            n_tokens = self.model.config.get_text_config().vocab_size
+            beyond = [token for token in given["logit_bias"] if int(token) >= n_tokens]
             if beyond:
-                raise KVPatchError(f"logit_bias names token {beyond[0]}, but this model has the tokens 0 to {known - 1}.")
+                raise KVPatchError(f"logit_bias names token {beyond[0]}, but this model has the tokens 0 to {n_tokens - 1}.")
             config.sequence_bias = {(int(token),): float(bias) for token, bias in given["logit_bias"].items()}
         return config
 
@@ -243,18 +243,18 @@ class Answers(CBGenerateManager):
         return "stop"
 
     def _end_request(self, request_id: str, reason: str) -> None:
-        """Note why a request has ended, count it, and take it from the engine if it still runs there; does so once."""
-        asked = self.asked.get(request_id)
-        if asked is None or asked.ended:
+        """Note why a request has ended, count it, and cancel it in the engine; later calls for the request do nothing."""
+        request = self.asked.get(request_id)
+        if request is None or request.ended:
             return
-        asked.ended = reason
+        request.ended = reason
         self.engine.cancel_request(request_id)
         with self.engine.output_router._lock:
             self.engine.output_router.result_handlers.pop(request_id, None)
         with contextlib.suppress(queue.Empty):
             while True:  # outputs of requests that have no handler any more: nobody else reads them
                 self.engine.output_router.output_queue.get_nowait()
-        self.metrics.note_end(asked)
+        self.metrics.note_end(request)
 
 
 class _Streamer(CBStreamer):

@@ -119,6 +119,7 @@ def _cut_text(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
     if teacher is not None and limit is not None:
         from ..policies.needs.second_reading import Rereading
 
+        # longest(0): the instruction's length; the rest of the positions holds the piece twice
         length = min(length, (limit - teacher.needs.find(Rereading).longest(0)) // 2)
         if length <= teacher.scope.sinks:
             raise KVPatchError(f"The model has {limit} positions, too few to read a text twice: use another policy.")

@@ -19,13 +19,16 @@ DEFAULT_POLICY, SERVER_POLICY = find_use("question").policy, find_use("server").
 
 
 def check_calibration(name: str, options: dict[str, Any]) -> None:
-    """Raise KVPatchError, before torch loads, if a policy needs a calibration (measured statistics) and `options` has none."""
-    known_as = match_name(split_combination(name)[1], FACTS)
-    if known_as is None or "calibration" not in FACTS[known_as].options or options.get("calibration") is not None:
+    """Raise KVPatchError, before torch loads, if a policy needs a calibration (measured statistics) and `options` has none.
+
+    Of a combination's name, such as "critical(q_filter)", the inner policy counts.
+    """
+    policy = match_name(split_combination(name)[1], FACTS)
+    if policy is None or "calibration" not in FACTS[policy].options or options.get("calibration") is not None:
         return
-    command, file = ("learn", "learned") if known_as == "learned" else ("calibrate", "calibration")
+    command, file = ("learn", "learned") if policy == "learned" else ("calibrate", "calibration")
     raise KVPatchError(
-        f"Policy {known_as!r} needs a calibration of this model: run `kvpatch {command} MODEL FILE --out {file}.safetensors` "
+        f"Policy {policy!r} needs a calibration of this model: run `kvpatch {command} MODEL FILE --out {file}.safetensors` "
         f"once, and give -o calibration={file}.safetensors."
     )
 

@@ -86,15 +86,15 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continua
     model, tokenizer = source.model(), source.tokenizer()
     out = make_console(stderr=asked.json)
     texts, results = dict[str, ComparedText](), []
-    for file, prompt in prompts.items():  # all of them first, since measuring takes minutes
+    for file, prompt in prompts.items():  # check and encode all texts first, since measuring takes minutes
         try:
-            whole = asked.write_prompt(prompt)
-            texts[file] = read_text(model, tokenizer, whole, continuation, asked.new, asked.raw, asked.later)
+            with_question = asked.write_prompt(prompt)
+            texts[file] = read_text(model, tokenizer, with_question, continuation, asked.new, asked.raw, asked.later)
         except KVPatchError as error:
             raise KVPatchError(f"{file}: {error}" if len(prompts) > 1 else str(error)) from error
     for number, (file, text) in enumerate(texts.items()):
-        for said in [*text.notes, *warn_of_length(source.name, text.ids_1T.shape[1])]:
-            print_note(said)
+        for note in [*text.notes, *warn_of_length(source.name, text.ids_1T.shape[1])]:
+            print_note(note)
         print_waiting(f"reading {text.n:,} tokens of {file} ...")
         comparison = Comparison(model, text.ids_1T, text.n, asked.schedule, asked.seed, text.asked)
         facts = _list_facts(asked, model, source, file, continuation, comparison)
@@ -124,9 +124,12 @@ def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOption
 def _measure_prompt(
     asked: CompareOptions, comparison: Comparison, out: Console, file: str, facts: dict[str, Any]
 ) -> DivergenceTable:
-    """Measure divergence from the full cache under every policy, budget and number of bits; print each row, then notes."""
+    """Measure one prompt for `compare`: divergence from the full cache under each setting (policy, budget, number of bits).
+
+    Prints the table, each row as soon as it is measured, then notes.
+    """
     empty = comparison.result([])  # a table without rows, for the sizes of the text and of the full cache
-    sizes = [Row("", k, None, bits=bits).size for k in asked.ks for bits in asked.bits]
+    sizes = [Row("", k, None, bits=bits).size for k in asked.ks for bits in asked.bits]  # budgets as text, for the widths
     lines = view.Lines(asked.policies, sizes, empty)
     fed = "its own greedy text" if facts["continuation"] == "greedy" else "the continuation"
     fed = fed if asked.later is None else f"the question and {fed}, of which the answer counts"
@@ -148,16 +151,19 @@ def _measure_prompt(
             bar.update(task, description=f"{policy} k={size}")
 
         result = comparison.run(asked.policies, asked.ks, on_row, on_start, asked.bits)
-    for said in view.list_notes(result.rows):
-        out.print(said)
+    for note in view.list_notes(result.rows):
+        out.print(note)
     return result
 
 
 def _list_facts(
     asked: CompareOptions, model: Any, source: Source, file: str, continuation: str | None, comparison: Comparison
 ) -> dict[str, Any]:
-    """Return, before a prompt is measured, what all its JSON rows have in common: model, sizes, settings and versions."""
-    empty = comparison.result([])
+    """Return, before a prompt is measured, what all its JSON rows have in common: model, sizes, settings and versions.
+
+    "fed_tokens" counts the tokens of the continuation, fed one by one after the prompt.
+    """
+    empty = comparison.result([])  # a table without rows: the sizes of the text, and the bytes of the full cache
     return {
         "model": source.name,
         "prompt": file,
@@ -178,15 +184,21 @@ def _list_facts(
 
 
 def make_json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of --json when a setting was measured: the measurements or the error, the policy's options, and `facts`."""
+    """Return a row of --json when a setting was measured: the measurements or the error, the policy's options, and `facts`.
+
+    "chance": the row is of random eviction, the baseline. facts: what all rows of a prompt have in common.
+    """
     figures = {} if row.figures is None else asdict(row.figures)
-    said = {"policy": row.policy, "k": row.k, "bits": row.bits, "chance": row.policy == CHANCE, "error": row.error or None}
+    setting = {"policy": row.policy, "k": row.k, "bits": row.bits, "chance": row.policy == CHANCE, "error": row.error or None}
     options = {name: value for name, value in policy.options().items() if name != "calibration"}  # facts have its file
-    return {**said, **figures, "options": options, **facts}
+    return {**setting, **figures, "options": options, **facts}
 
 
 def warn_of_length(name: str, tokens: int) -> list[str]:
-    """Return [a warning], before measuring, for a text longer than those a small model of kvpatch was trained on, or []."""
+    """Return [a warning], before measuring, for a text longer than those a small model of kvpatch was trained on, or [].
+
+    name: of the model. Only kvpatch's small models have a card.json; its "longest_row" is the longest text in training.
+    """
     try:
         card = json.loads((Path(name) / "card.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -204,7 +216,7 @@ def warn_of_length(name: str, tokens: int) -> list[str]:
 
 
 def choose_policies(names: str, options: dict[str, Any], new: int) -> dict[str, Policy]:
-    """Return the policies that --policies names, and random eviction (CHANCE), which sets the mark that they must beat.
+    """Return the policies that --policies of `compare` names, by name, and random eviction (CHANCE), the baseline to beat.
 
     Each gets those of `options` that it has. new: number of generated tokens, for policies with an option `generation_length`.
     Random eviction spares the first and newest tokens (SPARED), as good policies do.
@@ -215,11 +227,11 @@ def choose_policies(names: str, options: dict[str, Any], new: int) -> dict[str, 
     asked = {name.strip(): get_policy(name.strip()) for name in names.split(",") if name.strip()}
     if not asked:
         raise KVPatchError("--policies names none: give some of `kvpatch policies`, such as h2o,roco.")
-    known = dict.fromkeys(name for policy in asked.values() for name in policy.options())
+    allowed = dict.fromkeys(name for policy in asked.values() for name in policy.options())
     for name in options:
-        if name not in known:
+        if name not in allowed:
             raise KVPatchError(
-                f"--option {name}: none of {', '.join(asked)} has it.{suggest(name, known)} They have: {', '.join(known)}."
+                f"--option {name}: none of {', '.join(asked)} has it.{suggest(name, allowed)} They have: {', '.join(allowed)}."
             )
     chosen = {}
     for name, policy in ({CHANCE: get_policy(CHANCE).with_options(**SPARED)} | asked).items():

@@ -33,9 +33,10 @@ class ComparedText(NamedTuple):
 def read_text(
     model: Any, tokenizer: Any, prompt: str, continuation: str | None, new: int, raw: bool = False, later: str | None = None
 ) -> ComparedText:
-    """Encode a text of `compare` before any is measured: the prompt's tokens, and those that are fed after it one by one.
+    """Encode one text for `compare`, before the measurements: the prompt's tokens, and those that are fed after it one by one.
 
     With `later`, that question is fed first, when the prompt has been evicted; `asked` of the result counts its tokens.
+    The first tokens of prompt and question together that equal the prompt's alone then count as the prompt.
 
     Args:
         model: the unpatched model.

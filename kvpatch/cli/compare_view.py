@@ -38,7 +38,7 @@ class Lines:
     """
 
     def __init__(self, policies: dict[str, Policy], sizes: Iterable[str], empty: DivergenceTable) -> None:
-        """Set the columns' widths before any row. sizes: budgets as text. empty: a table with only the sizes of the text."""
+        """Set the widths of the columns (see _HEADS) before any row. sizes: budgets as text. empty: the result without rows."""
         tokens = len(f"{empty.n + empty.fed:,}")
         names = max(len(_mark_chance(name)) for name in ["full", *policies])
         self.widths = (names, max(map(len, sizes)) + 1, max(4, tokens), 7, 6, 4, 7, 4)
@@ -78,7 +78,7 @@ class Lines:
         return self._align_cells(cells)
 
     def _align_cells(self, cells: tuple[str, ...]) -> str:
-        """Return a line of `compare`'s table, cells padded to columns: the first on its right, numbers on their left."""
+        """Return a line of `compare`'s table, padded to columns: the first cell flush left, all others flush right."""
         padded = [
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(cells, self.widths, strict=False))
@@ -91,6 +91,7 @@ def write_python(
 ) -> str:
     """Return a line of Python, to paste, that patches a model with the setting that `compare` advises. calibration: a file."""
     options = _list_options(name, policy, schedule, seed, bits)
+    # a number as it is, a rule such as "mass:0.95" as kvpatch.Mass(0.95), other text such as "2GiB" in quotes
     size = k if k.replace(".", "", 1).isdigit() else f"kvpatch.{parse_k(k)}" if ":" in k else repr(k)
     loaded = {"calibration": f"kvpatch.load_calibration({calibration!r})"}
     more = "".join(f", {option}={loaded.get(option, repr(value))}" for option, value in options.items())

@@ -64,7 +64,7 @@ def run(out: Path, json: bool = False) -> None:
     """
     console = make_console(stderr=json)
     make_folder(out)
-    stages = _load_shipped(console)
+    stages = _load_shipped(console)  # small models with their texts, by name
     view.show_story(console, ["full", *POLICIES])
     outcomes, reports = [], {}
     with make_progress_bar(console) as bar:
@@ -86,7 +86,10 @@ def run(out: Path, json: bool = False) -> None:
 
 
 def _make_stages(model: Any) -> dict[str, Stage]:
-    """Pair the model llama-0 with prompts of hidden facts: "needles" ask within the prompt, "later" after its eviction."""
+    """Pair the small model llama-0 with its two batches of prompts, each of which hides facts and asks for one of them.
+
+    In "needles" the question stands at the prompt's end; in "later" it is fed when the prompt has been read and evicted.
+    """
     return {
         "needles": Stage(model, read_needles()),
         "later": Stage(model, read_needles(in_prompt=False)),
@@ -105,7 +108,11 @@ def _load_shipped(console: Console) -> dict[str, Stage]:
 
 
 def _try_policy(policy: str, k: float, stages: dict[str, Stage]) -> DemoOutcome:
-    """Run all texts under one policy and budget, for a row of the demo's table: right answers, bytes, loss, predictions."""
+    """Run all texts under one policy and budget, for a row of the demo's table: right answers, bytes, loss, predictions.
+
+    Texts that ask for hidden facts give the right answers. The text of Python code ("source"), if it is there, gives the loss
+    and the predictions, and the bytes in place of those of "needles".
+    """
     fed = {name: _feed_text(stage, policy, k) for name, stage in stages.items()}
     right = {name: stages[name].text.find_right(one.logits_BSV) for name, one in fed.items() if stages[name].text.asks}
     outcome = DemoOutcome(policy, k, right["needles"], fed["needles"].nbytes, later=right.get("later"))

@@ -41,7 +41,10 @@ class DemoOutcome:
     tokens: Tensor | None = None
 
     def format_cells(self, full: DemoOutcome) -> dict[str, str]:
-        """Format a row of the demo's table, by column, at the end. full: the unpatched model's outcome, to compare with."""
+        """Format a row of the demo's table, by column, when all is measured. full: the unpatched model's outcome, to compare.
+
+        later: answers to questions that came after the prompt's eviction. "as full": share of predictions that `full` shares.
+        """
         cells = {"k": f"{self.k:g}", "right": _format_right(self.right)}
         if self.later is not None:
             cells["later"] = _format_right(self.later)
@@ -110,12 +113,13 @@ _LEGEND = {
 def _print_strips(console: Console, reports: Reports, text: TextBatch, width: int = 64) -> None:
     """Print below the demo's table a line per policy at the smallest budget: the share of heads that kept a prompt's parts."""
     k = min(share for _, share in reports)
-    kept = {
+    kept = {  # by policy: for each token of the prompt, the share of heads that kept it
         policy: report.kept().float().mean((0, 1))
         for (policy, share), report in reports.items()
         if share == k or policy == "full"
     }
     n = len(next(iter(kept.values())))
+    # each character stands for the tokens between two neighbouring edges
     edges = torch.linspace(0, n, min(width, n) + 1).round().long().tolist()
 
     def mark_part(a: int, b: int) -> str:

@@ -61,11 +61,11 @@ class Gate:
             status = 500
             raise
         finally:
-            asked = self.answers.close(name)
+            request = self.answers.close(name)  # with its counts, for the log; None if it was refused or is not for text
             path = scope["path"] if scope["path"] in (*PATHS, *_OPEN, "/v1/models") else "other"
             self.answers.metrics.note_answer(path, status or GONE)
             if path not in _OPEN:
-                self.log(_describe_request(scope, status, time.monotonic() - began, asked))
+                self.log(_describe_request(scope, status, time.monotonic() - began, request))
 
     async def _check_and_answer(self, scope: Scope, receive: Receive, send: Send, name: str) -> None:
         """Check a request and let transformers' app answer it. An accepted request is noted as `answers.asked[name]`.
@@ -90,12 +90,13 @@ class Gate:
             kept = self.answers.conversations is not None and path == "/health"
             await self.app(scope, receive, AmendingSend(send, self._add_conversations) if kept else send)
             return
-        asked = read_request(path, _parse_body(await _read_body(receive)), self.served)
-        body = _encode_body(asked.body)
-        self.answers.asked[name] = asked
+        request = read_request(path, _parse_body(await _read_body(receive)), self.served)
+        body = _encode_body(request.body)
+        self.answers.asked[name] = request
         others = [(key, value) for key, value in scope["headers"] if key not in (ID, b"content-type", b"content-length")]
         new = [(ID, name.encode()), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        send = AmendingSend(send, partial(complete_answer, asked=asked), _DONE if PATHS[path] in "ct" else b"")
+        # chat and text completions ("c", "t") end their streams with [DONE]; responses do not
+        send = AmendingSend(send, partial(complete_answer, asked=request), _DONE if PATHS[path] in "ct" else b"")
         await self.app({**scope, "headers": others + new}, _replay_body(body, receive), send)
 
     def _add_conversations(self, health: dict[str, Any]) -> bool:
@@ -156,7 +157,10 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _mend_error(message: Message) -> Message:
-    """Return an ASGI message of an answer as it is, but an error that ends a stream in OpenAI's form, not in transformers'."""
+    """Return an ASGI message of an answer, before it is sent, as it is. Only an error that ends a stream is rewritten.
+
+    transformers' handlers put the bytes _BROKEN before the error's text and _END after it; OpenAI's form replaces these.
+    """
     before, found, rest = message.get("body", b"").rpartition(_BROKEN)
     if not found or not rest.endswith(_END):
         return message
