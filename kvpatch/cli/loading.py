@@ -178,7 +178,10 @@ def silence_loading() -> None:
 
 
 def _find_device(device: str) -> torch.device:
-    """Return the device of --device before a model is loaded; "auto": a GPU, else the CPU. Raises KVPatchError without it."""
+    """Return the device that --device names, before a model is loaded; "auto": a GPU, else the CPU.
+
+    Raises KVPatchError if a tensor cannot be allocated there.
+    """
     import torch
 
     if device == "auto":
@@ -269,13 +272,13 @@ def fit_prompt(model: Any, ids: Tensor, new: int) -> tuple[Tensor, str]:
         raise KVPatchError(
             f"The tokenizer gives token {int(ids.max())}, but the model knows {known}: they do not belong together."
         )
-    limit, said, n = positions_of(model), "", ids.shape[1]
+    limit, note, n = positions_of(model), "", ids.shape[1]
     if limit is not None and new >= limit:
         raise KVPatchError(f"--max-new-tokens {new}: the model has {limit} positions, so no room is left for a prompt.")
     if limit is not None and n > limit - new:
         ids = ids[:, new - limit :]
-        said = (
+        note = (
             f"The prompt has {n:,} tokens; the model has {limit:,} positions, of which {new:,} are for new tokens: "
             f"only the prompt's last {ids.shape[1]:,} tokens are read."
         )
-    return ids.to(model.device), said
+    return ids.to(model.device), note

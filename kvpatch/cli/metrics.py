@@ -54,7 +54,10 @@ class ServerMetrics:
         self.counts["compressed_requests_total", ""] += evicted > 0
 
     def describe_conversations(self) -> dict[str, int]:
-        """Return the number and bytes of kept conversations (caches of ended requests), and the prompt tokens they saved."""
+        """Return the number and bytes of kept conversations (caches of ended requests), and the prompt tokens they saved.
+
+        For the answer to /health, and for the gauges of /metrics.
+        """
         kept = self.engine.conversations
         number, nbytes = (0, 0) if kept is None else (len(kept), kept.nbytes)
         return {"kept": number, "bytes": nbytes, "tokens_reused": self.counts["reused_tokens_total", ""]}
@@ -67,8 +70,8 @@ class ServerMetrics:
         lines = list[str]()
         for name, kind, about in ROWS:
             lines += [f"# HELP kvpatch_{name} {about}", f"# TYPE kvpatch_{name} {kind}"]
-            found = sorted((labels, value) for (one, labels), value in values.items() if one == name)
-            lines += [f"kvpatch_{name}{labels} {value}" for labels, value in found or [("", 0)]]
+            samples = sorted((labels, value) for (metric, labels), value in values.items() if metric == name)
+            lines += [f"kvpatch_{name}{labels} {value}" for labels, value in samples or [("", 0)]]
         return "\n".join(lines) + "\n"
 
     def _measure_engine(self) -> dict[str, int]:
@@ -89,7 +92,10 @@ class ServerMetrics:
         }
 
     def _count_held(self, prompt: int, seen: int) -> int:
-        """Return how many tokens a KV head holds, by the settings, when a request has read `seen`: the mean of the layers."""
+        """Return how many tokens a KV head holds when a request has read `seen` of them: the mean of the layers.
+
+        Computed from the server's settings (policy and budget), for its metrics, without a look at the cache.
+        """
         if seen < prompt:  # nothing is evicted yet
             return seen
         settings = self.engine.terms.settings

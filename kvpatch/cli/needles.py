@@ -61,11 +61,11 @@ def read_needles(in_prompt: bool = True) -> TextBatch:
     held = json.loads((MODELS / "llama-0" / "needles.json").read_text(encoding="utf-8"))
     ids_BT = torch.tensor(held["rows"])
     row = ids_BT[0].tolist()
-    question = len(row) - 5
+    question = len(row) - 5  # the column of the question mark; then the key and three values
     n = question + 2 if in_prompt else question
-    found = [(i, i + 4) for i in range(question) if row[i] in held["keys"]]
-    asked = [span for span in found if row[span[0]] == row[question + 1]]
-    marks = Marks([span for span in found if span not in asked], asked, [(question, question + 2)])
+    needles = [(i, i + 4) for i in range(question) if row[i] in held["keys"]]  # spans of a key and its values
+    asked = [span for span in needles if row[span[0]] == row[question + 1]]
+    marks = Marks([span for span in needles if span not in asked], asked, [(question, question + 2)])
     answer = question + 2 - n, question + 5 - n
     return TextBatch(f"{len(ids_BT)} prompts of {n} tokens with 4 needles", ids_BT, n, answer=answer, marks=marks)
 

@@ -128,7 +128,10 @@ def check_arguments(given: list[str] | None, k: str, positions: str, backend: st
 
 
 def make_policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
-    """Make the policy that options name, its calibration loaded. Most mistakes raise KVPatchError before torch is imported."""
+    """Make the policy that a command's arguments name, and load its calibration file if `options` has one.
+
+    Most mistakes raise KVPatchError before torch is imported.
+    """
     check_choice("schedule", schedule, SCHEDULES)
     check_policy(name, options)
     check_calibration(name, options)
@@ -239,9 +242,10 @@ def find_model_and_files(
     more: list[str] | None = None,
     more_given: str = "--prompt-file",
 ) -> tuple[str, list[TextFile]]:
-    """Return the model's name and the files of prompts, from a command's arguments; with --model the first is a file too.
+    """Return the model's name and the files of prompts, from a command's arguments.
 
-    option: the model by --model. more: files given by the option `more_given`.
+    argument: the first, a model's name, or a file if --model names the model. option: the model by --model. more: files given
+    by the option `more_given`.
 
     Raises:
         KVPatchError: a model or a file is missing.
@@ -251,10 +255,10 @@ def find_model_and_files(
         arguments = [argument, *arguments]
         argument = None
     model = find_model(argument, option)
-    found = [*map(TextFile, arguments), *(TextFile(name, more_given) for name in more or ())]
-    if not found:
+    texts = [*map(TextFile, arguments), *(TextFile(name, more_given) for name in more or ())]
+    if not texts:
         raise KVPatchError("Name a file with a prompt after the model; - reads standard input.")
-    return model, found
+    return model, texts
 
 
 def find_model_and_text(
