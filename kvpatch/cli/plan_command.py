@@ -41,7 +41,7 @@ def plan(  # noqa: PLR0913 - typer: an option is a parameter
     """Count the bytes of a model's weights and cache, in full and under a budget, from its config.json alone, in a moment."""
     with short_errors():
         options = parse_options(option)
-        check_policy(policy, options)  # which has none that is an argument of the library's plan()
+        check_policy(policy, options)  # refuses names that are no options of the policy, so none clashes with `more`
         check_budget(k)
         check_choice("bits", bits, BITS)
         check_choice("schedule", schedule, SCHEDULES)

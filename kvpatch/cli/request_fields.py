@@ -260,12 +260,15 @@ def _check_field(letter: str, path: str, name: str, value: object) -> None:
 
 
 def _check_model(given: dict[str, Any], letter: str, served: Served) -> None:
-    """Raise RefusedError for a model that is not served, and for a chat or tools that the served one has no template for."""
+    """Raise RefusedError if an arriving request names another model than the server's, or needs a template that it has not.
+
+    A chat or a response needs a chat template. Tools need to be known to transformers for this model.
+    """
     if given.get("model", served.name) != served.name:
-        said = f"This server has the model {served.name!r}, not {given['model']!r}: GET /v1/models lists it."
-        raise RefusedError(said, "model", 404, "model_not_found")
+        message = f"This server has the model {served.name!r}, not {given['model']!r}: GET /v1/models lists it."
+        raise RefusedError(message, "model", 404, "model_not_found")
     if letter != "t" and not served.chats:
         raise RefusedError(f"The model {served.name!r} has no chat template: use /v1/completions.", "messages")
     if given.get("tools") and not served.tools:
-        said = f"tools are not served: transformers does not know how {served.name!r} calls one. Describe them in the prompt."
-        raise RefusedError(said, "tools", code="unsupported_parameter")
+        message = f"tools are not served: transformers does not know how {served.name!r} calls one. Describe them in the prompt."
+        raise RefusedError(message, "tools", code="unsupported_parameter")

@@ -76,9 +76,10 @@ def _check_message(message: Any) -> str | None:
     """Check a request's message: its role, fields, calls of tools and content; return how it is wrong, or None."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         return f" must be an object whose role is one of {', '.join(ROLES)}"
-    others = {name for name, one in message.items() if one is not None} - _READ - _ANSWERED
-    if others:
-        return f" has {', '.join(sorted(others))}, which nothing reads: leave that out"
+    # _READ: fields that are used; _ANSWERED: fields of this server's own answers, which clients send back
+    unknown = {name for name, value in message.items() if value is not None} - _READ - _ANSWERED
+    if unknown:
+        return f" has {', '.join(sorted(unknown))}, which nothing reads: leave that out"
     calls, content = message.get("tool_calls"), message.get("content")
     if not isinstance(message.get("reasoning_content") or "", str):
         return ".reasoning_content must be a string"

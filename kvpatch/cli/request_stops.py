@@ -19,17 +19,20 @@ class StopStringWatch:
         self.stops, self.stopped, self._held = tuple(stops), False, ""
 
     def feed(self, piece: str) -> str:
-        """Take an answer's next piece of text; return what can be sent: no stop string begins in it. Sets `stopped` at one."""
+        """Take an answer's next piece of text; return what can be sent of it. Called each time that new tokens were decoded.
+
+        Ends the text before a stop string and sets `stopped`. Holds back an end that may be the beginning of a stop string.
+        """
         if self.stopped:
             return ""
         text = self._held + piece
-        found = [at for at in map(text.find, self.stops) if at >= 0]
-        if found:
+        starts = [start for start in map(text.find, self.stops) if start >= 0]
+        if starts:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
-        waits = max((self._count_overlap(text, stop) for stop in self.stops), default=0)
-        self._held = text[len(text) - waits :]
-        return text[: len(text) - waits]
+            return text[: min(starts)]
+        n_held = max((self._count_overlap(text, stop) for stop in self.stops), default=0)
+        self._held = text[len(text) - n_held :]
+        return text[: len(text) - n_held]
 
     def flush(self) -> str:
         """Return what is still held back when the text ends."""
@@ -57,9 +60,12 @@ class WatchedDecoder:
 
 
 def cut_tokens(processor: Any, tokens: list[int], text: str) -> list[int]:
-    """Cut an answer's tokens where `text` ends, before a stop string; for transformers' parsers of answers: they read ids."""
+    """Return tokens of an answer's text up to a stop string, for transformers' parsers of tool calls, which read token ids.
+
+    tokens: of the whole answer. text: the answer before the stop string, which may end inside a token.
+    """
     kept = list(tokens)
     while kept and len(before := processor.decode(kept, skip_special_tokens=True)) > len(text):
         kept.pop()
-    rest = text[len(before) :] if kept else text
+    rest = text[len(before) :] if kept else text  # the part of a token before the stop string: encoded anew
     return kept + processor(rest, add_special_tokens=False).input_ids if rest else kept

@@ -33,9 +33,10 @@ def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messa
     if messages is None:  # of /v1/responses
         tools, messages = ResponseHandler._normalize_tools(tools), ResponseHandler._normalize_input(body)
     messages = convert_messages(messages, Modality.LLM)
+    # render the conversation once more, message by message, to learn at which token each begins
     template = Template(tokenizer, {"tools": tools, **body.get("chat_template_kwargs", {})})
-    found, starts = template.tokenize(template.render(messages), Transcript())
-    if found != ids:
+    rendered_ids, starts = template.tokenize(template.render(messages), Transcript())
+    if rendered_ids != ids:
         raise KVPatchError(
             "--protect system: this model's chat template does not tell where the messages of this text end. Leave the option "
             "out, or protect tokens by their ids (-o protect=[1,2])."

@@ -76,6 +76,7 @@ def run(
         print_note(f"{patched}; a request has {most} tokens, its answer included")
         host = f"[{address.host}]" if ":" in address.host else address.host  # of IPv6, in a URL
         print_note(f"serving {source.name} at http://{host}:{port}/v1 (the client's model name is {source.name})")
+        # Serve() loads a model and builds an app; inside this block it gets this model, these sockets and kvpatch's checks
         with _serve_loaded(model, tokenizer, Answers(manager, model, positions), address.key, sockets):
             device = str(model.device)
             served = Serve(
@@ -110,20 +111,22 @@ def _bind_sockets(address: Address) -> list[socket.socket]:
 
 
 def _find_limit(source: Source, asked: int | None, settings: dict[str, Any]) -> int | None:
-    """Return the most tokens of a request: as asked, else the model's positions, unless kept tokens are renumbered from 0.
+    """Return the most tokens of a request, or None: as asked, else as many as the model has positions.
 
-    Called before weights are loaded.
+    With positions="renumbered" a text may be longer than that, since kept tokens are numbered anew from 0. Called before
+    weights are loaded.
     """
     from ..arch.kinds import position_limit
 
-    known = None
+    n_positions = None
     if settings.get("positions", "original") == "original":
-        known = position_limit(source.config().get_text_config())
-    if asked is not None and known is not None and asked > known:
+        n_positions = position_limit(source.config().get_text_config())
+    if asked is not None and n_positions is not None and asked > n_positions:
         raise KVPatchError(
-            f"--max-model-len {asked}: {source.name} has {known} positions. Give at most {known}, or --positions renumbered."
+            f"--max-model-len {asked}: {source.name} has {n_positions} positions. Give at most {n_positions}, or --positions "
+            "renumbered."
         )
-    return asked or known
+    return asked or n_positions
 
 
 def _check_system(tokenizer: Any, edits: bool) -> None:
@@ -162,11 +165,11 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
     from .request_fields import Served
     from .tool_calls import convert_messages, tolerate_bad_calls
 
-    home: Any = model_manager
-    app: Any = server
-    network: Any = uvicorn
+    manager_module: Any = model_manager
+    app_module: Any = server
+    uvicorn_module: Any = uvicorn
     started = int(time.time())
-    tolerate_bad_calls(tokenizer)
+    tolerate_bad_calls(tokenizer)  # an unreadable tool call becomes text
 
     class Loaded(model_manager.ModelManager):
         """A model manager whose one model was loaded, and patched, before."""
@@ -196,14 +199,18 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
         async def serve(self, sockets: Any = None) -> None:
             await super().serve(bound)
 
-    manager, build, config, listening = home.ModelManager, app.build_server, network.Config, network.Server
-    home.ModelManager, network.Server = Loaded, Bound
-    network.Config = partial(config, timeout_graceful_shutdown=PATIENCE, access_log=False)  # else it waits for every client
-    app.build_server = build_mended
+    # replace the names, and put the originals back at the end
+    manager, build = manager_module.ModelManager, app_module.build_server
+    config, listening = uvicorn_module.Config, uvicorn_module.Server
+    manager_module.ModelManager, uvicorn_module.Server = Loaded, Bound
+    # without the timeout a server that stops waits for every client
+    uvicorn_module.Config = partial(config, timeout_graceful_shutdown=PATIENCE, access_log=False)
+    app_module.build_server = build_mended
     try:
         yield
     finally:
-        home.ModelManager, app.build_server, network.Config, network.Server = manager, build, config, listening
+        manager_module.ModelManager, app_module.build_server = manager, build
+        uvicorn_module.Config, uvicorn_module.Server = config, listening
 
 
 def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) -> Any:

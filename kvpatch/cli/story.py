@@ -153,7 +153,7 @@ def ask(model: Any, tokenizer: Any, reading: StoryText, policy: str) -> view.Pol
         kept_LHT = Report.of(cache).kept()
         answers = [_answer_question(model, tokenizer, reading, question, cache) for question in QUESTIONS]
     share_T = kept_LHT.float().mean((0, 1))  # of each token, the share of all layers' heads that kept it
-    held = [float(share_T[reading.find_tokens(phrase)].mean()) for phrase in QUESTIONS.values()]
+    held = [float(share_T[reading.find_tokens(phrase)].mean()) for phrase in QUESTIONS.values()]  # of each answer's words
     right = [phrase.casefold() in said.casefold() for phrase, said in zip(QUESTIONS.values(), answers, strict=True)]
     return view.PolicyAnswers(policy, cache.nbytes, time.perf_counter() - start, answers, held, right, share_T)
 

@@ -13,15 +13,15 @@ def convert_messages(messages: list[dict[str, Any]], modality: Modality) -> list
     That one leaves out an assistant's reasoning, and its text where it also calls tools. A developer's message becomes a
     system message: many templates leave out roles that they do not know.
     """
-    found = BaseHandler.get_processor_inputs_from_messages(messages, modality)
-    for sent, read in zip(messages, found, strict=True):
-        read["role"] = "system" if sent["role"] == "developer" else sent["role"]
+    converted = BaseHandler.get_processor_inputs_from_messages(messages, modality)
+    for sent, result in zip(messages, converted, strict=True):
+        result["role"] = "system" if sent["role"] == "developer" else sent["role"]
         if sent.get("tool_calls"):
             (text,) = BaseHandler.get_processor_inputs_from_messages([{**sent, "tool_calls": None}], modality)
-            read["content"] = text["content"]
+            result["content"] = text["content"]
         if sent.get("reasoning_content"):
-            read["reasoning_content"] = sent["reasoning_content"]
-    return found
+            result["reasoning_content"] = sent["reasoning_content"]
+    return converted
 
 
 def tolerate_bad_calls(tokenizer: Any) -> None:
