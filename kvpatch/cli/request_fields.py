@@ -265,10 +265,10 @@ def _check_model(given: dict[str, Any], letter: str, served: Served) -> None:
     A chat or a response needs a chat template. Tools need to be known to transformers for this model.
     """
     if given.get("model", served.name) != served.name:
-        message = f"This server has the model {served.name!r}, not {given['model']!r}: GET /v1/models lists it."
-        raise RefusedError(message, "model", 404, "model_not_found")
+        note = f"This server has the model {served.name!r}, not {given['model']!r}: GET /v1/models lists it."
+        raise RefusedError(note, "model", 404, "model_not_found")
     if letter != "t" and not served.chats:
         raise RefusedError(f"The model {served.name!r} has no chat template: use /v1/completions.", "messages")
     if given.get("tools") and not served.tools:
-        message = f"tools are not served: transformers does not know how {served.name!r} calls one. Describe them in the prompt."
-        raise RefusedError(message, "tools", code="unsupported_parameter")
+        note = f"tools are not served: transformers does not know how {served.name!r} calls one. Describe them in the prompt."
+        raise RefusedError(note, "tools", code="unsupported_parameter")

@@ -200,8 +200,12 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
             await super().serve(bound)
 
     # replace the names, and put the originals back at the end
-    manager, build = manager_module.ModelManager, app_module.build_server
-    config, listening = uvicorn_module.Config, uvicorn_module.Server
+    manager, build, config, listening = (
+        manager_module.ModelManager,
+        app_module.build_server,
+        uvicorn_module.Config,
+        uvicorn_module.Server,
+    )
     manager_module.ModelManager, uvicorn_module.Server = Loaded, Bound
     # without the timeout a server that stops waits for every client
     uvicorn_module.Config = partial(config, timeout_graceful_shutdown=PATIENCE, access_log=False)
@@ -209,8 +213,12 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
     try:
         yield
     finally:
-        manager_module.ModelManager, app_module.build_server = manager, build
-        uvicorn_module.Config, uvicorn_module.Server = config, listening
+        (
+            manager_module.ModelManager,
+            app_module.build_server,
+            uvicorn_module.Config,
+            uvicorn_module.Server,
+        ) = manager, build, config, listening
 
 
 def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) -> Any:
