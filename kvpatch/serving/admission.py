@@ -35,6 +35,7 @@ class Admission:
         """
         if self.max_positions is not None:
             self._limit_length(state, self.max_positions)
+        # self.cache is the RequestPool; its `begins` holds, by request, the part of the text that need not be read
         prefix = self.cache.find_prefix(state.initial_tokens)
         messages = state.logit_processor_kwargs.get("messages")
         self.cache.check(state.initial_tokens, state.max_new_tokens, prefix, messages)
@@ -78,11 +79,11 @@ class Admission:
         begins = self.cache.begins
         if isinstance(begins.get(state.request_id), Beginning):
             del begins[state.request_id]
-        found = self.cache.find_beginning(state, self.max_positions)
-        if found is not None:
-            begins[state.request_id] = found
-        read = len(begins.get(state.request_id, ()))
-        state.remaining_prefill_tokens, state.position_offset = state.initial_tokens[read:], read
+        beginning = self.cache.find_beginning(state, self.max_positions)
+        if beginning is not None:
+            begins[state.request_id] = beginning
+        n_read = len(begins.get(state.request_id, ()))
+        state.remaining_prefill_tokens, state.position_offset = state.initial_tokens[n_read:], n_read
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """Schedule the coming pass, as the engine asks. Empties `starved_requests`, which the engine would offload."""
@@ -103,11 +104,11 @@ class Admission:
         stops: transformers' StopStringCriteria.
         """
         status, tokens = type(state.status), state.initial_tokens + state.generated_tokens
-        newest = torch.tensor([tokens[-stops.maximum_token_len :]], device="cpu")
-        if state.status is status.DECODING and bool(stops(newest, None)):
+        newest_ids = torch.tensor([tokens[-stops.maximum_token_len :]], device="cpu")  # as many as a stop string can have
+        if state.status is status.DECODING and bool(stops(newest_ids, None)):
             state.status = status.FINISHED
             self.finish_request(state.request_id)
-            self.block_new_requests = False  # there is room again
+            self.block_new_requests = False  # transformers' flag: there is room again
 
     def _limit_length(self, state: Any, positions: int) -> None:
         """Set an arriving request's max_new_tokens, if missing, by the last position. Raise KVPatchError if it needs more."""

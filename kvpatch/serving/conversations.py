@@ -60,8 +60,9 @@ class Beginning:
         self.system = 0 if conversation.messages is None else conversation.messages.count_system(length)
         self._cache: EvictingCache | None = conversation.cache
         seen = conversation.cache.seen
-        cut = length < len(conversation.ids)
-        self.columns = self.positions[-1] + 1 if cut else seen  # tokens read up to there, those since forgotten included
+        shorter = length < len(conversation.ids)
+        # tokens that the cache has read up to there; tokens that an edit has removed count too
+        self.columns = self.positions[-1] + 1 if shorter else seen
         self._removed = seen - self.columns  # for `copy` to crop
 
     def __len__(self) -> int:
@@ -92,7 +93,10 @@ class Conversations:
     """
 
     def __init__(self, most: int, edits: bool = False) -> None:
-        """Make an empty store of caches of ended requests. The patch and the server set its functions as an engine starts."""
+        """Make an empty store of caches of ended requests. The patch and the server set its functions as an engine starts.
+
+        most: bytes of all caches. edits: a cache may be edited where a new text differs from the text that it has read.
+        """
         self.most, self.edits = most, edits
         self.replace: Callable[[EvictingCache, Span, list[int]], None] | None = None  # reads ids in place of a span
         self.read_alike: Callable[[EvictingCache], bool] = lambda cache: True  # whether the model is unchanged
@@ -131,23 +135,24 @@ class Conversations:
         place. The one returned becomes the most recently used. Called for each request that waits.
         """
         text = list(ids)
+        # the conversation that begins like the text for the most tokens, of those whose cache can be cut there
         common = [(count_common(one.ids, text[:-1]), one) for one in self._kept]
         usable = [(count, one) for count, one in common if count and _can_cut(one, count)]
-        most, best = max(usable, key=lambda pair: pair[0], default=(0, None))
-        length = most
+        n_reused, best = max(usable, key=lambda pair: pair[0], default=(0, None))
+        length = n_reused
         # the text goes on from the whole of a conversation, and no other has more in common with it
-        whole = best is not None and len(best.ids) == most == max(common, key=lambda pair: pair[0])[0]
-        if self.edits and not whole:
-            found = self._find_edited(text, common, most)
-            if found is not None and (changed := self._edit_conversation(*found)) is not None:
-                best, most, length = changed, found[1].reused, found[1].length
+        continues = best is not None and len(best.ids) == n_reused == max(common, key=lambda pair: pair[0])[0]
+        if self.edits and not continues:
+            candidate = self._find_edited(text, common, n_reused)
+            if candidate is not None and (changed := self._edit_conversation(*candidate)) is not None:
+                best, n_reused, length = changed, candidate[1].reused, candidate[1].length
         if best is None:
             return None
-        if not self.read_alike(best.cache):
+        if not self.read_alike(best.cache):  # the model was changed since
             self.clear()
             return None
         self._kept.append(self._kept.pop(_find_index(self._kept, best)))
-        return Beginning(best, length, most)
+        return Beginning(best, length, n_reused)
 
     def _find_edited(
         self, ids: list[int], common: list[tuple[int, Conversation]], most: int
@@ -177,8 +182,8 @@ class Conversations:
             _LOG.info("[kvpatch] a conversation was not edited, and is read anew: %s", error)
             return None
         ids, positions = [*one.ids], [*one.positions]
-        # ids and positions of the edited text, from the last span on, since each one moves what follows it; replace() puts
-        # new ids at a span's first positions
+        # ids and positions of the edited text: the last span first, since an edit shifts the indices of all that follows;
+        # replace() puts new ids at a span's first positions
         for start, stop, new in reversed(edited.spans):
             first = one.positions[start]
             ids[start:stop], positions[start:stop] = new, range(first, first + len(new))
@@ -200,9 +205,11 @@ def _can_cut(one: Conversation, length: int) -> bool:
     """Tell if a copy of a kept cache can be cut to its first `length` tokens, with which a new text begins. Changes nothing."""
     if length == len(one.ids):
         return True
-    if not one.cache.settings.transparent and length < one.answer:  # a first reading would have evicted by another prompt
-        return False  # transparent: nothing is evicted; answer: tokens before the last answer
-    return can_crop(one.cache, one.cache.seen - one.positions[length - 1] - 1)
+    # transparent: nothing is ever evicted. Else a cut within the prompt (before the last answer, at `answer`) is refused: that
+    # prompt has decided what was evicted, and a shorter one would have decided otherwise
+    if not one.cache.settings.transparent and length < one.answer:
+        return False
+    return can_crop(one.cache, one.cache.seen - one.positions[length - 1] - 1)  # tokens to remove from the end
 
 
 def _count_before(answer: int, edited: Edited) -> int:

@@ -26,9 +26,9 @@ class Edited(NamedTuple):
 
 
 def count_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens with which two texts begin alike, by bisection; called to find what of a text was read before."""
+    """Count the tokens with which two texts begin alike; called to find how much of a text was read before."""
     low, high = 0, min(len(one), len(other))
-    while low < high:  # slices are compared in C
+    while low < high:  # bisection: comparing slices is faster in Python than comparing tokens one by one
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
     return low
@@ -48,33 +48,34 @@ def find_edits(kept: list[int], ids: list[int], answer: int) -> Edited | None:
     Returns:
         None if nothing was edited, a span would get more tokens than it had, or nothing of `ids` would be left to read.
     """
-    at = there = count_common(kept, ids)  # places in `kept` and in `ids`, before which all is explained
-    known = _index_runs(kept, there)
+    kept_start = ids_start = count_common(kept, ids)  # a difference begins here; the texts before it are matched
+    run_places = _index_runs(kept, ids_start)
     spans = list[tuple[int, int, list[int]]]()
-    while at < len(kept):
-        found = _find_run(known, ids, at, there)
-        if found is None:
-            if at < answer:
+    while kept_start < len(kept):
+        resumption = _find_run(run_places, ids, kept_start, ids_start)
+        if resumption is None:  # the rest of the kept text is gone, as only an answer may be
+            if kept_start < answer:
                 return None
-            spans.append((at, len(kept), []))
+            spans.append((kept_start, len(kept), []))
             break
-        stop, end = found  # in `kept` and in `ids`: the end of a difference, which moves back while tokens before it agree
-        while stop > at and end > there and kept[stop - 1] == ids[end - 1]:
-            stop, end = stop - 1, end - 1
-        if end - there > stop - at:  # the new tokens take the positions of the old ones
+        # the end of the difference in each text, moved back while the tokens before it agree
+        kept_stop, ids_stop = resumption
+        while kept_stop > kept_start and ids_stop > ids_start and kept[kept_stop - 1] == ids[ids_stop - 1]:
+            kept_stop, ids_stop = kept_stop - 1, ids_stop - 1
+        if ids_stop - ids_start > kept_stop - kept_start:  # new tokens take the positions of old ones: there are too many
             return None
-        spans.append((at, stop, ids[there:end]))
-        common = count_common(kept[stop:], ids[end:])
-        at, there = stop + common, end + common
-    return Edited(spans, there) if spans and there < len(ids) else None
+        spans.append((kept_start, kept_stop, ids[ids_start:ids_stop]))
+        common = count_common(kept[kept_stop:], ids[ids_stop:])
+        kept_start, ids_start = kept_stop + common, ids_stop + common
+    return Edited(spans, ids_start) if spans and ids_start < len(ids) else None
 
 
 def _index_runs(ids: list[int], start: int) -> dict[tuple[int, ...], list[int]]:
-    """Return the places in a kept text, from `start` on, where each run of RUN tokens begins, ascending: for `_find_run`."""
-    known: dict[tuple[int, ...], list[int]] = {}
+    """Index a kept text from `start` on, for `_find_run`: each sequence of RUN tokens, and the places where it begins."""
+    places: dict[tuple[int, ...], list[int]] = {}
     for index in range(start, len(ids) - RUN + 1):
-        known.setdefault(tuple(ids[index : index + RUN]), []).append(index)
-    return known
+        places.setdefault(tuple(ids[index : index + RUN]), []).append(index)
+    return places
 
 
 def _find_run(known: dict[tuple[int, ...], list[int]], ids: list[int], at: int, there: int) -> tuple[int, int] | None:

@@ -104,7 +104,8 @@ class BatchingManager(ContinuousBatchingManager):
                 "The patch that this continuous batching manager was made under was removed: make a new one with "
                 "model.init_continuous_batching()."
             )
-        model: Any = _Packing(self.model, self.pool, self.terms.carry)  # the model, which gets the pool in its mask
+        # the model as transformers' processor will call it: its attention mask is an object that leads kvpatch to the pool
+        model: Any = _Packing(self.model, self.pool, self.terms.carry)
         assert self.batch_processor is not None
         if self.pool.coming:  # tokens that were scheduled
             self.batch_processor._generation_step(model)
@@ -151,7 +152,10 @@ class BatchingManager(ContinuousBatchingManager):
         return processor
 
     def _make_pool(self) -> RequestPool:
-        """Make the pool as the thread starts, with as many blocks as transformers' paged cache would have in free memory."""
+        """Make the pool as the thread starts, with as many blocks as transformers' paged cache would have in free memory.
+
+        A block is room for config.page_size tokens in each layer.
+        """
         config = self.continuous_batching_config
         per_block, settings = self.terms.kv_bytes * config.page_size, self.terms.settings
         handler = PagedAttentionMemoryHandler(
@@ -165,11 +169,11 @@ class BatchingManager(ContinuousBatchingManager):
             model_supports_logits_to_keep=_supports_logits_to_keep(self.model),
         )
         handler.num_attention_masks = 0  # none is built
-        chunk, blocks = handler.infer_max_batch_tokens_and_num_sectors()
-        if settings.block is not None:  # the same cuts as in a prompt that is read in one pass
+        chunk, blocks = handler.infer_max_batch_tokens_and_num_sectors()  # chunk: tokens of a prompt that one pass reads
+        if settings.block is not None:  # eviction after every `block` tokens: a pass ends where a block does
             chunk = max(chunk // settings.block, 1) * settings.block
-        rows = config.max_requests_per_batch or chunk  # requests that decode beside a prompt's chunk
-        pool = RequestPool(settings, blocks, config.page_size, chunk + rows, self.model.device)
+        n_decoding = config.max_requests_per_batch or chunk  # requests that decode in the pass of a prompt's chunk
+        pool = RequestPool(settings, blocks, config.page_size, chunk + n_decoding, self.model.device)
         pool.chunk, pool.find_prefix, pool.conversations = chunk, self.terms.find_prefix, self.conversations
         pool.placeholders = self.terms.placeholders
         return pool

@@ -27,7 +27,10 @@ class Part(NamedTuple):
     open: bool = False
 
     def leave_open(self) -> None:
-        """Note for the pass if a prompt's last block is not full: it goes on in the next pass, and nothing is evicted yet."""
+        """Note for the pass, as it begins, if a prompt's last block (after which the cache evicts) is cut by the pass's end.
+
+        The block goes on in the next pass, and nothing is evicted before.
+        """
         block = self.cache.settings.block
         if block is not None and self.columns.shape[-1] % block:
             self.cache.running.blocks[-1].ends_prompt = False
@@ -59,7 +62,7 @@ class PackedPass:
             B, Q = part.columns_BQ.shape
             ids_BQ = None if input_ids_Q is None else part.of(input_ids_Q)
             passes.begin(part.cache, B, Q, None, ids_BQ, part.columns.device, table)
-            if part.open:
+            if part.open:  # the prompt goes on in the next pass
                 part.leave_open()
 
     @property

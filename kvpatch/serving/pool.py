@@ -56,11 +56,11 @@ class RequestPool:
     def __init__(
         self, settings: CacheSettings, num_blocks: int, page: int, max_batch_tokens: int, device: torch.device
     ) -> None:
-        """Begin without requests. The manager makes this once, as transformers' paged cache, and sets chunk and such later."""
+        """Begin without requests, in place of transformers' paged cache, as an engine starts. page: tokens of a block."""
         self.settings, self.num_blocks, self.page, self.device = settings, num_blocks, page, device
         self.max_batch_tokens = max_batch_tokens
         self.cache_allocators: dict[str, Any] = {}
-        self.pool = _Sectors()
+        self.pool = _Sectors()  # transformers asks it to free memory
         self.chunk = max_batch_tokens
         self.requests: dict[str, Request] = {}
         self.find_prefix: Callable[[Sequence[int]], Prefix | None] = lambda ids: None
@@ -76,7 +76,7 @@ class RequestPool:
 
     @cached_property
     def _blockwise(self) -> CacheSettings | None:
-        """Settings that evict after every `block` tokens of a prompt of several passes; None: the policy must see it whole."""
+        """Settings that evict after every `block` tokens of a prompt of several passes; None: the policy cannot do that."""
         settings = self.settings
         if settings.block is not None:
             return settings
@@ -93,12 +93,12 @@ class RequestPool:
             KVPatchError: its text has no limit, and the number of held tokens grows with the text.
         """
         read = 0 if prefix is None else len(prefix)
-        whole = prompt - read > self.chunk and self._blockwise is None  # evicts only after the last of several passes
+        evicts_late = prompt - read > self.chunk and self._blockwise is None  # only after the last of the prompt's passes
         if isinstance(prefix, Beginning) and new is not None:  # goes on from a kept conversation
             rest = prompt - read
-            claimed = count_continued(self.settings, prefix.held, prefix.columns + rest, rest, new, whole)
+            claimed = count_continued(self.settings, prefix.held, prefix.columns + rest, rest, new, evicts_late)
             return -(-claimed // self.page)
-        return -(-count_claimed(self.settings, prompt, new, whole, read) // self.page)
+        return -(-count_claimed(self.settings, prompt, new, evicts_late, read) // self.page)
 
     def check(
         self, ids: Sequence[int], new: int | None, prefix: Prefix | Beginning | None = None, messages: Messages | None = None
@@ -150,9 +150,9 @@ class RequestPool:
         return True
 
     def find_beginning(self, state: Any, positions: int | None) -> Beginning | None:
-        """Return the beginning of a waiting request that a kept conversation has read, if it is more than its prefix and fits.
+        """Find a kept conversation that has read the beginning of a waiting request's text, and more than its prefix, or None.
 
-        positions: how many the model has, or None. Only a request for which there are blocks gets one.
+        Also None if there are not blocks enough for the request yet. positions: how many the model has, or None.
         """
         prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.begins.get(state.request_id)
         if self.conversations is None or new is None or state.num_children:
@@ -176,7 +176,7 @@ class RequestPool:
             return
         with self.compute():
             cache = self.rows.copy_row(state.request_id) if request.cache is None else request.cache
-            if cache is None or cache.unfinished or cache.turns.open or not cache.turns.count:
+            if cache is None or cache.unfinished or cache.turns.open or not cache.turns.count:  # broken, or prompt unread
                 return
             cache.settings = self.settings  # no more those of `_blockwise`
             begun = request.prefix if isinstance(request.prefix, Beginning) else None
@@ -260,7 +260,7 @@ class RequestPool:
             if request is not None and request.cache is not None:
                 request.cache = request.cache.clone()
         self._forked = []
-        first, column = dict[str, int](), 0
+        first, column = dict[str, int](), 0  # first: by decoding request, the column (token of the pass) of its newest token
         parts = list[Part]()
         for name, past, count in coming:
             request = self.requests[name]
@@ -280,15 +280,15 @@ class RequestPool:
         """Return a prompt's next tokens as a part of the coming pass, with the request's cache, which the first piece makes."""
         end = past + len(columns)
         if request.cache is None:
-            long = request.prompt - past > self.chunk and self._blockwise is not None  # evicts after every chunk
-            settings = self._blockwise if long and self._blockwise is not None else self.settings
+            in_blocks = request.prompt - past > self.chunk and self._blockwise is not None  # evicts after every chunk
+            settings = self._blockwise if in_blocks and self._blockwise is not None else self.settings
             request.cache = EvictingCache(settings) if request.prefix is None else request.prefix.copy()
             request.cache.settings = settings
             request.cache.request.prompt_len = request.cache.seen + request.prompt - past
             request.cache.request.new_tokens = request.new
             request.cache.messages = request.messages
-        whole = end == request.prompt or len(columns) == self.chunk  # else its last block may go on in the next pass
-        return Part(request.cache, columns, decodes=False, open=not whole)
+        ends_block = end == request.prompt or len(columns) == self.chunk  # else its last block may go on in the next pass
+        return Part(request.cache, columns, decodes=False, open=not ends_block)
 
     def _join_rows(self, names: dict[str, int]) -> None:
         """Give the caches of requests that decode for the first time to `rows`, which joins them in a batch, before a step."""

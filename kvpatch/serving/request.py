@@ -49,7 +49,8 @@ def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: 
             f"This request has no limit of new tokens, and schedule={settings.policy.schedule!r} keeps all that are generated: "
             "give max_new_tokens, or schedule='both'."
         )
-    unrounded = _count_unrounded(settings, prompt) if whole else 0  # `bits` round a prompt's keys only at its end
+    # keys are rounded to `bits` only at the prompt's end: until then they take the memory of so many rounded tokens
+    unrounded = _count_unrounded(settings, prompt) if whole else 0
     held = [max(*count_held(settings, layer, prompt, new, read=read).heads, unrounded) for layer in layers]
     return -(-sum(held) // len(held))
 
@@ -66,7 +67,7 @@ def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, r
     """
     most = list[int]()
     for layer, before in enumerate(held):
-        turns = settings.policies[layer].scope.turns  # what the budget of a chat's later turn covers
+        turns = settings.policies[layer].scope.turns  # the part of a chat that the budget covers in its second turn and later
         if turns == "all":  # the whole text
             count = max(count_held(settings, layer, prompt, new).heads)
         elif turns == "each":  # this turn alone

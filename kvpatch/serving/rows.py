@@ -41,7 +41,7 @@ class RowPool:
         self.parts.append(RequestRows([name], cache))
 
     def copy_row(self, name: str) -> EvictingCache | None:
-        """Return a new cache of one request's row, to be kept when it ends; None if its prompt is still being read."""
+        """Copy one decoding request's row to a new cache, to be kept when the request ends; None if it does not decode yet."""
         for part in self.parts:
             if name in part.names:
                 return part.cache.select_rows(part.names.index(name))
@@ -59,16 +59,16 @@ class RowPool:
     def gather(self, names: Collection[str]) -> RequestRows:
         """Return these requests as the rows of one cache, in the order of its `names`. Called for each decode step.
 
-        Their caches are joined, and other requests' rows are split off to wait, only if the last step had other requests. Rows
-        of requests that have ended go.
+        Caches are joined and split only if the last step had other requests: rows of requests that do not take part are split
+        off to wait, and rows of requests that have ended are dropped.
         """
         inside, outside = list[RequestRows](), list[RequestRows]()
         for part in self.parts:
-            here = [name is not None and name in names for name in part.names]
+            decodes = [name is not None and name in names for name in part.names]
             waits = [name is not None and name not in names for name in part.names]
-            for rows, those in ((here, inside), (waits, outside)):
-                if any(rows):
-                    those.append(part if all(rows) else _select_rows(part, rows))
+            for mask, selected in ((decodes, inside), (waits, outside)):
+                if any(mask):
+                    selected.append(part if all(mask) else _select_rows(part, mask))
         self.parts = outside
         if len(inside) > 1:
             joined = EvictingCache.concatenate([part.cache for part in inside], consume=True)

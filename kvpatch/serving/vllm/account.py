@@ -42,23 +42,27 @@ class BudgetLog:
             self.figures.set("blocks_claimed", 0)
 
     def _log_start(self, scheduler: Any) -> None:
-        """Log one line of the budget, for an operator, once vLLM has divided its memory into pages."""
+        """Log one line of the budget, for an operator, once vLLM has divided its memory into pages.
+
+        It tells how many pages and bytes a request takes at most, and how many such requests fit.
+        """
         config, blocks = scheduler.vllm_config, scheduler.kv_cache_config.num_blocks - 1
         terms = find_settings(config)
         if terms is None:
             return
         sizes = [f"{spec.most_pages()} pages of {spec.block_size} slots in {layers} layers" for layers, spec in self.groups]
         size = sum(spec.most_pages() * spec.page_size_bytes * layers for layers, spec in self.groups)
-        piece = config.scheduler_config.max_num_batched_tokens if config.scheduler_config.enable_chunked_prefill else None
-        fit = blocks // sum(spec.most_pages() for _, spec in self.groups)
-        whole = size * config.parallel_config.tensor_parallel_size
-        _LOG.info(terms.describe_start(" and ".join(sizes), whole, fit, piece))
+        # chunk: tokens of a prompt that one pass reads; None: all of them
+        chunk = config.scheduler_config.max_num_batched_tokens if config.scheduler_config.enable_chunked_prefill else None
+        n_fitting = blocks // sum(spec.most_pages() for _, spec in self.groups)
+        size_of_all_ranks = size * config.parallel_config.tensor_parallel_size
+        _LOG.info(terms.describe_start(" and ".join(sizes), size_of_all_ranks, n_fitting, chunk))
 
     def note_pass(self, request: Any, tokens: int, begins: bool) -> None:
         """Count a pass that reads a piece of a request's prompt without its end. Called before each pass of each request.
 
-        tokens: read when the pass has ended. begins: it is the request's first pass; a k (budget) that the request itself asks
-        for and cannot have then gets a warning.
+        tokens: read when the pass has ended. begins: it is the request's first pass. If the request asks for a k (budget) in
+        its extra_args, by the name OWN, and cannot have it, a warning is logged then.
         """
         asked = get_asked(request.sampling_params)
         if begins and OWN in asked and not read_own(request.sampling_params, self.groups[0][1].held.most):

@@ -146,7 +146,10 @@ class BudgetedAttention(AttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write the layer's attention into `output`, and return it. vLLM calls this once per pass, for all its requests."""
+        """Write a layer's attention into `output`, and return it. vLLM calls this once per pass, for all requests of the pass.
+
+        query, key and value hold the new tokens of all requests, one after the other. kv_cache: the layer's pages.
+        """
         if attn_metadata is None or not attn_metadata.scheduled:  # vLLM warms up
             return output
         T, D = attn_metadata.scheduled[-1].first + attn_metadata.scheduled[-1].columns, self.head_size
@@ -164,9 +167,9 @@ class Worker:
     """The layers of a model on this process, and its requests."""
 
     def __init__(self, config: VllmConfig) -> None:
-        """Check vLLM's configuration, as the first layer is made. `_note_holder` is registered if the policy weighs values.
+        """Check vLLM's configuration, as the first layer is made. The worker then waits for the layers to be added.
 
-        It then finds each layer's output projection, by which such policies multiply values.
+        Under a policy that weighs values by the output projection, torch will call `_note_holder`, which finds that projection.
         """
         terms = find_settings(config)
         assert terms is not None
@@ -210,7 +213,10 @@ class Worker:
 
     @functools.cached_property
     def held(self) -> list[LayerBudget]:
-        """The budget of each layer, by which vLLM's pages are counted at the start: the most that a prompt gives the layer."""
+        """The budget of each layer, by which vLLM's pages are counted at the start: the most that any prompt gives the layer.
+
+        Budgets that depend on the text are replaced by their highest value.
+        """
         settings, longest = self.settings, self.config.model_config.max_model_len
         budgets = [rule.k if isinstance(rule, Size) else rule.highest(longest, 1)[0] for rule in settings.rules]
         return [
