@@ -63,7 +63,7 @@ class Adapter:
 
         Args:
             attn: the attention module.
-            own: its own forward.
+            own: the module's unpatched forward.
             core: attention through the cache: queries [B,H*G,Q,D], keys and values [B,H,Q,D] -> output [B,Q,H*G*D].
             hidden_BQE: hidden states.
             call: the forward's other arguments by name.

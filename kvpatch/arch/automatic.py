@@ -56,7 +56,7 @@ def automatic_adapters(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapt
             f"{name} has attention of several classes ({', '.join(classes)}), for which no row can be derived: write an "
             "adapter (kvpatch.Adapter) that names them."
         )
-    trial = _TRIAL.get()
+    trial = _TRIAL.get()  # the row that is under check now, or None
     if trial is not None and qualified_name(attentions[0]) in trial.classes:  # the model is a twin under its check
         return [(module, trial) for module in attentions]
     decoder: Any = holder_of(model, attentions) or model
@@ -165,6 +165,7 @@ def derive_adapter(
     attention, so that logits get no further factor.
     """
     attn, config = attentions[0], attentions[0].config
+    # `learned` below: a table of learned position embeddings, for as many positions as the model has
     limit = position_limit(config)
     tables = (m for name, m in decoder.named_modules() if isinstance(m, nn.Embedding) and "position" in name)
     return AutomaticAdapter(
@@ -191,7 +192,7 @@ def _causal_attentions(model: Any) -> list[nn.Module]:
         if routes_through_interface(module)
         and not attends_both_ways(module)
         and isinstance(getattr(module, "config", None), text)
-        and not _of_states(module)
+        and not _of_states(module)  # linear attention of a hybrid model, which has no keys
     ]
 
 

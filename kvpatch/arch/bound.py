@@ -78,8 +78,9 @@ class BoundAdapter:
         sinks = self.adapter.sinks(self.attn)
         if sinks is not None:
             sinks = local(sinks).to(device).unflatten(0, (self.H, -1))
-            sinks = sinks if torch.is_grad_enabled() else sinks.detach()
+            sinks = sinks if torch.is_grad_enabled() else sinks.detach()  # sinks are parameters, which training updates
         adapter, attn = self.adapter, self.attn
+        # coarse: the factor of ALiBi in a model that rounds it to bfloat16, else None
         fields = (adapter.scale(attn), slopes, adapter.sliding(attn), adapter.softcap(attn), sinks, adapter.coarse(attn))
         return Geometry(*fields)
 
@@ -131,6 +132,8 @@ class BoundAdapter:
             run = module if module is not None else lambda y: self.adapter.output(self.attn, y)
             mixed = torch.autocast(like.device.type) if self.autocast else nullcontext()
             with mixed, _set_evaluating(self.attn):  # a dropout on the way is no part of the weight
+                # under tensor parallelism the projection sums over processes, so all call it together: at each turn one of
+                # them gives unit vectors and the others zeros. What zeros give is the bias, which is subtracted
                 answers = [run(unit if turn == parallel.rank else unit * 0) for turn in range(parallel.size)]
                 weight = (answers[parallel.rank] - run(unit[:, :1] * 0))[0]
         rows = rearrange(weight.detach(), "(n g d) e -> n g d e", n=N, g=group)

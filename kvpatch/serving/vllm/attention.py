@@ -247,14 +247,15 @@ class Worker:
         """
         if self.requests is None:
             self.requests = Requests(self.settings, q.device)
-            if self._notes is not None:
+            if self._notes is not None:  # the hook that calls `_note_holder`: the model has been made
                 self._notes.remove()
         self.requests.now[layer.index] = now.scheduled
         if layer.index == 0:
             self.packed = self.requests.begin(now.scheduled)
         if self.requests.pools[layer.index] is None:
+            # N pages of P slots (places for tokens), divided anew: keys first, then values, in strips (a page of one head)
             N, H, P, _ = kv_cache.shape
-            self.requests.pools[layer.index] = kv_cache.view(2, N * H, P, -1)  # strips: a page of one head
+            self.requests.pools[layer.index] = kv_cache.view(2, N * H, P, -1)
         return self.packed.attend(layer.core, q, k, v)
 
 

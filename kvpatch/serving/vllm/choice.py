@@ -23,7 +23,10 @@ OWN: dict[str, str] = {}
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class that vLLM's registry seeks here for a backend, as a model is made: kvpatch's, or the one before it."""
+    """Return the class that vLLM's registry seeks here by a backend's name, as a model is made.
+
+    BUDGETED has the path of kvpatch's class for that backend. OWN has the path that the registry had before.
+    """
     if name not in OWN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return resolve_name(BUDGETED[name] if _may_need_budget() else OWN[name])
@@ -33,7 +36,8 @@ def _may_need_budget() -> bool:
     """Tell whether the model that is being made, or a later one of this process, may have a budget.
 
     vLLM keeps the class that it finds here for all models of a process whose layers look alike. A process has one model, unless
-    the user's own process runs engines (no multiprocessing): then the class is kvpatch's, which asks again for each model.
+    the user's own process runs engines (no multiprocessing). Then the class is always kvpatch's; for each model it looks for
+    settings, and leaves models without them to vLLM's class.
     """
     from vllm import envs
     from vllm.config import get_current_vllm_config_or_none

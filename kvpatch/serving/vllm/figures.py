@@ -55,8 +55,9 @@ class Figures:
         self._keys = dict[str, str]()
         self.values = dict.fromkeys(ROWS, 0.0)
         for name, (kind, about) in ROWS.items():
-            row = f"kvpatch_{name}"
-            self._keys[name] = mmap_key(row, f"{row}_total" if kind == "counter" else row, (), (), about)
+            metric = f"kvpatch_{name}"
+            # Prometheus' library finds a value in such a file by a key of names, labels and help text
+            self._keys[name] = mmap_key(metric, f"{metric}_total" if kind == "counter" else metric, (), (), about)
             self.set(name, 0)
 
     def set(self, name: str, value: float) -> None:

@@ -57,15 +57,19 @@ class BudgetSpec(CircularBufferSpec):
 
     @classmethod
     def of(cls, spec: AttentionSpec, layer: LayerBudget, longest: int, cache: CacheConfig) -> BudgetSpec:
-        """Return the spec of a layer's pages under its budget, when vLLM sizes them; the rest is as in vLLM's `spec`."""
-        known = {field.name for field in fields(cls)}
-        same = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in known}
+        """Return the spec of a layer's pages under its budget (`layer`), when vLLM sizes them; all else is as in vLLM's `spec`.
+
+        longest: tokens of the longest text. cache: vLLM's settings, for the number of tokens of a page.
+        """
+        names = {field.name for field in fields(cls)}
+        shared = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in names}
         size = cache.block_size if cache.user_specified_block_size else SLOTS
-        return cls(**{**same, "block_size": size, "held": layer, "longest": longest})
+        return cls(**{**shared, "block_size": size, "held": layer, "longest": longest})
 
     def count_held(self, prompt: int, new: int, asked_k: int = 0) -> int:
         """Count the tokens that a head holds after a prompt and `new` tokens, to size pages. asked_k: the request's k, or 0."""
-        # bound: a sliding window, whatever the k; grows: generated tokens are kept beside the budget
+        # held.bound: a sliding window, whatever the request's k; held.grows: generated tokens are all kept (the schedule
+        # "prompt", by which only prompts are evicted; "both" evicts generated tokens too)
         budget, schedule = (
             asked_k if asked_k and not self.held.bound else self.held.budget,
             "prompt" if self.held.grows else "both",
@@ -81,8 +85,8 @@ class BudgetSpec(CircularBufferSpec):
         prompt: tokens of its prompt, or those of its first pass if `total` is None. total: tokens of prompt and answer; None:
         as many as the model takes. asked_k: the budget that the request asks for, or 0.
         """
-        last = min(total or self.longest, self.longest)
-        held = self.count_held(prompt, max(last - 1 - prompt, 0), asked_k)
+        length = min(total or self.longest, self.longest)
+        held = self.count_held(prompt, max(length - 1 - prompt, 0), asked_k)  # the last token is never fed back
         return cdiv(min(held + 1, self.longest), self.block_size)
 
     def most_pages(self, prompt: int | None = None) -> int:

@@ -21,7 +21,8 @@ def register() -> None:
 
     On a CPU vLLM has one backend for each kind of attention. The paths registered here lead to vLLM's own classes where no
     budget is asked for (`choice.py`). On CUDA it has many, and kvpatch's is CUSTOM, for which `--attention-backend CUSTOM`
-    asks. Where the environment has the settings it takes the place of every other, so that no layer is left without the budget.
+    asks. If the environment variable KVPATCH_VLLM (VARIABLE) has the settings, kvpatch's backend takes the place of all others,
+    so that no layer is left without the budget.
 
     Raises:
         KVPatchError: a budget is asked for where none is served, or where it does not reach all processes. An engine without

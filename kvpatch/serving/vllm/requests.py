@@ -61,34 +61,34 @@ class Requests:
         self.settings, self.device = settings, device
         self.pools: list[Tensor | None] = [None] * settings.n_layers  # each layer's pages
         self.now: list[Sequence[Scheduled]] = [()] * settings.n_layers  # the newest pass, as each layer is told it
-        self.divided: list[tuple[Sequence[Scheduled], list[int], Strips]] = []  # pages of requests that begin in it
+        self.divided: list[tuple[Sequence[Scheduled], list[int], Strips]] = []  # pages of requests that begin in that pass
         self.asked_k: dict[str, int] = {}  # by request: the budget that it asks for, or 0
-        self._by_own = {0: settings}  # by that k
+        self._by_own = {0: settings}  # settings by such a k
         self.reading: dict[str, RequestRows] = {}  # by request, until it decodes
         self.rows = defaultdict[int, RowPool](lambda: RowPool(order=int))  # that decode, by k; in the order of their pages
 
     def begin(self, scheduled: Sequence[Scheduled]) -> PackedPass:
         """Begin a pass in parts, each with a cache: requests that decode, new prompts of one length, a prompt's next piece.
 
-        The first layer of each pass calls this. Requests with different budgets are in different parts. A request is known by
-        its first page: one whose page a new request has now is dropped.
+        The first layer of each pass calls this. Requests with different budgets are in different parts. A request is named by
+        its first page. If a new request has the page of an older one, the older one has ended and is dropped.
         """
         self.divided.clear()
-        begin, further = dict[tuple[int, int], list[Scheduled]](), list[Scheduled]()
-        decoding = dict[int, dict[str, int]]()
+        new_prompts, further_pieces = dict[tuple[int, int], list[Scheduled]](), list[Scheduled]()
+        decoding = dict[int, dict[str, int]]()  # by k: the column of each request's token
         for one in scheduled:
             if one.past == 0:
                 self._drop_ended(one.name)
                 self.asked_k[one.name] = one.asked_k
-                begin.setdefault((one.columns, one.asked_k), []).append(one)
+                new_prompts.setdefault((one.columns, one.asked_k), []).append(one)
             elif one.prompt or one.columns > 1:
-                further.append(one)
+                further_pieces.append(one)
             else:
                 decoding.setdefault(self.asked_k[one.name], {})[one.name] = one.first
-        self._split_rows({name for together in decoding.values() for name in together})
-        parts = [self._step_requests(asked_k, together) for asked_k, together in decoding.items()]
-        parts += [self._begin_prompts(together) for together in begin.values()]
-        parts += [self._continue_prompt(one) for one in further]
+        self._split_rows({name for group in decoding.values() for name in group})
+        parts = [self._step_requests(asked_k, group) for asked_k, group in decoding.items()]
+        parts += [self._begin_prompts(group) for group in new_prompts.values()]
+        parts += [self._continue_prompt(one) for one in further_pieces]
         packed = PackedPass(parts, self.settings)
         packed.begin(None, None)
         return packed
@@ -123,7 +123,7 @@ class Requests:
         return self._by_own[asked_k]
 
     def _continue_prompt(self, one: Scheduled) -> Part:
-        """Return a pass's part for a further piece of a prompt, after which it is evicted as at a prompt's end (prompt_len)."""
+        """Return a pass's part for a further piece of a prompt. The cache evicts after it as at a prompt's end (prompt_len)."""
         cache = self.reading[one.name].cache
         cache.request.prompt_len = one.past + one.columns
         return Part(cache, self._list_columns([one]), decodes=False)
@@ -139,8 +139,8 @@ class Requests:
 
     def _divide_pages(self, now: Sequence[Scheduled], firsts: list[int], heads: int) -> Strips:
         """Return new requests' pages as strips (a page of one head each). Noted in `divided` for layers with the same pages."""
-        for told, those, strips in self.divided:
-            if told is now and those is firsts:
+        for noted_pass, noted_firsts, strips in self.divided:
+            if noted_pass is now and noted_firsts is firsts:
                 return strips
         pages = {one.first: one.pages for one in now}
         strips = divide_pages([pages[first] for first in firsts], heads, self.device)
@@ -148,7 +148,10 @@ class Requests:
         return strips
 
     def _split_rows(self, decoding: Set[str]) -> None:
-        """Give each prompt in `reading` that shares a cache its own, before a pass, unless all that share it decode now."""
+        """Copy each prompt in `reading` that shares a cache with others to a cache of its own, before a pass.
+
+        Requests that share a cache stay in it if all of them decode now. decoding: names of the requests that do.
+        """
         for name, rows in list(self.reading.items()):
             if len(rows.names) > 1 and not decoding >= set(rows.names):
                 self.reading[name] = RequestRows([name], rows.cache.select_rows(rows.names.index(name)))
