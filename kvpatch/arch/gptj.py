@@ -46,9 +46,12 @@ class GPTJAdapter(Adapter):
         return q, k, v
 
     def without_rotation(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return a forward's arguments with sines 0 and cosines 1, under positions="renumbered": keys are rotated when read."""
+        """Return a forward's arguments with which it rotates nothing: sines are 0 and cosines 1.
+
+        Called in each pass under positions="renumbered": the cache then holds unrotated keys, which are rotated when read.
+        """
         if call.get("position_embeddings") is None:
-            return {**call, "position_ids": torch.zeros_like(call["position_ids"])}  # position 0 has these
+            return {**call, "position_ids": torch.zeros_like(call["position_ids"])}  # at position 0 sines are 0, cosines 1
         sin, cos = call["position_embeddings"]
         return {**call, "position_embeddings": (torch.zeros_like(sin), torch.ones_like(cos))}
 

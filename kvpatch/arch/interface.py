@@ -96,8 +96,8 @@ class InterfaceAdapter(Adapter):
     def run(self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any]) -> Any:
         """Run `own`, the module's forward, with `core` in place of transformers' attention function, once per forward pass.
 
-        In place of the cache the module gets a stand-in that stores nothing: `core` writes the keys and values. With multi-head
-        latent attention (`absorbs`) it writes latents instead: kv_b_proj is then applied to queries and outputs, not to keys.
+        In place of the cache the module gets a stand-in (Handover) that stores nothing: `core` writes the keys and values. With
+        multi-head latent attention (`absorbs`) `core` writes latents, and kv_b_proj is applied to queries and outputs instead.
         """
         call, attended = {name: Handover(value) if isinstance(value, Cache) else value for name, value in call.items()}, False
         absorbs = self.latent(attn)
@@ -195,15 +195,15 @@ class InterfaceAdapter(Adapter):
         """Raise KVPatchError when a model is patched if it is no causal decoder, or has layers of unknown types."""
         config: Any = model.config
         for name in ("use_bidirectional_attention", "add_cross_attention"):
-            if (found := getattr(config, name, False)) and found != "vision":  # the shell refuses images alone (hooks/shell.py)
+            if (found := getattr(config, name, False)) and found != "vision":  # "vision": images are refused when they come
                 raise KVPatchError(f"This {type(model).__name__} has {name}={found}: kvpatch serves causal decoders.")
         for name, module in model.named_modules():
             if qualified_name(module) not in self.classes or is_cross_attention(name, module):
                 continue
             if attends_both_ways(module):
                 raise make_encoder_error(model, f"is_causal=False of {type(module).__name__}")
-            takes = inspect.signature(type(module).forward).parameters.values()
-            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
+            parameters = inspect.signature(type(module).forward).parameters.values()
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
                 raise _refuse_arguments(module)
         served = ATTENTION | OTHERS if getattr(config, "attention_chunk_size", None) else (ATTENTION | OTHERS) - {CHUNKED}
         others = set(getattr(config, "layer_types", None) or ()) - served

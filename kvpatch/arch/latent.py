@@ -64,6 +64,7 @@ def attend(attn: Any, core: Core, q_BNQD: Tensor, entry_B1QD: Tensor, latent_B1Q
     A logit is the same if the query is multiplied by W_UK instead of the latent, and an output if the mixture of latents is
     multiplied by W_UV afterwards (the absorbed form of multi-head latent attention). entry: a latent and a rotary key.
     """
+    # up_NDR: W_UK, from latents to the unrotated part of keys; value_NER: W_UV, from latents to values
     (up_NDR, value_NER), split = _find_weights(attn), [attn.qk_nope_head_dim, attn.qk_rope_head_dim]
     unrotated, rotary = q_BNQD.split(split, -1)
     q = torch.cat([unrotated @ up_NDR, rotary], -1)

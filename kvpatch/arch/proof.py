@@ -22,7 +22,7 @@ def check_twin(twin: nn.Module) -> Any:
     """Run `kvpatch check` on a twin (a tiny model in another's place), which it patches; the random state is left as it was."""
     import kvpatch  # the checks are a layer above: taken by their public name
 
-    token = _PROVING.set(True)
+    token = _PROVING.set(True)  # patching the twin must not start another check (see `prove_class`)
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             return kvpatch.check_model(twin, "h2o", 0.5)

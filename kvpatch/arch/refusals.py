@@ -37,10 +37,10 @@ def refuse_other_kinds(model: nn.Module) -> None:
         raise make_encoder_error(model, f"is_causal=False of {type(attentions[0]).__name__}")
     if attentions and any(vars(module).get("is_decoder") is False for module in text.modules()):
         raise make_encoder_error(model, NO_DECODER)
-    crossed = next((at for at, module in text.named_modules() if is_cross_attention(at, module)), None)
-    if crossed is not None and not _is_lone_decoder(model, text.get_submodule(crossed)):
+    cross_attention = next((path for path, module in text.named_modules() if is_cross_attention(path, module)), None)
+    if cross_attention is not None and not _is_lone_decoder(model, text.get_submodule(cross_attention)):
         raise KVPatchError(
-            f"{name} attends to what an encoder read, too ({crossed} is cross-attention): kvpatch serves decoders that "
+            f"{name} attends to what an encoder read, too ({cross_attention} is cross-attention): kvpatch serves decoders that "
             "attend to their own text alone."
         )
     if attentions and not any(map(_may_take_cache, attentions)):
@@ -70,9 +70,9 @@ def _is_lone_decoder(model: nn.Module, cross_attention: nn.Module) -> bool:
 
     Decoders of transformers that take encoder_hidden_states skip cross-attention where those are None.
     """
-    holders = [one for one in model.modules() if isinstance(one, PreTrainedModel)]
+    pretrained = [one for one in model.modules() if isinstance(one, PreTrainedModel)]
     decoder = holder_of(model, [cross_attention])
-    if decoder is None or any(cross_attention not in one.modules() for one in holders):
+    if decoder is None or any(cross_attention not in one.modules() for one in pretrained):  # one of them is an encoder
         return False
     return "encoder_hidden_states" in inspect.signature(type(decoder).forward).parameters
 
@@ -89,7 +89,8 @@ def refuse_replaced(attn: nn.Module, adapter: Adapter) -> None:
     """Raise KVPatchError if a transformers module attends by the user's own function, which would not run under a budget.
 
     Called when a model is patched, and before each prompt. A forward that the user replaced does not run either, if the adapter
-    computes attention without it. That is only logged, once, since the user's code may compute the same.
+    computes attention without it. That is only logged, once, since the user's code may compute the same. HOMES: packages
+    whose code counts as no user's.
     """
     if home_of(type(attn)) != "transformers" or home_of(type(adapter)) != "kvpatch":
         return

@@ -21,13 +21,19 @@ def switch_length(model: nn.Module) -> int | None:
 
 
 def _list_switches(rotary: Any) -> list[int]:
-    """Return the text lengths beyond which a rotary embedding rotates all tokens otherwise, by kind of layer; [] if none."""
-    kinds, config = vars(rotary).get("rope_type"), vars(rotary).get("config")
-    asked = getattr(config, "rope_parameters", None) or {}
-    one_kind = not isinstance(kinds, dict)
-    tables = [(kinds, asked)] if one_kind else [(kind, asked.get(layer) or {}) for layer, kind in kinds.items()]
-    most = getattr(config, "max_position_embeddings", None)
-    lengths = [own.get(BY_LENGTH[kind]) or most for kind, own in tables if kind in BY_LENGTH]
+    """Return the text lengths beyond which a rotary embedding rotates all tokens otherwise; [] if there are none.
+
+    `switch_length` asks every module of a model: one that is no rotary embedding has none. A rotary embedding has one scaling
+    (rope_type), or one for each kind of layer; BY_LENGTH names those that depend on the text's length.
+    """
+    rope_types, config = vars(rotary).get("rope_type"), vars(rotary).get("config")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    one_kind = not isinstance(rope_types, dict)
+    scalings = (
+        [(rope_types, parameters)] if one_kind else [(kind, parameters.get(layer) or {}) for layer, kind in rope_types.items()]
+    )
+    n_positions = getattr(config, "max_position_embeddings", None)
+    lengths = [values.get(BY_LENGTH[kind]) or n_positions for kind, values in scalings if kind in BY_LENGTH]
     return [int(length) for length in lengths if length is not None]
 
 
@@ -47,8 +53,8 @@ class Rotary:
         Asked when a model is patched, if the policy scores unrotated queries or keys. renumbered: keys are cached unrotated.
         """
         kind = getattr(decoder.rotary_emb, "rope_type", None)
-        follows = not renumbered and kind in BY_LENGTH
-        return f"rope_type={kind!r} rotates tokens otherwise once a text is longer" if follows else None
+        changes = not renumbered and kind in BY_LENGTH
+        return f"rope_type={kind!r} rotates tokens otherwise once a text is longer" if changes else None
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
         """Return cosines and sines of the positions below `count`, for `rotate` and `rotate_back`.

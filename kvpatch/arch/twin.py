@@ -36,7 +36,8 @@ _HEADS = ("decoder_attention_heads", "encoder_attention_heads")
 def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
     """Make a tiny random model of the class of `decoder` on the CPU, to be checked in its place; torch's random state stays.
 
-    It computes in float64 where its attention does, so that rounding hides nothing, and has a layer like each of `attentions`.
+    It computes in float64, so that rounding hides nothing (but not with eager attention, whose softmax is in float32). It has a
+    layer of each kind that `attentions` has.
 
     Raises:
         ValueError: the twin would be large or lacks a kind of layer. The model's class may raise anything else.
@@ -74,7 +75,7 @@ def kind_of(attn: nn.Module) -> tuple[Any, ...]:
 
 def _draw_weights(parameter: nn.Parameter) -> None:
     """Fill a parameter of a twin (a tiny test model) with random numbers so large that uneven attention shows mistakes."""
-    if parameter.ndim >= 2 and not parameter.requires_grad:  # a table of sines
+    if parameter.ndim >= 2 and not parameter.requires_grad:  # a table of sinusoidal positions, which is not learned
         return
     if parameter.ndim >= 2:
         parameter.normal_(0.0, 0.8 * parameter.shape[-1] ** -0.5)
@@ -89,8 +90,8 @@ def shrink_config(config: Any) -> Any:
     they matter. The twin has a layer of each kind, with layers that reuse the keys of another. `config` does not change.
     """
     fields = {key: value for key, value in config.to_dict().items() if key not in ("quantization_config", "dtype")}
-    of_hybrid = _count_hybrid_layers(getattr(config, "layer_types", None) or ())
-    if of_hybrid:  # widths of its other layers follow from others
+    of_hybrid = _count_hybrid_layers(getattr(config, "layer_types", None) or ())  # layers of the twin; 0 if no hybrid
+    if of_hybrid:  # drop the fields that its class computes from other fields
         fields = {key: value for key, value in fields.items() if key not in _list_derived(config)}
     # a field's name in the family's configuration, by its usual name
     names = {**{name: name for name in fields}, **getattr(config, "attribute_map", {})}
@@ -100,24 +101,28 @@ def shrink_config(config: Any) -> Any:
     chosen = _pick_sharing_layers(fields, layers) or range(max(_count_kinds(fields, layers), of_hybrid))
     few_layers = len(chosen)
     few_kv, few_heads = _few_heads(heads, kv_heads or heads, 2 if of_hybrid else 4)  # a hybrid's layers are many
+    # cut every field: lists and dicts with a value per layer to the chosen layers, numbers to the limits
     for key, value in fields.items():
         if isinstance(value, list | tuple):  # one value for each layer, perhaps: then those of the chosen layers
-            fields[key] = [_choose_size(key, one) for one in ([value[at] for at in chosen] if len(value) == layers else value)]
+            fields[key] = [_choose_size(key, one) for one in ([value[i] for i in chosen] if len(value) == layers else value)]
         elif isinstance(value, dict) and value and all(map(_is_layer, value)):  # values by number of the layer
             fields[key] = {chosen.index(int(layer)): one for layer, one in value.items() if int(layer) in chosen}
         elif isinstance(value, dict) and key.endswith("_config"):  # of its attention, or of its experts
             fields[key] = {name: few_kv if "kv_n_heads" in name else _choose_size(name, one) for name, one in value.items()}
         else:
             fields[key] = _choose_size(key, value)
-    for few, *same in ((few_layers, "num_hidden_layers", "decoder_layers"), (few_heads, "num_attention_heads", *_HEADS)):
-        fields |= dict.fromkeys({names.get(name, name) for name in same} & fields.keys(), few)  # else a list's length
+    # numbers of layers and heads, under each of their names; a model without such a field has a list of that length
+    for few, *aliases in ((few_layers, "num_hidden_layers", "decoder_layers"), (few_heads, "num_attention_heads", *_HEADS)):
+        fields |= dict.fromkeys({names.get(name, name) for name in aliases} & fields.keys(), few)
     if kv_heads is not None:
         fields[names.get("num_key_value_heads", "num_key_value_heads")] = few_kv
     if (config.to_dict().get("sliding_window") or 0) >= getattr(config, "max_position_embeddings", sys.maxsize):
-        fields["sliding_window"] = config.sliding_window  # it never acts
-    fields |= {name: sum(at >= layers - count for at in chosen) for name, count in fields.items() if name == _READERS}
-    free = isinstance(fields.get("head_dim"), int)  # else heads times their size make the width
-    fields[names["hidden_size"]] = _WIDTH if free else few_heads * (config.hidden_size // heads)
+        fields["sliding_window"] = config.sliding_window  # no text is longer than this window: leave it without effect
+    # num_kv_shared_layers (_READERS): how many of the chosen layers are among the last ones, which reuse keys
+    fields |= {name: sum(i >= layers - count for i in chosen) for name, count in fields.items() if name == _READERS}
+    # the width is free if the head size is a field; else it is the number of heads times their size
+    is_free = isinstance(fields.get("head_dim"), int)
+    fields[names["hidden_size"]] = _WIDTH if is_free else few_heads * (config.hidden_size // heads)
     if "attention_hidden_size" in fields:  # of embeddings next to the hidden states
         fields["attention_hidden_size"] = fields[names["hidden_size"]] * (config.attention_hidden_size // config.hidden_size)
     if "mamba_n_heads" in fields and "mamba_expand" in fields:
@@ -139,6 +144,7 @@ def _count_kinds(fields: dict[str, Any], layers: int) -> int:
     """
     count = min(_LAYERS, layers)
     for value in fields.values():
+        # a list with an own value for every layer tells no kinds
         if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):
             count = max([count, *(value.index(one) + 1 for one in value)])
         elif isinstance(value, dict) and value and all(map(_is_layer, value)):
@@ -154,14 +160,14 @@ def _pick_sharing_layers(fields: dict[str, Any], layers: int) -> list[int]:
     """
     if _READERS not in fields:
         return []
-    first = layers - fields[_READERS]
+    first = layers - fields[_READERS]  # the first layer that reuses keys
     found = set[int]()
-    for start, stop in ((0, first), (first, layers)):
+    for start, stop in ((0, first), (first, layers)):  # the layers that compute keys, then those that reuse them
         for value in fields.values():
             if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):
                 found |= {value.index(one, start, stop) for one in value[start:stop]}
                 if not start:  # the last of each kind stores its keys for others, and may do so where there are none
-                    found |= {max(at for at in range(stop) if value[at] == one) for one in value[:stop]}
+                    found |= {max(i for i in range(stop) if value[i] == one) for one in value[:stop]}
     return sorted(found)
 
 
@@ -183,7 +189,10 @@ def _count_hybrid_layers(kinds: Sequence[str]) -> int:
 
 
 def _few_heads(heads: int, kv_heads: int, most: int) -> tuple[int, int]:
-    """Return a tiny twin's numbers of KV heads, at most `most` (2 if queries share them), and query heads, `most` for each."""
+    """Return a tiny twin's numbers of KV heads and query heads, from those of the model that it stands for.
+
+    At most `most` KV heads, or 2 if several query heads share one; at most `most` query heads for each of them.
+    """
     group = max(heads // kv_heads, 1)
     few = min(kv_heads, most if group == 1 else 2)
     return few, few * min(group, most)

@@ -50,7 +50,10 @@ def check_name(name: object) -> str:
 
 
 def check(name: str, case: Case) -> None:
-    """Raise KVPatchError, when a model is patched, if backend=`name` can do no task for layers such as `case` describes."""
+    """Raise KVPatchError, when a model is patched, if backend=`name` can do none of its tasks for such layers.
+
+    A task is a kind of attention, such as "prompt" or "decode". case: the layers' device, dtype, head size and the like.
+    """
     if name == "auto":
         return
     tasks = [task for task in TASKS if name in PREFERRED[task]]
@@ -78,7 +81,10 @@ class Choice:
         self.coming: dict[str, tuple[str, str]] = {}
 
     def of(self, task: Task, case: Case) -> str:
-        """Return the name of the backend for a task that is about to run, and record it in `ran` for the report."""
+        """Return the name of the backend for a task that is about to run, and record it in `ran` for the report.
+
+        While torch.compile traces, only a choice made before (`known`) is used, and nothing is recorded.
+        """
         if torch.compiler.is_compiling():
             return self.known[task, case][0] if (task, case) in self.known else "torch"  # torch takes every case
         self.ran[task] = self._find_choice(task, case)
@@ -100,18 +106,18 @@ class Choice:
         """Run the kernel chosen for a task and return its result; None if its first launch fails: the caller then uses torch.
 
         After a failure `ran` names the backend that is used from now on. run: calls the kernel. written: tensors that the
-        kernel changes in place; a failure leaves them as before. name: the backend, if `instead` chose it.
+        kernel changes in place; a failure leaves them as before. name: the backend, if `instead` chose it for this call alone.
         """
         name = name or self.known[task, case][0]
         if torch.compiler.is_compiling():
             return run()
-        found = refusals.attempt(f"{name} {task}", case, run, backend(name).advice, written)
-        if found is None and name == self.known[task, case][0]:
+        result = refusals.attempt(f"{name} {task}", case, run, backend(name).advice, written)
+        if result is None and name == self.known[task, case][0]:  # choose anew: the failed kernel is now refused
             del self.known[task, case]
             self.of(task, case)
-        elif found is None:  # `instead` chose it: other calls keep their backend
+        elif result is None:  # `instead` chose it: other calls keep their backend
             self.record(task, "torch", f"{self.ran[task][1]}; {name}: {refusals.known[f'{name} {task}', case]}")
-        return found
+        return result
 
     def foresee(self, task: Task, case: Case) -> None:
         """Choose ahead for a step under torch.compile, which cannot choose while it is traced."""
@@ -132,7 +138,7 @@ class Choice:
         if self.wanted == "torch":
             return "torch", "asked for"
         skipped = []
-        for name in sorted(PREFERRED[task], key=lambda name: name != self.wanted):
+        for name in sorted(PREFERRED[task], key=lambda name: name != self.wanted):  # the wanted one first, then by preference
             if name in refused:
                 skipped.append(f"{name}: {refused[name]}")
                 continue

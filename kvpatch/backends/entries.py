@@ -194,8 +194,11 @@ class Latent:
         return self.whole.mix(p_NGT, entries_NTW)[..., : self.D]
 
     def cached(self, x: Tensor) -> Tensor:
-        """Return new values as attention will read them from the cache, for scores. `whole` is the codec of their keys."""
-        if isinstance(whole := self.whole, Exact):  # else round these D channels alone: no group with one scale crosses D
+        """Return new values as attention will read them from the cache, for scores. They are the first D channels of keys.
+
+        `whole` rounds the keys. These D channels can be rounded alone: no group with one scale has channels beyond D.
+        """
+        if isinstance(whole := self.whole, Exact):
             return x
         centre = None if whole.centre is None else whole.centre[..., : self.D]
         return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)
@@ -283,7 +286,7 @@ def mix(p_NGT: Tensor, entries_NTW: Tensor, codec: Codec, dtype: torch.dtype) ->
 
 
 def _cut_blocks(entries_NTW: Tensor, codec: Codec) -> Iterator[tuple[int, int]]:
-    """Yield ranges [lo, hi) of slots, few enough that their entries of all heads may be unpacked at a time."""
+    """Yield ranges [lo, hi) of slots so short that the numbers of all heads, once unpacked, fit into a CPU's (GPU's) block."""
     *N, T, _ = entries_NTW.shape
     most = CPU_BLOCK if entries_NTW.device.type == "cpu" else DEVICE_BLOCK
     size = max(most // max(math.prod(N) * codec.size(entries_NTW), 1), 1)

@@ -101,26 +101,31 @@ class HeadOffsets:
         A decode step multiplies all heads at once, as a batch of equal blocks; edges are gathered by head, at most E for each.
         Pure: returns a new Blocks, whose attributes are explained there.
         """
+        # of F entries of N heads, the first n_whole make P whole blocks; head_F: the head of each entry
         F, N, device = self.rows, len(self.capacities), self.begin_N.device
-        whole, head_F = F - F % BLOCK, self.slot_F.long() // self.width
-        head_P = head_F[:whole:BLOCK]
-        same_P = head_P == head_F[BLOCK - 1 : whole : BLOCK]
-        outside = torch.ones(F, dtype=torch.bool, device=device)
-        outside[:whole] = ~same_P.repeat_interleave(BLOCK)
-        edge = outside.nonzero().flatten()
+        n_whole, head_F = F - F % BLOCK, self.slot_F.long() // self.width
+        # blocks that begin and end in the same head; all entries outside such blocks are edges
+        head_P = head_F[:n_whole:BLOCK]
+        one_head_P = head_P == head_F[BLOCK - 1 : n_whole : BLOCK]
+        is_edge_F = torch.ones(F, dtype=torch.bool, device=device)
+        is_edge_F[:n_whole] = ~one_head_P.repeat_interleave(BLOCK)
+        edge = is_edge_F.nonzero().flatten()
+        # sort the edges by head; rank: the number of an edge among those of its head
         head, order = head_F[edge].sort(stable=True)
         edge, count_N = edge[order], torch.bincount(head, minlength=N)
         rank = torch.arange(len(edge), device=device) - (count_N.cumsum(0) - count_N)[head]
+        # a row of edges for each head, filled up with the head's first entry to the length E
         E = max(int(count_N.max()), 1)
         edge_NE = self.begin_N[:, None].repeat(1, E)
         edge_NE[head, rank] = edge
-        at_F = torch.arange(F, device=device)
-        at_F[edge] = whole + head * E + rank
-        at_S = torch.zeros(N * self.width, dtype=torch.int32, device=device)
-        at_S[self.slot_F.long()] = at_F.int()
+        # the place of each entry's product: those of the blocks come first, then the rows of edges
+        product_F = torch.arange(F, device=device)
+        product_F[edge] = n_whole + head * E + rank
+        product_S = torch.zeros(N * self.width, dtype=torch.int32, device=device)  # the same by dense slot
+        product_S[self.slot_F.long()] = product_F.int()
         real_NE = torch.arange(E, device=device) < count_N[:, None]
-        inner = same_P.nonzero().flatten()
-        return Blocks(whole, head_P, inner, head_P[inner], edge_NE, self.slot_F[edge_NE], real_NE, at_S)
+        inner = one_head_P.nonzero().flatten()
+        return Blocks(n_whole, head_P, inner, head_P[inner], edge_NE, self.slot_F[edge_NE], real_NE, product_S)
 
     def multiply_keys(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
         """Return a decode step's logits [N,G,width]: queries times their head's keys. Past a head's last slot: any number.
@@ -128,21 +133,25 @@ class HeadOffsets:
         For layers whose N heads hold different numbers of tokens. k_FD: the keys of all heads, end to end.
         """
         blocks, (N, G, _) = self.blocks(), q_NGD.shape
+        # P blocks of M neighbouring keys, each of one head, and E keys apart for each of N heads (see Blocks)
         inner, edges = self._split_entries(k_FD, codec, q_NGD.dtype)
-        of_P, of_N = self._split_codecs(codec)
-        x_PGM, x_NGE = dot(q_NGD.index_select(0, blocks.head_P), inner, of_P), dot(q_NGD, edges, of_N)
-        every = torch.cat([rearrange(x, "n g m -> g (n m)") for x in (x_PGM, x_NGE)], 1)
-        return every.index_select(1, blocks.at_S).view(G, N, self.width).transpose(0, 1)
+        codec_P, codec_N = self._split_codecs(codec)
+        x_PGM, x_NGE = dot(q_NGD.index_select(0, blocks.head_P), inner, codec_P), dot(q_NGD, edges, codec_N)
+        # join the products, and bring them into the order of dense slots
+        products = torch.cat([rearrange(x, "n g m -> g (n m)") for x in (x_PGM, x_NGE)], 1)
+        return products.index_select(1, blocks.at_S).view(G, N, self.width).transpose(0, 1)
 
     def mix_values(self, p_NGT: Tensor, v_FD: Tensor, codec: Codec = EXACT[1]) -> Tensor:
         """Return a decode step's output [N,G,D]: sums of each head's values (all heads' end to end: v_FD), weighted by `p`."""
         blocks, p_GS = self.blocks(), p_NGT.transpose(0, 1).flatten(1)
         inner, edges = self._split_entries(v_FD, codec, p_NGT.dtype)
-        of_P, of_N = self._split_codecs(codec)
+        codec_P, codec_N = self._split_codecs(codec)
+        # weights of the values in P blocks of M, and of the E values apart for each head (see Blocks)
         w_PGM = rearrange(p_GS.index_select(1, self.slot_F[: blocks.whole]), "g (p m) -> p g m", m=BLOCK)
         w_NGE = rearrange(p_GS[:, blocks.edge_slot_NE] * blocks.real_NE, "g n e -> n g e")
-        part = mix(w_PGM, inner, of_P, w_PGM.dtype).index_select(0, blocks.inner)
-        return mix(w_NGE, edges, of_N, w_NGE.dtype).index_add(0, blocks.inner_head, part)
+        # add the blocks' sums to those of their heads; blocks in which two heads meet are left out
+        sums = mix(w_PGM, inner, codec_P, w_PGM.dtype).index_select(0, blocks.inner)
+        return mix(w_NGE, edges, codec_N, w_NGE.dtype).index_add(0, blocks.inner_head, sums)
 
     def _split_codecs(self, codec: Codec) -> tuple[Codec, Codec]:
         """Return two codecs: for entries in blocks and for those at heads' edges, with the heads' centres in either's order."""
@@ -179,11 +188,12 @@ class HeadOffsets:
             index_BHK: slots to take for each head, in order; they go to the front of its segment.
             kept_BHK: bool, False for entries of index_BHK to leave out. Free slots are zero.
         """
+        # for each flat entry: its head, its column within the head, and the slot that index_BHK has at that column
         H, (head, column) = tensor_BHTD.shape[1], self.places()
-        at = column.clamp(max=index_BHK.shape[-1] - 1)
-        rows = tensor_BHTD[head // H, head % H, index_BHK.flatten(0, 1)[head, at]]
-        real = kept_BHK.flatten(0, 1)[head, at] & (column == at)
-        return rows.masked_fill_(~real[:, None], 0)
+        in_range = column.clamp(max=index_BHK.shape[-1] - 1)
+        entries_FD = tensor_BHTD[head // H, head % H, index_BHK.flatten(0, 1)[head, in_range]]
+        is_taken = kept_BHK.flatten(0, 1)[head, in_range] & (column == in_range)
+        return entries_FD.masked_fill_(~is_taken[:, None], 0)
 
     def unpack_entries(self, entries_FD: Tensor, B: int, H: int, width: int) -> Tensor:
         """Scatter flat entries [F,D] (all heads' keys or values, end to end) into dense slots [B,H,width,D]; free ones are 0.

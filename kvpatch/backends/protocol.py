@@ -70,9 +70,12 @@ class Keys:
         return all(codec.exact for codec in self.codecs)
 
     def columns(self, start: int, stop: int) -> Keys:
-        """Return views of the keys and values in columns [start, stop), to attend to them alone, as keys before the queries."""
-        at = slice(start, stop)
-        k, v, positions = (t[:, :, at] for t in (self.k_BHTD, self.v_BHTD, self.positions_BHT))
+        """Return views of the keys and values in columns [start, stop), for attention that is computed part by part.
+
+        `past` of the result counts all its columns as earlier than the queries.
+        """
+        columns = slice(start, stop)
+        k, v, positions = (t[:, :, columns] for t in (self.k_BHTD, self.v_BHTD, self.positions_BHT))
         return replace(self, k_BHTD=k, v_BHTD=v, positions_BHT=positions, past=stop - start)
 
 

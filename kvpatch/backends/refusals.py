@@ -48,12 +48,12 @@ def attempt(
     except FATAL:
         raise
     except Exception as error:
-        told = advice(error)
-        if told is None:
+        hint = advice(error)
+        if hint is None:
             raise
         for tensor, old in zip(written, before, strict=True):
             tensor.copy_(old)
-        remember(kernel, case, error, f"torch serves instead, more slowly. {told}".rstrip())
+        remember(kernel, case, error, f"torch serves instead, more slowly. {hint}".rstrip())
         return None
     _ran.add((kernel, case))
     return result

@@ -51,7 +51,7 @@ def reason(task: Task, case: Case) -> str | None:
         return f"its kernels take values of the keys' size {case.head_dim}, not {case.value_dim}"
     if task == "ragged":
         return _ragged_reason(case)
-    if case.past and case.padding:
+    if case.past and case.padding:  # earlier keys lie in other columns in each head, with empty slots between them
         return "keys before this piece lie in slots of their own per head"
     why = [f"{kernel.name} {_why_refuses(kernel, case)}" for kernel in kernels() if _why_refuses(kernel, case) is not None]
     if not kernels():
@@ -92,15 +92,16 @@ def _ragged_reason(case: Case) -> str | None:
         return "flash kernels need a GPU of compute capability 8.0"
     if _ragged_kernel() is not None:
         return None
-    refused = [f"{name} refused ({why})" for (name, prompt), why in refusals.known.items() if prompt is None]
+    # refusals of decode steps are remembered without a case
+    refused = [f"{name} refused ({why})" for (name, case_or_none), why in refusals.known.items() if case_or_none is None]
     return "; ".join(refused) or "no flash kernel here takes used lengths and start offsets"
 
 
 def find_misfit(keys: Keys, geometry: Geometry) -> str | None:
     """Return why no flash kernel can attend to these keys, though flash was chosen for such prompts; None if one can.
 
-    Asked for each prompt (or piece of one) and layer. A Case does not tell how the keys before the piece lie: heads may have
-    empty slots in different columns, or keys out of text order.
+    Asked for each prompt (or piece of one) and layer. A Case does not tell how the keys before the piece (`past` of them) lie:
+    heads may have holes (empty slots) in different columns, or keys out of text order.
     """
     if keys.past and keys.holes:
         return "keys before this piece lie in slots of their own per head"
@@ -140,10 +141,12 @@ def attend(
     k_BTHD, v_BTHD = keys.k_BHTD.transpose(1, 2), keys.v_BHTD.transpose(1, 2)
     tensors = tuple(t if t.stride(-1) == 1 else t.contiguous() for t in (q_BQND, k_BTHD, v_BTHD))
     T, slopes = k_BTHD.shape[1], geometry.slopes_HG
+    # left: columns that a row sees before its own, under a window shorter than the text
     left = None if geometry.sliding is None or geometry.sliding >= T else geometry.sliding - 1
     mask = Mask(geometry.scale, left, None if slopes is None else slopes.reshape(-1).float().contiguous())
     gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     case = Case("cuda", q_BHGQD.dtype, D, G, slopes is not None, left is not None, keys.holes, keys.past > 0, gradients)
+    # holes here are padding: keys before the piece have none (find_misfit)
     out_BQND, lse_BNQ, name = (
         _attend_padded(tensors, rows_BQ, mask, case, real_B) if keys.holes else _call_kernel(tensors, mask, None, case)
     )
@@ -225,11 +228,11 @@ def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None
         return None
     B, H, G, D = q_BHGD.shape
     order, starts, filled = keys.head_offsets.view_sequences()
-    once = torch.arange(B * H + 1, dtype=torch.int32, device=q_BHGD.device)  # starts of sequences of one query each
-    longest = max(keys.head_offsets.filled) + keys.grown
+    query_starts = torch.arange(B * H + 1, dtype=torch.int32, device=q_BHGD.device)  # of sequences of one query each
+    longest = max(keys.head_offsets.filled) + keys.grown  # grown: slots that each head has taken since `filled` was counted
     q_NGD, k_F1D, v_F1D = q_BHGD.flatten(0, 1)[order], keys.k_BHTD[:, None], keys.v_BHTD[:, None]
     try:
-        out_NGD = kernel.ragged(q_NGD, k_F1D, v_F1D, once, starts, filled + keys.grown, longest, geometry.scale)
+        out_NGD = kernel.ragged(q_NGD, k_F1D, v_F1D, query_starts, starts, filled + keys.grown, longest, geometry.scale)
     except refusals.FATAL:
         raise
     except Exception as error:

@@ -109,7 +109,7 @@ class Generation:
                 yield self._make_kernel(name, module)
 
     def _make_kernel(self, name: str, module: Any) -> Kernel:
-        """Return a Kernel that calls the functions of a flash-attn module, just found, with this generation's arguments."""
+        """Return a Kernel that calls a flash-attn module's functions, with arguments as this generation of flash-attn names them."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
             """Attend to a prompt by the module: Kernel.attend of this kernel, which says what goes in and out."""
@@ -125,7 +125,7 @@ class Generation:
                 "window_size": (self.endless, self.endless) if left is None else (left, 0),
                 "deterministic": torch.are_deterministic_algorithms_enabled(),
             }
-            if self.asks is not None:
+            if self.asks is not None:  # the argument that asks for the log-sum-exp
                 options[self.asks] = True
             if mask.slopes is not None:
                 options["alibi_slopes"] = mask.slopes
@@ -291,7 +291,7 @@ _hub: tuple[str, ...] = ()
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """Return the kernels that can be called here, best first; the search runs once, and again if the Hub's have changed."""
+    """Return the kernels that can be called here, best first. Searches at the first call, and when the Hub's have changed."""
     global _kernels, _hub
     loaded = _list_loaded()
     if _kernels is None or tuple(loaded) != _hub:
