@@ -144,7 +144,7 @@ def _count_kinds(fields: dict[str, Any], layers: int) -> int:
     """
     count = min(_LAYERS, layers)
     for value in fields.values():
-        # a list with an own value for every layer tells no kinds
+        # a list of values that all differ tells no kinds, unless the model has but two layers
         if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):
             count = max([count, *(value.index(one) + 1 for one in value)])
         elif isinstance(value, dict) and value and all(map(_is_layer, value)):

@@ -194,11 +194,8 @@ class Latent:
         return self.whole.mix(p_NGT, entries_NTW)[..., : self.D]
 
     def cached(self, x: Tensor) -> Tensor:
-        """Return new values as attention will read them from the cache, for scores. They are the first D channels of keys.
-
-        `whole` rounds the keys. These D channels can be rounded alone: no group with one scale has channels beyond D.
-        """
-        if isinstance(whole := self.whole, Exact):
+        """Return new values as attention will read them from the cache, for scores: the first D channels of keys, rounded."""
+        if isinstance(whole := self.whole, Exact):  # else round these D channels alone: no group with one scale crosses D
             return x
         centre = None if whole.centre is None else whole.centre[..., : self.D]
         return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)
