@@ -62,7 +62,10 @@ def reason(task: Task, case: Case) -> str | None:
 
 
 def fuses(q_BHGQD: Tensor) -> bool:
-    """Tell whether `observe`, which sums a prompt's attention for a policy, should compute the output too: one pass for two."""
+    """Tell whether `observe`, which sums a prompt's attention for a policy, should compute the output too.
+
+    Asked for each prompt and layer. Then the logits are computed once, not twice.
+    """
     full_precision = q_BHGQD.dtype in (torch.float32, torch.float64)
     on_cpu, keeps_graph = q_BHGQD.device.type == "cpu", torch.is_grad_enabled() and q_BHGQD.requires_grad
     return on_cpu and full_precision and not keeps_graph
@@ -87,6 +90,7 @@ def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> 
         return _attend_special(q_BHGQD, keys, rows_BQ, geometry), None
     differentiable = torch.is_grad_enabled() and q_BHGQD.requires_grad
     B, H, G, Q, _ = q_BHGQD.shape
+    # square: no keys but the prompt's own, all of which a row sees up to itself (a plain causal mask)
     square = keys.past == 0 and keys.deaths_BHT is None and (geometry.sliding is None or geometry.sliding >= Q)
     q = rearrange(q_BHGQD, "b h g q d -> b (h g) q d")
     if q.device.type == "cpu" and not differentiable and (square or _all_see_the_past(keys, geometry)):
@@ -108,7 +112,10 @@ def _all_see_the_past(keys: Keys, geometry: Geometry) -> bool:
 
 
 def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Attend from a prompt by the CPU's flash kernel, to earlier and to its keys apart; return joined output, log-sum-exp."""
+    """Attend from a prompt by the CPU's flash kernel; return output [B,N,Q,D] and log-sum-exp [B,N,Q].
+
+    If the cache had keys before the prompt, they and the prompt's own keys are attended to apart, and the results joined.
+    """
     past, T = keys.past, keys.k_BHTD.shape[2]
     if not past:
         return _call_flash(q_BNQD, keys, geometry, causal=True)
@@ -183,7 +190,11 @@ def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) 
 
 
 def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """Attend from a prompt by torch's kernel where a causal mask is not enough (windows, a replay): by blocks with masks."""
+    """Attend from a prompt by torch's kernel where a causal mask is not enough: block by block, each with a mask.
+
+    That is so with windows, with keys before the prompt, and in a replay (a text read in one pass, for training, in which each
+    key is masked from the position at which a cache would have evicted it).
+    """
     B, H, G, Q, _ = q_BHGQD.shape
     k_BHTD, v_BHTD, dtype = keys.k_BHTD, keys.v_BHTD, q_BHGQD.dtype
     if geometry.slopes_HG is not None:  # ALiBi's bias exceeds half precision
@@ -226,11 +237,11 @@ def _attend_in_blocks(
 
 def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry) -> Iterator[tuple[int, int]]:
     """Yield ranges [start, stop) of a prompt's rows, to attend in blocks whose masks for `heads` heads are of bounded size."""
-    entries, start = (MASK_BLOCK if device == "cpu" else DEVICE_BLOCK) // heads, 0
+    most, start = (MASK_BLOCK if device == "cpu" else DEVICE_BLOCK) // heads, 0
     while start < Q:
-        lo, hi = _find_columns(keys, geometry, start, start)  # a block of R rows sees R more
-        # the greatest R with R * (hi - lo + R) <= entries
-        size = (math.isqrt((hi - lo) ** 2 + 4 * entries) - (hi - lo)) // 2
+        lo, hi = _find_columns(keys, geometry, start, start)  # columns before the block; its R rows see R more
+        # the greatest R with R * (hi - lo + R) <= most
+        size = (math.isqrt((hi - lo) ** 2 + 4 * most) - (hi - lo)) // 2
         stop = min(start + max(size, 1), Q)
         yield start, stop
         start = stop
@@ -268,6 +279,7 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
         p = weigh_logits(_cap_logits(x, geometry).masked_fill(~visible, -torch.inf), geometry)
         return p @ v[:, :, :, lo:hi]
 
+    # logits exist in several copies (LOGITS) and for each head: so many masks' worth of memory
     blocks = mask_blocks(q_BHGQD.device.type, LOGITS * B * H * G, Q, keys, geometry)
     return _attend_in_blocks(attend_rows, blocks, keys, q_BHGQD, k, v).to(q_BHGQD.dtype)
 
@@ -318,7 +330,10 @@ def _find_columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tupl
 
 
 def _find_visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: int, lo: int, hi: int) -> Tensor:
-    """Return the mask [B,1|H,R,M] of keys that a block of a prompt's rows sees. A row of padding sees itself (else NaN)."""
+    """Return the mask [B,1|H,R,M] of keys that a block of a prompt's rows sees. A row of padding sees itself (else NaN).
+
+    Rows [start, stop), key columns [lo, hi). In a replay `deaths_BHT` has the position at which each key was evicted.
+    """
     positions = keys.positions_BHT[:, :1] if keys.past == 0 else keys.positions_BHT
     positions, rows = positions[:, :, None, lo:hi], rows_BQ[:, None, start:stop, None]
     column = torch.arange(lo, hi, device=rows.device)
@@ -367,7 +382,8 @@ def observe(
     on_cpu = q_BHGQD.device.type == "cpu"
     budget, threads = (CPU_BLOCK, torch.get_num_threads()) if on_cpu else (DEVICE_BLOCK, 1)
     q_NGQD, k_NTD, v_NTD = (t.flatten(0, 1) for t in (q_BHGQD, keys.k_BHTD, keys.v_BHTD))
-    # ALiBi is added block by block, from another origin than a kernel's; and the shortcut below does not cap logits
+    # with a known log-sum-exp, probabilities are exp(x - lse). Not with ALiBi, which is added block by block from another
+    # origin than a kernel's, and not with capped logits
     usable = geometry.slopes_HG is None and geometry.softcap is None
     lse_NGQ = lse.flatten(0, 1) if lse is not None and usable else None
     out_NGQD = None if out is None else out.view(B * H, G, Q, -1)
@@ -382,13 +398,14 @@ def observe(
     heads = min(round(budget / (G * most)), B * H)  # two where blocks are as large as they get
     heads = heads // threads * threads or 1
     # one buffer for the logits of all blocks: each new one would be mapped and cleared first, which costs as much as a product
-    room = torch.empty(heads * G * most, dtype=dtype, device=q_BHGQD.device)
+    buffer = torch.empty(heads * G * most, dtype=dtype, device=q_BHGQD.device)
     for n0 in range(0, B * H, heads):
         n1 = min(n0 + heads, B * H)
         q, kt, v = q_NGQD[n0:n1].to(dtype), k_NTD[n0:n1].to(dtype).transpose(1, 2), v_NTD[n0:n1]
         for start, stop, lo, hi in blocks:
+            # logits x of the block: R rows of each of G query heads of heads n0 to n1, times M keys
             rows = rearrange(q[:, :, start:stop], "n g r d -> n (g r) d")
-            x = room[: rows.shape[0] * rows.shape[1] * (hi - lo)].view(*rows.shape[:2], hi - lo)
+            x = buffer[: rows.shape[0] * rows.shape[1] * (hi - lo)].view(*rows.shape[:2], hi - lo)
             parts = threads if n1 - n0 == 1 and rows.shape[1] % threads == 0 else 1
             if lse_NGQ is None:
                 x = _cap_logits(_multiply_rows(rows, kt[:, :, lo:hi], parts, x, geometry.scale), geometry)
@@ -401,6 +418,7 @@ def observe(
             if count and lse_NGQ is not None:
                 # a row's only key has 1 by definition; exp(x - lse) may round above it, as if it had more than its share
                 seen = seen.masked_fill(seen == 1, 0)
+            # probabilities, in place
             if lse_NGQ is None and on_cpu and geometry.sinks_HG is None:
                 p = torch.softmax(x, -1, out=x)  # a second block would not fit into the core's cache
             elif lse_NGQ is None:
@@ -410,6 +428,7 @@ def observe(
             if on_cpu and dtype == torch.float32:
                 _clear_smallest(p)
             mask.zero_padding(p, n0, n1, start, stop)
+            # the output of the block's rows, if it is wanted
             if out_NGQD is not None:
                 block = out_NGQD.new_empty(*rows.shape[:2], v.shape[2])
                 _multiply_rows(rearrange(p, "n g r m -> n (g r) m"), v[:, lo:hi], parts, block)
@@ -450,6 +469,7 @@ def _row_blocks(ends: Sequence[int], entries: int, G: int) -> Iterator[tuple[int
     that its first rows do not see, so its rows are an eighth of its keys or fewer, but for the first blocks. Blocks do not
     depend on the number of threads, so neither do the sums over them.
     """
+    # EVEN: a block's rows are a multiple of it; ends[i]: keys that row i sees
     start, least = 0, -(-128 // (G * EVEN)) * EVEN
     while start < len(ends):
         size = max(least, min(256, entries // (ends[start] + 127), (ends[start] + 1023) // 8))
@@ -484,7 +504,7 @@ class _Mask:
             if self.future is None or len(self.future) < R:
                 self.future = torch.ones(R, R, dtype=torch.bool, device=x_NGRM.device).triu(1)
             x_NGRM[..., -R:].masked_fill_(self.future[:R, :R], -torch.inf)
-        else:
+        else:  # only some rows of the prompt: their own columns are not the last ones, so positions are compared
             first = 0 if self.padded else self.ends[start] - lo  # all rows of the block see the keys before
             unseen = positions[..., first:] > self.rows_NQ[n0:n1, None, start:stop, None]
             x_NGRM[..., first:].masked_fill_(unseen, -torch.inf)
@@ -532,6 +552,8 @@ def find_greatest(
     (B, H, G, Q, _), past, dtype = q_BHGQD.shape, keys.past, accumulator(q_BHGQD.dtype)
     if lse_BHGQ is None or not _all_see_the_past(keys, geometry) or geometry.softcap is not None:
         return _greatest_of_all(q_BHGQD, keys, rows_BQ, geometry, factor_BQ)
+    # the greatest of factor * exp(x - lse) over the rows is exp of the greatest x - (lse - log factor): one exp for each key.
+    # The shift of padding is +inf, so that its rows give 0
     shift_BHGQ = lse_BHGQ.to(dtype)
     if factor_BQ is not None:
         shift_BHGQ = shift_BHGQ - factor_BQ.to(dtype).log()[:, None, None]
@@ -542,15 +564,15 @@ def find_greatest(
     for n0 in range(0, B * H, heads):
         k = k_NTD[n0 : n0 + heads].to(dtype) * geometry.scale
         for g in range(G):
-            of_group = slice(n0 * G + g, (n0 + heads) * G, G)
+            query_heads = slice(n0 * G + g, (n0 + heads) * G, G)  # number g of each group: keys are not repeated for a group
             for r0 in range(0, Q, rows):
-                at = slice(r0, r0 + rows)
-                x_NTR = torch.baddbmm(minus_N1Q[of_group, :, at], k, q_NQD[of_group, at].to(dtype).transpose(1, 2))
-                most_NT[of_group] = torch.maximum(most_NT[of_group], x_NTR.amax(-1))
+                block = slice(r0, r0 + rows)
+                x_NTR = torch.baddbmm(minus_N1Q[query_heads, :, block], k, q_NQD[query_heads, block].to(dtype).transpose(1, 2))
+                most_NT[query_heads] = torch.maximum(most_NT[query_heads], x_NTR.amax(-1))
     most_BHGT = most_NT.view(B, H, G, past)
     if keys.holes:
         most_BHGT.masked_fill_(keys.positions_BHT[:, :, None, :past] < 0, -torch.inf)
-    return most_BHGT.exp_()  # which grows with its argument: one for each key is enough
+    return most_BHGT.exp_()
 
 
 def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, factor_BQ: Tensor | None) -> Tensor:
@@ -600,6 +622,7 @@ def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry
     def add(rows: ProbabilityRows) -> None:
         total_NT[rows.n0 : rows.n1, rows.lo : rows.hi] += rows.p_NGRM.sum((1, 2))
 
+    # columns up to each row's own; with padding a row's own column is not known here, and positions decide
     ends = [T] * W if keys.holes else range(T - W + 1, T + 1)
     observe(q_BHGWD, keys, rows_BW, geometry, lse_BHGW, add, ends=ends)
     return total_NT.view(B, H, T) / G

@@ -109,7 +109,7 @@ class Generation:
                 yield self._make_kernel(name, module)
 
     def _make_kernel(self, name: str, module: Any) -> Kernel:
-        """Return a Kernel that calls a flash-attn module's functions, with arguments as this generation of flash-attn has them."""
+        """Return a Kernel that calls the functions of a flash-attn module, with the arguments that this generation takes."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
             """Attend to a prompt by the module: Kernel.attend of this kernel, which says what goes in and out."""
