@@ -42,6 +42,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values of a replay, by two kernels; 0 for padding.
 
+    A replay reads a text in one pass, for training; a row sees a key only before `deaths_BHT`, where a cache would evict it.
+
     out_BHGQD, lse_BHGQ: what `forward.attend` returned for these arguments. grad_BHGQD: gradient of the output. The columns are
     the rows' own tokens. holes: whether rows may be padding.
     """
@@ -50,6 +52,7 @@ def gradients(
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q_BHGQD, k_BHTD, v_BHTD))
     if not dq.numel():
         return dq, dk, dv
+    # delta: sum of grad * out for each row, as in FlashAttention's backward; terms: log-sum-exp in base 2, +inf for padding
     real = (rows_BQ >= 0)[:, None, None]
     product = (grad_BHGQD.to(torch.float32) * out_BHGQD.to(torch.float32)).sum(-1)
     delta = torch.where(real, product, 0.0).contiguous()

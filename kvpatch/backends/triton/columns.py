@@ -86,10 +86,11 @@ def column_statistics(
     if not names or not Q or not T:
         return {name: torch.zeros(B, H, T, dtype=torch.float32, device=q_BHGQD.device) for name in names}
     block_n, block_m, *_ = tile = _column_tile(q_BHGQD.dtype, padded_size(D), Q)
+    # a grid of programs: blocks of keys, times `splits` if few blocks would leave the GPU idle (each then takes some rows)
     blocks = triton.cdiv(T, block_n)
     splits = _row_splits(B * H * blocks, triton.cdiv(Q, block_m), G)
     outs = {name: torch.empty(splits, B, H, T, dtype=torch.float32, device=q_BHGQD.device) for name in names}
-    fill = -Q % block_m
+    fill = -Q % block_m  # rows of padding that complete the last tile
     q, k, positions = (last_contiguous(tensor) for tensor in (q_BHGQD, k_BHTD, positions_BHT))
     unit, inner = logit_units(scale, softcap)
     noise = noise_tiles(noise_BHTG, tau, logarithm=True)

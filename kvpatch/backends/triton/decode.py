@@ -170,12 +170,14 @@ def step(
     floats = heads * G * parts * ((sizes.span if observes else 0) + D + 5)
     scratch = torch.empty(floats, dtype=torch.float32, device=device)
     out = torch.empty((B, H, G, D), dtype=q_BHGD.dtype, device=device)
-    compared = rule.ranked is not None and chunks > 1
-    lowest = torch.empty((heads, chunks, 4), dtype=torch.int64, device=device) if compared else slot_BH
+    # with several chunks each finds its lowest token, and a third kernel compares these
+    compares = rule.ranked is not None and chunks > 1
+    lowest = torch.empty((heads, chunks, 4), dtype=torch.int64, device=device) if compares else slot_BH
     unit, inner = logit_units(scale, softcap)
     # a temperature that is counted on the first layer's device is read on this one's
     heat, heat_at = (1.0, tau.to(device)) if isinstance(tau, Tensor) else (1.0 if tau is None else float(tau), None)
     with torch.cuda.device_of(q_BHGD):  # a kernel starts on the current device, which may be another layer's
+        # write the token, and attend in segments; then join them to the output, update statistics and find the victim
         split_kernel[heads, parts](
             *(q_BHGD, k_BHD, v_BHD, keys, values, positions_BHC, slot_BH, newest_B, begin_N, capacity_N),
             *(centre_BH1D, slopes_HG, sinks_HG),
@@ -193,6 +195,6 @@ def step(
             *(H, C, sizes.span, sizes.chunk, G, sizes.group, D, sizes.cells, observes, *rule.constants),
             num_warps=sizes.warps,
         )
-        if compared:
+        if compares:
             evict_kernel[heads,](positions_BHC, slot_BH, keep_BH, lowest, C, chunks, MOST_CHUNKS, num_warps=4)
     return out

@@ -84,10 +84,10 @@ def attend(
     like: dict[str, Any] = {"size": (B, H, G, Q), "dtype": torch.float32, "device": q_BHGQD.device}
     lse = torch.empty(**like) if lse_BHGQ is None else lse_BHGQ
     noisy = None if noise_BHTG is None else torch.empty(**like)
-    found = ForwardOutput(q_BHGQD.new_empty(0) if out is None else out, lse, noisy)
+    result = ForwardOutput(q_BHGQD.new_empty(0) if out is None else out, lse, noisy)
     if not B * H * G * Q:
-        return found
-    tempered = tau != 1.0
+        return result
+    tempered = tau != 1.0  # the noisy softmax has a temperature
     noise = noise_tiles(noise_BHTG, tau, logarithm=tempered)
     chip = torch.cuda.get_device_capability(q_BHGQD.device) if q_BHGQD.is_cuda else ELSEWHERE
     tile = _choose_tile(q_BHGQD.dtype, padded_size(D), Q, v_BHTD is not None, chip[0])
@@ -129,7 +129,7 @@ def attend(
             TEMPERED=tempered,
             **tile_constants(G, D, tile, sliding=sliding, softcap=softcap, by_position=by_position),
         )
-    return found
+    return result
 
 
 def _choose_tile(dtype: torch.dtype, padded: int, Q: int, values: bool, chip: int) -> tuple[int, int, int, int]:

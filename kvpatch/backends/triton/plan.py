@@ -67,6 +67,7 @@ def plan(
     chunks (`chunk` slots) and computes outputs; LaunchPlan explains all sizes. splits: segments and chunks of a head; None: the
     best number. bits: of keys and values. pages: the slots of a head lie in several pages.
     """
+    # lanes: rows of a matrix product, 16 at least; block: slots that the first launch reads at a time, cells: the second
     width, group = max(16, _round_to_power(D)), _round_to_power(G)
     lanes, warps = max(16, group), 8 if group > 16 or width > 128 else 4  # with fewer threads, registers spill
     tile = TILE >> max(0, count_query_bytes(G, D, itemsize).bit_length() - 15)  # 32 KiB and more leave less for keys

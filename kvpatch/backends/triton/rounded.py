@@ -47,12 +47,15 @@ def columns(codec: Codec, D: int) -> Columns:
 
 @lru_cache(maxsize=64)
 def _make_columns(bits: int, group: int, head: int, D: int) -> Columns:
-    """Return how a decode step's tile lays out rounded entries. group: channels of a scale. head: bytes before the codes."""
+    """Return how a decode step's tile lays out rounded entries. group: channels of a scale. head: bytes before the codes.
+
+    A tile holds channels in steps of `step` neighbours, each padded to `span` columns, so that a step has one scale.
+    """
     piece = (D + 1) // 2 if bits == 4 else D  # channels in the low (or high) halves of the bytes
     step = math.gcd(group, piece)  # neighbours that share a scale and a piece
-    steps = _round_width(piece // step, 1)
-    span = max(_round_width(step, 1), 16 // steps)
-    return Columns(group, head, step, span, steps * span)
+    n_steps = _round_width(piece // step, 1)
+    span = max(_round_width(step, 1), 16 // n_steps)
+    return Columns(group, head, step, span, n_steps * span)
 
 
 def _round_width(number: int, least: int = 16) -> int:

@@ -62,9 +62,9 @@ def reason(task: Task, case: Case) -> str | None:
         return why
     if task in ("prompt", "replay"):
         return "its attention of a prompt has no gradients" if case.gradients and task == "prompt" else None
-    if case.fresh:
+    if case.fresh:  # the policy's statistic adds noise to every logit
         return "it draws no noise for every query and key"
-    for name, kernel in case.statistics:
+    for name, kernel in case.statistics:  # each statistic, and the name of the kernels' computation of it
         if kernel != name or kernel not in KNOWN:
             return f"its kernels do not know the function that computes {name!r}"
     if task == "statistics":
@@ -118,6 +118,8 @@ def attend(
 ) -> Attended:
     """Compute a layer's attention of a prompt or a replay, without gradients; arguments and results as in torch_backend.attend.
 
+    A replay reads a text in one pass, for training, with keys masked where a cache would have evicted them.
+
     noise: if given, the log-sum-exp of the noisy logits is returned too. spans_B4: `spans` of the rows, if these are known.
     """
     from . import forward
@@ -136,7 +138,10 @@ def attend(
 def gradients(
     q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, attended: Attended, grad_BHGQD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values of a replay, from the gradient of what `attend` returned."""
+    """Return the gradients of queries, keys and values of a replay (a text read in one pass, for training).
+
+    attended: what `attend` returned. grad_BHGQD: the gradient of its output.
+    """
     from . import backward
 
     options: dict[str, Any] = {name: getattr(geometry, name) for name in ("scale", "slopes_HG", "sliding")}
@@ -217,13 +222,13 @@ def _describe_noise(noise: Noise | None) -> dict[str, Any]:
 def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
     """Count the keys n that each row of a prompt sees, [B,H,Q], for "count": the rows that give a key more than 1/n."""
     B, H, _ = keys.positions_BHT.shape
-    # a row sees the prompt's tokens up to its own, and those held before the prompt
+    # a row sees the prompt's tokens up to its own (counted by positions), and those that the cache held before the prompt
     prompt_keys = rows_BQ - rows_BQ.masked_fill(rows_BQ < 0, torch.iinfo(torch.int64).max).amin(-1, keepdim=True) + 1
     past = keys.positions_BHT[:, :, : keys.past].sort(-1).values.contiguous()
     held = (past >= 0).sum(-1, keepdim=True)
     if geometry.sliding is None:
         return prompt_keys[:, None] + held
-    # of the earlier tokens, those within the row's window
+    # of the earlier tokens, those within the row's window; `past` is sorted, so a search counts them
     oldest = (rows_BQ - geometry.sliding + 1).clamp(min=0)[:, None].expand(B, H, -1).contiguous()
     return prompt_keys.clamp(max=geometry.sliding)[:, None] + (past.shape[-1] - torch.searchsorted(past, oldest))
 
@@ -238,7 +243,7 @@ def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule
     """
     from .decode import Rule, known_rule
 
-    make = Rule if torch.compiler.is_compiling() else known_rule  # a graph of torch.compile has constants of its own
+    make = Rule if torch.compiler.is_compiling() else known_rule  # known_rule is cached, and torch.compile traces no cache
     if not (wanted or evicting):
         return make(evicts=False)
     names = policy.needs.states if wanted else ()
@@ -253,6 +258,7 @@ def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
         return "several tokens are evicted at once"
     if type(policy).eviction_keys is not Policy.eviction_keys or policy.selection is not None:
         return "the policy has an order of its own"
+    # slots.state has "protect" if the user marked tokens, and "span" if parts of the text have budgets (quotas)
     if type(policy.scope) is not Scope or "protect" in slots.state or "span" in slots.state:
         return "more is protected than sinks and recent tokens"
     if (source := policy.score.kernel_source) is None:
@@ -277,10 +283,12 @@ def step(
     Statistics, positions and, if the rule chooses a victim, the next free slot are updated in place.
     """
     limits, memory = slots.limits if chosen.evicts else None, slots.kv.locate_entries()
+    # tokens that a head may hold if it has empty slots (holes); positions that Scope protects at the beginning and the end
     keep = slots.keep_BH1[..., 0].contiguous() if slots.holes and slots.keep_BH1 is not None else None
     first = limits.first.flatten() if limits is not None and limits.any_first else None
     recent = limits.newest.flatten() if limits is not None and limits.any_newest else None
     newest_B = newest_B.contiguous()  # a column, if the pass has several tokens
+    # slots.mode.free_BH: the slot of each head that the new token goes to
     tensors = q_BHGD, k_BH1D[:, :, 0], v_BH1D[:, :, 0], memory.keys, memory.values, slots.positions, slots.mode.free_BH
     if not torch.compiler.is_compiling():
         from . import decode
