@@ -252,11 +252,11 @@ def unregister_arch(name: str) -> None:
     Raises:
         KVPatchError: there is no architecture of that name.
     """
-    known = match_name(name, list_architectures())
-    if known is None:
+    registered = match_name(name, list_architectures())
+    if registered is None:
         names = list_architectures()
         raise KVPatchError(f"Unknown architecture {name!r}.{suggest(name, names)} Known: {', '.join(names)}.")
-    for qualified in [qualified for qualified, adapter in REGISTRY.items() if adapter.name == known]:
+    for qualified in [qualified for qualified, adapter in REGISTRY.items() if adapter.name == registered]:
         del REGISTRY[qualified]
 
 

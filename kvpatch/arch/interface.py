@@ -195,8 +195,8 @@ class InterfaceAdapter(Adapter):
         """Raise KVPatchError when a model is patched if it is no causal decoder, or has layers of unknown types."""
         config: Any = model.config
         for name in ("use_bidirectional_attention", "add_cross_attention"):
-            if (found := getattr(config, name, False)) and found != "vision":  # "vision": images are refused when they come
-                raise KVPatchError(f"This {type(model).__name__} has {name}={found}: kvpatch serves causal decoders.")
+            if (value := getattr(config, name, False)) and value != "vision":  # "vision": images are refused when they come
+                raise KVPatchError(f"This {type(model).__name__} has {name}={value}: kvpatch serves causal decoders.")
         for name, module in model.named_modules():
             if qualified_name(module) not in self.classes or is_cross_attention(name, module):
                 continue

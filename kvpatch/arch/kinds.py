@@ -23,13 +23,13 @@ def source_of(attn: nn.Module, attentions: list[nn.Module]) -> nn.Module | None:
         return None
     kind = getattr(attn, "layer_type", None)
     storing = (one for one in attentions if getattr(one, "store_full_length_kv", False))
-    found = next((one for one in storing if getattr(one, "layer_type", None) == kind), None)
-    if found is None or kind is None:
+    source = next((one for one in storing if getattr(one, "layer_type", None) == kind), None)
+    if source is None or kind is None:
         raise KVPatchError(
             f"A {type(attn).__name__} uses the keys and values of a layer before it, but no module says that it stores them "
             f"for layers of type {kind!r} (store_full_length_kv): kvpatch does not serve it."
         )
-    return found
+    return source
 
 
 def attends_both_ways(module: nn.Module) -> bool:

@@ -95,11 +95,11 @@ def refuse_replaced(attn: nn.Module, adapter: Adapter) -> None:
     if home_of(type(attn)) != "transformers" or home_of(type(adapter)) != "kvpatch":
         return
     name, attributes, home = type(attn).__name__, vars(attn), vars(source_module(attn))
-    if "ALL_ATTENTION_FUNCTIONS" in home and "/" not in (asked := attention_of(attn.config) or "eager"):  # a hub's kernel
-        function = home["ALL_ATTENTION_FUNCTIONS"].get(asked, home.get("eager_attention_forward"))
+    if "ALL_ATTENTION_FUNCTIONS" in home and "/" not in (chosen := attention_of(attn.config) or "eager"):  # a hub's kernel
+        function = home["ALL_ATTENTION_FUNCTIONS"].get(chosen, home.get("eager_attention_forward"))
         if function is not None and home_of(function) not in HOMES:
             raise KVPatchError(
-                f"{name} attends by a function of your own ({asked!r}), which attention under a budget would leave out: call "
+                f"{name} attends by a function of your own ({chosen!r}), which attention under a budget would leave out: call "
                 "model.set_attn_implementation('sdpa') before if it computes the same."
             )
     for code in (type(attn).forward, attributes.get("forward"), attributes.get("_old_forward")):  # accelerate's: the old one
@@ -114,16 +114,16 @@ def _warn_once(message: str) -> None:
 
 def make_unknown_error(model: nn.Module) -> KVPatchError:
     """Make the error for patched() of a model without an adapter: it names the row or the adapter to write."""
-    name, known = type(model).__name__, f"Known architectures: {', '.join(list_architectures())}."
+    name, supported = type(model).__name__, f"Known supported: {', '.join(list_architectures())}."
     for module in innermost_attentions(model):
         if routes_through_interface(module) and not attends_both_ways(module):
             return KVPatchError(
-                f"No adapter for {name}. {known} To add one, register a row, for its attention goes through transformers' "
+                f"No adapter for {name}. {supported} To add one, register a row, for its attention goes through transformers' "
                 f"attention interface: {row_of(module)}; then let kvpatch.check_model(model) compare it with the unpatched "
                 "model."
             )
     return KVPatchError(
-        f"No adapter for {name}. {known} To add one, subclass kvpatch.Adapter (project, output, kv_shape; see "
+        f"No adapter for {name}. {supported} To add one, subclass kvpatch.Adapter (project, output, kv_shape; see "
         "kvpatch/arch/llama.py) and call kvpatch.register_arch(MyAdapter())."
     )
 
@@ -144,6 +144,8 @@ def innermost_attentions(model: nn.Module) -> list[nn.Module]:
 
 def holder_of(model: nn.Module, parts: list[nn.Module]) -> nn.Module | None:
     """Return, when a model is patched, its innermost PreTrainedModel that contains all attention modules `parts`; or None."""
-    wanted = {id(part) for part in parts}
-    holders = (m for m in model.modules() if isinstance(m, PreTrainedModel) and wanted <= {id(child) for child in m.modules()})
+    part_ids = {id(part) for part in parts}
+    holders = (
+        m for m in model.modules() if isinstance(m, PreTrainedModel) and part_ids <= {id(child) for child in m.modules()}
+    )
     return max(holders, key=lambda holder: -sum(1 for _ in holder.modules()), default=None)

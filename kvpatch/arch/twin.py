@@ -61,8 +61,8 @@ def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
             _draw_weights(parameter)
         twin = (twin if config._attn_implementation == "eager" else twin.double()).requires_grad_(False)
         twin(torch.zeros(1, 4, dtype=torch.int64), use_cache=False)  # a twin that cannot run is none
-    known = {kind_of(module) for module in twin.modules()}
-    if not {kind_of(module) for module in attentions} <= known:
+    kinds = {kind_of(module) for module in twin.modules()}
+    if not {kind_of(module) for module in attentions} <= kinds:
         raise ValueError(f"a twin of {kind.__name__} lacks some of its kinds of attention layers")
     return twin
 
@@ -161,14 +161,14 @@ def _pick_sharing_layers(fields: dict[str, Any], layers: int) -> list[int]:
     if _READERS not in fields:
         return []
     first = layers - fields[_READERS]  # the first layer that reuses keys
-    found = set[int]()
+    chosen = set[int]()
     for start, stop in ((0, first), (first, layers)):  # the layers that compute keys, then those that reuse them
         for value in fields.values():
             if isinstance(value, list | tuple) and len(value) == layers and len(set(map(str, value))) < max(layers, 3):
-                found |= {value.index(one, start, stop) for one in value[start:stop]}
+                chosen |= {value.index(one, start, stop) for one in value[start:stop]}
                 if not start:  # the last of each kind stores its keys for others, and may do so where there are none
-                    found |= {max(i for i in range(stop) if value[i] == one) for one in value[:stop]}
-    return sorted(found)
+                    chosen |= {max(i for i in range(stop) if value[i] == one) for one in value[:stop]}
+    return sorted(chosen)
 
 
 def _list_derived(config: Any) -> set[str]:

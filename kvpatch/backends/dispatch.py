@@ -42,11 +42,11 @@ def check_name(name: object) -> str:
     Raises:
         KVPatchError: there is no such backend.
     """
-    known = ("auto", *BACKENDS)
-    found = match_name(name, known)
-    if found is None:
-        raise KVPatchError(f"Unknown backend {name!r}.{suggest(name, known)} Known: {', '.join(map(repr, known))}.")
-    return found
+    names = ("auto", *BACKENDS)
+    match = match_name(name, names)
+    if match is None:
+        raise KVPatchError(f"Unknown backend {name!r}.{suggest(name, names)} Known: {', '.join(map(repr, names))}.")
+    return match
 
 
 def check(name: str, case: Case) -> None:

@@ -221,8 +221,8 @@ def codecs(bits: int, D: int, E: int, dtype: torch.dtype, latent: bool = False) 
     A key has a scale for each group of channels, a value has one scale. latent: a value is the first E numbers of its key.
     """
     if latent:
-        whole = Exact() if bits == FULL else Rounded(bits, D, count_groups(D, E, latent), dtype)
-        return whole, Latent(whole, E)
+        key_codec = Exact() if bits == FULL else Rounded(bits, D, count_groups(D, E, latent), dtype)
+        return key_codec, Latent(key_codec, E)
     return EXACT if bits == FULL else (Rounded(bits, D, count_groups(D, E), dtype), Rounded(bits, E, 1, dtype))
 
 

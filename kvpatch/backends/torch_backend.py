@@ -144,11 +144,11 @@ def attend_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tens
 
 def join_parts(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Join attention of the same rows over two sets of keys, computed apart: output [...,D] and log-sum-exp [...] over all."""
-    (out, lse), (more, its_lse) = one, other
-    total = torch.logaddexp(lse, its_lse)
+    (out, lse), (other_out, other_lse) = one, other
+    total = torch.logaddexp(lse, other_lse)
     base = total.masked_fill(total == -torch.inf, 0.0)  # a row that sees no key
-    share, its_share = ((part - base).exp_()[..., None] for part in (lse, its_lse))
-    return (out * share).addcmul_(more.to(share.dtype), its_share).to(out.dtype), total
+    share, other_share = ((part - base).exp_()[..., None] for part in (lse, other_lse))
+    return (out * share).addcmul_(other_out.to(share.dtype), other_share).to(out.dtype), total
 
 
 def _call_flash(q_BNQD: Tensor, keys: Keys, geometry: Geometry, causal: bool) -> tuple[Tensor, Tensor]:
@@ -414,10 +414,10 @@ def observe(
                 x = _multiply_rows(rows, kt[:, :, lo:hi], parts, x, geometry.scale, minus=True)
             x = rearrange(x, "n (g r) m -> n g r m", g=G)
             mask.apply(x, n0, n1, start, stop, lo, hi)
-            seen = mask.count(x, start, stop) if count else UNCOUNTED
+            seen_NR = mask.count(x, start, stop) if count else UNCOUNTED
             if count and lse_NGQ is not None:
                 # a row's only key has 1 by definition; exp(x - lse) may round above it, as if it had more than its share
-                seen = seen.masked_fill(seen == 1, 0)
+                seen_NR = seen_NR.masked_fill(seen_NR == 1, 0)
             # probabilities, in place
             if lse_NGQ is None and on_cpu and geometry.sinks_HG is None:
                 p = torch.softmax(x, -1, out=x)  # a second block would not fit into the core's cache
@@ -433,7 +433,7 @@ def observe(
                 block = out_NGQD.new_empty(*rows.shape[:2], v.shape[2])
                 _multiply_rows(rearrange(p, "n g r m -> n (g r) m"), v[:, lo:hi], parts, block)
                 out_NGQD[n0:n1, :, start:stop] = rearrange(block, "n (g r) d -> n g r d", g=G)
-            observer(ProbabilityRows(n0, n1, start, stop, lo, hi, p, seen))
+            observer(ProbabilityRows(n0, n1, start, stop, lo, hi, p, seen_NR))
 
 
 def _clear_smallest(p_NGRM: Tensor) -> None:

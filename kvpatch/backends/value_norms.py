@@ -37,15 +37,15 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
     out_HT, size = torch.zeros(H, B * T, dtype=dtype, device=device), max(block // (G * E), 16)
     for h in range(H):
         weight = rearrange(rows_HGDE[h], "g d e -> d (g e)").to(device, dtype if on_cpu else None)
-        v_TD, at = v_HTD[h], None
+        v_TD, token_index = v_HTD[h], None
         if wanted_BHT is not None and on_cpu:  # on a device, finding the indices costs more than it saves
-            at = wanted_BHT[:, h].reshape(-1).nonzero()[:, 0]
-            v_TD = v_TD[at]
+            token_index = wanted_BHT[:, h].reshape(-1).nonzero()[:, 0]
+            v_TD = v_TD[token_index]
         norms = torch.cat([_norm_many(part, weight, G, norm) for part in v_TD.split(size)])
-        if at is None:
+        if token_index is None:
             out_HT[h] = norms
         else:
-            out_HT[h, at] = norms
+            out_HT[h, token_index] = norms
     return rearrange(out_HT, "h (b t) -> b h t", b=B).contiguous()
 
 

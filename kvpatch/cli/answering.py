@@ -102,14 +102,14 @@ class Answers(CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
         """Begin a request; return the queue of its text and the streamer that fills it. transformers' handlers call this."""
-        asked, arguments = self._accept_request(processor, inputs["input_ids"], gen_config, request_id)
+        request, arguments = self._accept_request(processor, inputs["input_ids"], gen_config, request_id)
         pieces: asyncio.Queue[Any] = asyncio.Queue()
         streamer = _Streamer(self, request_id, processor, pieces, response_parser)
 
         def take_output(output: Any) -> None:
             """Put a new output's text into `pieces`; after the last one, end the request. The engine calls this."""
             streamer.put(output)
-            asked.new = streamer.total_tokens
+            request.new = streamer.total_tokens
             if output.error is not None:
                 pieces.put_nowait(_StreamError(output.error))
                 self._end_request(request_id, "error")
@@ -125,20 +125,20 @@ class Answers(CBGenerateManager):
     ) -> tuple[str, int, list[int]]:
         """Run a request to its end; return its text, the prompt's length, and the tokens. transformers' handlers call this."""
         ids = inputs["input_ids"]
-        asked, arguments = self._accept_request(processor, ids, gen_config, request_id)
+        request, arguments = self._accept_request(processor, ids, gen_config, request_id)
         last: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         collected: asyncio.Queue[Any] = asyncio.Queue()
         streamer = _Streamer(self, request_id, processor, collected, None)
 
         def take_output(output: Any) -> None:
             """Look for stop strings in a new output; the one that ends the request goes to `last`. The engine calls this."""
-            if asked.stops:  # else the engine sends one output, at the end
+            if request.stops:  # else the engine sends one output, at the end
                 streamer.put(output)
-            asked.new = streamer.total_tokens if asked.stops else len(output.generated_tokens)
+            request.new = streamer.total_tokens if request.stops else len(output.generated_tokens)
             if not last.done() and (streamer.watch.stopped or output.is_finished()):
                 last.set_result(output)
 
-        self._add_to_engine(request_id, ids, gen_config, arguments, take_output, streaming=bool(asked.stops))
+        self._add_to_engine(request_id, ids, gen_config, arguments, take_output, streaming=bool(request.stops))
         output = await last
         if output.error is not None:
             self._end_request(request_id, "error")
@@ -147,7 +147,7 @@ class Answers(CBGenerateManager):
             raise RefusedError(output.error)
         self._end_request(request_id, self._name_end(streamer.watch, output, gen_config))
         tokens = output.generated_tokens
-        if not asked.stops:
+        if not request.stops:
             return processor.decode(tokens, skip_special_tokens=True), len(ids), tokens
         tokens = tokens[: streamer.total_tokens]  # without those after a stop string
         streamer.end()

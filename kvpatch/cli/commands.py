@@ -62,8 +62,8 @@ def policies(json: given.Json = False) -> None:
         for one in FACTS.values():
             about = {"name": one.name, "paper": one.paper, "arxiv": one.address, "schedule": one.schedule}
             uses = [use.key for use in list_uses(one.name)]
-            more = {"options": one.options, "use": one.describe_use(), "uses": uses, "link": one.link}
-            print_json(about | more)
+            details = {"options": one.options, "use": one.describe_use(), "uses": uses, "link": one.link}
+            print_json(about | details)
         return
     print_rows(("for", "type"), [(use.name, use.write_options()) for use in USES])
     print()

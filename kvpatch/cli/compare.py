@@ -224,17 +224,17 @@ def choose_policies(names: str, options: dict[str, Any], new: int) -> dict[str, 
     Raises:
         KVPatchError: an unknown name, an option that none of them has, or a value that one of them refuses.
     """
-    asked = {name.strip(): get_policy(name.strip()) for name in names.split(",") if name.strip()}
-    if not asked:
+    named = {name.strip(): get_policy(name.strip()) for name in names.split(",") if name.strip()}
+    if not named:
         raise KVPatchError("--policies names none: give some of `kvpatch policies`, such as h2o,roco.")
-    allowed = dict.fromkeys(name for policy in asked.values() for name in policy.options())
+    allowed = dict.fromkeys(name for policy in named.values() for name in policy.options())
     for name in options:
         if name not in allowed:
             raise KVPatchError(
-                f"--option {name}: none of {', '.join(asked)} has it.{suggest(name, allowed)} They have: {', '.join(allowed)}."
+                f"--option {name}: none of {', '.join(named)} has it.{suggest(name, allowed)} They have: {', '.join(allowed)}."
             )
     chosen = {}
-    for name, policy in ({CHANCE: get_policy(CHANCE).with_options(**SPARED)} | asked).items():
+    for name, policy in ({CHANCE: get_policy(CHANCE).with_options(**SPARED)} | named).items():
         given = {"generation_length": new} | read_calibration(options)
         chosen[name] = policy.with_options(**{key: given[key] for key in policy.options() if key in given})
     return chosen

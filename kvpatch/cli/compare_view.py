@@ -94,8 +94,8 @@ def write_python(
     # a number as it is, a rule such as "mass:0.95" as kvpatch.Mass(0.95), other text such as "2GiB" in quotes
     size = k if k.replace(".", "", 1).isdigit() else f"kvpatch.{parse_k(k)}" if ":" in k else repr(k)
     loaded = {"calibration": f"kvpatch.load_calibration({calibration!r})"}
-    more = "".join(f", {option}={loaded.get(option, repr(value))}" for option, value in options.items())
-    return f'with kvpatch.patched(model, policy="{name}", k={size}{more}):'
+    arguments = "".join(f", {option}={loaded.get(option, repr(value))}" for option, value in options.items())
+    return f'with kvpatch.patched(model, policy="{name}", k={size}{arguments}):'
 
 
 def make_settings(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> Settings:
@@ -132,8 +132,8 @@ def list_notes(rows: list[Row]) -> list[str]:
     for row in rows:
         if row.figures is None:
             refused.setdefault(row.error, []).append(f"{row.policy} at k={row.size}")
-        for option, (size, left) in row.figures.cut.items() if row.figures else ():
-            cut.setdefault(row.policy, []).append(f"{option} {size} cut to {left} at k={row.size}")
+        for option, (size, remaining) in row.figures.cut.items() if row.figures else ():
+            cut.setdefault(row.policy, []).append(f"{option} {size} cut to {remaining} at k={row.size}")
     reason = "protects more than the budget holds, which leaves nothing to choose by score"
     lines = [f"* {policy} {reason}: {', '.join(sizes)}." for policy, sizes in cut.items()]
     return lines + [f"refused: {', '.join(which)}: {why}" for why, which in refused.items()]
@@ -150,13 +150,13 @@ def _pool_figures(results: list[DivergenceTable]) -> dict[Setting, DivergenceFig
 
     nbytes of a result is in millionths of the full cache's bytes.
     """
-    found: dict[Setting, list[DivergenceFigures]] = {}
+    by_setting: dict[Setting, list[DivergenceFigures]] = {}
     shares: dict[Setting, list[float]] = {}
     for result in results:
         for row in result.rows:
             if row.figures is not None:
                 setting = row.policy, row.k, row.bits
-                found.setdefault(setting, []).append(row.figures)
+                by_setting.setdefault(setting, []).append(row.figures)
                 shares.setdefault(setting, []).append(row.figures.nbytes / result.nbytes)
     return {
         setting: DivergenceFigures(
@@ -169,7 +169,7 @@ def _pool_figures(results: list[DivergenceTable]) -> dict[Setting, DivergenceFig
             held=figures[0].held,
             mean_held=figures[0].mean_held,
         )
-        for setting, figures in found.items()
+        for setting, figures in by_setting.items()
         if len(figures) == len(results)
     }
 
@@ -200,20 +200,20 @@ def write_advice(results: list[DivergenceTable], tolerance: float, agreement: fl
     pooled, several = _pool_figures(results), len(results) > 1
     limits = f"a KL of {tolerance:g} nats per token and {agreement:.0%} agreement"
     where = f"each of these {len(results)} texts" if several else "this text"
-    said = _describe_setting(chosen, pooled[chosen], several)
+    text = _describe_setting(chosen, pooled[chosen], several)
     if _is_within(pooled[chosen], tolerance, agreement):
-        said = f"The cheapest of these settings within {limits} on {where} is {said}."
+        text = f"The cheapest of these settings within {limits} on {where} is {text}."
     else:
-        said = f"None of these settings stays within {limits} on {where}; the closest is {said}."
+        text = f"None of these settings stays within {limits} on {where}; the closest is {text}."
     counted = sum(result.counted for result in results)
-    said = f"{said} Measured on {counted:,} predicted tokens"
+    text = f"{text} Measured on {counted:,} predicted tokens"
     chance = pooled.get((CHANCE, *chosen[1:]))
     if chance is None:
-        return f"{said}."
-    said = f"{said}; chance has a KL of{' at most' if several else ''} {chance.kl:.4f} under the same budget"
+        return f"{text}."
+    text = f"{text}; chance has a KL of{' at most' if several else ''} {chance.kl:.4f} under the same budget"
     if chance.kl > pooled[chosen].kl and not _is_within(chance, tolerance, agreement):
-        return f"{said}."
-    return f"{said}, so {'these texts' if several else 'this text'} cannot tell policies apart there."
+        return f"{text}."
+    return f"{text}, so {'these texts' if several else 'this text'} cannot tell policies apart there."
 
 
 def _is_within(one: DivergenceFigures, tolerance: float, agreement: float) -> bool:
@@ -228,8 +228,8 @@ def _describe_setting(setting: Setting, one: DivergenceFigures, several: bool) -
     most, least = (" at most", " at least") if several else ("", "")
     kl = f"a KL of{most} {one.kl:.4f} (worst token {one.worst:.2f})"
     policy, k, bits = setting
-    at = f"{policy} at k={Row(policy, k, None, bits=bits).size}"
-    return f"{at}: {one.nbytes / 1e6:.0%} of the full cache's bytes, {kl},{least} {one.agreement:.1%} agreement"
+    name_and_budget = f"{policy} at k={Row(policy, k, None, bits=bits).size}"
+    return f"{name_and_budget}: {one.nbytes / 1e6:.0%} of the full cache's bytes, {kl},{least} {one.agreement:.1%} agreement"
 
 
 def draw_picture(result: DivergenceTable, tolerance: float, title: str) -> Any:

@@ -161,8 +161,8 @@ def _mend_error(message: Message) -> Message:
 
     transformers' handlers put the bytes _BROKEN before the error's text and _END after it; OpenAI's form replaces these.
     """
-    before, found, rest = message.get("body", b"").rpartition(_BROKEN)
-    if not found or not rest.endswith(_END):
+    before, marker, rest = message.get("body", b"").rpartition(_BROKEN)
+    if not marker or not rest.endswith(_END):
         return message
     error = RefusedError(rest[: -len(_END)].decode(), status=500).describe()
     return {**message, "body": before + f"data: {json.dumps(error)}\n\n".encode()}

@@ -52,9 +52,9 @@ def run(
         KVPatchError: the model, the tokenizer, the prompt or a setting cannot work.
     """
     model, tokenizer = source.model(), source.tokenizer()
-    ids_1T, said = encode_message(model, tokenizer, text, raw, how.new)
-    if said:
-        print_note(said)
+    ids_1T, message = encode_message(model, tokenizer, text, raw, how.new)
+    if message:
+        print_note(message)
     padding = model.generation_config.pad_token_id
     streamer = None if json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     torch.manual_seed(settings["seed"])
@@ -70,8 +70,8 @@ def run(
     report = patch.report()
     if json:
         new = out_1T[0, ids_1T.shape[1] :]
-        said = tokenizer.decode(new, skip_special_tokens=True)
-        print_json({"model": source.name, "text": said, "new_tokens": len(new), "report": report.to_dict()})
+        message = tokenizer.decode(new, skip_special_tokens=True)
+        print_json({"model": source.name, "text": message, "new_tokens": len(new), "report": report.to_dict()})
         return
     print(f"\n{MARK}\n{report}\n\nfrom the first token to the last, a line per layer:\n{report.strip()}")
 

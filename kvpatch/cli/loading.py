@@ -267,10 +267,10 @@ def fit_prompt(model: Any, ids: Tensor, new: int) -> tuple[Tensor, str]:
     """
     from ..evaluation.teacher_forcing import positions_of
 
-    known = model.get_input_embeddings().num_embeddings
-    if ids.numel() and int(ids.max()) >= known:
+    n_tokens = model.get_input_embeddings().num_embeddings
+    if ids.numel() and int(ids.max()) >= n_tokens:
         raise KVPatchError(
-            f"The tokenizer gives token {int(ids.max())}, but the model knows {known}: they do not belong together."
+            f"The tokenizer gives token {int(ids.max())}, but the model knows {n_tokens}: they do not belong together."
         )
     limit, note, n = positions_of(model), "", ids.shape[1]
     if limit is not None and new >= limit:

@@ -44,8 +44,8 @@ class ServerMetrics:
 
     def note_end(self, asked: AcceptedRequest) -> None:
         """Count a request when it has ended: its tokens, and how many of them were evicted. Changes `counts` alone."""
-        seen = asked.prompt + max(asked.new - 1, 0)  # the last token is never fed back to the model
-        evicted = seen - self._count_held(asked.prompt, seen) if asked.new else 0
+        n_read = asked.prompt + max(asked.new - 1, 0)  # the last token is never fed back to the model
+        evicted = n_read - self._count_held(asked.prompt, n_read) if asked.new else 0
         self.counts["requests_ended_total", f'{{reason="{asked.ended}"}}'] += 1
         self.counts["prompt_tokens_total", ""] += asked.prompt
         self.counts["reused_tokens_total", ""] += asked.cached
@@ -78,13 +78,13 @@ class ServerMetrics:
         """Return gauges for /metrics: requests, tokens and cache blocks now. Lists are copied: the engine's thread goes on."""
         scheduler, pool = self.engine.batch_processor.scheduler, self.engine.pool
         running = list(scheduler.active_requests.values())
-        seen = [(len(one.initial_tokens), one.current_len()) for one in running]
+        read_counts = [(len(one.initial_tokens), one.current_len()) for one in running]
         kept = self.describe_conversations()
         return {
             "requests_running": len(running),
             "requests_waiting": len(scheduler.waiting_requests),
-            "tokens_seen": sum(count for _, count in seen),
-            "tokens_held": sum(self._count_held(prompt, count) for prompt, count in seen),
+            "tokens_seen": sum(count for _, count in read_counts),
+            "tokens_held": sum(self._count_held(prompt, count) for prompt, count in read_counts),
             "blocks_claimed": sum(one.blocks for one in list(pool.requests.values())),
             "blocks": pool.num_blocks,
             "conversations": kept["kept"],

@@ -23,8 +23,8 @@ def find_auto_class(name: str, config: Any, remote_code: bool) -> Any:
 
     mapped, kind = getattr(config, "auto_map", None) or {}, config.model_type  # classes of code that comes with the model
     causal, image = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    for auto, known in ((AutoModelForCausalLM, causal), (AutoModelForImageTextToText, image)):
-        if kind in known or auto.__name__ in mapped:
+    for auto, model_types in ((AutoModelForCausalLM, causal), (AutoModelForImageTextToText, image)):
+        if kind in model_types or auto.__name__ in mapped:
             if not (remote_code and auto.__name__ in mapped):  # such code runs once, where the weights are loaded
                 _check_served(auto, config)
             return auto

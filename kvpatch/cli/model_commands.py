@@ -71,14 +71,14 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
     """
     with short_errors():
         options = check_arguments(option, k, positions, backend, bits)
-        name, asked = _find_prompt(model, file, model_option, prompt_file, prompt)
+        name, prompt_source = _find_prompt(model, file, model_option, prompt_file, prompt)
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
         source.check()
         how: dict[str, Any] = {
             "bits": bits, "block": block, "positions": positions, "backend": backend, "seed": seed, "strict": strict,
         }  # fmt: skip
         chosen, size, how = choose_policy(context, options, how)
-        text = asked.read_text() if isinstance(asked, TextFile) else asked
+        text = prompt_source.read_text() if isinstance(prompt_source, TextFile) else prompt_source
         from .generating import GenerationChoices, run
 
         run(source, text, raw, chosen, size, how, GenerationChoices(max_new_tokens, temperature, top_p), json)
@@ -94,10 +94,10 @@ def _find_prompt(
             raise KVPatchError(f"The prompt is given twice: --prompt and {files[0]}.")
         return find_model(model, model_option), prompt
     arguments, by_option = ([] if one is None else [one] for one in (file, prompt_file))
-    name, found = find_model_and_files(model, arguments, model_option, by_option)
-    if len(found) > 1:
-        raise KVPatchError(f"The prompt is given twice: {found[0].name} and {found[1].name}.")
-    return name, found[0]
+    name, texts = find_model_and_files(model, arguments, model_option, by_option)
+    if len(texts) > 1:
+        raise KVPatchError(f"The prompt is given twice: {texts[0].name} and {texts[1].name}.")
+    return name, texts[0]
 
 
 def check(  # noqa: PLR0913 - as above
@@ -222,10 +222,10 @@ def compare(  # noqa: PLR0913 - as above
 
         chosen, ks = comparing.choose_policies(policies, options, max_new_tokens), comparing.parse_budgets(texts)
         file = str(options["calibration"]) if "calibration" in options else None
-        asked = comparing.CompareOptions(
+        compare_options = comparing.CompareOptions(
             chosen, ks, max_new_tokens, schedule, of_bits, seed, tolerance, agreement, out, json, raw, question, later, file
         )
         continuation = None if continuation_file is None else read_prompt(continuation_file, "--continuation-file")
         prompts = {one.name: one.read_text() for one in texts_of}
         make_folder(out)
-        comparing.run(asked, source, prompts, continuation)
+        comparing.run(compare_options, source, prompts, continuation)

@@ -41,14 +41,14 @@ def plan(  # noqa: PLR0913 - typer: an option is a parameter
     """Count the bytes of a model's weights and cache, in full and under a budget, from its config.json alone, in a moment."""
     with short_errors():
         options = parse_options(option)
-        check_policy(policy, options)  # refuses names that are no options of the policy, so none clashes with `more`
+        check_policy(policy, options)  # refuses names that are no options of the policy, so none clashes with `arguments`
         check_budget(k)
         check_choice("bits", bits, BITS)
         check_choice("schedule", schedule, SCHEDULES)
         name, dtype = find_model(model, model_option), check_dtype(dtype)
         if memory is not None and memory.strip().isdecimal():
             raise KVPatchError(f"--memory {memory} has no unit: type --memory {memory.strip()}GiB, or MiB, or GB.")
-        more: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "tokens": tokens,
             "new": max_new_tokens,
             "batch": batch,
@@ -58,13 +58,13 @@ def plan(  # noqa: PLR0913 - typer: an option is a parameter
             "dtype": dtype,
             "revision": revision,
         }
-        found = make_plan(name, policy, _split_layers(k), **more, **options)
+        result = make_plan(name, policy, _split_layers(k), **arguments, **options)
         if json:
-            print_json(found.to_dict())
+            print_json(result.to_dict())
             return
-        print(f"{write_title(found)}\n")
-        print_rows(("", "full cache", "under the budget"), list_rows(found))
-        print("\n" + "\n".join(write_remarks(found)))
+        print(f"{write_title(result)}\n")
+        print_rows(("", "full cache", "under the budget"), list_rows(result))
+        print("\n" + "\n".join(write_remarks(result)))
 
 
 def _split_layers(k: str) -> str | list[str]:

@@ -254,8 +254,8 @@ def _check_field(letter: str, path: str, name: str, value: object) -> None:
             unless = f" (but {name}={refused.harmless[0]!r})" if refused.harmless else ""
             raise RefusedError(f"{name} is not served{unless}: {refused.instead}.", name, code="unsupported_parameter")
     else:
-        known = [one for one, row in OBEYED.items() if letter in row.paths]
-        near = suggest(name, known) or f" It takes {', '.join(known)}."
+        names = [one for one, row in OBEYED.items() if letter in row.paths]
+        near = suggest(name, names) or f" It takes {', '.join(names)}."
         raise RefusedError(f"{path} has no field {name!r}.{near}", name, code="unknown_parameter")
 
 

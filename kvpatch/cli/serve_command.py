@@ -91,8 +91,8 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
 
         if api_key is not None and not api_key.strip():
             raise KVPatchError("--api-key is empty: give the key that clients send, or leave the option out.")
-        asked = {"max_batch_tokens": max_batch_tokens, "max_memory_percent": memory}
-        engine = {name: one for name, one in asked.items() if one is not None}
+        engine_limits = {"max_batch_tokens": max_batch_tokens, "max_memory_percent": memory}
+        engine = {name: one for name, one in engine_limits.items() if one is not None}
         most = _read_bytes(keep_conversations, edits)
         kept = None if most is None else Conversations(most, edits)
         run(source, chosen, size, how, Address(host, port, api_key), engine, max_model_len, conversations=kept)
@@ -102,7 +102,7 @@ def _read_bytes(kept: str | None, edits: bool) -> int | None:
     """Parse --keep-conversations of `serve` to bytes, or None. Raises KVPatchError for no size, or for --edits without it."""
     if kept is None and edits:
         raise KVPatchError("--edits edits conversations that are kept: add --keep-conversations 1GiB, or another size.")
-    found = None if kept is None else parse_bytes(kept)
-    if kept is not None and not found:
+    nbytes = None if kept is None else parse_bytes(kept)
+    if kept is not None and not nbytes:
         raise KVPatchError(f"--keep-conversations {kept} is no size: type a number and its unit, such as 1GiB or 500MB.")
-    return found
+    return nbytes

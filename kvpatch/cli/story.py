@@ -122,14 +122,14 @@ def read_story(model: Any, tokenizer: Any) -> StoryText:
     end = first.index(document) + len(document.rstrip())
     encoded = tokenizer(first, add_special_tokens=False, return_offsets_mapping=True)
     spans = [(a, b) for a, b in encoded["offset_mapping"] if b <= end]
-    asked = {question: _encode_text(model, tokenizer, text) for question, text in rendered.items()}
-    for ids_1N in asked.values():
+    ids_by_question = {question: _encode_text(model, tokenizer, text) for question, text in rendered.items()}
+    for ids_1N in ids_by_question.values():
         if fit_prompt(model, ids_1N, ANSWER_TOKENS)[1]:
             raise KVPatchError(
                 f"The demo's text and an answer take {ids_1N.shape[1] + ANSWER_TOKENS:,} tokens, more than the positions of "
                 "this model. Give another model, or none: kvpatch demo."
             )
-    return StoryText(first[:end], next(iter(asked.values()))[:, : len(spans)], spans, asked)
+    return StoryText(first[:end], next(iter(ids_by_question.values()))[:, : len(spans)], spans, ids_by_question)
 
 
 def _render_message(tokenizer: Any, text: str) -> str:
@@ -154,7 +154,7 @@ def ask(model: Any, tokenizer: Any, reading: StoryText, policy: str) -> view.Pol
         answers = [_answer_question(model, tokenizer, reading, question, cache) for question in QUESTIONS]
     share_T = kept_LHT.float().mean((0, 1))  # of each token, the share of all layers' heads that kept it
     held = [float(share_T[reading.find_tokens(phrase)].mean()) for phrase in QUESTIONS.values()]  # of each answer's words
-    right = [phrase.casefold() in said.casefold() for phrase, said in zip(QUESTIONS.values(), answers, strict=True)]
+    right = [phrase.casefold() in answer.casefold() for phrase, answer in zip(QUESTIONS.values(), answers, strict=True)]
     return view.PolicyAnswers(policy, cache.nbytes, time.perf_counter() - start, answers, held, right, share_T)
 
 

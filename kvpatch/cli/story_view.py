@@ -69,9 +69,9 @@ def show(console: Console, outcomes: list[PolicyAnswers]) -> None:
     table.add_column("answer")
     for one in outcomes:
         first = one.policy, f"{one.nbytes / 1e6:.1f}", f"{one.seconds:.0f}"
-        for number, (said, share, right) in enumerate(zip(one.answers, one.held, one.right, strict=True)):
+        for number, (answer, share, right) in enumerate(zip(one.answers, one.held, one.right, strict=True)):
             sign = Text("\u2713", "green") if right else Text("\u2717", "red")
-            table.add_row(*(first if number == 0 else ("", "", "")), sign, f"{share:.0%}", said)
+            table.add_row(*(first if number == 0 else ("", "", "")), sign, f"{share:.0%}", answer)
         table.add_section()
     console.print(table, highlight=False)
     console.print("held: the share of heads that kept the words which answer the question.", style="dim", highlight=False)

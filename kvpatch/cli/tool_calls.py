@@ -31,11 +31,11 @@ def tolerate_bad_calls(tokenizer: Any) -> None:
     def parse_response(tokens: list[int], *given: Any, **more: Any) -> Any:
         """Parse an answer's tokens, or return them as text. transformers' handlers call this when it has ended."""
         try:
-            found = parse(tokens, *given, **more)
-            for call in found.get("tool_calls") or ():
+            parsed = parse(tokens, *given, **more)
+            for call in parsed.get("tool_calls") or ():
                 _normalize_tool_call(call)  # raises for a call that the handlers could not answer with
         except (ValueError, LookupError, TypeError):
             return {"content": tokenizer.decode(tokens, skip_special_tokens=True)}
-        return found
+        return parsed
 
     tokenizer.parse_response = parse_response

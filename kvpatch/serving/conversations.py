@@ -59,11 +59,11 @@ class Beginning:
         self.positions, self.held, self.reused = conversation.positions[:length], conversation.held, reused
         self.system = 0 if conversation.messages is None else conversation.messages.count_system(length)
         self._cache: EvictingCache | None = conversation.cache
-        seen = conversation.cache.seen
+        n_read = conversation.cache.seen
         shorter = length < len(conversation.ids)
         # tokens that the cache has read up to there; tokens that an edit has removed count too
-        self.columns = self.positions[-1] + 1 if shorter else seen
-        self._removed = seen - self.columns  # for `copy` to crop
+        self.columns = self.positions[-1] + 1 if shorter else n_read
+        self._removed = n_read - self.columns  # for `copy` to crop
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -163,8 +163,8 @@ class Conversations:
         more than `most` tokens are spared.
         """
         tried = sorted((pair for pair in common if pair[0]), key=lambda pair: (pair[0], len(pair[1].ids)), reverse=True)[:TRIED]
-        found = [(one, edited) for _, one in tried if (edited := find_edits(one.ids, ids, one.answer)) is not None]
-        best = max(found, key=lambda pair: pair[1].reused, default=None)
+        candidates = [(one, edited) for _, one in tried if (edited := find_edits(one.ids, ids, one.answer)) is not None]
+        best = max(candidates, key=lambda pair: pair[1].reused, default=None)
         return best if best is not None and best[1].reused > most else None
 
     def _edit_conversation(self, one: Conversation, edited: Edited) -> Conversation | None:

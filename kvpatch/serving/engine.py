@@ -251,15 +251,15 @@ def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCr
 
 def _switch_off(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
     """Return a copy of a manager's configuration without the features of OFF, such as CUDA graphs; log those asked for."""
-    asked, new, usual = [], copy.copy(config), ContinuousBatchingConfig()
+    switched_off, new, usual = [], copy.copy(config), ContinuousBatchingConfig()
     for name, value, what in OFF:
         if not hasattr(config, name):
             continue
         if getattr(config, name) not in (value, getattr(usual, name)):
-            asked.append(what)
+            switched_off.append(what)
         setattr(new, name, value)
-    say = _LOG.warning if asked else _LOG.info
-    also = f"; so are {', '.join(dict.fromkeys(asked))}, which the configuration asked for" if asked else ""
+    say = _LOG.warning if switched_off else _LOG.info
+    also = f"; so are {', '.join(dict.fromkeys(switched_off))}, which the configuration asked for" if switched_off else ""
     say(f"[kvpatch] continuous batching under a budget: prefix sharing and CPU offload are off{also}.")
     return new
 

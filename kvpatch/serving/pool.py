@@ -160,14 +160,14 @@ class RequestPool:
         if self.claimed + self.count_blocks(prompt, new, prefix) > self.num_blocks:  # it waits on
             return None
         with self.compute():
-            found = self.conversations.find(state.initial_tokens)
-        if found is None or (prefix is not None and len(prefix) >= found.reused):
+            beginning = self.conversations.find(state.initial_tokens)
+        if beginning is None or (prefix is not None and len(prefix) >= beginning.reused):
             return None
-        if self.keeps_system and found.system != state.logit_processor_kwargs["messages"].count_system(prompt):
+        if self.keeps_system and beginning.system != state.logit_processor_kwargs["messages"].count_system(prompt):
             return None  # a text of other messages, or a later system message: read anew, as a budget for it was checked
-        if positions is not None and found.columns + prompt - len(found) + new - 1 > positions:
+        if positions is not None and beginning.columns + prompt - len(beginning) + new - 1 > positions:
             return None
-        return found if self.claimed + self.count_blocks(prompt, new, found) <= self.num_blocks else None
+        return beginning if self.claimed + self.count_blocks(prompt, new, beginning) <= self.num_blocks else None
 
     def keep(self, state: Any) -> None:
         """Keep a request's cache for later texts when it ends, unless it has failed or its prompt was not read whole."""

@@ -80,10 +80,10 @@ def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, r
 
 def refuse_placeholders(ids: Sequence[int], placeholders: Mapping[int, str]) -> None:
     """Raise KVPatchError if an arriving prompt has an id that stands for an image or sound: requests in batches bring none."""
-    found = next((token for token in ids if token in placeholders), None)
-    if found is not None:
+    marker = next((token for token in ids if token in placeholders), None)
+    if marker is not None:
         raise KVPatchError(
-            f"This request holds token {found}, which stands for {placeholders[found]}, but continuous batching reads token "
+            f"This request holds token {marker}, which stands for {placeholders[marker]}, but continuous batching reads token "
             "ids alone: use generate(), or send text."
         )
 

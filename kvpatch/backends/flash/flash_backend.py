@@ -61,14 +61,14 @@ def reason(task: Task, case: Case) -> str | None:
 
 def _why_refuses(kernel: Kernel, case: Case) -> str | None:
     """Return why a kernel cannot attend to a prompt of this case, or None. Asked when a backend or a kernel is chosen."""
-    for asked, given, word in (
+    for needed, given, word in (
         (case.alibi, kernel.alibi, "ALiBi"),
         (case.window, kernel.window, "sliding window"),
         (case.padding, kernel.padding, "padding"),
         (case.past, kernel.past, "keys before the piece"),
         (case.gradients, kernel.gradients, "gradients"),
     ):
-        if asked and not given:
+        if needed and not given:
             return f"takes no {word}"
     if (find_capability() or kernel.majors[0]) not in kernel.majors:
         newest = f" to {kernel.majors[-1]}.x" if kernel.majors.stop < ANY.stop else ""
@@ -83,10 +83,10 @@ def _ragged_reason(case: Case) -> str | None:
     """Return why flash kernels cannot run decode steps over heads that hold different numbers of tokens; None if they can."""
     if case.scores:
         return "a flash kernel returns no probabilities, and the scores of this step need them"
-    for asked, word in (
+    for needed, word in (
         (case.alibi, "ALiBi"), (case.window, "sliding window"), (case.gradients, "gradients"), (case.padding, "empty slots"),
     ):  # fmt: skip
-        if asked:
+        if needed:
             return f"over heads of different lengths a flash kernel takes no {word}"
     if (find_capability() or 8) < 8:
         return "flash kernels need a GPU of compute capability 8.0"

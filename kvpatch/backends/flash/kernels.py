@@ -166,7 +166,7 @@ MODULES = {"flash_attn_interface": "flash-attn-3", "flash_attn.cute": "flash-att
 
 def _import_installed() -> dict[str, Any]:
     """Import the installed modules of MODULES, when `kernels` first looks for kernels; return them by name and version."""
-    found = {}
+    modules = {}
     for name, distribution in MODULES.items():
         try:
             module = importlib.import_module(name)
@@ -179,8 +179,8 @@ def _import_installed() -> dict[str, Any]:
             version = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             version = getattr(module, "__version__", "")
-        found[f"{name} {version}".rstrip()] = module
-    return found
+        modules[f"{name} {version}".rstrip()] = module
+    return modules
 
 
 def _list_loaded() -> dict[str, Any]:
@@ -195,8 +195,8 @@ def _list_loaded() -> dict[str, Any]:
 def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
     """Yield a Kernel for flash-attn 3's operator, if loaded: before 2026 the package's functions return no log-sum-exp."""
     operator = getattr(torch.ops.flash_attn_3, "fwd", None)
-    wanted = {"cu_seqlens_q", "max_seqlen_k", "softmax_scale", "is_causal", "window_size_left", "num_splits"}
-    if operator is None or not wanted <= {argument.name for argument in operator.default._schema.arguments}:
+    needed = {"cu_seqlens_q", "max_seqlen_k", "softmax_scale", "is_causal", "window_size_left", "num_splits"}
+    if operator is None or not needed <= {argument.name for argument in operator.default._schema.arguments}:
         return
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:

@@ -36,8 +36,8 @@ def check(q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor | None = None, noise_B
     if v_BHTD is not None and (v_BHTD.shape != k_BHTD.shape or v_BHTD.dtype != k_BHTD.dtype):
         sizes = f"{k_BHTD.dtype} {tuple(k_BHTD.shape)} and values {v_BHTD.dtype} {tuple(v_BHTD.shape)}"
         raise ValueError(f"keys are {sizes}, but the Triton kernels take values like the keys; use the torch backend")
-    if noise_BHTG is not None and noise_BHTG.shape != (wanted := (*k_BHTD.shape[:3], q_BHGQD.shape[2])):
-        raise ValueError(f"noise has shape {tuple(noise_BHTG.shape)}, but [B,H,T,G] is {wanted}: one for each query head")
+    if noise_BHTG is not None and noise_BHTG.shape != (noise_shape := (*k_BHTD.shape[:3], q_BHGQD.shape[2])):
+        raise ValueError(f"noise has shape {tuple(noise_BHTG.shape)}, but [B,H,T,G] is {noise_shape}: one for each query head")
 
 
 def padded_size(D: int) -> int:

@@ -158,8 +158,8 @@ def step(
     if not all(tensor is None or tensor.is_contiguous() for tensor in (*flat, slopes_HG, sinks_HG, *state.values())):
         raise KVPatchError("A decode step works in place on flat memory: hand it contiguous tensors (q, k, v may be views).")
     if page is not None and (begin_N is None or begin_N.shape != (B * H, -(-C // page))):
-        found = None if begin_N is None else tuple(begin_N.shape)
-        raise KVPatchError(f"begin_N has shape {found}, but [B*H,M] is {(B * H, -(-C // page))}: one for each page.")
+        shape = None if begin_N is None else tuple(begin_N.shape)
+        raise KVPatchError(f"begin_N has shape {shape}, but [B*H,M] is {(B * H, -(-C // page))}: one for each page.")
     noise = state.get("noise") if "gumbel" in rule.statistics else None
     if noise is not None and noise.shape != (B, H, C, G):
         raise KVPatchError(f"noise has shape {tuple(noise.shape)}, but [B,H,C,G] is {(B, H, C, G)}: one for each query head.")

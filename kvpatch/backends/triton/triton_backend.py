@@ -88,8 +88,8 @@ def driver_problem() -> str | None:
     try:
         _ = triton.runtime.driver.active.utils
     except Exception as error:
-        told = advice(error)
-        return f"Triton finds no way to launch kernels ({' '.join(str(error).split())})" + (f": {told}" if told else "")
+        hint = advice(error)
+        return f"Triton finds no way to launch kernels ({' '.join(str(error).split())})" + (f": {hint}" if hint else "")
     return None
 
 
@@ -102,7 +102,7 @@ def advice(error: Exception) -> str | None:
     of_triton = kind.__module__.split(".")[0] == "triton" and kind.__name__ != "InterpreterError"
     if not of_triton and not isinstance(error, (RuntimeError, OSError, subprocess.SubprocessError)):
         return None
-    return next((told for pattern, told in ADVICE if re.search(pattern, str(error))), "")
+    return next((hint for pattern, hint in ADVICE if re.search(pattern, str(error))), "")
 
 
 # ---- a prompt ----
@@ -131,8 +131,8 @@ def attend(
     )
     options |= {"deaths_BHT": keys.deaths_BHT, "spans_B4": spans_B4}
     tensors = q_BHGQD.detach(), keys.k_BHTD.detach(), keys.v_BHTD.detach()
-    found = forward.attend(*tensors, keys.positions_BHT, rows_BQ, **options)
-    return Attended(found.out, found.lse, found.noisy)
+    result = forward.attend(*tensors, keys.positions_BHT, rows_BQ, **options)
+    return Attended(result.out, result.lse, result.noisy)
 
 
 def gradients(
@@ -172,17 +172,17 @@ def statistics(
     shape["spans_B4"] = spans(rows_BQ) if spans_B4 is None else spans_B4
     places, plain = (keys.positions_BHT, rows_BQ), tuple(name for name in names if name != "gumbel")
     lse, noisy = attended.lse, attended.noisy
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     if lse is None or (noise is not None and noisy is None):
         options = shape | {"sinks_HG": geometry.sinks_HG, "holes": keys.holes, "lse_BHGQ": lse} | _describe_noise(noise)
         sums = forward.attend(*inputs, None, *places, **options)
         lse, noisy = sums.lse, sums.noisy
     if noisy is not None:
-        found["gumbel"] = column_statistics(*inputs, *places, noisy, ("sum",), **(shape | _describe_noise(noise)))["sum"]
+        result["gumbel"] = column_statistics(*inputs, *places, noisy, ("sum",), **(shape | _describe_noise(noise)))["sum"]
     if plain:
         counted = visible_keys(keys, rows_BQ, geometry) if "count" in plain else None
-        found |= column_statistics(*inputs, *places, lse, plain, keys_BHQ=counted, **shape)
-    return found
+        result |= column_statistics(*inputs, *places, lse, plain, keys_BHQ=counted, **shape)
+    return result
 
 
 def window_sums(
@@ -243,7 +243,7 @@ def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule
     """
     from .decode import Rule, known_rule
 
-    make = Rule if torch.compiler.is_compiling() else known_rule  # known_rule is cached, and torch.compile traces no cache
+    make = Rule if torch.compiler.is_compiling() else known_rule  # known_rule caches Rules, which a traced graph does not need
     if not (wanted or evicting):
         return make(evicts=False)
     names = policy.needs.states if wanted else ()
@@ -283,7 +283,8 @@ def step(
     Statistics, positions and, if the rule chooses a victim, the next free slot are updated in place.
     """
     limits, memory = slots.limits if chosen.evicts else None, slots.kv.locate_entries()
-    # tokens that a head may hold if it has empty slots (holes); positions that Scope protects at the beginning and the end
+    # keep: tokens that a head may hold, if it has holes (empty slots); `first` and `recent`: positions below `first`, and so
+    # many newest tokens, are never evicted
     keep = slots.keep_BH1[..., 0].contiguous() if slots.holes and slots.keep_BH1 is not None else None
     first = limits.first.flatten() if limits is not None and limits.any_first else None
     recent = limits.newest.flatten() if limits is not None and limits.any_newest else None
@@ -344,10 +345,10 @@ def step_as_operator(
     """
     from .decode import known_rule, step
 
-    known, added, damped = (tuple(filter(None, text.split(","))) for text in (names, statistics, decayed))
+    state_names, added, damped = (tuple(filter(None, text.split(","))) for text in (names, statistics, decayed))
     chosen = known_rule(added, decay, damped, value or None, evicts=bool(value))
     return step(
-        q, k, v, keys, values, positions, slot, newest, dict(zip(known, state, strict=True)), chosen, scale=scale,
+        q, k, v, keys, values, positions, slot, newest, dict(zip(state_names, state, strict=True)), chosen, scale=scale,
         sliding=sliding, slopes_HG=slopes, softcap=softcap, sinks_HG=sinks, begin_N=begin, capacity_N=capacity, keep_BH=keep,
         first_B=first, recent_B=recent, tau=constant_tau if tau is None else tau,
         codecs=centre_codecs(codecs(bits, q.shape[-1], q.shape[-1], q.dtype), centre),

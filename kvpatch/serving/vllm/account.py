@@ -64,9 +64,9 @@ class BudgetLog:
         tokens: read when the pass has ended. begins: it is the request's first pass. If the request asks for a k (budget) in
         its extra_args, by the name OWN, and cannot have it, a warning is logged then.
         """
-        asked = get_asked(request.sampling_params)
-        if begins and OWN in asked and not read_own(request.sampling_params, self.groups[0][1].held.most):
-            _LOG.warning("[kvpatch] %s=%r of a request is not served: it has the k of the start.", OWN, asked[OWN])
+        extra_args = get_asked(request.sampling_params)
+        if begins and OWN in extra_args and not read_own(request.sampling_params, self.groups[0][1].held.most):
+            _LOG.warning("[kvpatch] %s=%r of a request is not served: it has the k of the start.", OWN, extra_args[OWN])
         if self.figures is not None and tokens < request.num_prompt_tokens:
             self.figures.add("prompt_cuts")
 
@@ -75,14 +75,14 @@ class BudgetLog:
         if self.figures is None or not request.is_finished():
             return
         written = request.num_tokens - request.num_prompt_tokens
-        seen = min(request.num_computed_tokens, request.num_tokens - bool(written))  # the last is never fed back
-        prompt = min(seen, request.num_prompt_tokens)
+        n_read = min(request.num_computed_tokens, request.num_tokens - bool(written))  # the last is never fed back
+        prompt = min(n_read, request.num_prompt_tokens)
         asked_k = [read_own(request.sampling_params, spec.held.most) for _, spec in self.groups]
         held = sum(
-            layers * spec.count_held(prompt, seen - prompt, k) for (layers, spec), k in zip(self.groups, asked_k, strict=True)
+            layers * spec.count_held(prompt, n_read - prompt, k) for (layers, spec), k in zip(self.groups, asked_k, strict=True)
         )
-        evicted = seen - held / sum(layers for layers, _ in self.groups)
-        for name, value in (("seen_tokens", seen), ("held_tokens", seen - evicted), ("evicted_tokens", evicted)):
+        evicted = n_read - held / sum(layers for layers, _ in self.groups)
+        for name, value in (("seen_tokens", n_read), ("held_tokens", n_read - evicted), ("evicted_tokens", evicted)):
             self.figures.add(name, value)
         self.figures.add("ended_requests")
         self.figures.add("compressed_requests", evicted > 0)

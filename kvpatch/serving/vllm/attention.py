@@ -114,13 +114,13 @@ class BudgetedAttention(AttentionImpl):
     def projection(self) -> nn.Module:
         """The layer's output projection, for policies that weigh values by it: a sibling of vLLM's attention module."""
         holder = self.holder()  # the module that has both
-        found = [one for one in holder.children() if isinstance(one, RowParallelLinear)] if holder is not None else []
-        if len(found) != 1:
+        projections = [one for one in holder.children() if isinstance(one, RowParallelLinear)] if holder is not None else []
+        if len(projections) != 1:
             raise KVPatchError(
                 f"Policy {self.worker.terms.policy.name!r} weighs values by the output projection, which kvpatch did not find "
                 "in this model of vLLM's: use the policy without critical."
             )
-        return found[0]
+        return projections[0]
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Check the output projection, if the policy reads it."""
@@ -289,6 +289,6 @@ def _refuse_kind(attn_type: str, shares: bool, kv_cache_dtype: str) -> None:
             "(--kv-cache-dtype) out, or kvpatch's settings.",
         ),
     )
-    for found, what in refused:
-        if found:
+    for applies, what in refused:
+        if applies:
             raise KVPatchError(f"kvpatch does not serve {what}")

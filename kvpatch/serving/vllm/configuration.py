@@ -67,8 +67,8 @@ def check_configuration(config: VllmConfig, terms: RequestTerms) -> None:
             "give enable_chunked_prefill=False (--no-enable-chunked-prefill), or k as a number of tokens",
         ),
     )
-    for found, why, instead in refused:
-        if found:
+    for applies, why, instead in refused:
+        if applies:
             raise KVPatchError(f"kvpatch in vLLM: {why}. {instead[0].upper()}{instead[1:]}.")
     facts = {"latent": model.use_mla, "chunks": bool(model.attention_chunk_size), "mixed": model.is_hybrid}
     refuse("a model in vLLM", FeatureSet(terms.policy, **facts))

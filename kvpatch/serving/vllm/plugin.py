@@ -28,13 +28,13 @@ def register() -> None:
         KVPatchError: a budget is asked for where none is served, or where it does not reach all processes. An engine without
             settings gets no error from here.
     """
-    asked = bool(os.environ.get(VARIABLE))
+    asked_by_variable = bool(os.environ.get(VARIABLE))
     try:
-        _register_backends(asked)
+        _register_backends(asked_by_variable)
     except KVPatchError:
         raise
     except Exception as error:  # vLLM would not start, and whoever has not asked for a budget does not miss one
-        if asked or sees_settings():
+        if asked_by_variable or sees_settings():
             raise KVPatchError(
                 "A budget of kvpatch was asked for, but kvpatch did not find vLLM as it knows it "
                 f"({type(error).__name__}: {error}): "
