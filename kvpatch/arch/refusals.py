@@ -114,7 +114,7 @@ def _warn_once(message: str) -> None:
 
 def make_unknown_error(model: nn.Module) -> KVPatchError:
     """Make the error for patched() of a model without an adapter: it names the row or the adapter to write."""
-    name, supported = type(model).__name__, f"Known supported: {', '.join(list_architectures())}."
+    name, supported = type(model).__name__, f"Known architectures: {', '.join(list_architectures())}."
     for module in innermost_attentions(model):
         if routes_through_interface(module) and not attends_both_ways(module):
             return KVPatchError(
