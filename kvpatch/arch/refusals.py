@@ -30,9 +30,11 @@ def refuse_other_kinds(model: nn.Module) -> None:
             f"{name} writes by diffusion: it reads whole blocks of text in both directions, again and again. kvpatch serves "
             "models that generate one token after another."
         )
+    # models without keys and values
     stateful = any(keeps_state(type(module)) for module in text.modules())
     if stateful and not any(map(routes_through_interface, attentions)):
         raise KVPatchError(f"{name} keeps a recurrent state, not keys and values: there is nothing to evict.")
+    # encoders, and decoders with an encoder
     if attentions and all(map(attends_both_ways, attentions)):
         raise make_encoder_error(model, f"is_causal=False of {type(attentions[0]).__name__}")
     if attentions and any(vars(module).get("is_decoder") is False for module in text.modules()):

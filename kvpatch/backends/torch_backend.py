@@ -712,6 +712,7 @@ def step(
         out = F.scaled_dot_product_attention(q_BHGD, keys.k_BHTD, keys.v_BHTD, attn_mask=bias, scale=geometry.scale)
         if not probabilities:
             return out, None
+    # the logits [B,H,G,T]: of dense keys, or of heads of different lengths
     if offsets is None:
         x = _clamp_logits(dot(q_BHGD * geometry.scale, keys.k_BHTD, keys.codecs[0])).to(accumulator(q_BHGD.dtype))
     else:
@@ -719,12 +720,14 @@ def step(
         x = offsets.multiply_keys(q_NGD, keys.k_BHTD, keys.codecs[0]).unflatten(0, q_BHGD.shape[:2])
     x = _cap_logits(x, geometry)
     x = x if bias is None else x.add_(bias)
+    # the probabilities, in the buffer if there is one
     if buffer is None or x.requires_grad or not geometry.plain:
         p = weigh_logits(x, geometry)
         if buffer is not None:
             buffer.copy_(p.detach())
     else:
         p = torch.softmax(x, -1, out=buffer)
+    # the output, unless torch's kernel has computed it
     if offsets is not None:
         out = offsets.mix_values(p.flatten(0, 1), keys.v_BHTD, keys.codecs[1]).unflatten(0, q_BHGD.shape[:2]).to(q_BHGD.dtype)
     elif out is None:

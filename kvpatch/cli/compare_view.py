@@ -150,6 +150,7 @@ def _pool_figures(results: list[DivergenceTable]) -> dict[Setting, DivergenceFig
 
     nbytes of a result is in millionths of the full cache's bytes.
     """
+    # of each setting, the measurements on every text, and the share that its cache had of the full cache's bytes
     by_setting: dict[Setting, list[DivergenceFigures]] = {}
     shares: dict[Setting, list[float]] = {}
     for result in results:

@@ -112,7 +112,7 @@ _LEGEND = {
 
 def _print_strips(console: Console, reports: Reports, text: TextBatch, width: int = 64) -> None:
     """Print below the demo's table a line per policy at the smallest budget: the share of heads that kept a prompt's parts."""
-    k = min(share for _, share in reports)
+    k = min(share for _, share in reports)  # reports: by policy and budget
     kept = {  # by policy: for each token of the prompt, the share of heads that kept it
         policy: report.kept().float().mean((0, 1))
         for (policy, share), report in reports.items()

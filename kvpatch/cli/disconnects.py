@@ -26,8 +26,8 @@ class EndAtDisconnect:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        messages: asyncio.Queue[Message] = asyncio.Queue()
-        begun = asyncio.Event()
+        messages: asyncio.Queue[Message] = asyncio.Queue()  # from the client, for the app
+        begun = asyncio.Event()  # the app has begun its answer
 
         async def read_messages() -> None:
             """Put the client's messages into `messages`, and return when it has disconnected."""
@@ -52,7 +52,7 @@ class EndAtDisconnect:
         watching = asyncio.ensure_future(read_messages())
         try:
             await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-            if working.done() or begun.is_set():
+            if working.done() or begun.is_set():  # once it has begun, the app sees the disconnect itself
                 await working
         finally:
             watching.cancel()

@@ -75,6 +75,7 @@ class Gate:
         Raises:
             RefusedError: it cannot be obeyed; the caller answers with this.
         """
+        # the path, the method and the key
         method, path = scope["method"], scope["path"]
         allowed = "POST" if path in PATHS else "GET"
         if path not in (*PATHS, *_OPEN, "/v1/models"):
@@ -90,6 +91,7 @@ class Gate:
             kept = self.answers.conversations is not None and path == "/health"
             await self.app(scope, receive, AmendingSend(send, self._add_conversations) if kept else send)
             return
+        # the body: checked, and handed on with only the fields that the app reads, under a request id of kvpatch's (ID)
         request = read_request(path, _parse_body(await _read_body(receive)), self.served)
         body = _encode_body(request.body)
         self.answers.asked[name] = request

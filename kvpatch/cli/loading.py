@@ -149,6 +149,7 @@ def load_model(
 
         silence_loading()
         mapped = {"device_map": place} if device_map is not None else {}
+        # the configuration first: it tells the model's class, and whether kvpatch would refuse it, before weights are read
         config = transformers.AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=trust_remote_code)
         model: Any = find_auto_class(name, config, trust_remote_code).from_pretrained(
             name,

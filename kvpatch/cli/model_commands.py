@@ -126,7 +126,7 @@ def check(  # noqa: PLR0913 - as above
         source = Source(find_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
         source.check()
         chosen, size, how = choose_policy(context, options, {"seed": seed})
-        for name in how.keys() - {"seed"}:
+        for name in how.keys() - {"seed"}:  # settings of the file that only patched() takes
             had = f"{name}={how[name]!r}"
             raise KVPatchError(f"--settings {settings} has {had}, which check does not test: give --policy and -k.")
         from ..evaluation.check import check_model

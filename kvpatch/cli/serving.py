@@ -257,9 +257,11 @@ def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) 
     async def answer_failure(request: Any, error: Exception) -> Any:
         return describe(RuntimeError(f"The server failed: {type(error).__name__}. Its log has more."), 500)
 
+    # errors that the app's handlers raise, answered in OpenAI's form
     handlers = {RefusedError: answer_refusal, TemplateError: answer_refusal, CBWorkerDeadError: answer_dead}
     for kind, handler in {**handlers, HTTPException: answer_raised, Exception: answer_failure}.items():
         app.add_exception_handler(kind, handler)
+    # the engine that the app's handlers ask for, and the layers around the app
     state._cb_manager = answers
     state.get_manager = lambda *given, **more: answers
     app.add_middleware(EndAtDisconnect)

@@ -148,7 +148,7 @@ class BatchingManager(ContinuousBatchingManager):
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
         )
-        self.pool.compute = functools.partial(_on_stream, processor.inputs_and_outputs.compute_stream)
+        self.pool.compute = functools.partial(_on_stream, processor.inputs_and_outputs.compute_stream)  # for copies of caches
         return processor
 
     def _make_pool(self) -> RequestPool:

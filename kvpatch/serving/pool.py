@@ -109,7 +109,7 @@ class RequestPool:
             raise KVPatchError("This request has no token: give each prompt at least one.")
         refuse_placeholders(ids, self.placeholders)
         if self.keeps_system:
-            step = prompt if self._blockwise is None else self.settings.block or self.chunk  # it is evicted after each
+            step = prompt if self._blockwise is None else self.settings.block or self.chunk  # tokens between evictions
             check_system(self.settings, messages, prompt, step)
         needed = self.count_blocks(prompt, new, prefix)
         if needed > self.num_blocks:

@@ -94,6 +94,7 @@ def column_statistics(
     q, k, positions = (last_contiguous(tensor) for tensor in (q_BHGQD, k_BHTD, positions_BHT))
     unit, inner = logit_units(scale, softcap)
     noise = noise_tiles(noise_BHTG, tau, logarithm=True)
+    # tensors, their strides, sizes, factors of the logits, and constants
     with torch.cuda.device_of(q):
         _columns_kernel[(B * H * splits, blocks)](
             q,
@@ -121,7 +122,7 @@ def column_statistics(
             LOG2E / tau,
             **tile_constants(G, D, tile, sliding=sliding, softcap=softcap, by_position=by_position),
         )
-    return {name: out[0] if splits == 1 else out.sum(0) for name, out in outs.items()}
+    return {name: out[0] if splits == 1 else out.sum(0) for name, out in outs.items()}  # each split has summed some rows
 
 
 # ---- arguments of the kernel ----

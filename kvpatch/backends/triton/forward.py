@@ -89,11 +89,13 @@ def attend(
         return result
     tempered = tau != 1.0  # the noisy softmax has a temperature
     noise = noise_tiles(noise_BHTG, tau, logarithm=tempered)
+    # a program takes tile[1] query rows of one head
     chip = torch.cuda.get_device_capability(q_BHGQD.device) if q_BHGQD.is_cuda else ELSEWHERE
     tile = _choose_tile(q_BHGQD.dtype, padded_size(D), Q, v_BHTD is not None, chip[0])
     q, k, positions = (last_contiguous(tensor) for tensor in (q_BHGQD, k_BHTD, positions_BHT))
     v = None if v_BHTD is None else last_contiguous(v_BHTD)
     unit, inner = logit_units(scale, softcap)
+    # tensors, their strides, sizes, factors of the logits, and constants
     with torch.cuda.device_of(q):
         _forward_kernel[(B * H * G, triton.cdiv(Q, tile[1]))](
             q,

@@ -51,6 +51,7 @@ def check_configuration(config: VllmConfig, terms: RequestTerms) -> None:
         raise describe_refusal(vllm.__version__, current_platform.is_cpu())
     refuse_parallel(config.parallel_config, VARIABLE in os.environ)
     parallel, model = config.parallel_config, config.model_config
+    # each: whether vLLM is set so, why that cannot be served, and what to do instead
     heads, size = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
     refused = (
         (config.speculative_config is not None, "speculative decoding takes tokens back", "leave speculative_config out"),
@@ -70,5 +71,6 @@ def check_configuration(config: VllmConfig, terms: RequestTerms) -> None:
     for applies, why, instead in refused:
         if applies:
             raise KVPatchError(f"kvpatch in vLLM: {why}. {instead[0].upper()}{instead[1:]}.")
+    # kinds of models that no policy serves in vLLM, or not this one
     facts = {"latent": model.use_mla, "chunks": bool(model.attention_chunk_size), "mixed": model.is_hybrid}
     refuse("a model in vLLM", FeatureSet(terms.policy, **facts))

@@ -155,6 +155,7 @@ def make_terms(given: object) -> RequestTerms:
             raise KVPatchError(f"kvpatch has no setting {name!r}.{near}")
     if missing:
         raise KVPatchError(f"kvpatch's settings lack {' and '.join(missing)}: {_EXAMPLE}.")
+    # take out the arguments of kvpatch; what is left are options of the policy
     policy, k, max_k, schedule, seed, positions = (settings.pop(name, None) for name in NAMES)
     for name, why in _INSTEAD.items():
         if name in settings:
