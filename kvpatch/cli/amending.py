@@ -54,7 +54,7 @@ class AmendingSend:
     def _amend_lines(self, body: bytes) -> bytes:
         """Change a piece of a streamed answer before it is sent: the JSON after "data: " if the piece mentions "usage".
 
-        Pieces hold whole server-sent events, an event a line: a line's first six bytes are "data: ".
+        Pieces hold whole server-sent events. The JSON of an event is one line, after the six bytes "data: ".
         """
         if b'"usage":' not in body:
             return body

@@ -152,7 +152,7 @@ class Answers(CBGenerateManager):
         tokens = tokens[: streamer.total_tokens]  # without those after a stop string
         streamer.end()
         text = "".join(collected.get_nowait() or "" for _ in range(collected.qsize()))
-        reparsed = streamer.watch.stopped and get_response_template(processor, model) is not None  # the handler decodes ids
+        reparsed = streamer.watch.stopped and get_response_template(processor, model) is not None  # ids will be parsed
         return text, len(ids), cut_tokens(processor, tokens, text) if reparsed else tokens
 
     def cancel(self, request_id: str) -> None:
@@ -183,7 +183,7 @@ class Answers(CBGenerateManager):
             if self.positions is not None:
                 check_length(len(ids), new, self.positions, "this server takes {} (--max-model-len)")
             pool = self.engine.pool
-            messages = find_messages(tokenizer, request.body, ids) if pool.keeps_system else None  # so not evicted
+            messages = find_messages(tokenizer, request.body, ids) if pool.keeps_system else None
             pool.check(ids, new, messages=messages)  # raises for a request that the cache could never hold
             config = self._make_config(request.sampling)
         except KVPatchError as error:

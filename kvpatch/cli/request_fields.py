@@ -222,7 +222,7 @@ def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
     for name, value in given.items():
         _check_field(letter, path, name, value)
     _check_model(given, letter, served)
-    # fields that must come together, or must not
+    # fields that are missing, and fields that contradict each other
     needed = {"c": "messages", "t": "prompt", "r": "input"}[letter]
     if needed not in given:
         raise RefusedError(f"{needed} is missing: {path} needs it.", needed)

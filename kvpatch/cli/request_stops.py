@@ -60,7 +60,7 @@ class WatchedDecoder:
 
 
 def cut_tokens(processor: Any, tokens: list[int], text: str) -> list[int]:
-    """Return tokens of an answer's text up to a stop string, for transformers' parsers of tool calls, which read token ids.
+    """Return tokens of an answer up to a stop string, for transformers' parsers (of reasoning and tool calls): they take ids.
 
     tokens: of the whole answer. text: the answer before the stop string, which may end inside a token.
     """
