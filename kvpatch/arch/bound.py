@@ -40,7 +40,8 @@ def local(tensor: Tensor) -> Tensor:
 def _plain_weight(module: Any, inputs: int) -> Tensor | None:
     """Return the weight [inputs,E] of a plain output projection; None for another, which is then measured by unit vectors.
 
-    inputs: the width of this process' heads. Of a sharded weight this is the process' part, or all if it has all heads.
+    inputs: the width of the heads that this process computes. Of a sharded weight the part of this process is returned, or all
+    of it if the process computes all heads.
     """
     weight = getattr(module, "weight", None)
     if type(module) not in (nn.Linear, Conv1D) or hasattr(module, "_hf_hook") or not isinstance(weight, Tensor):

@@ -265,7 +265,7 @@ def in_full(codecs: Codecs) -> Codecs:
 
 def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
     """Return a decode step's logits [...,G,T]: queries times a cache's keys. If keys are rounded, in float32 at least."""
-    assert not isinstance(codec, Latent)  # which is of values
+    assert not isinstance(codec, Latent)  # a codec of values, not of keys
     if codec.exact:
         return codec.dot(q_NGD, entries_NTW)
     q_NGD = q_NGD.to(accumulator(q_NGD.dtype))

@@ -34,7 +34,7 @@ def check_calibration(name: str, options: dict[str, Any]) -> None:
 
 
 def check_choice(option: str, value: object, known: tuple[object, ...]) -> None:
-    """Check a command's option, before torch loads: raise KVPatchError unless it is not given or its value is among `known`."""
+    """Raise KVPatchError, before torch loads, if a command's option has a value (None: it is not given) outside `known`."""
     if value is not None and value not in known:
         names = [str(one) for one in known]
         raise KVPatchError(f"--{option}={value!r} must be one of {', '.join(names)}.{suggest(value, names)}")

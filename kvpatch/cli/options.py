@@ -117,7 +117,7 @@ def check_arguments(given: list[str] | None, k: str, positions: str, backend: st
     """Check arguments that a command hands to patched(), before torch is imported; return the options of the policy.
 
     Raises:
-        KVPatchError: an option cannot be parsed, or a value is not one of those that its setting has.
+        KVPatchError: an option cannot be parsed, or a setting does not take its value.
     """
     options = parse_options(given)
     check_budget(k)

@@ -53,8 +53,8 @@ class Beginning:
     def __init__(self, conversation: Conversation, length: int, reused: int) -> None:
         """Note the first `length` tokens of a conversation, which begin a request's text. Copies nothing: `copy` does that.
 
-        positions: of these tokens in the conversation's cache, with gaps where tokens were forgotten. held: tokens that each
-        layer's heads hold. reused: tokens that the request need not read again.
+        positions: of these tokens in the conversation's cache, with gaps where an edit has removed tokens. held: tokens that a
+        KV head of each layer holds. reused: tokens that the request need not read again.
         """
         self.positions, self.held, self.reused = conversation.positions[:length], conversation.held, reused
         self.system = 0 if conversation.messages is None else conversation.messages.count_system(length)

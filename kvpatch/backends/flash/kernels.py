@@ -122,7 +122,7 @@ class Generation:
             options: dict[str, Any] = {
                 "softmax_scale": mask.scale,
                 "causal": True,
-                "window_size": (self.endless, self.endless) if left is None else (left, 0),
+                "window_size": (self.endless, self.endless) if left is None else (left, 0),  # endless: no limit on a side
                 "deterministic": torch.are_deterministic_algorithms_enabled(),
             }
             if self.asks is not None:  # the argument that asks for the log-sum-exp

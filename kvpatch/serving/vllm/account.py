@@ -77,6 +77,7 @@ class BudgetLog:
         written = request.num_tokens - request.num_prompt_tokens
         n_read = min(request.num_computed_tokens, request.num_tokens - bool(written))  # the last is never fed back
         prompt = min(n_read, request.num_prompt_tokens)
+        # of each group of layers, the budget that the request itself asks for (held.most at most), or 0
         asked_k = [read_own(request.sampling_params, spec.held.most) for _, spec in self.groups]
         held = sum(
             layers * spec.count_held(prompt, n_read - prompt, k) for (layers, spec), k in zip(self.groups, asked_k, strict=True)

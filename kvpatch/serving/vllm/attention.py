@@ -279,7 +279,10 @@ def _list_layers(config: VllmConfig) -> list[Any]:
 
 
 def _refuse_kind(attn_type: str, shares: bool, kv_cache_dtype: str) -> None:
-    """Raise KVPatchError, as a layer is made, if it is no decoder's, shares a layer's keys, or stores them in another dtype."""
+    """Raise KVPatchError, as a layer is made, if it is not a decoder's, uses another layer's keys, or stores other dtypes.
+
+    shares: it uses the keys of another layer. kv_cache_dtype: "auto" is the model's dtype.
+    """
     refused = (
         (attn_type != AttentionType.DECODER, f"attention of the kind {attn_type!r} in vLLM: start without its settings."),
         (shares, "layers that share keys in vLLM: start without its settings."),

@@ -186,7 +186,10 @@ def _check_values(positions: object, seed: object) -> None:
 
 
 def _check_max_k(terms: RequestTerms) -> None:
-    """Raise KVPatchError, as settings are read, if max_k is below their k, or the policy gives layers different budgets."""
+    """Raise KVPatchError, as settings are read, if max_k is below k, or the policy gives layers different budgets.
+
+    max_k: the largest budget that a request may ask for.
+    """
     check_count("max_k", terms.max_k, "tokens")
     if isinstance(terms.k, int) and terms.k > terms.most > 0:
         raise KVPatchError(f"max_k={terms.max_k} is below k={terms.k}, which requests have that ask for nothing: give more.")

@@ -67,7 +67,7 @@ def sees_settings() -> bool:
 
 
 def refuse_configurations(asked: bool) -> None:
-    """Raise KVPatchError if an engine that starts has a budget, and processes that it does not reach (pipelines, Ray).
+    """Raise KVPatchError if an engine that starts has a budget, and processes that the budget cannot reach (pipelines, Ray).
 
     The plugin calls this as it is loaded, before vLLM makes workers. asked: the variable KVPATCH_VLLM asks for the budget.
     """
