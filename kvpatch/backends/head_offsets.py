@@ -211,8 +211,8 @@ class HeadOffsets:
 
         Called when rows of a batch are reordered, repeated or dropped, as by beam search. Changes nothing.
         """
-        mine = heads_N.tolist()
-        new = HeadOffsets([self.capacities[n] for n in mine], [self.filled[n] for n in mine], heads_N.device)
+        numbers = heads_N.tolist()
+        new = HeadOffsets([self.capacities[n] for n in numbers], [self.filled[n] for n in numbers], heads_N.device)
         head, column = new.places()
         return new, self.begin_N[heads_N[head]] + column
 

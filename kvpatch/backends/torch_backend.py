@@ -515,7 +515,10 @@ class _Mask:
             x_NGRM.masked_fill_(gone, -torch.inf)
 
     def count(self, x_NGRM: Tensor, start: int, stop: int) -> Tensor:
-        """Return the number of keys [N,R] that each row of a masked block attends to, for the statistic "count"."""
+        """Return the number of keys [N,R] that each row of a masked block attends to.
+
+        For the statistic "count", which compares a probability with an even share, 1 / that number.
+        """
         if self.ends is None and not self.padded and self.geometry.sliding is None:
             row_R = torch.arange(start, stop, device=x_NGRM.device)
             return (self.keys.past + 1 + row_R).expand(len(x_NGRM), -1)

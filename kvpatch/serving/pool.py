@@ -277,7 +277,7 @@ class RequestPool:
         return PackedPass(parts, self.settings)
 
     def _make_piece(self, request: Request, past: int, columns: torch.Tensor) -> Part:
-        """Return a prompt's next tokens as a part of the coming pass, with the request's cache, which the first piece makes."""
+        """Return a prompt's next tokens, those after `past`, as a part of the coming pass. The first piece makes the cache."""
         end = past + len(columns)
         if request.cache is None:
             in_blocks = request.prompt - past > self.chunk and self._blockwise is not None  # evicts after every chunk

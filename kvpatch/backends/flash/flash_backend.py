@@ -100,8 +100,8 @@ def _ragged_reason(case: Case) -> str | None:
 def find_misfit(keys: Keys, geometry: Geometry) -> str | None:
     """Return why no flash kernel can attend to these keys, though flash was chosen for such prompts; None if one can.
 
-    Asked for each prompt (or piece of one) and layer. A Case does not tell how the keys before the piece (`past` of them) lie:
-    heads may have holes (empty slots) in different columns, or keys out of text order.
+    Asked for each prompt (or piece of one) and layer. The Case (kind of call) by which flash was chosen does not tell how the
+    keys before the piece (`past` of them) lie: heads may have holes (empty slots) in different columns, or keys out of order.
     """
     if keys.past and keys.holes:
         return "keys before this piece lie in slots of their own per head"

@@ -71,7 +71,7 @@ def reason(task: Task, case: Case) -> str | None:
         return None
     if case.gradients:
         return "its decode step has no gradients"
-    if case.renumbered:
+    if case.renumbered:  # positions="renumbered": cached keys are not rotated
         return "it reads keys and positions as they are cached, and renumbered positions change at every step"
     from . import decode
 
@@ -263,6 +263,7 @@ def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
         return "more is protected than sinks and recent tokens"
     if (source := policy.score.kernel_source) is None:
         return "no kernel knows the score's value()"
+    # after an edit of the text, positions no longer tell how many rows have seen a key, by which a mean is divided
     if source == "mean" and "unseen" in slots.state:
         return "an edit's tokens were seen by other rows than positions say"
     return None
