@@ -66,7 +66,7 @@ class AmendingSend:
         return json.dumps(answer, separators=(",", ":")).encode() if self._change(answer) else text
 
 
-def complete_answer(answer: dict[str, Any], asked: AcceptedRequest) -> bool:
+def complete_answer(answer: dict[str, Any], request: AcceptedRequest) -> bool:
     """Write into an outgoing answer, in place, how many prompt tokens were not read again, and whether a token limit ended it.
 
     Called for each JSON object that the server sends. The count goes into "usage"; an object of /v1/responses that the limit
@@ -77,8 +77,8 @@ def complete_answer(answer: dict[str, Any], asked: AcceptedRequest) -> bool:
     if not usage:
         return False
     details = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
-    usage[details] = {**(usage.get(details) or {}), "cached_tokens": asked.cached}
-    if asked.ended == "length" and "status" in response:
+    usage[details] = {**(usage.get(details) or {}), "cached_tokens": request.cached}
+    if request.end_reason == "length" and "status" in response:
         response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         if response is not answer:
             answer["type"] = "response.incomplete"

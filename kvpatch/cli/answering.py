@@ -72,7 +72,7 @@ class Answers(CBGenerateManager):
         positions: the most tokens of a prompt and its answer; None for any number.
 
     Attributes:
-        asked: requests that were accepted, by their ids, until their answers have been sent.
+        requests: those that were accepted, by their ids, until their answers have been sent.
         metrics: of the server.
     """
 
@@ -83,7 +83,7 @@ class Answers(CBGenerateManager):
         super().__init__()
         self._cb = self.engine = engine
         self.model, self.positions, self.metrics = model, positions, ServerMetrics(engine)
-        self.asked: dict[str, AcceptedRequest] = {}  # by request id, until the answer has been sent
+        self.requests: dict[str, AcceptedRequest] = {}  # by request id, until the answer has been sent
         self._closed = 0  # requests whose answers have been sent
         self.conversations: Conversations | None = engine.conversations
         if self.conversations is not None:
@@ -91,7 +91,7 @@ class Answers(CBGenerateManager):
 
     def _note_reuse(self, request_id: str, tokens: int) -> None:
         """Note how many prompt tokens a kept cache has spared a request. The engine calls this when it begins the request."""
-        request = self.asked.get(request_id)
+        request = self.requests.get(request_id)
         if request is not None:
             request.cached = tokens
 
@@ -109,7 +109,7 @@ class Answers(CBGenerateManager):
         def take_output(output: Any) -> None:
             """Put a new output's text into `pieces`; after the last one, end the request. The engine calls this."""
             streamer.put(output)
-            request.new = streamer.total_tokens
+            request.n_generated = streamer.total_tokens
             if output.error is not None:
                 pieces.put_nowait(_StreamError(output.error))
                 self._end_request(request_id, "error")
@@ -134,7 +134,7 @@ class Answers(CBGenerateManager):
             """Look for stop strings in a new output; the one that ends the request goes to `last`. The engine calls this."""
             if request.stops:  # else the engine sends one output, at the end
                 streamer.put(output)
-            request.new = streamer.total_tokens if request.stops else len(output.generated_tokens)
+            request.n_generated = streamer.total_tokens if request.stops else len(output.generated_tokens)
             if not last.done() and (streamer.watch.stopped or output.is_finished()):
                 last.set_result(output)
 
@@ -157,14 +157,14 @@ class Answers(CBGenerateManager):
 
     def cancel(self, request_id: str) -> None:
         """End a request that nobody waits for, unless it has ended or never reached the engine (no prompt tokens noted)."""
-        request = self.asked.get(request_id)
-        if request is not None and request.prompt:
+        request = self.requests.get(request_id)
+        if request is not None and request.n_prompt:
             self._end_request(request_id, "gone")
 
     def close(self, request_id: str) -> AcceptedRequest | None:
         """Forget and return a request when its answer has been sent. Every EVERY-th call gives free memory to the system."""
         self.cancel(request_id)
-        request = self.asked.pop(request_id, None)
+        request = self.requests.pop(request_id, None)
         self._closed += request is not None
         if request is not None and self._closed % EVERY == 0:
             asyncio.get_running_loop().run_in_executor(None, give_back_memory)
@@ -175,10 +175,10 @@ class Answers(CBGenerateManager):
     ) -> tuple[AcceptedRequest, dict[str, Any]]:
         """Check a new request or raise RefusedError; return it and arguments of add_request. Sets gen_config.max_new_tokens."""
         self._check_alive(request_id)
-        request = self.asked[request_id]
-        request.prompt = len(ids)
+        request = self.requests[request_id]
+        request.n_prompt = len(ids)
         room = None if self.positions is None else self.positions - len(ids) + 1  # the last new token is not fed back
-        new = request.most or (USUAL if room is None else max(1, min(USUAL, room)))  # most: what the client allows
+        new = request.max_new_tokens or (USUAL if room is None else max(1, min(USUAL, room)))  # most: what the client allows
         try:
             if self.positions is not None:
                 check_length(len(ids), new, self.positions, "this server takes {} (--max-model-len)")
@@ -187,7 +187,7 @@ class Answers(CBGenerateManager):
             pool.check(ids, new, messages=messages)  # raises for a request that the cache could never hold
             config = self._make_config(request.sampling)
         except KVPatchError as error:
-            request.ended = "refused"
+            request.end_reason = "refused"
             too_long = room is not None and new > room
             raise RefusedError(str(error), code="context_length_exceeded" if too_long else None) from error
         gen_config.max_new_tokens = new
@@ -244,10 +244,10 @@ class Answers(CBGenerateManager):
 
     def _end_request(self, request_id: str, reason: str) -> None:
         """Note why a request has ended, count it, and cancel it in the engine; later calls for the request do nothing."""
-        request = self.asked.get(request_id)
-        if request is None or request.ended:
+        request = self.requests.get(request_id)
+        if request is None or request.end_reason:
             return
-        request.ended = reason
+        request.end_reason = reason
         self.engine.cancel_request(request_id)
         with self.engine.output_router._lock:
             self.engine.output_router.result_handlers.pop(request_id, None)
@@ -267,7 +267,7 @@ class _Streamer(CBStreamer):
         """
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
         super().__init__(answers.engine, request_id, tokenizer, asyncio.get_running_loop(), pieces, response_parser=parser)
-        self.answers, self.watch = answers, StopStringWatch(answers.asked[request_id].stops)
+        self.answers, self.watch = answers, StopStringWatch(answers.requests[request_id].stops)
         self._decode_stream: Any = WatchedDecoder(self._decode_stream, self.watch)
 
     def put(self, output: Any) -> None:

@@ -68,7 +68,7 @@ class Gate:
                 self.log(_describe_request(scope, status, time.monotonic() - began, request))
 
     async def _check_and_answer(self, scope: Scope, receive: Receive, send: Send, name: str) -> None:
-        """Check a request and let transformers' app answer it. An accepted request is noted as `answers.asked[name]`.
+        """Check a request and let transformers' app answer it. An accepted request is noted as `answers.requests[name]`.
 
         /metrics is answered here. To /health the kept conversations are added, and to a stream of completions its end, [DONE].
 
@@ -94,11 +94,11 @@ class Gate:
         # the body: checked, and handed on with only the fields that the app reads, under a request id of kvpatch's (ID)
         request = read_request(path, _parse_body(await _read_body(receive)), self.served)
         body = _encode_body(request.body)
-        self.answers.asked[name] = request
+        self.answers.requests[name] = request
         others = [(key, value) for key, value in scope["headers"] if key not in (ID, b"content-type", b"content-length")]
         new = [(ID, name.encode()), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         # chat and text completions ("c", "t") end their streams with [DONE]; responses do not
-        send = AmendingSend(send, partial(complete_answer, asked=request), _DONE if PATHS[path] in "ct" else b"")
+        send = AmendingSend(send, partial(complete_answer, request=request), _DONE if PATHS[path] in "ct" else b"")
         await self.app({**scope, "headers": others + new}, _replay_body(body, receive), send)
 
     def _add_conversations(self, health: dict[str, Any]) -> bool:
@@ -170,13 +170,14 @@ def _mend_error(message: Message) -> Message:
     return {**message, "body": before + f"data: {json.dumps(error)}\n\n".encode()}
 
 
-def _describe_request(scope: Scope, status: int, seconds: float, asked: AcceptedRequest | None) -> str:
-    """Describe a request in a line of the log, when it was answered. asked: its counts; None if refused or not for text."""
+def _describe_request(scope: Scope, status: int, seconds: float, request: AcceptedRequest | None) -> str:
+    """Describe a request in a line of the log, when it was answered. request: its counts; None if refused or not for text."""
     path = scope["path"] if scope["path"].isprintable() else repr(scope["path"])
     facts = [f"{scope['method']} {path}", str(status or GONE), f"{seconds:.2f} s"]
-    if asked is not None:
-        reused = f" and {asked.cached} kept" if asked.cached else ""
-        facts.append(f"{asked.prompt - asked.cached} tokens read{reused}, {asked.new} written, {asked.ended or 'refused'}")
-    if asked is not None and asked.user:
-        facts.append(f"user {asked.user!r}")
+    if request is not None:
+        reused = f" and {request.cached} kept" if request.cached else ""
+        facts.append(f"{request.n_prompt - request.cached} tokens read{reused}, {request.n_generated} written")
+        facts.append(request.end_reason or "refused")
+    if request is not None and request.user:
+        facts.append(f"user {request.user!r}")
     return ", ".join(facts)

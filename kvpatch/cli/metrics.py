@@ -42,14 +42,14 @@ class ServerMetrics:
         """Count an answer that was sent, by its path and status. `Gate` calls this."""
         self.counts["requests_total", f'{{path="{path}",status="{status}"}}'] += 1
 
-    def note_end(self, asked: AcceptedRequest) -> None:
+    def note_end(self, request: AcceptedRequest) -> None:
         """Count a request when it has ended: its tokens, and how many of them were evicted. Changes `counts` alone."""
-        n_read = asked.prompt + max(asked.new - 1, 0)  # the last token is never fed back to the model
-        evicted = n_read - self._count_held(asked.prompt, n_read) if asked.new else 0
-        self.counts["requests_ended_total", f'{{reason="{asked.ended}"}}'] += 1
-        self.counts["prompt_tokens_total", ""] += asked.prompt
-        self.counts["reused_tokens_total", ""] += asked.cached
-        self.counts["generated_tokens_total", ""] += asked.new
+        n_read = request.n_prompt + max(request.n_generated - 1, 0)  # the last token is never fed back to the model
+        evicted = n_read - self._count_held(request.n_prompt, n_read) if request.n_generated else 0
+        self.counts["requests_ended_total", f'{{reason="{request.end_reason}"}}'] += 1
+        self.counts["prompt_tokens_total", ""] += request.n_prompt
+        self.counts["reused_tokens_total", ""] += request.cached
+        self.counts["generated_tokens_total", ""] += request.n_generated
         self.counts["evicted_tokens_total", ""] += evicted
         self.counts["compressed_requests_total", ""] += evicted > 0
 

@@ -51,20 +51,20 @@ class Served:
 class AcceptedRequest:
     """A request that was accepted.
 
-    body: what transformers' handler reads. sampling: fields of SAMPLING. stops: strings that end the text. most: new tokens,
-    or None. user: as the client calls it. prompt, cached, new, ended: filled in as the request runs: its tokens, those
-    that were not read again, and why it ended.
+    body: what transformers' handler reads. sampling: fields of SAMPLING. stops: strings that end the text. max_new_tokens: if
+    the client gives it. user: as the client calls it. Filled in as the request runs: n_prompt, n_generated: its tokens, cached:
+    those that were not read again, end_reason.
     """
 
     body: dict[str, Any]
     sampling: dict[str, Any] = field(default_factory=dict)
     stops: list[str] = field(default_factory=list)
-    most: int | None = None
+    max_new_tokens: int | None = None
     user: str = ""
-    prompt: int = 0
+    n_prompt: int = 0
     cached: int = 0
-    new: int = 0
-    ended: str = ""
+    n_generated: int = 0
+    end_reason: str = ""
 
 
 class Obeyed(NamedTuple):
@@ -235,7 +235,7 @@ def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
         body={name: given[name] for name in READ if name in given} | {"stream": given.get("stream", False)},
         sampling={name: given[name] for name in SAMPLING if name in given},
         stops=[stops] if isinstance(stops, str) else stops,
-        most=most,
+        max_new_tokens=most,
         user=given.get("user", ""),
     )
 

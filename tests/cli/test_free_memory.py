@@ -49,7 +49,7 @@ def test_a_server_gives_back_after_so_many_requests(monkeypatch, wrong):
     async def close(count):
         answers = answering.Answers(SimpleNamespace(conversations=None), None, None)
         for number in range(count):
-            answers.asked[str(number)] = AcceptedRequest({})
+            answers.requests[str(number)] = AcceptedRequest({})
             answers.close(wrong or str(number))
         await asyncio.get_running_loop().shutdown_default_executor()
 

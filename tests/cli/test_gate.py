@@ -20,7 +20,7 @@ def ask(path, headers=(), bodies=(b"{}",), key="secret"):
     """Ask a gate before an app that answers everything with status 200: the status and the body, and how often which path."""
     answered, sent = Counter(), []
     figures = SimpleNamespace(note_answer=lambda *told: answered.update([told]), render=lambda: "figures")
-    answers = SimpleNamespace(figures=figures, conversations=None, asked={}, close=lambda name: None)
+    answers = SimpleNamespace(metrics=figures, conversations=None, requests={}, close=lambda name: None)
     pieces = [{"type": "http.request", "body": body, "more_body": True} for body in bodies]
     pieces[-1]["more_body"] = False
 

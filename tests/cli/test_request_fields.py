@@ -38,7 +38,7 @@ def test_what_is_asked_for():
         tools=[],
     )
     assert asked.sampling == {"temperature": 0.5, "top_k": 3, "seed": 7}
-    assert (asked.stops, asked.most, asked.user) == (["x"], 5, "ann")
+    assert (asked.stops, asked.max_new_tokens, asked.user) == (["x"], 5, "ann")
     assert asked.body == {"model": "m", **NEEDED[CHAT], "tools": [], "stream": False}, "what the handler obeys itself"
 
 
@@ -51,7 +51,7 @@ def test_a_response_is_whole_unless_asked_for_in_pieces():
 def test_null_is_as_if_left_out(path):
     rows = {**OBEYED, **REFUSED}
     asked = read(path, **{name: None for name, row in rows.items() if PATHS[path] in row.paths and name not in NEEDED[path]})
-    assert asked.sampling == {} and asked.most is None
+    assert asked.sampling == {} and asked.max_new_tokens is None
 
 
 @pytest.mark.parametrize("name", REFUSED)
