@@ -63,5 +63,5 @@ def started(folder, template=TEMPLATE, keeping=None, protect=None):
 def until_idle(server):
     """Wait until no request is left in the engine, nor anything of one: what has ended is counted by then."""
     answers = server._generation_state._cb_manager
-    left = answers.engine.batch_processor.cache.requests, answers.asked, answers.engine.output_router.result_handlers
+    left = answers.engine.batch_processor.cache.requests, answers.requests, answers.engine.output_router.result_handlers
     until(lambda: not any(left))
