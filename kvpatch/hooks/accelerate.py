@@ -25,11 +25,11 @@ def own_method(module: nn.Module, name: str, previous: Callable[..., Any] | None
     Called when a patch replaces the method; the replacement calls `own(self)`, and `self` may then be a copy of `module`.
     previous: the module's instance attribute `name` before the patch; None: it had none, and the class's method is meant.
     """
-    if previous is None:
+    if previous is None:  # the class's method
         return lambda one: functools.partial(getattr(type(one), name), one)
-    if getattr(previous, "__self__", None) is module:
+    if getattr(previous, "__self__", None) is module:  # a method bound to the module: bind it to the copy instead
         return functools.partial(MethodType, previous.__func__)  # type: ignore[attr-defined]
-    return lambda one: previous
+    return lambda one: previous  # a plain function, or another object's method: it is called as it is
 
 
 @dataclass
@@ -45,15 +45,19 @@ class ForwardUndo:
     undone: bool = False
 
     def __call__(self, module: nn.Module) -> None:
-        """Put the module's forward from before the patch back. Called when the patch is removed; a second call does nothing."""
+        """Put the module's forward from before the patch back. Called when the patch is removed; a second call does nothing.
+
+        `ours` is the patch's forward. `before` is the instance attribute that it replaced; None if there was none.
+        """
         if self.undone:
             return
-        attributes = vars(module)  # accelerate may have moved our forward from one attribute to the other
-        holding = (name for name in _PLACES if getattr(attributes.get(name), "__func__", None) is self.ours)
-        name = next(holding, self.name)
+        attributes = vars(module)
+        # accelerate may have moved our forward from `forward` to `_old_forward` or back since
+        found = (name for name in _PLACES if getattr(attributes.get(name), "__func__", None) is self.ours)
+        name = next(found, self.name)
         if self.before is None and name == "forward":
             attributes.pop(name, None)  # the class's forward shows again
-        else:
+        else:  # accelerate's hook calls `_old_forward`, so that must not be missing
             attributes[name] = MethodType(type(module).forward, module) if self.before is None else self.before
         self.undone = True
 
@@ -95,7 +99,7 @@ class HookUndo:
         """Remove the hook from the module it was put on. Called when the patch is removed."""
         hooks = module._forward_hooks if self.after else module._forward_pre_hooks
         with_kwargs = module._forward_hooks_with_kwargs if self.after else module._forward_pre_hooks_with_kwargs
-        for key in [key for key, one in hooks.items() if one is self.hook]:
+        for key in [key for key, hook in hooks.items() if hook is self.hook]:
             with_kwargs.pop(key, None)
             hooks.pop(key)
 
@@ -110,13 +114,13 @@ def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[Ho
 
 
 def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.device:
-    """Return the device on which a module computes, and where its layer's cache lies; its weights may lie on another.
+    """Return the device on which a module computes, which is also that of its layer's cache; its weights may be elsewhere.
 
-    accelerate's hooks name it. A module without parameters (a linear module may pack int8 weights) computes where `decoder`
-    does.
+    Called when a model is patched, and where a cache is made or loaded. accelerate's hooks name the device if weights are
+    offloaded. A module without parameters (quantized layers may keep int8 weights in buffers) computes where `decoder` does.
     """
-    for one in module.modules():
-        for hook in _list_hooks(one):
+    for part in module.modules():
+        for hook in _list_hooks(part):
             device = getattr(hook, "execution_device", None)
             if device is not None:
                 return torch.device(device)
@@ -128,14 +132,17 @@ def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.devi
 def list_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield all parameters by name, for the hash of the model that is written to a file of a cache or calibration.
 
-    Offloaded ones are fetched from their hooks; sharded or quantized ones are yielded as their tensors on this process.
+    An offloaded parameter is on the meta device; its numbers are in the `weights_map` of the hook of its module, or of a module
+    around this one. Sharded or quantized parameters are yielded as their tensors on this process.
     """
-    hooks = [(f"{at}." if at else "", hook) for at, one in model.named_modules() for hook in _list_hooks(one)]
-    stores = {at: hook.weights_map for at, hook in hooks if getattr(hook, "weights_map", None) is not None}
+    hooks = [(f"{path}." if path else "", hook) for path, module in model.named_modules() for hook in _list_hooks(module)]
+    stores = {prefix: hook.weights_map for prefix, hook in hooks if getattr(hook, "weights_map", None) is not None}
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            found = (store[name.removeprefix(at)] for at, store in reversed(stores.items()) if name.startswith(at))
-            parameter = next(found, parameter)
+        if parameter.is_meta:  # innermost modules first
+            matches = (
+                store[name.removeprefix(prefix)] for prefix, store in reversed(stores.items()) if name.startswith(prefix)
+            )
+            parameter = next(matches, parameter)
         for part in list_parts(parameter):
             yield name, part.detach()
 

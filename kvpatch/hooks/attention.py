@@ -22,23 +22,25 @@ from .accelerate import OwnMethod
 
 
 def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool, own: OwnMethod) -> Callable[..., Any]:
-    """Make the forward that replaces an attention module's while it is patched; it runs once for each pass and layer.
+    """Make the forward that replaces an attention module's when a model is patched; it runs once for each pass and layer.
 
     It attends through the cache among its arguments, which changes that cache; without one it calls the module's own forward.
 
     layer: index of the layer in the cache. reads: the module has no keys, and uses those of that layer. own: returns the
     module's own forward.
     """
-    names, taken_as = parameters(cls), cache_argument(cls.forward)  # type: ignore[arg-type]
+    # names of the forward's parameters, the first of which takes the hidden states; and the one that takes the cache
+    names, cache_name = parameters(cls), cache_argument(cls.forward)  # type: ignore[arg-type]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the module with attention through the cache that its arguments bring; without one run its own forward."""
         call = {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
-        cache = call.get(taken_as)
+        # find the cache: under its name, under another, or on the mask that carries it (a Courier)
+        cache = call.get(cache_name)
         if not isinstance(cache, EvictingCache):
             cache = next((value for value in call.values() if isinstance(value, EvictingCache)), None)
             cache = cache or next((value.cache for value in call.values() if isinstance(value, Courier)), None)
-        if cache is None:
+        if cache is None:  # a pass that the patch leaves to the model
             _refuse_lost_mask(call, Q=call[names[0]].shape[1])
             return own(self)(*args, **kwargs)
         if self.training and (rate := adapter.dropout(self)):
@@ -50,10 +52,13 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
         hidden = call.pop(names[0])
 
         def attend_through(cache: EvictingCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            """Attend through this layer of the cache, which changes it; the adapter calls this in place of attention."""
+            """Attend through this layer of the cache, which changes it; the adapter calls this in place of attention.
+
+            q [B,H*G,Q,D], k and v [B,H,Q,D] -> [B,Q,H*G*D].
+            """
             now, compiling = cache.now, torch.compiler.is_compiling()
             if not (compiling or reads or now is None) and (steps := cache.steps) is not None and steps.now is now:
-                step = steps.running[layer]  # a decode step with all that stays the same looked up before
+                step = steps.running[layer]  # a fast decode step, bound to this layer's buffers before
                 if step is not None and step.takes_call(self, q):
                     return step(cache, q, k, v)
             if now is not None and now.repeat is not None:  # the pass reads a prompt a second time, for scores
@@ -62,7 +67,7 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
             out = run(cache, layer, q, k, v, BoundAdapter(adapter, self, k.shape[1]), reads)
             return out if out.dtype == v.dtype else out.to(v.dtype)
 
-        if isinstance(cache, PackedPass):  # tokens of several requests: it calls attend_through for each one's cache
+        if isinstance(cache, PackedPass):  # continuous batching: it calls attend_through for the cache of each request
             core = functools.partial(cache.attend, attend_through)
         else:
             core = functools.partial(attend_through, cache)
@@ -92,9 +97,10 @@ class Courier(Tensor):
 
     @classmethod
     def carrying(cls, cache: Any, mask: Tensor) -> Courier:
-        """Return `mask` as a Courier that carries `cache`: for a pass whose layers do not get their cache as an argument.
+        """Return `mask` as a Courier, a mask tensor with the attribute `cache`, by which the attention layers find the cache.
 
-        Called as such a pass begins: its cache is dropped at its end, or it has several requests' tokens, each with a cache.
+        Called as a pass begins whose layers do not get their cache as an argument: the caller wants no cache, so that one
+        serves this pass alone; or continuous batching packs tokens of several requests, each with its own cache.
         """
         courier = mask.as_subclass(cls)
         courier.cache = cache
@@ -102,7 +108,11 @@ class Courier(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch operation on this mask; masks made from it get its `cache`. torch calls this for each operation."""
+        """Run a torch operation on this mask; masks made from it get its `cache`. torch calls this for each operation.
+
+        Raises KVPatchError for a mask without one: the model's own attention adds such a mask to its scores when gradient
+        checkpointing runs a layer again after the patch was removed.
+        """
         out = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(out, Courier) and isinstance(args[0], Courier):
             if not hasattr(args[0], "cache"):  # scores plus a mask: the unpatched attention runs
@@ -115,14 +125,14 @@ class Courier(Tensor):
 
 
 def _refuse_lost_mask(call: dict[str, Any], Q: int) -> None:
-    """Raise KVPatchError for a patched decoder's one-entry mask, which lets each of Q tokens attend to all others.
+    """Raise KVPatchError if an attention module without a cache gets the patch's mask [1,1,1,1], which hides no later tokens.
 
-    Called where an attention module finds no cache, whose attention would mask them. A plain one-entry mask for one token may
-    be the model's own.
+    Attention through the cache is causal by itself, so the patch gives the decoder this mask. If the cache was lost on the way,
+    the module's own attention would let each of its Q tokens see all others. For Q = 1 the mask may be the model's own.
     """
     for value in call.values():
-        one = isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (1, 1, 1, 1)
-        if isinstance(value, PassMask) or (one and Q > 1):
+        hides_nothing = isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (1, 1, 1, 1)
+        if isinstance(value, PassMask) or (hides_nothing and Q > 1):
             raise KVPatchError(
                 "The cache of this pass did not reach an attention layer: gradient checkpointing took it away, or the model "
                 "replaces its attention mask on the way. Call model.eval() and pass use_cache=True, or leave block= out."

@@ -45,11 +45,11 @@ def wrap_generate_batch() -> Callable[..., Any]:
 
     def generate_batch(self: Any, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
         """Run the class's generate_batch(), while the manager that it starts finds the tokenizer."""
-        given = _TOKENIZER.set(tokenizer)
+        token = _TOKENIZER.set(tokenizer)
         try:
             return type(self).generate_batch(self, *args, **kwargs)
         finally:
-            _TOKENIZER.reset(given)
+            _TOKENIZER.reset(token)
 
     return functools.wraps(GenerationMixin.generate_batch)(generate_batch)
 
@@ -77,20 +77,22 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
         """Return the manager of this model's requests, with a budget for each where something is evicted."""
         if state.settings.transparent and conversations is None and not messages:
             return own(self)(generation_config, continuous_batching_config, workload_hints)
+        # refuse what continuous batching cannot do
         check_engine(transformers.__version__)
         chunks = any(isinstance(shape.sliding, Chunk) for shape in state.shapes)
         sharded = getattr(self, "_device_mesh", None) is not None
         refuse("continuous batching", state.combine(chunks=chunks, sharded=sharded, messages=messages))
         from ..serving import engine
 
+        # bytes of a token's keys and values in all layers, by which the engine fits requests into its memory
         bits, size, layers = state.settings.bits, self.dtype.itemsize, zip(state.shapes, state.settings.latent, strict=True)
-        kv_bytes = sum(one.heads * count_entry_bytes(bits, one.key, one.value, size, latent) for one, latent in layers)
+        kv_bytes = sum(shape.heads * count_entry_bytes(bits, shape.key, shape.value, size, latent) for shape, latent in layers)
         positions, limit = _limit_positions(self, state)
-        reader = self.get_submodule(decoder)
+        reader = self.get_submodule(decoder)  # the decoder, which reads texts
         find = functools.partial(_find_prefix, reader, state.prefixes)
         terms = engine.EngineTerms(state.settings, positions, kv_bytes, _make_courier, find, limit, placeholders)
         given = _TOKENIZER.get() if tokenizer is None else tokenizer
-        if conversations is not None:
+        if conversations is not None:  # how the engine edits a kept cache, and tells if this model may go on from it
             conversations.replace = functools.partial(replace_span, reader, state)
             conversations.read_alike = functools.partial(_is_read_alike, reader)
         config = continuous_batching_config
@@ -102,9 +104,10 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
 def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
     """Return the most positions of a request, None if unlimited, and the sentence of the error for requests that need more.
 
-    Called when a manager of continuous batching is made. The limit is the model's number of positions or, if less, the length
-    from which it uses other rotary frequencies for all tokens (LongRoPE).
+    Called when a manager of continuous batching is made. The limit is the model's number of positions (sentence HAS) or, if
+    less, the length from which the model uses other rotary frequencies for all tokens, as LongRoPE does (sentence ALIKE).
     """
+    # with renumbered positions a text may be longer than the model's positions
     limit = None if state.settings.renumbered else position_limit(model.config.get_text_config())
     limit, switch = state.max_positions or limit, switch_length(model)
     return (limit, HAS) if switch is None or (limit is not None and limit <= switch) else (switch, ALIKE)
@@ -113,11 +116,12 @@ def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
 def _find_prefix(decoder: nn.Module, prefixes: Prefixes, ids: Sequence[int]) -> Prefix | None:
     """Return the longest prefix (a text read before, for others to go on from) that a request's text begins with.
 
-    The engine calls this when it takes a request in. None without one, or if another model has read it.
+    The engine calls this when it takes a request in. None if there is no such prefix, or if a model with other weights or
+    adapters than `decoder` has read it. read_by: the stamp (fingerprint) of the model that read the prefix.
     """
-    found = prefixes.longest(ids)
-    same = found is None or found.read_by is None or found.read_by.decoder() is decoder or _is_read_alike(decoder, found)
-    return found if same else None
+    prefix = prefixes.longest(ids)
+    same = prefix is None or prefix.read_by is None or prefix.read_by.decoder() is decoder or _is_read_alike(decoder, prefix)
+    return prefix if same else None
 
 
 def _is_read_alike(decoder: nn.Module, cache: EvictingCache | Prefix) -> bool:
@@ -132,6 +136,6 @@ def _make_courier(pool: RequestPool) -> Tensor:
 
 def end_continuous_batching(model: nn.Module) -> None:
     """Stop managers that were made under the patch, when it is removed."""
-    engine = sys.modules.get(ENGINE)
+    engine = sys.modules.get(ENGINE)  # None: the engine was never imported, so that there is no manager
     if engine is not None:
         engine.stop_managers(model)

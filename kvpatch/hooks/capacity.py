@@ -26,28 +26,30 @@ def round_capacity(slots: int) -> int:
         >>> round_capacity(13), round_capacity(2001), round_capacity(2048)
         (16, 2048, 2048)
     """
-    step = max(LEAST, (1 << slots.bit_length() - 1) // PART)
+    step = max(LEAST, (1 << slots.bit_length() - 1) // PART)  # a sixteenth of the power of two below, at least 8
     return -(-slots // step) * step
 
 
 def round_capacities(cache: EvictingCache) -> None:
-    """Enlarge a cache's layers to one of few numbers of slots (places for tokens), so that more prompts share a CUDA graph.
+    """Round up the number of slots (places for tokens) of a cache's layers, so that similar prompts share a CUDA graph.
 
-    Called before a step is captured or looked up. Changes the dense layers whose number of slots depends on the prompt's
-    length: keys, values, positions and scores are copied once to larger tensors. A cache rounded before stays as it is.
+    Called before the graph of a decode step is looked up or captured. Changes the dense layers whose number of slots depends on
+    the prompt's length: keys, values, positions and scores are copied to larger tensors. A cache rounded before stays as it is.
     """
-    follows = [layer for index, layer in enumerate(cache.layers) if _follows_prompt(cache, index)]
-    if all(_is_rounded(layer) for layer in follows):
+    layers = [layer for index, layer in enumerate(cache.layers) if _follows_prompt(cache, index)]
+    if all(_is_rounded(layer) for layer in layers):
         return
     cache.drop_stack(due=cache.stacked)  # layers' tensors may be views of one that stacks all layers
-    limits: dict[int, Limits] = {}  # numbers of protected tokens; layers that share them still do
-    for layer in follows:
+    # RoCo's number of protected tokens would be a constant of the graph: without it a step reads the tensor beside it
+    new_limits: dict[int, Limits] = {}  # numbers of protected tokens; layers that shared an object share the new one
+    for layer in layers:
         _widen(layer, round_capacity(layer.positions.shape[2]))
         old = layer.limits
-        if old is not None:  # the number of tokens that RoCo protects is read from the tensor
-            layer.limits = limits.setdefault(id(old), replace(old, deviation_count=None))
-    growing = [layer.seen + layer.mode.room for layer in cache.layers if layer.mode.growing]
-    cache.counters.tensors.limit.fill_(min(growing, default=0))
+        if old is not None:
+            layer.limits = new_limits.setdefault(id(old), replace(old, deviation_count=None))
+    # a captured step asserts that the text stays below this number of columns, up to which all layers have free slots
+    columns_with_room = [layer.seen + layer.mode.room for layer in cache.layers if layer.mode.growing]
+    cache.counters.tensors.limit.fill_(min(columns_with_room, default=0))
 
 
 def _follows_prompt(cache: EvictingCache, index: int) -> bool:
@@ -63,6 +65,7 @@ def _follows_prompt(cache: EvictingCache, index: int) -> bool:
         return True
     if not isinstance(layer.mode, Evicting) or layer.mode.growing:
         return False
+    # a budget of k tokens (not a share of the prompt), which counts prompt and answer alike
     constant = isinstance(rule, Size) and isinstance(rule.k, int) and cache.settings.policies[index].schedule != "decode"
     return not constant
 
@@ -76,6 +79,6 @@ def _widen(layer: SlotLayer, C: int) -> None:
     """Enlarge a layer in place to C slots a head, before a graph takes it; attention masks the new, empty slots (holes)."""
     before = layer.positions.shape[2]
     layer.resize_slots([C])
-    layer.used, layer.holes = C, True
+    layer.used, layer.holes = C, True  # all slots count as used, and those without a position as empty
     if isinstance(layer.mode, Growing):
         layer.mode.slack += C - before  # tokens that can still be written before buffers move
