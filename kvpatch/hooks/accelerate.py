@@ -135,7 +135,7 @@ def list_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     An offloaded parameter is on the meta device; its numbers are in the `weights_map` of the hook of its module, or of a module
     around this one. Sharded or quantized parameters are yielded as their tensors on this process.
     """
-    hooks = [(f"{path}." if path else "", hook) for path, module in model.named_modules() for hook in _list_hooks(module)]
+    hooks = [(f"{prefix}." if prefix else "", hook) for prefix, part in model.named_modules() for hook in _list_hooks(part)]
     stores = {prefix: hook.weights_map for prefix, hook in hooks if getattr(hook, "weights_map", None) is not None}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:  # innermost modules first
