@@ -116,8 +116,8 @@ def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[Ho
 def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.device:
     """Return the device on which a module computes, which is also that of its layer's cache; its weights may be elsewhere.
 
-    Called when a model is patched, and where a cache is made or loaded. accelerate's hooks name the device if weights are
-    offloaded. A module without parameters (quantized layers may keep int8 weights in buffers) computes where `decoder` does.
+    Called when a model is patched, and before a cache is loaded or compressed. accelerate's hooks name the device of
+    offloaded weights. A module without parameters (quantized layers may keep weights in buffers) computes where `decoder` does.
     """
     for part in module.modules():
         for hook in _list_hooks(part):
@@ -135,7 +135,7 @@ def list_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     An offloaded parameter is on the meta device; its numbers are in the `weights_map` of the hook of its module, or of a module
     around this one. Sharded or quantized parameters are yielded as their tensors on this process.
     """
-    hooks = [(f"{prefix}." if prefix else "", hook) for prefix, part in model.named_modules() for hook in _list_hooks(part)]
+    hooks = [(f"{prefix}." if prefix else "", hook) for prefix, child in model.named_modules() for hook in _list_hooks(child)]
     stores = {prefix: hook.weights_map for prefix, hook in hooks if getattr(hook, "weights_map", None) is not None}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:  # innermost modules first

@@ -86,7 +86,7 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
 
         # bytes of a token's keys and values in all layers, by which the engine fits requests into its memory
         bits, size, layers = state.settings.bits, self.dtype.itemsize, zip(state.shapes, state.settings.latent, strict=True)
-        kv_bytes = sum(shape.heads * count_entry_bytes(bits, shape.key, shape.value, size, latent) for shape, latent in layers)
+        kv_bytes = sum(layer.heads * count_entry_bytes(bits, layer.key, layer.value, size, latent) for layer, latent in layers)
         positions, limit = _limit_positions(self, state)
         reader = self.get_submodule(decoder)  # the decoder, which reads texts
         find = functools.partial(_find_prefix, reader, state.prefixes)
