@@ -110,12 +110,12 @@ class Courier(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch operation on this mask; masks made from it get its `cache`. torch calls this for each operation.
 
-        Raises KVPatchError for a mask without one: the model's own attention adds such a mask to its scores when gradient
-        checkpointing runs a layer again after the patch was removed.
+        Raises KVPatchError for scores to which the mask was added (a Courier without `cache`): the model's own attention ran, as
+        when gradient checkpointing runs a layer again after the patch was removed.
         """
         out = super().__torch_function__(func, types, args, kwargs or {})
         if isinstance(out, Courier) and isinstance(args[0], Courier):
-            if not hasattr(args[0], "cache"):  # scores plus a mask: the unpatched attention runs
+            if not hasattr(args[0], "cache"):  # scores plus a mask
                 raise KVPatchError(
                     "Gradient checkpointing runs layers again in the backward pass, which came after the block: call "
                     "backward() inside it."

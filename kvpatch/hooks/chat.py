@@ -52,18 +52,18 @@ class Chat:
 
     @property
     def system_tokens(self) -> int:
-        """Count the tokens of the system prompt with its header, as a chat begins that is to keep it; 0 without one."""
+        """Count the tokens of the system prompt with its header, 0 without one: for checks as a chat begins that is to keep it."""
         if not self.messages or self.messages[0]["role"] != "system":
             return 0
         rendered = self._template.render([self.messages[0], {"role": "user", "content": ""}])
-        return self._template.tokenize(rendered, Transcript())[1][1]
+        return self._template.tokenize(rendered, Transcript())[1][1]  # the index of the token at which the next message begins
 
     def __repr__(self) -> str:
         return f"<Chat of {len(self.messages)} messages: {self.ids.shape[1]} tokens>"
 
     def _begin_again(self) -> None:
-        """Empty `cache`, `ids` and `_read`, in a new chat, after a failed turn, or if a template rewrote what was read."""
-        if not isinstance(self.cache, LosslessCache):  # which is cropped where texts begin to differ
+        """Empty `cache`, `ids` (tokens so far) and `_read`: in a new chat, after a failed turn, or if the text read was rewritten."""
+        if not isinstance(self.cache, LosslessCache):  # a lossless cache is kept: `_generate` crops it where texts differ
             self.cache = self._new_cache()
         self.ids = torch.empty(1, 0, dtype=torch.long, device=self._model.device)
         self._read = Transcript(left_out=frozenset(i for i, one in enumerate(self.messages) if one.get("forgotten")))
@@ -157,22 +157,24 @@ class Chat:
             raise KVPatchError(f"replace({index}): the text was read anew without this forgotten message: send() the new one.")
         if index == read - 1:
             raise KVPatchError(f"replace({index}): the last token of the newest answer is not read: send() the next one first.")
-        found, (start, stop) = self._template.rewrite(self.messages, index, text, self._read), self.spans[index]
-        if found is None:
+        rewritten, (start, stop) = self._template.rewrite(self.messages, index, text, self._read), self.spans[index]
+        if rewritten is None:
             raise KVPatchError(f"replace({index}): the template then writes other messages differently: begin another chat.")
-        written, ids = found
-        more = max(len(ids) - (stop - start), 0)
-        if more and not self.cache.settings.renumbered:
+        new_text, ids = rewritten  # the whole text read so far, and the message's tokens
+        n_more = max(len(ids) - (stop - start), 0)
+        if n_more and not self.cache.settings.renumbered:
             raise KVPatchError(
                 f"replace({index}): {len(ids)} tokens with the header, and the message has {stop - start}: shorten the text, "
                 "or patch with positions='renumbered'."
             )
-        self._replace(self.cache, (start, stop), ids)
-        self.ids = torch.cat([self.ids[:, :stop], self.ids.new_zeros(1, more), self.ids[:, stop:]], 1)
+        self._replace(
+            self.cache, (start, stop), ids
+        )  # first the cache, then what the chat notes: later tokens move up by n_more
+        self.ids = torch.cat([self.ids[:, :stop], self.ids.new_zeros(1, n_more), self.ids[:, stop:]], 1)
         self.ids[0, start : start + len(ids)] = torch.tensor(ids, device="cpu")
-        self._read.starts = [one + more if one >= stop else one for one in self._read.starts]
-        self._read.forgotten = {i: end + more if i > index else end for i, end in self._read.forgotten.items() if i != index}
-        self._read.text, self.messages[index] = written, {"role": self.messages[index]["role"], "content": text}
+        self._read.starts = [place + n_more if place >= stop else place for place in self._read.starts]
+        self._read.forgotten = {i: end + n_more if i > index else end for i, end in self._read.forgotten.items() if i != index}
+        self._read.text, self.messages[index] = new_text, {"role": self.messages[index]["role"], "content": text}
 
     def _check_index(self, method: str, index: object) -> int:
         """Return how many messages were read, for forget() and replace(); raise KVPatchError unless `index` is that of one."""
@@ -183,9 +185,9 @@ class Chat:
         return read
 
     def _forget_span(self, index: int) -> None:
-        """Take from the cache what it has read of a message, for forget(), and note in `_read.forgotten` up to where.
+        """Evict a message's tokens from the cache, for forget(), as far as it has read them; note this end in `_read.forgotten`.
 
-        The last token of an answer is read with the next turn, whose end calls this again for what was left.
+        The last token of an answer is read in the next turn only: when that turn ends, this is called again and evicts it.
         """
         start, stop = self.spans[index]
         start, stop = max(start, self._read.forgotten.get(index, 0)), min(stop, self.cache.get_seq_length())
@@ -194,14 +196,14 @@ class Chat:
             self._read.forgotten[index] = stop
 
     def _ask(self, text: str, role: str) -> Tensor:
-        """Begin a turn: add a message, and return the ids [1,N] of the whole text, of which generate() reads the new ones."""
+        """Begin a turn: add a message; return the ids [1,N] of the whole text, for generate(), which reads what the cache lacks."""
         if not isinstance(text, str):
             raise KVPatchError(f"A message is a text, not a {type(text).__name__}: write chat.send('...').")
         self.messages.append({"role": role, "content": text})
         try:
             rendered = self._template.render_turn(self.messages, self._read.left_out)
-            # where the template rewrites what was read, the cache forgets it if that is the end of the newest answer; else it
-            # is emptied, for all to be read anew: without forgotten messages, which are `left_out` from then on
+            # A template may rewrite what was read. If it only drops a part of the newest answer, that is evicted from the cache;
+            # else the cache is emptied, to read the text anew: without forgotten messages, which are `left_out` from then on.
             if not rendered.text.startswith(self._read.text) and not self._drop_stripped(rendered.text):
                 self._begin_again()
                 rendered = self._template.render(self.messages, self._read.left_out)
@@ -214,19 +216,19 @@ class Chat:
         return torch.cat([self.ids, torch.tensor([unread], device=self.ids.device)], 1)
 
     def _drop_stripped(self, text: str) -> bool:
-        """Drop from cache and `_read` what `text` leaves out of the newest answer (such as thinking); False if impossible."""
+        """Drop from cache and `_read` what the new `text` leaves out of the newest answer, such as thinking; False if impossible."""
         if isinstance(self.cache, LosslessCache):
             return False  # it keeps exact entries, and later tokens attended to these
-        before = self.ids.shape[1] - len(self._read.answer)
-        found = find_dropped(self._read.text, text, [self._tokenizer.decode([one]) for one in self._read.answer])
-        if found is None:
+        answer_start = self.ids.shape[1] - len(self._read.answer)
+        dropped = find_dropped(self._read.text, text, [self._tokenizer.decode([token]) for token in self._read.answer])
+        if dropped is None:
             return False
-        (first, last), kept = found
+        (first, last), text_left = dropped  # tokens of the answer, and the text read without them
         try:
-            self.cache.forget([(before + first, before + last)])
+            self.cache.forget([(answer_start + first, answer_start + last)])
         except KVPatchError:  # a recurrent state has taken the tokens in, or other processes hold heads
             return False
-        self._read.text = kept
+        self._read.text = text_left
         return True
 
     def _generate(self, asked: Tensor, *criteria: StoppingCriteria, **options: Any) -> Tensor:

@@ -25,7 +25,8 @@ from .target import Target
 def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: Any) -> EvictingCache:
     """Return a new cache under the budget with what the policy keeps of `past`. Called by Patch.compress.
 
-    past: a DynamicCache, or an EvictingCache that has evicted nothing. ids, mask: its tokens and padding mask, or None.
+    past: a DynamicCache, or an EvictingCache that has evicted nothing. ids, mask: its tokens and padding mask, or None. Scores
+    are computed from the keys and values alone, or by a second reading of the prompt if the policy asks for one.
     """
     refuse("compress", state.combine())
     by_columns = isinstance(past, EvictingCache) and past.rows.by_columns
@@ -36,15 +37,15 @@ def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: 
     with torch.inference_mode(False), torch.no_grad():
         from_dynamic.absorb(cache, past, mask, ids_known=ids is not None)
         cache.read_by = stamp_model(target.decoder)
-        known = ids if ids is None or mask is None else ids.masked_fill(mask.to(ids.device) == 0, -1)
-        now = passes.begin_compression(cache, known, decoder.table_maker(target.decoder, state, devices[0]))
+        ids_BN = ids if ids is None or mask is None else ids.masked_fill(mask.to(ids.device) == 0, -1)
+        now = passes.begin_compression(cache, ids_BN, decoder.table_maker(target.decoder, state, devices[0]))
         if by_columns:
             # positions in `past` counted padding columns too, so the next token's is higher by these
             now.ahead_B1 = past.get_seq_length() - cache.lengths_B[:, None]
         _end_prompt(target, cache, devices)
-        if now.reread_BN is None:  # else the policy scores by a second reading of the prompt
+        if now.reread_BN is None:
             passes.end_pass(cache)
-        else:
+        else:  # tokens of the prompt that the policy asks to read a second time; layers evict after that
             read_again(target.decoder, cache, state, now.reread_BN)
     if cache.settings.strict:
         anomaly.check_cache(cache)
@@ -57,14 +58,15 @@ _EMPTY = "past has read nothing yet: call the model with it first."
 def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device]) -> None:
     """Evict from each layer of `cache` in place for compress(), with the code that runs where a prompt ends in a forward pass.
 
-    No query attends here: the policy's scores need none, or come from a second reading of the prompt.
+    There are no queries here: policies that score by them are refused, unless they read the prompt a second time. Then their
+    layers wait, and evict after that.
     """
     shapes, now = target.shapes(), cache.running
     for layer, (module, adapter) in enumerate(target.attentions):
         shape = shapes[layer]
         call = Call(cache, now, layer, BoundAdapter(adapter, module, shape.heads), shape.group or 1, devices[layer])
         call.slots.sliding = call.geometry.sliding
-        nominal_B = compress.set_limits(call) if call.evicts and not now.keeps_all else []  # protected tokens by row
+        nominal_B = compress.set_limits(call) if call.evicts and not now.keeps_all else []  # each row's budget in tokens
         size = (len(now.n_B), shape.heads, call.group, 1, shape.key)
         queries = call.slots.kv.keys.new_empty(size, dtype=call.slots.dtype)  # only their shape, dtype and device are read
         compress.end_prompt(call, call.slots.used, nominal_B, queries)

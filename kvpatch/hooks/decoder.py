@@ -32,7 +32,11 @@ NO_CAPTURE = (
 
 
 def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Changed:
-    """Begin each forward pass of a patched decoder (its pre-hook), over an EvictingCache; return the changed arguments."""
+    """Begin each forward pass of a patched decoder (its pre-hook), over an EvictingCache; return the changed arguments.
+
+    None leaves the arguments as they are: the model's own code runs. Decode steps that torch.compile traces or a CUDA graph
+    captures begin in a way of their own, in which the host reads no tensor.
+    """
     call = {**dict(zip(state.decoder_parameters, args, strict=False)), **kwargs}
     past = cache_of(call)
     if isinstance(past, Prefix):
@@ -43,11 +47,12 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             raise NotCaptured(NO_CAPTURE)
         return (), call
     if torch.compiler.is_compiling():
-        foreign = past is not None and not isinstance(past, EvictingCache)
+        foreign = past is not None and not isinstance(past, EvictingCache)  # a cache of transformers, or of another library
         if isinstance(past, EvictingCache) and _begin_step(decoder, call, past, state):
             return (), call
+        # under policy "full", and while the decoder's attributes are the model's, the model's own code runs, in one graph
         if state.settings.transparent and foreign and has_overrides(decoder, state.overrides, ours=False):
-            return None  # a cache of transformers under policy "full": the model's own code, in one graph
+            return None
     return _begin_untraced(decoder, call, state)
 
 
@@ -58,13 +63,17 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
     patch's log, and the decoder's attributes that an adapter replaces (`switch_overrides`).
     """
     mask = call.get("attention_mask")
-    if isinstance(mask, Courier) and isinstance(mask.cache, RequestPool):  # the engine's mask carries its pool
+    # continuous batching: the engine's mask carries its pool of requests
+    if isinstance(mask, Courier) and isinstance(mask.cache, RequestPool):
         return _begin_packed(decoder, call, mask.cache, state)
     past = cache_of(call)
+    # a replay: queries see what they saw in a recorded run
     if state.replayed is not None and (past is None or state.settings.transparent):
         return begin_replay(decoder, call, state, state.replayed)
+    # a second reading of a prompt, or an edit: the pass was begun before the decoder was called
     if isinstance(past, EvictingCache) and past.now is not None and past.now.prepared:
         return enter_prepared(call, past, call["input_ids"].device, state)
+    # an ordinary pass; under lossless=True it fills the budgeted cache from which tokens are drafted
     lossless_cache = None
     if isinstance(past, LosslessCache) or (state.lossless and past is None and not _is_scratch(decoder, call)):
         lossless_cache = lossless.own_lossless(past, state)
@@ -72,7 +81,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
     made_here = past is None
     changed = _begin_pass(decoder, call, state)
     if lossless_cache is not None:
-        lossless_cache.lend()  # layers attend to all earlier tokens, which it keeps on the host
+        lossless_cache.lend()  # layers attend to all earlier tokens, which the lossless cache keeps on the host
     switch_overrides(decoder, state.overrides, ours=changed is not None)  # attributes that the patch replaces
     if changed is None:
         state.log.count_own_code(call, decoder.training)
@@ -84,7 +93,10 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
 
 
 def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
-    """Check an ordinary forward pass and begin it: change its arguments `call` and cache. None: the model's own code runs."""
+    """Check an ordinary forward pass and begin it: change its arguments `call` and cache. None: the model's own code runs.
+
+    Called before each prompt, piece of a prompt and decode step that runs untraced, and before passes without a cache.
+    """
     reader = state.outer_inputs.take_reader()  # the multimodal model around the decoder, or None
     if runs_own_code(decoder, call, state):
         return None
@@ -104,10 +116,12 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     if tokens is None:
         return None
     tokens = _drop_seen_tokens(call, cache, tokens)
+    # checks of tokens, mask and positions, which change nothing but `call`
     mask = _check_batch(decoder, call, cache, tokens, state)
     positions.check_places(call, cache, tokens, mask, state)
+    # begin the pass in the cache
     cache.count_in(keys_dtype(decoder, tokens.device.type))  # turns a budget in bytes into tokens
-    (B, Q), columns = tokens.shape[:2], cache.get_seq_length()
+    (B, Q), n_seen = tokens.shape[:2], cache.get_seq_length()
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
         repeatable = cache.scratch and decoder.training  # gradient checkpointing may run the pass twice
         table = table_maker(decoder, state, tokens.device)
@@ -115,10 +129,11 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
         passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable, ids)
         if reader is not None:
             offsets.note_offsets(reader, cache, B, tokens.device)
-    positions.place_tokens(call, cache, tokens, columns, state)
-    marker = pass_mask(tokens.device)
-    carrying = Courier.carrying(cache, marker) if cache.scratch else marker.as_subclass(PassMask)
-    call["attention_mask"] = mask_by_kind(state.settings.stack, carrying, mask, Q)
+    positions.place_tokens(call, cache, tokens, n_seen, state)
+    # the decoder gets a mask of one entry; it carries a cache that no argument may name, as the caller wants none
+    one_entry = pass_mask(tokens.device)
+    pass_mask_ = Courier.carrying(cache, one_entry) if cache.scratch else one_entry.as_subclass(PassMask)
+    call["attention_mask"] = mask_by_kind(state.settings.stack, pass_mask_, mask, Q)
     set_cache(call, None if cache.scratch else cache, state.cache_name)
     call["use_cache"] = not cache.scratch
     return (), call
@@ -141,13 +156,14 @@ def _choose_cache(decoder: nn.Module, call: dict[str, Any], state: PatchState) -
 
 
 def _drop_seen_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor) -> Tensor:
-    """Return a pass's new tokens (ids [B,Q] or embeddings). Those that its cache was said to have read already leave `call`."""
-    again, cache.request.reread_columns = (
-        cache.request.reread_columns,
-        0,
-    )  # columns read before, which generate() may give again
-    if again and tokens.shape[1] >= (cache.request.prompt_len or 0):
-        tokens = inputs.drop_read(call, again, tokens.shape[1])
+    """Return a pass's new tokens (ids [B,Q] or embeddings), before it begins; drop from `call` those that its cache has read.
+
+    generate() may give the whole text to its first pass; it has noted in `request.reread_columns` how many columns are read.
+    """
+    n_read = cache.request.reread_columns
+    cache.request.reread_columns = 0
+    if n_read and tokens.shape[1] >= (cache.request.prompt_len or 0):
+        tokens = inputs.drop_read(call, n_read, tokens.shape[1])
     if not tokens.shape[1]:
         raise KVPatchError(
             f"This pass brings no token: the cache has seen {cache.get_seq_length()} already. Give generate() the "
@@ -161,18 +177,20 @@ def _check_batch(
 ) -> Tensor | None:
     """Check before a pass that its cache, rows and padding mask go together; return the mask [B,seen+Q], or None.
 
-    A copy of a prefix, which has one row, is repeated for each row of the batch.
+    `seen` is the number of columns that the cache has read. The copy of a prefix (a text read before, from which several texts
+    start) has one row, which is repeated for each row of the batch.
     """
     B, Q = tokens.shape[:2]
     cache.check_finished()
     if Q > 1 or cache.get_seq_length() < (cache.request.prompt_len or 1):  # not in a step, which has no time for it
         ownership.check_reader(cache, decoder, state)
-    spread, cache.request.copy_per_row = cache.request.copy_per_row, False  # True: a prefix, which each row gets a copy of
-    if spread and B > 1:
+    is_prefix, cache.request.copy_per_row = cache.request.copy_per_row, False
+    if is_prefix and B > 1:
         cache.batch_repeat_interleave(B)
     mask = inputs.check_padding_mask(call.get("attention_mask"), B)
     mask = inputs.read_empty_rows(mask) if cache.scratch else mask
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
+    # compare the mask with what the cache has read, but not in each step of generate(), whose mask just goes on
     if mask is not None and cache.get_seq_length() and (Q > 1 or _is_by_hand(cache, mask)):
         texts.check_seen_mask(mask, cache, Q)
     inputs.refuse_gaps(mask, cache, Q)
@@ -186,17 +204,25 @@ def _is_by_hand(cache: EvictingCache, mask_BT: Tensor) -> bool:
 
 
 def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> Callable[[int], Any] | None:
-    """Return the function (count -> rotary table) of a pass that rotates cached keys, or scores them unrotated; else None."""
+    """Return a function (number of positions -> table of rotary embeddings) that a pass calls for tables, as it begins.
+
+    It is needed where keys are cached unrotated (`renumbered`), and where a policy undoes rotations, to score keys by queries
+    at later positions (its `lookahead`). None: neither is so.
+    """
     if state.settings.renumbered:
-        return functools.partial(state.adapter.rotary_table, decoder, device)  # keys are cached unrotated
+        return functools.partial(state.adapter.rotary_table, decoder, device)
     if not state.settings.acts or state.settings.policy.needs.lookahead is None:
         return None
-    most = state.max_positions or sys.maxsize
+    most = state.max_positions or sys.maxsize  # positions that the model has
     return lambda count: state.adapter.rotary_table(decoder, device, min(count, most))
 
 
 def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, state: PatchState) -> Changed:
-    """Begin a pass of continuous batching, one row of several requests' tokens. `call` gets a mask with their caches."""
+    """Begin a pass of continuous batching, one row with tokens of several requests, each with its own cache.
+
+    pool: the requests that are running; its next pass has a part for each request that takes part. `call`, the decoder's
+    arguments, gets a mask that carries all their caches to the attention layers.
+    """
     tokens: Any = call.get("input_ids")
     if tokens is None:  # of a model that reads images, whose decoder gets embeddings
         tokens = state.outer_inputs.take(*call["inputs_embeds"].shape[:2])
@@ -217,11 +243,15 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
 
 
 def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> bool:
-    """Tell before a pass if the model's own code runs it: in training or without a cache, unless patched() got `block=`."""
+    """Tell before a pass if the model's own code runs it: in training or without a cache, unless patched() got `block=`.
+
+    Under policy "full", which changes no result, it also runs passes that an EvictingCache cannot: with another cache, with a
+    mask that is not causal, or asked for attention matrices.
+    """
     past = cache_of(call)
-    unserved = past is not None or _own_attention(decoder, call)
-    if state.settings.transparent and not isinstance(past, EvictingCache) and unserved:
-        return True  # under policy "full" the model may run as it is
+    needs_own_code = past is not None or _own_attention(decoder, call)
+    if state.settings.transparent and not isinstance(past, EvictingCache) and needs_own_code:
+        return True
     return _is_scratch(decoder, call) and (state.settings.block is None or past is not None)
 
 
@@ -246,7 +276,11 @@ def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
 
 
 def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:
-    """Begin a decode step that torch.compile traces or a CUDA graph captures: change `call` and `cache`; False if it cannot."""
+    """Begin a decode step that torch.compile traces or a CUDA graph captures: change `call` and `cache`; False if it cannot.
+
+    joined: rows of the cache are at different positions of their texts. renumbered: keys are cached unrotated, and rotated to
+    their rank among the keys held.
+    """
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")
     custom = mask is not None and mask.ndim != 2
@@ -258,10 +292,10 @@ def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, 
         return False  # the model's own code has run since the last pass under the patch
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
-    if cache.rows.joined and not cache.settings.renumbered:  # rows at different positions of their texts
+    if cache.rows.joined and not cache.settings.renumbered:
         inputs.give_position_ids(call, cache, 1, mask, state.decoder_parameters, state.why_positions_fixed)
     compiled.begin_step(cache, None if cache.settings.renumbered else state.max_positions, mask, call.get("input_ids"))
-    if cache.settings.renumbered and state.max_positions is not None:
+    if cache.settings.renumbered and state.max_positions is not None:  # the model has a table of positions: stay within it
         positions.give_zeros(call, tokens)
     mask = pass_mask(tokens.device)
     set_cache(call, cache, state.cache_name)
