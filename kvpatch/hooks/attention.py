@@ -110,7 +110,7 @@ class Courier(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch operation on this mask; masks made from it get its `cache`. torch calls this for each operation.
 
-        Raises KVPatchError for scores to which the mask was added (a Courier without `cache`): the model's own attention ran, as
+        Raises KVPatchError for scores that the mask was added to (a Courier without `cache`): the model's own attention ran, as
         when gradient checkpointing runs a layer again after the patch was removed.
         """
         out = super().__torch_function__(func, types, args, kwargs or {})

@@ -52,7 +52,7 @@ class Chat:
 
     @property
     def system_tokens(self) -> int:
-        """Count the tokens of the system prompt with its header, 0 without one: for checks as a chat begins that is to keep it."""
+        """Count the tokens of the system prompt with its header, 0 without one; read as a chat begins that is to keep it."""
         if not self.messages or self.messages[0]["role"] != "system":
             return 0
         rendered = self._template.render([self.messages[0], {"role": "user", "content": ""}])
@@ -62,7 +62,7 @@ class Chat:
         return f"<Chat of {len(self.messages)} messages: {self.ids.shape[1]} tokens>"
 
     def _begin_again(self) -> None:
-        """Empty `cache`, `ids` (tokens so far) and `_read`: in a new chat, after a failed turn, or if the text read was rewritten."""
+        """Empty `cache`, `ids` and `_read`: in a new chat, after a failed turn, or if a template rewrites what was read."""
         if not isinstance(self.cache, LosslessCache):  # a lossless cache is kept: `_generate` crops it where texts differ
             self.cache = self._new_cache()
         self.ids = torch.empty(1, 0, dtype=torch.long, device=self._model.device)
@@ -157,23 +157,21 @@ class Chat:
             raise KVPatchError(f"replace({index}): the text was read anew without this forgotten message: send() the new one.")
         if index == read - 1:
             raise KVPatchError(f"replace({index}): the last token of the newest answer is not read: send() the next one first.")
-        rewritten, (start, stop) = self._template.rewrite(self.messages, index, text, self._read), self.spans[index]
-        if rewritten is None:
+        written, (start, stop) = self._template.rewrite(self.messages, index, text, self._read), self.spans[index]
+        if written is None:
             raise KVPatchError(f"replace({index}): the template then writes other messages differently: begin another chat.")
-        new_text, ids = rewritten  # the whole text read so far, and the message's tokens
-        n_more = max(len(ids) - (stop - start), 0)
-        if n_more and not self.cache.settings.renumbered:
+        new_text, ids = written  # the whole text read so far, and the message's tokens
+        more = max(len(ids) - (stop - start), 0)
+        if more and not self.cache.settings.renumbered:
             raise KVPatchError(
                 f"replace({index}): {len(ids)} tokens with the header, and the message has {stop - start}: shorten the text, "
                 "or patch with positions='renumbered'."
             )
-        self._replace(
-            self.cache, (start, stop), ids
-        )  # first the cache, then what the chat notes: later tokens move up by n_more
-        self.ids = torch.cat([self.ids[:, :stop], self.ids.new_zeros(1, n_more), self.ids[:, stop:]], 1)
+        self._replace(self.cache, (start, stop), ids)  # later tokens move up by `more`, in the cache and in the notes below
+        self.ids = torch.cat([self.ids[:, :stop], self.ids.new_zeros(1, more), self.ids[:, stop:]], 1)
         self.ids[0, start : start + len(ids)] = torch.tensor(ids, device="cpu")
-        self._read.starts = [place + n_more if place >= stop else place for place in self._read.starts]
-        self._read.forgotten = {i: end + n_more if i > index else end for i, end in self._read.forgotten.items() if i != index}
+        self._read.starts = [place + more if place >= stop else place for place in self._read.starts]
+        self._read.forgotten = {i: end + more if i > index else end for i, end in self._read.forgotten.items() if i != index}
         self._read.text, self.messages[index] = new_text, {"role": self.messages[index]["role"], "content": text}
 
     def _check_index(self, method: str, index: object) -> int:
@@ -185,7 +183,7 @@ class Chat:
         return read
 
     def _forget_span(self, index: int) -> None:
-        """Evict a message's tokens from the cache, for forget(), as far as it has read them; note this end in `_read.forgotten`.
+        """Evict what the cache has read of a message, for forget(); note in `_read.forgotten` up to which position.
 
         The last token of an answer is read in the next turn only: when that turn ends, this is called again and evicts it.
         """
@@ -196,14 +194,14 @@ class Chat:
             self._read.forgotten[index] = stop
 
     def _ask(self, text: str, role: str) -> Tensor:
-        """Begin a turn: add a message; return the ids [1,N] of the whole text, for generate(), which reads what the cache lacks."""
+        """Begin a turn: add a message, and return the ids [1,N] of the whole text, of which generate() reads the new ones."""
         if not isinstance(text, str):
             raise KVPatchError(f"A message is a text, not a {type(text).__name__}: write chat.send('...').")
         self.messages.append({"role": role, "content": text})
         try:
             rendered = self._template.render_turn(self.messages, self._read.left_out)
-            # A template may rewrite what was read. If it only drops a part of the newest answer, that is evicted from the cache;
-            # else the cache is emptied, to read the text anew: without forgotten messages, which are `left_out` from then on.
+            # A template may rewrite what was read. If it drops a part of the newest answer, that is evicted from the cache; for
+            # other changes the cache is emptied, to read all anew: without forgotten messages, `left_out` from then on.
             if not rendered.text.startswith(self._read.text) and not self._drop_stripped(rendered.text):
                 self._begin_again()
                 rendered = self._template.render(self.messages, self._read.left_out)
@@ -216,7 +214,7 @@ class Chat:
         return torch.cat([self.ids, torch.tensor([unread], device=self.ids.device)], 1)
 
     def _drop_stripped(self, text: str) -> bool:
-        """Drop from cache and `_read` what the new `text` leaves out of the newest answer, such as thinking; False if impossible."""
+        """Evict from the cache what the new `text` leaves out of the newest answer, such as thinking; False if impossible."""
         if isinstance(self.cache, LosslessCache):
             return False  # it keeps exact entries, and later tokens attended to these
         answer_start = self.ids.shape[1] - len(self._read.answer)

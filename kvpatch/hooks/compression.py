@@ -66,7 +66,7 @@ def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device
         shape = shapes[layer]
         call = Call(cache, now, layer, BoundAdapter(adapter, module, shape.heads), shape.group or 1, devices[layer])
         call.slots.sliding = call.geometry.sliding
-        nominal_B = compress.set_limits(call) if call.evicts and not now.keeps_all else []  # each row's budget in tokens
+        nominal_B = compress.set_limits(call) if call.evicts and not now.keeps_all else []  # protected tokens by row
         size = (len(now.n_B), shape.heads, call.group, 1, shape.key)
         queries = call.slots.kv.keys.new_empty(size, dtype=call.slots.dtype)  # only their shape, dtype and device are read
         compress.end_prompt(call, call.slots.used, nominal_B, queries)

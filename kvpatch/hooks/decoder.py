@@ -34,8 +34,7 @@ NO_CAPTURE = (
 def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Changed:
     """Begin each forward pass of a patched decoder (its pre-hook), over an EvictingCache; return the changed arguments.
 
-    None leaves the arguments as they are: the model's own code runs. Decode steps that torch.compile traces or a CUDA graph
-    captures begin in a way of their own, in which the host reads no tensor.
+    None leaves the arguments as they are: the model's own code runs. `_begin_step` begins steps that are traced or captured.
     """
     call = {**dict(zip(state.decoder_parameters, args, strict=False)), **kwargs}
     past = cache_of(call)
@@ -70,11 +69,9 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
     # a replay: queries see what they saw in a recorded run
     if state.replayed is not None and (past is None or state.settings.transparent):
         return begin_replay(decoder, call, state, state.replayed)
-    # a second reading of a prompt, or an edit: the pass was begun before the decoder was called
-    if isinstance(past, EvictingCache) and past.now is not None and past.now.prepared:
+    if isinstance(past, EvictingCache) and past.now is not None and past.now.prepared:  # a prompt's second reading, or an edit
         return enter_prepared(call, past, call["input_ids"].device, state)
-    # an ordinary pass; under lossless=True it fills the budgeted cache from which tokens are drafted
-    lossless_cache = None
+    lossless_cache = None  # under lossless=True a pass fills the budgeted cache from which tokens are drafted
     if isinstance(past, LosslessCache) or (state.lossless and past is None and not _is_scratch(decoder, call)):
         lossless_cache = lossless.own_lossless(past, state)
         past = lossless.begin_pass(decoder, call, lossless_cache, state)
@@ -93,10 +90,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
 
 
 def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
-    """Check an ordinary forward pass and begin it: change its arguments `call` and cache. None: the model's own code runs.
-
-    Called before each prompt, piece of a prompt and decode step that runs untraced, and before passes without a cache.
-    """
+    """Check an ordinary forward pass and begin it: change its arguments `call` and cache. None: the model's own code runs."""
     reader = state.outer_inputs.take_reader()  # the multimodal model around the decoder, or None
     if runs_own_code(decoder, call, state):
         return None
@@ -116,10 +110,8 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     if tokens is None:
         return None
     tokens = _drop_seen_tokens(call, cache, tokens)
-    # checks of tokens, mask and positions, which change nothing but `call`
     mask = _check_batch(decoder, call, cache, tokens, state)
     positions.check_places(call, cache, tokens, mask, state)
-    # begin the pass in the cache
     cache.count_in(keys_dtype(decoder, tokens.device.type))  # turns a budget in bytes into tokens
     (B, Q), n_seen = tokens.shape[:2], cache.get_seq_length()
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
@@ -132,8 +124,8 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     positions.place_tokens(call, cache, tokens, n_seen, state)
     # the decoder gets a mask of one entry; it carries a cache that no argument may name, as the caller wants none
     one_entry = pass_mask(tokens.device)
-    pass_mask_ = Courier.carrying(cache, one_entry) if cache.scratch else one_entry.as_subclass(PassMask)
-    call["attention_mask"] = mask_by_kind(state.settings.stack, pass_mask_, mask, Q)
+    decoder_mask = Courier.carrying(cache, one_entry) if cache.scratch else one_entry.as_subclass(PassMask)
+    call["attention_mask"] = mask_by_kind(state.settings.stack, decoder_mask, mask, Q)
     set_cache(call, None if cache.scratch else cache, state.cache_name)
     call["use_cache"] = not cache.scratch
     return (), call
@@ -160,8 +152,7 @@ def _drop_seen_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor
 
     generate() may give the whole text to its first pass; it has noted in `request.reread_columns` how many columns are read.
     """
-    n_read = cache.request.reread_columns
-    cache.request.reread_columns = 0
+    n_read, cache.request.reread_columns = cache.request.reread_columns, 0
     if n_read and tokens.shape[1] >= (cache.request.prompt_len or 0):
         tokens = inputs.drop_read(call, n_read, tokens.shape[1])
     if not tokens.shape[1]:

@@ -24,16 +24,16 @@ def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[i
     refuse("replace", state.combine())
     ownership.check_own(cache, state)
     # the tokens to read, their positions, and how many positions they need beyond the span's
-    tokens_BQ, places_Q, n_opened = replacing.check_replaced(cache, span, ids, reread, state.why_positions_fixed)
+    tokens_BQ, places_Q, opened = replacing.check_replaced(cache, span, ids, reread, state.why_positions_fixed)
     call: dict[str, Any] = {"input_ids": tokens_BQ, "use_cache": True, state.cache_name: cache}
     inputs.find_tokens(call, reader)
     ownership.check_reader(cache, reader, state)
     start, stop, reread = (int(number) for number in (*span, reread))
     if stop + reread > start:  # evict the old tokens, and those after them that are read again
         cache.forget([(start, stop + reread)])
-    if n_opened:  # move the positions of later tokens up
-        replacing.open_positions(cache, stop, n_opened)
-    _read_edit(reader, state, cache, call, Edit(start, int(places_Q[-1]) + 1, n_opened), places_Q)
+    if opened:  # move the positions of later tokens up
+        replacing.open_positions(cache, stop, opened)
+    _read_edit(reader, state, cache, call, Edit(start, int(places_Q[-1]) + 1, opened), places_Q)
 
 
 def _read_edit(
