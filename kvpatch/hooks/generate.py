@@ -37,10 +37,7 @@ DEFAULT_LENGTH = 20  # new tokens of a generate() that is told no number
 
 
 def wrap_generate(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Make a patched model's generate(), which passes an EvictingCache to the unpatched one. Called when a model is patched.
-
-    A caller's cache that has read another text raises an error: see texts.check_text.
-    """
+    """Make a patched model's generate(), which passes an EvictingCache to the unpatched one. Called when a model is patched."""
     steps = GenerateSteps(state)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,14 +67,15 @@ def _run_with_cache(
     if state.settings.transparent and _asks_for_others(kwargs, *configs, self.config):  # policy "full"
         return run(*args, **kwargs)
     _refuse_cache_implementation(kwargs, *configs)
-    taken_as = _cache_parameter(run, kwargs)
-    if find_option("use_cache", kwargs, config) is False or taken_as is None:
+    cache_name = _cache_parameter(run, kwargs)
+    if find_option("use_cache", kwargs, config) is False or cache_name is None:
         return run(*args, **kwargs)
     _refuse_checkpointing(self)
     past = cache_of(kwargs)
     if state.lossless:
         given = texts.Given.of(args, kwargs, 0)
-        return lossless.generate(run, args, kwargs, state, given.ids, taken_as, find_option("stop_strings", kwargs, *configs))
+        return lossless.generate(run, args, kwargs, state, given.ids, cache_name, find_option("stop_strings", kwargs, *configs))
+    # the cache, and the text compared with what it has read
     past = ownership.start_from_prefix(past, state) if isinstance(past, Prefix) else past
     cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
     cache.check_finished()
@@ -85,22 +83,23 @@ def _run_with_cache(
     drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
     if compiles:
         refuse("compile_config", state.settings.combine())
-    virtual = _virtual_tokens(self)
+    virtual = _virtual_tokens(self)  # how many tokens PEFT puts before the prompt
     if given.columns is not None and not drafts:
         texts.check_mask(given)
         if past is cache and not virtual:
             ownership.check(cache, state)
             state.log.warn_not_compared(texts.check_text(given, cache))
+    # tell the cache the lengths of prompt and answer, and run
     try:
         if drafts:
             _prepare_drafts(cache, given.columns)
         elif given.columns is not None:
             _announce_prompt(cache, given, virtual)
             cache.request.new_tokens = _count_new(kwargs, configs, (cache.request.prompt_len or 0) - virtual)
-            cache.request.room = cache.request.new_tokens if compiles else cache.request.room  # slots to allocate at once
+            cache.request.room = cache.request.new_tokens if compiles else cache.request.room  # slots that stay in place
             if not state.settings.transparent and _drafts_wanted(kwargs, *configs):
                 inputs.refuse_switch(self, given.whole or 0, cache.request.new_tokens or DEFAULT_LENGTH)
-        set_cache(kwargs, cache, taken_as)
+        set_cache(kwargs, cache, cache_name)
         offsets.give_back_offsets(self, cache, None if given.ids is None else len(given.ids))
         state.log.start(cache, made_here=past is None)
         # captured steps know neither drafts, nor static shapes, nor positions of the caller's
@@ -116,7 +115,7 @@ def _run_with_cache(
 
 
 def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Wrap, at patching, the method by which generate() makes a cache: an EvictingCache unless the caller passed a cache."""
+    """Wrap, at patching, the method by which generate() makes a cache, for calls without our wrapper: type(model).generate()."""
 
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -126,13 +125,13 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
         past = ownership.start_from_prefix(past, state) if isinstance(past, Prefix) else past
         if isinstance(past, LosslessCache):
             return own(self)(generation_config, model_kwargs, *args, **kwargs)
-        ours = isinstance(past, EvictingCache)
-        foreign = state.settings.transparent and not ours and _asks_for_others(model_kwargs, generation_config)
-        if not foreign and (ours or generation_config.use_cache is not False):
+        given = isinstance(past, EvictingCache)  # by the wrapper of generate(), or by the caller
+        leaves = state.settings.transparent and not given and _asks_for_others(model_kwargs, generation_config)
+        if not leaves and (given or generation_config.use_cache is not False):
             _refuse_cache_implementation({}, generation_config)
             generation_config.cache_implementation = None
             generation_config.use_cache = True
-            if not ours:
+            if not given:
                 made_here = past is None
                 past = _cache_for(self, state, past, model_kwargs.get("attention_mask"))
                 state.log.start(past, made_here)
@@ -144,7 +143,7 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
 
 
 def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState) -> None:
-    """Note a prompt's length in its cache if type(model).generate was called, past the wrapper; undone as `config` is freed."""
+    """Note a prompt's length in its cache if type(model).generate() was called; cleared when `config`, its own copy, is freed."""
     mask = model_kwargs.get("attention_mask")
     columns = mask_columns(config) if mask is None else mask.shape[1]
     if getattr(config, "is_assistant", False):
@@ -156,7 +155,7 @@ def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwarg
 
 
 def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
-    """Note in `cache.request` the length of a prompt, with tokens read before and PEFT's `virtual` ones. Before generate()."""
+    """Note in `cache.request`, before generate(), the columns up to the prompt's end: those read before, PEFT's, and new ones."""
     columns, seen = given.whole or 0, given.seen
     if not virtual:
         cache.request.prompt_len = columns
@@ -185,12 +184,13 @@ def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None)
 
 
 def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:
-    """Prepare an assistant's cache before its generate() drafts for another model: it records steps, to take drafts back."""
+    """Prepare an assistant model's cache before its generate() drafts: it records steps, to undo those of rejected tokens."""
     cache.activate_past_recording()
     cache.request.drafts = True
     if columns is not None and cache.get_seq_length() >= columns:
         cache.reset()  # transformers 5.15 leaves rejected drafts in it: read the text anew
     seen = cache.get_seq_length()
+    # the last token of the text is read by the first decode step
     cache.request.prompt_len = seen or (None if columns is None else max(columns - 1, 1))
 
 

@@ -40,11 +40,11 @@ class GenerateSteps:
 
     def __init__(self, state: PatchState) -> None:
         """Begin without a CUDA graph. Called when a patch wraps generate()."""
-        self.state, self._lock = state, threading.Lock()
+        self.state, self._lock = state, threading.Lock()  # one generate() at a time uses the graphs
         self._graph: StepGraph | None = None
-        self._described: object = None  # the model's state that the graph depends on
+        self._described: object = None  # what `describe_model` returned when the graph was made
         self._output: ModelOutput | None = None  # of the newest `_run_model`
-        self._make_output: Callable[..., ModelOutput]
+        self._make_output: Callable[..., ModelOutput]  # (logits, cache) -> an output of the model's class, for replayed steps
 
     @contextmanager
     def running(self, model: nn.Module, cache: EvictingCache) -> Iterator[None]:
@@ -70,12 +70,15 @@ class GenerateSteps:
             self._lock.release()
 
     def _find_graph(self, model: nn.Module) -> StepGraph | None:
-        """Return the model's graphs before a generate(); new ones if the model has changed, None if steps run without any."""
+        """Return the model's graphs before a generate(); new ones if the model has changed, None if steps run without any.
+
+        A change is another address, dtype or shape of a weight, another attribute, or another class or hook of a module.
+        """
         state, device = self.state, next(model.parameters()).device
         make = RECORDERS.get(device.type)
         if not state.options.graphs or make is None or STEP_CALL in vars(model):
             return None
-        # a policy or feature whose steps cannot be captured
+        # a policy or feature whose steps cannot be captured (untraced: the reason why)
         if state.settings.untraced or why_not("graph()", state.combine()):
             return None
         described = describe_model(model, device, state.overrides)
@@ -106,11 +109,12 @@ class GenerateSteps:
         if logits is None:
             return None
         self.state.log.time_step(cache)
-        if graph.replays > replays:  # the model's code did not run
+        if graph.replays > replays:  # a graph was replayed, so that the model's code made no output
             return self._make_output(logits=logits.clone(), cache=cache)
         assert output is not None, "the model ran"
+        # a replayed step has logits alone: if this model's output has more, generate() may read that, so no graph may run
         if output.keys() - {"logits", *CACHE_NAMES}:
-            graph.give_up()  # generate() may read what else is in it
+            graph.give_up()
         kind, name = type(output), next(name for name in CACHE_NAMES if name in output)
         self._make_output = lambda logits, cache: kind(logits=logits, **{name: cache})
         return output
@@ -144,20 +148,21 @@ def describe_model(model: nn.Module, device: torch.device, changing: Mapping[str
     Compared before each generate(): graphs of a model that has changed are dropped. changing: names of attributes that passes
     change themselves.
     """
+    # someone watches all modules or operations of the process (a profiler, say), and would see nothing of a replayed step
     watched = (
         torch._C._len_torch_dispatch_stack() or module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks
     )
-    found: list[object] = [weakref.ref(model)]
+    facts: list[object] = [weakref.ref(model)]
     for module in [] if watched else model.modules():
         attributes = vars(module)
-        tensors = [one for kind in ("_parameters", "_buffers") for one in attributes[kind].values() if one is not None]
-        if module.training or not _only_computes(module) or any(one.device != device for one in tensors):
+        tensors = [tensor for kind in ("_parameters", "_buffers") for tensor in attributes[kind].values() if tensor is not None]
+        if module.training or not _only_computes(module) or any(tensor.device != device for tensor in tensors):
             return None
-        if any(type(one) not in (nn.Parameter, Tensor) for one in tensors):  # sharded or quantized
+        if any(type(tensor) not in (nn.Parameter, Tensor) for tensor in tensors):  # sharded or quantized
             return None
-        found.append((id(module), type(module), *((one.data_ptr(), one.dtype, one.shape) for one in tensors)))
-        found += [(name, _describe(attributes[name])) for name in sorted(attributes.keys() - _COMMON - changing.keys())]
-    return None if watched else found
+        facts.append((id(module), type(module), *((tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors)))
+        facts += [(name, _describe(attributes[name])) for name in sorted(attributes.keys() - _COMMON - changing.keys())]
+    return None if watched else facts
 
 
 def _only_computes(module: nn.Module) -> bool:

@@ -118,9 +118,9 @@ class StepGraph:
         self.model, self.state, self.make, self.limit = model, state, make, limit
         self.cache_name = cache_argument(type(model).forward if isinstance(model, nn.Module) else model)
         self.captures = self.replays = 0
-        self._known: OrderedDict[object, _Captured | None] = OrderedDict()  # the one used last at the end
-        self._failed = False
-        self._newest: _Captured | None = None
+        self._known: OrderedDict[object, _Captured | None] = OrderedDict()  # by kind of step, last used last; None: seen once
+        self._failed = False  # a capture failed: the model runs all steps
+        self._newest: _Captured | None = None  # the graph of the last step
 
     @property
     def nbytes(self) -> int:
@@ -143,10 +143,10 @@ class StepGraph:
         """
         with torch.inference_mode(False), torch.no_grad():
             captured = self._newest
-            if captured is None or not captured.goes_on(inputs, cache):
+            if captured is None or not captured.goes_on(inputs, cache):  # else: nobody has used the cache since the last step
                 ownership.check(cache, self.state)
                 cache.catch_up()  # adds replayed steps to the host's counters
-                left = 0 if self._failed else self._count_steps(cache, inputs["input_ids"])
+                left = 0 if self._failed else self._count_steps(cache, inputs["input_ids"])  # steps until the next such check
                 if not left:
                     return None
                 captured = self._find_captured(inputs, cache)
@@ -175,11 +175,11 @@ class StepGraph:
     def _find_captured(self, inputs: Inputs, cache: EvictingCache) -> _Captured | None:
         """Find or capture the graph for a step, and move the cache's tensors into it; None: the caller runs the step itself.
 
-        None for the first step with these shapes and `_facts`, and for a step whose capture failed; later none is captured.
+        None for the first step of a kind (with these shapes and `_facts`), and after a failed capture, the last one tried.
         """
         round_capacities(cache)
         kind = (_shapes(inputs), _facts(cache))
-        if kind not in self._known:  # the first step compiles and loads what a capture may not
+        if kind not in self._known:  # the first step runs as usual: kernels are compiled and loaded, which no capture may do
             self._known[kind] = None
             self._keep_newest()
             return None
@@ -204,8 +204,8 @@ class StepGraph:
             self._drop_oldest()
 
     def _capture(self, inputs: Inputs, cache: EvictingCache) -> _Captured:
-        """Capture a step as a graph, without running it. Stacked layers become tensors of their own: it keeps addresses."""
-        cache.drop_stack(due=cache.stacked)
+        """Capture a decode step as a CUDA graph, without running it. Called for the second step of a kind."""
+        cache.drop_stack(due=cache.stacked)  # of views of one tensor that stacks all layers: the graph keeps each one's address
         captured = _Captured(self.make(inputs["input_ids"].device), cache, inputs)
 
         def run() -> None:
@@ -226,7 +226,7 @@ class StepGraph:
             raise
 
     def _call_model(self, inputs: Inputs, cache: EvictingCache, capturing: bool = False) -> Tensor:
-        """Run a step by the model; return its logits. capturing: the decoder's hook keeps in tensors what a step changes."""
+        """Run a step by the model; return its logits. capturing: the decoder's pre-hook begins the step as a traceable one."""
         call: dict[str, Any] = {**inputs, self.cache_name: cache, "use_cache": True}
         if capturing and "position_ids" in self.state.decoder_parameters:
             call.setdefault("position_ids", _positions(cache, len(inputs["input_ids"])))
@@ -238,7 +238,7 @@ class StepGraph:
 
     def _count_steps(self, cache: EvictingCache, ids_B1: Tensor) -> int:
         """Return how many steps can be replayed before the cache needs a check: until buffers move or positions end; or 0."""
-        # under autocast a capture would keep the casts that it finds
+        # not captured: ranks of keys, which differ each step; rows at different positions; casts of weights under autocast
         varies = cache.settings.renumbered or cache.rows.joined or is_autocasting(ids_B1.device.type)
         if varies or ids_B1.ndim != 2 or not compiled.can_trace(cache, *ids_B1.shape):
             return 0
@@ -286,14 +286,14 @@ def _places(cache: EvictingCache) -> list[Place]:
 
 def _facts(cache: EvictingCache) -> object:
     """Return what a step captured as a graph takes for constant, such as shapes; steps with equal facts share a graph."""
-    found: list[object] = [type(layer.mode) for layer in cache.layers]
+    facts: list[object] = [type(layer.mode) for layer in cache.layers]
     for holder in compiled.list_holders(cache):
         for name in sorted(holder):  # attributes of one object that holds tensors
             value = holder[name]
             if isinstance(value, Tensor):
-                found.append((name, tuple(value.shape), value.stride(), value.dtype, value.device))
-            elif name == "filling":
-                found.append((name, value > 0))
+                facts.append((name, tuple(value.shape), value.stride(), value.dtype, value.device))
+            elif name == "filling":  # steps until heads evict: a step that evicts is another graph
+                facts.append((name, value > 0))
             elif isinstance(value, bool | int | float | str) and name not in COUNTS and holder is not vars(cache):
-                found.append((name, value))
-    return tuple(found)
+                facts.append((name, value))
+    return tuple(facts)

@@ -25,9 +25,12 @@ FEW = 16  # numbers of each weight that are looked at
 
 
 def stamp_model(decoder: nn.Module) -> ModelStamp:
-    """Make a decoder's stamp: a fingerprint by which a cache knows the model that has read it. Called before each prompt."""
+    """Make a decoder's stamp: a fingerprint by which a cache knows the model that has read it. Called before each prompt.
+
+    It holds PEFT's active adapters, and of the weights the layout, torch's counters of changes in place and first numbers.
+    """
     weights, tuned = _walk_modules(decoder)
-    versions, few = list[int](), dict[Any, list[Tensor]]()
+    versions, first_numbers = list[int](), dict[Any, list[Tensor]]()  # the latter by device and dtype
     layout = hash(tuple([(weight.dtype, weight.shape) for weight in weights]))
     with torch.no_grad():
         for weight in weights:
@@ -36,8 +39,8 @@ def stamp_model(decoder: nn.Module) -> ModelStamp:
             versions.append(0 if weight.is_inference() else weight._version)
             for part in (weight,) if type(weight) in _PLAIN else list_parts(weight):
                 if part.numel():
-                    few.setdefault((part.device, part.dtype), []).append(_read_first(part))
-        sample = tuple(torch.cat(one).view(torch.uint8) for one in few.values())
+                    first_numbers.setdefault((part.device, part.dtype), []).append(_read_first(part))
+        sample = tuple(torch.cat(numbers).view(torch.uint8) for numbers in first_numbers.values())
     adapters, acting = _list_adapters(tuned)
     return ModelStamp(weakref.ref(decoder), adapters, acting, layout, hash(tuple(versions)), sample)
 
@@ -84,16 +87,16 @@ def _read_first(part: Tensor) -> Tensor:
 
 
 def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
-    """Return, for a model's fingerprint, the names of PEFT's adapters that act, and a hash of which act where, how strongly.
+    """Return the names of PEFT's active adapters, and a hash of which ones are active in which module, with which scale.
 
-    Called as the fingerprint is made, before each prompt, and for files. tuned: modules that have adapters. If generate() was
-    given adapter_names, the names are one for each row.
+    Called as a model's fingerprint is made: before each prompt, and for files. tuned: modules that have adapters. If generate()
+    was given adapter_names, the names are one for each row, and the hash is 0.
     """
     rows = next((names for module in tuned if (names := adapter_names(module)) is not None), None)
     if rows is not None:
         return tuple(BASE if name == "__base__" else name for name in rows), 0
     acting = [_list_acting(module) for module in tuned]
-    names = sorted({name for own in acting for name, _ in own})
+    names = sorted({name for adapters in acting for name, _ in adapters})
     return (" + ".join(names) or BASE,), hash(tuple(acting))
 
 

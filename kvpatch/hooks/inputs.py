@@ -156,7 +156,7 @@ def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
 
 
 def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
-    """Mark rows of padding alone as tokens, in the mask of a pass that keeps no cache.
+    """Mark rows of padding alone as tokens, in the mask of a pass that keeps no cache; a cache refuses rows without a token.
 
     Called before such a pass. Nobody reads their outputs, and no label counts them: the unpatched model computes some too.
     """
@@ -276,20 +276,20 @@ def give_position_ids(
     refuse("joined rows", cache.settings.combine(positions_fixed=positions_fixed))
     if "position_ids" not in known:
         return
-    given, wanted = call.get("position_ids"), cache.next_positions(Q)
-    real = None if mask_BT is None else mask_BT[:, -Q:].to(wanted.device).bool()
-    if real is not None and real.shape == wanted.shape and Q > 1:  # a padded prompt
-        wanted = (wanted[:, :1] + real.long().cumsum(-1) - 1).clamp(min=0)
+    given, next_BQ = call.get("position_ids"), cache.next_positions(Q)  # each row's own next positions
+    real = None if mask_BT is None else mask_BT[:, -Q:].to(next_BQ.device).bool()
+    if real is not None and real.shape == next_BQ.shape and Q > 1:  # a padded prompt
+        next_BQ = (next_BQ[:, :1] + real.long().cumsum(-1) - 1).clamp(min=0)
     if given is None:
-        call["position_ids"] = wanted
-    elif given.ndim == 3:  # of several dimensions, as a model that reads images has made them: from the longest row's columns
-        shifted = wanted if cache.ids.offsets_B1 is None else wanted + cache.ids.offsets_B1.to(wanted.device)
-        counted = [wanted] * (len(given) - 3)  # those of the text alone may stand in front
+        call["position_ids"] = next_BQ
+    elif given.ndim == 3:  # of several dimensions, as a model that reads images made them, wrongly: alike for all rows
+        shifted = next_BQ if cache.ids.offsets_B1 is None else next_BQ + cache.ids.offsets_B1.to(next_BQ.device)
+        counted = [next_BQ] * (len(given) - 3)  # those of the text alone may stand in front
         call["position_ids"] = torch.stack([*counted, *[shifted] * 3])
-    elif given.shape[-1] == Q and given.shape[0] in (1, len(wanted)):
-        wrong = given.to(wanted.device) != wanted
+    elif given.shape[-1] == Q and given.shape[0] in (1, len(next_BQ)):  # the caller's: they must agree, but for padding
+        wrong = given.to(next_BQ.device) != next_BQ
         wrong = wrong if real is None or real.shape != wrong.shape else wrong & real
-        if not at_hand(wanted) or torch.compiler.is_compiling():  # asserted on the device, without a wait
+        if not at_hand(next_BQ) or torch.compiler.is_compiling():  # asserted on the device, without a wait
             torch._assert_async(~wrong.any(), MISPLACED)
         elif bool(wrong.any()):
             row = int(wrong.any(-1).nonzero()[0])
