@@ -115,7 +115,7 @@ def _run_with_cache(
 
 
 def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Wrap, at patching, the method by which generate() makes a cache, for calls without our wrapper: type(model).generate()."""
+    """Wrap, at patching, the method by which generate() makes a cache, for calls past our wrapper: type(model).generate()."""
 
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -143,7 +143,7 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
 
 
 def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState) -> None:
-    """Note a prompt's length in its cache if type(model).generate() was called; cleared when `config`, its own copy, is freed."""
+    """Note a prompt's length in its cache if type(model).generate() was called; cleared when `config`, its copy, is freed."""
     mask = model_kwargs.get("attention_mask")
     columns = mask_columns(config) if mask is None else mask.shape[1]
     if getattr(config, "is_assistant", False):
@@ -155,7 +155,7 @@ def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwarg
 
 
 def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
-    """Note in `cache.request`, before generate(), the columns up to the prompt's end: those read before, PEFT's, and new ones."""
+    """Note in `cache.request`, before generate(), the columns up to the prompt's end: read before, PEFT's, and new ones."""
     columns, seen = given.whole or 0, given.seen
     if not virtual:
         cache.request.prompt_len = columns
