@@ -71,7 +71,7 @@ class Installation:
         Called once by `install`. Each change is noted in its module's mark before it is made, so that `restore` undoes it.
         """
         state = self.state
-        # reads: the module has no keys, and uses those of `layer`
+        # attention modules. reads: the module has no keys, and uses those of `layer`
         for layer, reads, (module, adapter) in target.modules():
             mark = self._mark_module(module)
             for name, value in adapter.attributes(module).items():
@@ -79,12 +79,14 @@ class Installation:
             forward = functools.partial(make_forward, type(module), adapter, layer, reads)
             replace_forward(module, forward, mark.undo.append)
             self._set_attribute(module, mark, "_replicate_for_data_parallel", MethodType(replicate, module))
+        # the decoder: attributes that each pass under the patch sets to `ours`, such as ALiBi; and a hook that ends some passes
         mark = self._mark_module(target.decoder)
         for name, ours in state.adapter.overrides(target.decoder).items():
             state.overrides[name] = (vars(target.decoder).get(name, MISSING), ours)
-            self._set_attribute(target.decoder, mark, name, state.overrides[name][0])  # a pass sets it to `ours`
+            self._set_attribute(target.decoder, mark, name, state.overrides[name][0])
         if state.settings.rereads or state.settings.stack is not None or state.lossless:
             put_hook(target.decoder, functools.partial(after_decoder, state=state), mark.undo.append, after=True)
+        # a model around the decoder: a hook notes its token ids, if it may merge images or the policy must find marked tokens
         merges = target.outer is not None and target.outer.config is not target.decoder.config
         if target.outer is not None and (merges or state.settings.policy.scope.protect is not None):
             names = parameters(type(target.outer))  # type: ignore[arg-type]
@@ -93,6 +95,7 @@ class Installation:
             put_hook(target.outer, begin, mark.undo.append)
             if has_offsets(target.outer):  # of a text that was read before the block
                 mark.undo.append(Attribute(OFFSETS, vars(target.outer)[OFFSETS]))
+        # the pre-hook that begins each pass: at the decoder, or at a model around it that makes its masks
         for module, hook in shell.list_hooks(target.shell, target.decoder, state):
             put_hook(module, hook, self._mark_module(module).undo.append)
         for generator in target.generators:
@@ -100,7 +103,7 @@ class Installation:
 
     def _install_generate(self, generator: nn.Module, mark: Mark) -> None:
         """Wrap a model's generate() and the methods that it calls, when it is patched; drop what it has compiled before."""
-        state, changes = self.state, dict[str, object]()
+        state, changes = self.state, dict[str, object]()  # new values of the model's attributes; MISSING removes one
         originals = {name: own_method(generator, name, vars(generator).get(name)) for name in METHODS}
         changes["generate"] = MethodType(wrap_generate(originals["generate"], state), generator)
         changes[MAKE_MASKS] = wrap_make_masks(getattr(generator, MAKE_MASKS, None))
@@ -143,17 +146,18 @@ class Installation:
         undo that it stopped is run again.
         """
         raised: BaseException | None = None
-        failed = 0
+        failures = 0
         while self.marked:
             try:
                 unmark_module(*self.marked[-1])
                 self.marked.pop()
-                failed = 0
+                failures = 0
             except BaseException as error:
-                raised, failed = raised or error, failed + isinstance(error, Exception)
-                if failed > 1:  # one at a time: the others must not wait for it
+                # an interrupt (no Exception) does not count as a failure: the undo is run again
+                raised, failures = raised or error, failures + isinstance(error, Exception)
+                if failures > 1:  # an undo that fails twice is skipped, so that all others still run
                     _skip_undo(self.marked)
-                    failed = 0
+                    failures = 0
         try:
             if raised is not None:
                 raise raised

@@ -103,9 +103,9 @@ def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, st
     tokens = call.get("input_ids")
     if tokens is None or tokens.shape[0] != 1:
         raise KVPatchError("lossless=True drafts for one text at a time, given as input_ids [1,N].")
-    again, cache.again = cache.again, 0
-    if again:
-        tokens = inputs.drop_read(call, again, tokens.shape[1])
+    n_read, cache.again = cache.again, 0  # tokens read before, which generate()'s first pass brings once more
+    if n_read:
+        tokens = inputs.drop_read(call, n_read, tokens.shape[1])
     mask = call.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
         raise KVPatchError("lossless=True reads one text without padding: leave the padding out.")
@@ -183,26 +183,26 @@ class Drafter(CandidateGenerator):
 
         Called by transformers before each verifying pass. The budgeted cache reads the drafted tokens.
         """
-        before, self.drafted, drafts = input_ids.shape[1], 0, self.cache.drafts
-        wanted = min(self.length, self.longest - before - 1)
-        if not self.cache.drafting or wanted <= 0 or drafts.seen != before - 1:  # a pass reads the text first
+        n_text, self.drafted, drafts = input_ids.shape[1], 0, self.cache.drafts
+        n_wanted = min(self.length, self.longest - n_text - 1)
+        if not self.cache.drafting or n_wanted <= 0 or drafts.seen != n_text - 1:  # first a pass reads all but the last token
             return input_ids, None
         text, logits = input_ids, list[Tensor]()
-        for _ in range(wanted):
+        for _ in range(n_wanted):
             logits_1QV = self.model(text[:, -1:], **{CACHE: drafts}, use_cache=True).logits
             logits_1V = logits_1QV[:, -1].to(torch.float32)
             logits_1V = self.processors(text, logits_1V) if self.processors else logits_1V
             token = logits_1V.softmax(-1).multinomial(1) if self.samples else logits_1V.argmax(-1, keepdim=True)
             longer = torch.cat([text, token.to(text.device)], 1)
-            if bool(self.criteria(longer, (*logits, logits_1V)).all()):
+            if bool(self.criteria(longer, (*logits, logits_1V)).all()):  # the token ends the text: no draft holds such a one
                 break
             text, logits = longer, [*logits, logits_1V]
         self.drafted = len(logits)
         return text, torch.stack(logits, 1) if self.samples and logits else None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Count the accepted tokens, and adapt the length of the next drafts. Called by transformers after a verifying pass."""
-        accepted, verified = int(num_matches), self.cache.verified
+        """Count the accepted tokens; make the next draft longer if all were, else shorter. Runs after each verifying pass."""
+        accepted, verified = int(num_matches), self.cache.verified  # `verified`: counts for the report
         if not self.drafted:
             return
         verified.drafted, verified.accepted = verified.drafted + self.drafted, verified.accepted + accepted
@@ -259,10 +259,10 @@ def generate(
     if given is None or given.shape[0] != 1:
         raise KVPatchError("lossless=True generates from one text at a time: give input_ids [1,N], and one text a call.")
     cache = own_lossless(cache_of(kwargs), state)
-    read = len(cache.ids)
-    if given[0, :read].tolist() != cache.ids or given.shape[1] <= read:
+    n_read = len(cache.ids)
+    if given[0, :n_read].tolist() != cache.ids or given.shape[1] <= n_read:
         raise KVPatchError(
-            f"input_ids do not go on from the {read} tokens that the cache has read: give the whole text and something new, or "
+            f"input_ids do not go on from the {n_read} tokens that the cache has read: give the whole text and something new, or "
             "leave the cache out."
         )
     set_cache(kwargs, cache, taken_as)
@@ -279,14 +279,14 @@ def generate(
             raise KVPatchError("lossless=True drafts for one text at a time: leave num_return_sequences out.")
         _check_processors(others["logits_processor"])
         _check_rotations(model, input_ids.shape[1], generation_config.max_length)
-        check_room(model, input_ids[:, read:], cache, state)
-        piece = generation_config.prefill_chunk_size
-        if (read or piece) and input_ids.shape[1] > read + 1:  # else the loop's first pass reads the text
-            for ids_1Q in input_ids[:, read:-1].split(piece or input_ids.shape[1], 1):
+        check_room(model, input_ids[:, n_read:], cache, state)
+        chunk = generation_config.prefill_chunk_size
+        if (n_read or chunk) and input_ids.shape[1] > n_read + 1:  # else the loop's first pass reads the text
+            for ids_1Q in input_ids[:, n_read:-1].split(chunk or input_ids.shape[1], 1):
                 model(ids_1Q, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         cache.again = len(cache.ids)  # the loop's first pass brings these tokens once more
         others["stopping_criteria"] = CriteriaAfterPrompt(others["stopping_criteria"], input_ids.shape[1])
-        vars(generation_config)[CRITERIA] = others["stopping_criteria"]  # of this call's own configuration
+        vars(generation_config)[CRITERIA] = others["stopping_criteria"]  # for the Drafter, which gets this configuration
         others.pop("streamer", None)
         return model._assisted_decoding(input_ids, generation_config=generation_config, streamer=streamer, **others)
 

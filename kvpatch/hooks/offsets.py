@@ -21,14 +21,14 @@ def has_offsets(model: nn.Module | None) -> bool:
 
 
 def note_offsets(model: nn.Module, cache: EvictingCache, B: int, device: torch.device) -> None:
-    """Copy `rope_deltas` [B,1] from the outer model to `cache.ids` as a pass begins; 0 if there is none for a new text.
+    """Copy `rope_deltas` [B,1] from the model around the decoder to `cache.ids` as a pass begins; 0 for a text without images.
 
     Models that read images keep it: an image takes fewer positions than tokens, and this is the difference for later tokens.
     """
     if not has_offsets(model):
         return
     given = vars(model)[NAME]
-    if isinstance(given, Tensor) and given.ndim == 2 and len(given) and B % len(given) == 0:
+    if isinstance(given, Tensor) and given.ndim == 2 and len(given) and B % len(given) == 0:  # a row for each text or beam
         cache.ids.offsets_B1 = given if B == len(given) else given.repeat_interleave(B // len(given), 0)
     elif not cache.get_seq_length():
         cache.ids.offsets_B1 = torch.zeros(B, 1, dtype=torch.long, device=device)
@@ -51,11 +51,12 @@ def give_back_offsets(model: nn.Module, cache: EvictingCache, B: int | None) -> 
 
     Called before a pass or generate() over the cache, as another text may have been read since. B: rows of that pass, if known.
     """
-    noted = cache.ids.offsets_B1
-    if noted is None or not cache.get_seq_length():
+    offsets = cache.ids.offsets_B1
+    if offsets is None or not cache.get_seq_length():
         return
-    each = len(noted) // B if B and len(noted) % B == 0 else 1  # a text's row is given once for all its beams
+    # generate() takes one row for a text, and repeats it for its beams; the cache has a row for each beam
+    beams = len(offsets) // B if B and len(offsets) % B == 0 else 1
     # in a decode step the model itself has them: looking through all modules would take long
     holders: list[Any] = [model] if has_offsets(model) else [*filter(has_offsets, model.modules())]
     for holder in holders:
-        holder.rope_deltas = noted[::each]
+        holder.rope_deltas = offsets[::beams]

@@ -61,25 +61,28 @@ def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) ->
     now = stamp_model(decoder)
     if len(now.adapters) > 1:
         _refuse_mixed(decoder, state)
-    # the state of the model that calibration= is of
+    # measured: the stamp of the model when it was patched, with a calibration (statistics measured on it)
     if state.measured is not None and (changed := state.measured.differs(now)) is not None:
         name, there, here = changed
         raise KVPatchError(
             f"calibration= was checked when this model was patched, which has changed since: {name} is {there!r} there and "
             f"{here!r} here. Run `kvpatch calibrate` on this model, and patch it anew."
         )
-    if cache.read_by is None or not cache.get_seq_length():
+    if cache.read_by is None or not cache.get_seq_length():  # a new text
         cache.read_by = now
-    elif not cache.settings.transparent or cache.request.copy_per_row:  # spread: the cache begins from a Prefix
+    elif not cache.settings.transparent or cache.request.copy_per_row:  # under policy "full" only caches that begin by a Prefix
         refuse_changed(cache, now)
 
 
 def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
-    """Raise KVPatchError before a prompt if the policy needs one output projection, and adapter_names give several."""
-    policy, name = state.settings.policy, state.adapter.projection
+    """Raise KVPatchError before a prompt whose rows have different output projections, if the policy scores by a projection.
+
+    PEFT's adapter_names give each row of a batch its own adapter, which may change the projection's weight.
+    """
+    policy, name = state.settings.policy, state.adapter.projection  # its name; None: not known, so that any module counts
     if not policy.projects:
         return
-    if not any(adapter_names(module) for at, module in decoder.named_modules() if name in (None, at.rpartition(".")[2])):
+    if not any(adapter_names(module) for path, module in decoder.named_modules() if name in (None, path.rpartition(".")[2])):
         return
     refuse("adapter_names=", FeatureSet(policy))
 
@@ -142,6 +145,7 @@ def check_layers(past: Cache, state: PatchState) -> None:
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.ndim != 4 or state.settings.parallel.size > 1:
         return
     shape, sizes = state.shapes[0], (keys.shape[-1], values.shape[-1])
+    # latent attention (DeepSeek): one compressed entry for all heads, which the patch expands if it cannot read the weight
     if not shape.latent and keys.shape[1] == 1 < shape.heads and sizes != shape[1:3]:
         raise KVPatchError(
             f"past holds one entry for all heads of a layer, of {sizes[0]} and {sizes[1]} numbers, as latent attention does; "

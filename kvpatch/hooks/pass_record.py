@@ -57,9 +57,9 @@ class TextRecord:
         """
         self.log, self.cache, self.made_here = log, weakref.ref(cache), made_here
         self.acted = False  # in some pass, tokens attended after an eviction
-        self.number = 0
-        self.columns = self.base = cache.seen  # up to the last pass, and up to the last prompt's end
-        # of a cache that was loaded or joined, the history is what its layers show
+        self.number = 0  # of the last pass over this cache, as the log counts passes
+        self.columns = self.base = cache.seen  # columns read up to the last pass, and up to the last prompt's end
+        # a cache that was loaded or joined has a history, which its layers show
         layers = [cache.layers[index] for index in evicting(cache.settings)]
         self.evicted = any(layer.used < layer.seen for layer in layers)
         # decode steps after `base` until one evicts
@@ -71,9 +71,7 @@ class TextRecord:
         return self.evicted or cache.seen + Q - 1 - self.base > self.room
 
     def note_prompt(self, cache: EvictingCache, now: Forward, Q: int) -> bool:
-        """Tell if tokens of this pass of Q columns attend to what an eviction left.
-
-        The pass reads a prompt, which may end in it.
+        """Tell if tokens of this pass of Q columns, which reads a prompt or its end, attend to what an eviction left.
 
         Called where such a pass begins. Changes `evicted`, and at the prompt's end `base` (columns up to there) and `room`
         (decode steps after it until one evicts).
@@ -83,12 +81,14 @@ class TextRecord:
         if not now.n_B:  # the prompt does not end in this pass
             return acted
         keep_B = [MAX_POSITION] * len(now.n_B) if now.keeps_all else _count_kept(settings, now)
+        # with block= a row evicts at the end of each block: if tokens follow a block that exceeds the budget, it acts on them
         for block in now.blocks[:-1]:
             acted |= any(keep < held < n for held, keep, n in zip(block.n_B, keep_B, now.n_B, strict=True))
         room = min(keep - n for keep, n in zip(keep_B, now.n_B, strict=True))
-        self.evicted |= room < 0
-        once = settings.policy.schedule == "prompt"
-        self.base, self.room = seen + now.prompt, MAX_POSITION if once else room
+        self.evicted |= room < 0  # the prompt's end evicts
+        evicts_once = settings.policy.schedule == "prompt"
+        self.base, self.room = seen + now.prompt, MAX_POSITION if evicts_once else room
+        # generated tokens may follow the prompt in the same pass
         return acted or (Q > now.prompt and (self.evicted or Q - now.prompt - 1 > self.room))
 
     def seconds(self) -> dict[str, float]:
@@ -101,11 +101,14 @@ class TextRecord:
 
 
 def _count_kept(settings: CacheSettings, now: Forward) -> list[int]:
-    """Return how many tokens each row may hold after its prompt, budget and tokens kept outside it, in the tightest layer."""
+    """Return how many tokens each row may hold after its prompt, in the layer with the smallest budget: the log asks for it.
+
+    A row's number is its budget, which may be a share of `budget_n_B` tokens, and the tokens kept outside the budget.
+    """
     layers = evicting(settings)
-    known = {n: min((settings.rules[layer].least(n) for layer in layers), default=MAX_POSITION) for n in set(now.budget_n_B)}
+    budgets = {n: min((settings.rules[layer].least(n) for layer in layers), default=MAX_POSITION) for n in set(now.budget_n_B)}
     fixed_B = now.n_B if settings.policy.schedule == "decode" else now.fixed_B or [0] * len(now.n_B)
-    return [known[n] + fixed for n, fixed in zip(now.budget_n_B, fixed_B, strict=True)]
+    return [budgets[n] + fixed for n, fixed in zip(now.budget_n_B, fixed_B, strict=True)]
 
 
 def evicting(settings: CacheSettings) -> list[int]:

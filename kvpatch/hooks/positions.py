@@ -15,13 +15,17 @@ from .state import PatchState
 
 
 def check_places(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, mask: Tensor | None, state: PatchState) -> None:
-    """Check a pass's position_ids and that the model has positions for its tokens; give rows that were joined their own."""
+    """Check, before a pass, its position_ids and that the model has positions for all its tokens.
+
+    Rows of concatenated caches get position_ids of their own, since they are at different positions of their texts.
+    """
     B, Q = tokens.shape[:2]
     settings, limit = cache.settings, state.max_positions
     inputs.check_position_ids(call.get("position_ids"), B, Q, limit is not None)
-    if cache.scratch or not state.settings.transparent:  # with a cache the unpatched model reads them as one text
+    # under policy "full" a pass with a cache may have them: the unpatched model, too, reads them as one text
+    if cache.scratch or not state.settings.transparent:
         inputs.refuse_packed_rows(call)
-    if cache.rows.joined and not settings.renumbered:  # rows at different positions of their texts
+    if cache.rows.joined and not settings.renumbered:
         inputs.give_position_ids(call, cache, Q, mask, state.decoder_parameters, state.why_positions_fixed)
     if not settings.renumbered:
         _refuse_too_many(cache, Q, call.get("position_ids"), limit)
@@ -30,18 +34,20 @@ def check_places(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, mas
 
 
 def place_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, columns: int, state: PatchState) -> None:
-    """Set the position_ids of a pass that has begun, where the cache decides them, and note which ones the caller gave.
+    """Set the position_ids of a pass that has begun, where the cache decides them, and note in the cache what positions count.
 
-    columns: tokens that the cache had seen before the pass.
+    They count padding, too, where the caller gives no position_ids for a padded batch (`rows.by_columns`), as in the unpatched
+    model. columns: tokens that the cache had seen before the pass.
     """
     renumbered, takes = cache.settings.renumbered, "position_ids" in state.decoder_parameters
+    # a model that derives positions from the padding mask, which the patch withholds from it
     if state.adapter.positions_from_mask and call.get("position_ids") is None:
         call["position_ids"] = cache.running.positions_BQ
     if renumbered and state.max_positions is not None:
         give_zeros(call, tokens)
     if renumbered or not takes:
         return
-    if cache.running.reread_BN is not None:
+    if cache.running.reread_BN is not None:  # a second reading of the prompt must have positions like these
         note_places(cache.running, call.get("position_ids"), columns)
     if cache.rows.padded:
         cache.rows.by_columns |= call.get("position_ids") is None

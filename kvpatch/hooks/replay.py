@@ -39,26 +39,30 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
         return None  # the model raises the error
     if call.get("input_ids") is None:
         raise KVPatchError("A replay knows a text by its token ids: give input_ids, not inputs_embeds.")
+    # padding mask and position_ids
     B, Q = tokens.shape
     mask = inputs.check_padding_mask(call.get("attention_mask"), B)
     if mask is not None and mask.shape[1] != Q:
         raise KVPatchError(f"attention_mask has {mask.shape[1]} columns, but input_ids have {Q}: a replay takes whole texts.")
     inputs.check_position_ids(call.get("position_ids"), B, Q, state.max_positions is not None)
     inputs.refuse_packed_rows(call)
+    # find each row's text in the record, by its tokens without padding
     real_BQ = torch.ones(B, Q, dtype=torch.bool, device="cpu") if mask is None else mask.cpu().bool().expand(B, -1)
     known_NT, rows = record.ids.cpu(), zip(tokens.cpu(), real_BQ, strict=True)
     text_B = torch.tensor([_match_row(b, ids[real], known_NT) for b, (ids, real) in enumerate(rows)], device="cpu")
+    # positions in the text, -1 for padding; gaps: padding between tokens of a row
     positions_BQ = (real_BQ.long().cumsum(-1) - 1).masked_fill(~real_BQ, -1)
-    gaps = real_BQ.flip(-1).long().cumsum(-1).flip(-1).bool() & (real_BQ.long().cumsum(-1) > 0) & ~real_BQ
+    gaps_BQ = real_BQ.flip(-1).long().cumsum(-1).flip(-1).bool() & (real_BQ.long().cumsum(-1) > 0) & ~real_BQ
     places_BQ = positions_BQ.to(tokens.device)
     if "position_ids" in state.decoder_parameters and call.get("position_ids") is None:
         call["position_ids"] = places_BQ.clamp(min=0)
     switch_overrides(decoder, state.overrides, ours=True)  # attributes of the decoder that the patch replaces
-    now = ReplayPass(state.settings, record, text_B, places_BQ, not bool(real_BQ.all()), not bool(gaps.any()))
+    now = ReplayPass(state.settings, record, text_B, places_BQ, not bool(real_BQ.all()), not bool(gaps_BQ.any()))
     state.log.replayed = now.choice.ran
-    carried = mask_by_kind(state.settings.stack, Courier.carrying(now, pass_mask(tokens.device)), mask, Q)
+    # the layers find the ReplayPass on their mask, in place of a cache
+    decoder_mask = mask_by_kind(state.settings.stack, Courier.carrying(now, pass_mask(tokens.device)), mask, Q)
     set_cache(call, None, state.cache_name)
-    call.update(use_cache=False, attention_mask=carried)
+    call.update(use_cache=False, attention_mask=decoder_mask)
     return (), call
 
 
