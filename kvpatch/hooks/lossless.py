@@ -259,10 +259,10 @@ def generate(
     if given is None or given.shape[0] != 1:
         raise KVPatchError("lossless=True generates from one text at a time: give input_ids [1,N], and one text a call.")
     cache = own_lossless(cache_of(kwargs), state)
-    n_read = len(cache.ids)
-    if given[0, :n_read].tolist() != cache.ids or given.shape[1] <= n_read:
+    seen = len(cache.ids)
+    if given[0, :seen].tolist() != cache.ids or given.shape[1] <= seen:
         raise KVPatchError(
-            f"input_ids do not go on from the {n_read} tokens that the cache has read: give the whole text and something new, or "
+            f"input_ids do not go on from the {seen} tokens that the cache has read: give the whole text and something new, or "
             "leave the cache out."
         )
     set_cache(kwargs, cache, taken_as)
@@ -279,10 +279,10 @@ def generate(
             raise KVPatchError("lossless=True drafts for one text at a time: leave num_return_sequences out.")
         _check_processors(others["logits_processor"])
         _check_rotations(model, input_ids.shape[1], generation_config.max_length)
-        check_room(model, input_ids[:, n_read:], cache, state)
+        check_room(model, input_ids[:, seen:], cache, state)
         chunk = generation_config.prefill_chunk_size
-        if (n_read or chunk) and input_ids.shape[1] > n_read + 1:  # else the loop's first pass reads the text
-            for ids_1Q in input_ids[:, n_read:-1].split(chunk or input_ids.shape[1], 1):
+        if (seen or chunk) and input_ids.shape[1] > seen + 1:  # else the loop's first pass reads the text
+            for ids_1Q in input_ids[:, seen:-1].split(chunk or input_ids.shape[1], 1):
                 model(ids_1Q, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         cache.again = len(cache.ids)  # the loop's first pass brings these tokens once more
         others["stopping_criteria"] = CriteriaAfterPrompt(others["stopping_criteria"], input_ids.shape[1])

@@ -50,7 +50,7 @@ class RunLog:
         self.last: Snapshot | None = None
         self.replayed: dict[str, tuple[str, str]] = {}  # backends that ran in the last replay
         self.verified: Verified | None = None  # of the last lossless cache
-        self.number = self.newest = 0  # uses of caches, counted, and the last one
+        self.number = self.newest = 0  # numbers of the last pass of any cache, and of the last one that a report is about
         self._cache: weakref.ref[EvictingCache] | None = None  # not its record, which refers to this log
         self._warned: set[str] = set()
         self._lock = threading.RLock()  # re-entrant: a cache may be freed at any line
@@ -74,15 +74,16 @@ class RunLog:
         then the pass is as without a patch. training: of the decoder. made_here: the caller gave no cache.
         """
         record, now = self.record(cache, made_here), cache.running
+        # steps that ran inside a graph of torch.compile since the last pass, where no hook counted them
         Q, missed = now.positions_BQ.shape[1], cache.seen - record.columns
         if missed > 0:
-            self._count_pass("decode", missed, record.acts_in_step(cache, 0))  # steps inside a graph of torch.compile
+            self._count_pass("decode", missed, record.acts_in_step(cache, 0))
         if not now.prompt:
             kind, acted = "decode", record.acts_in_step(cache, Q)
             self.time_step(cache)
         else:
             kind, acted = "prompt", record.note_prompt(cache, now, Q)
-            if now.lender is not None and cache.seen:  # verifies a draft over all entries
+            if now.lender is not None and cache.seen:  # lossless=True: the pass attends to all tokens, to verify a draft
                 kind, acted = "full", False
         if cache.scratch:
             kind = "training" if training else "no_cache"
@@ -114,7 +115,7 @@ class RunLog:
         """Stop the time of a generate() at its end, also after an error, and count its steps inside graphs of torch.compile."""
         record = self.record(cache)
         end = time.perf_counter()
-        if not cache.unfinished:
+        if not cache.unfinished:  # no change of the cache was interrupted
             self._catch_up(cache, record)
         if record.timing is not None:
             record.timing.end, record.timing.steps = end, record.columns - record.base
@@ -177,7 +178,7 @@ class RunLog:
         cache.catch_up()
         missed = cache.seen - record.columns
         if missed > 0 and not cache.scratch:
-            acted = record.acts_in_step(cache, 0)
+            acted = record.acts_in_step(cache, 0)  # in the last of them
             record.columns, record.acted = cache.seen, record.acted or acted
             self._count_pass("decode", missed, acted)
 
@@ -201,7 +202,7 @@ class RunLog:
         """Count a prompt whose cache was made for it and is not used again, and warn once if the budget did not act in it.
 
         A user who measures such passes measures the unpatched model. Called when a cache is freed or the patch removed; does
-        nothing for a cache that went on or was looked at.
+        nothing for a cache that was changed again after its prompt (`changes` counts passes and edits) or was looked at.
         """
         if not isinstance(record, TextRecord) or not record.made_here or cache.scratch or cache.changes > 1 or cache.was_read:
             return
@@ -217,11 +218,11 @@ class RunLog:
             if self.lossless or kind in self._warned:
                 return
             self._warned.add(kind)
-        pass_, remedy = _TEXTS[kind]
+        phrase, remedy = _TEXTS[kind]
         settings = self.settings
         named = f"policy {settings.policy.name!r}, k={', '.join(dict.fromkeys(map(str, settings.budget.per_layer)))}"
         if kind == "first token":
-            _LOG.warning(f"[kvpatch] {named} does not act in {pass_}{remedy}. (Said once; patch.report() counts.)")
+            _LOG.warning(f"[kvpatch] {named} does not act in {phrase}{remedy}. (Said once; patch.report() counts.)")
             return
         if kind == "training" and settings.record:
             remedy = "; or read what a rollout wrote in a replay: with patch.replay(patch.record())"
@@ -232,7 +233,7 @@ class RunLog:
         else:
             block = f"Give block=, below the {Q:,} tokens of the pass, such as block={max(Q // 4, 1)}"
         _LOG.warning(
-            f"[kvpatch] {named} does not act in {pass_}: all tokens are computed before the "
+            f"[kvpatch] {named} does not act in {phrase}: all tokens are computed before the "
             f"first eviction, so the figures are the unpatched model's. {block}{remedy}. (Said once; patch.report() counts.)"
         )
 

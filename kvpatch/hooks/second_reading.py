@@ -34,7 +34,7 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     cache = cache_of(kwargs)
     if torch.compiler.is_compiling() or not isinstance(cache, EvictingCache):
         return None
-    now = cache.now
+    now = cache.now  # the pass that ran; with `repeat` it was a part of the second reading, which ends elsewhere
     if now is None or now.repeat is not None or cache.scratch:
         return None
     if cache.unfinished:
@@ -61,6 +61,7 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
     """
     now, need = cache.running, cache.settings.policy.needs.find(Rereading)
     assert need is not None
+    # of each row, without padding: (start, stop, tokens) of each chunk; its tokens are an instruction and prompt[start:stop]
     rows = [[token for token in row if token >= 0] for row in ids_BN.tolist()]
     texts = [list(need.cut_pieces(row)) for row in rows]
     with torch.no_grad():
@@ -71,14 +72,14 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
                     tokens, positions = passes.begin_repeat(cache, now, pieces, ids_BN.device)
                 call: dict[str, Any] = {"input_ids": tokens, state.cache_name: cache, "use_cache": True}
                 if "position_ids" in state.decoder_parameters:
-                    ahead_B1 = 0 if now.ahead_B1 is None else now.ahead_B1
+                    ahead_B1 = 0 if now.ahead_B1 is None else now.ahead_B1  # see `note_places`
                     call["position_ids"] = (positions + ahead_B1).clamp(min=0)
-                with cache.states.kept():
+                with cache.states.kept():  # a hybrid's recurrent states stay as the prompt left them
                     decoder(**call)
         finally:
             cache.now = now
         with torch.inference_mode(False):
-            compress.finish(cache, now)
+            compress.finish(cache, now)  # evicts
             passes.end_pass(cache)
 
 
@@ -108,7 +109,7 @@ def note_places(now: Forward, position_ids: Tensor | None, columns: int) -> None
         given_BQ = torch.arange(columns, columns + counted_BQ.shape[1], device=counted_BQ.device).expand_as(counted_BQ)
     else:  # the last of several dimensions, which agree on text
         given_BQ = (position_ids if position_ids.ndim == 2 else position_ids[-1]).to(counted_BQ.device).expand_as(counted_BQ)
-    last_B1 = counted_BQ.argmax(-1, keepdim=True)
+    last_B1 = counted_BQ.argmax(-1, keepdim=True)  # the column of each row's last token; padding has position -1
     now.ahead_B1 = given_BQ.gather(1, last_B1) - counted_BQ.gather(1, last_B1)
 
 

@@ -163,13 +163,14 @@ def _parse_budgets(
     """
 
     def parse(dtype: torch.dtype) -> Budget:
-        # fixed: bytes of the centres that keys are rounded around; extra: tokens over the budget that wait to be evicted
+        # what else the bytes must hold. fixed: the centres that keys are rounded around. extra: a policy that evicts every
+        # `every` steps lets a head hold up to every - 1 tokens over its budget in between
         sizes = {"bytes_per_token": target.bytes_per_token(bits, dtype), "fixed": target.bytes_of_centres(bits, dtype)}
         return Budget.parse(k, n_layers=len(target.attentions), **sizes, bounds=bounds, extra=policy.every - 1)
 
     model_dtype = dtype_of(target.decoder)
     budget = parse(model_dtype)
-    budgets = {model_dtype: budget} if budget.sizes else {}
+    budgets = {model_dtype: budget} if budget.sizes else {}  # sizes: budgets in bytes, as the user wrote them
     for dtype in FLOATS if budget.sizes else ():
         with contextlib.suppress(KVPatchError):  # no token fits: in_dtype() says so if it is needed
             budgets.setdefault(dtype, parse(dtype))

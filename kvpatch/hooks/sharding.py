@@ -20,10 +20,11 @@ def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -
     Raises:
         KVPatchError: heads cannot be divided evenly, or the sharding is of another kind.
     """
-    holder = next((m for m in model.modules() if (getattr(m, "tp_size", None) or 1) > 1), None)
+    holder = next((m for m in model.modules() if (getattr(m, "tp_size", None) or 1) > 1), None)  # loaded with a tp_plan
     if holder is None:
         _refuse_unknown(model, attentions)
         return WHOLE
+    # the plan has a style of sharding for each weight, by its module's name with * for the number of the layer
     names = {id(module): re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, module in holder.named_modules()}
     plan: dict[str, str] = holder.tp_plan or {}  # type: ignore[assignment]
     if "sequence_parallel" in plan.values():

@@ -82,7 +82,10 @@ def _is_empty(past: Any) -> bool:
 def _before_shell(
     shell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], inner: str, names: tuple[str, ...], state: PatchState
 ) -> Changed:
-    """Begin a pass at a model that makes its decoder's masks (its forward pre-hook). inner: the decoder's name in it."""
+    """Begin a pass at a model that makes its decoder's masks: the forward pre-hook of that model, `shell`.
+
+    It takes its decoder's arguments, so that `before_decoder` can change them here. inner: the decoder's name in it.
+    """
     call, decoder = {**dict(zip(names, args, strict=False)), **kwargs}, shell.get_submodule(inner)
     if not runs_own_code(decoder, call, state):
         _refuse_open_masks(shell, call)

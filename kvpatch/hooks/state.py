@@ -178,6 +178,7 @@ def mask_by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: i
 
     Called where a pass begins. A hybrid has recurrent layers, too: these must not read padding, and get the padding mask of the
     new columns, if any. stack: of a hybrid, or None. mask: for the layers that attend. real_BT: the caller's padding mask.
+    ATTENTION and STATES name the kinds of layers that attend, and that are recurrent, as configurations do.
     """
     if stack is None or not stack.states:
         return mask

@@ -91,7 +91,7 @@ class Target:
             raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
         known = ((module, adapter_of(module)) for name, module in model.named_modules() if not is_cross_attention(name, module))
         found: list[tuple[nn.Module, Adapter]] = [(module, adapter) for module, adapter in known if adapter is not None]
-        if not found:
+        if not found:  # no attention module is of a registered family
             refuse_other_kinds(model)
             found = [*automatic_adapters(model)] if auto else []
         if not found:
@@ -100,9 +100,11 @@ class Target:
             if "_kvpatch" in vars(module):
                 raise already_patched(module)
         _refuse_prefix_tuning(model)
-        inside = {id(module) for module, _ in found}
-        holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and inside <= {id(one) for one in m.modules()}]
-        decoder = holders[-1] if holders else model
+        needed = {id(module) for module, _ in found}
+        holders = [
+            m for m in model.modules() if isinstance(m, PreTrainedModel) and needed <= {id(part) for part in m.modules()}
+        ]
+        decoder = holders[-1] if holders else model  # the innermost model around all attention modules
         if next(decoder.parameters(), None) is None:
             raise KVPatchError(
                 f"{type(decoder).__name__} has no parameters of its own: FullyShardedDataParallel keeps them in one flat "
@@ -120,14 +122,14 @@ class Target:
         reads = dict(stack.readers) if stack else {}
         with_keys = [pair for pair in found if numbers[pair[0]] not in reads]
         layers = {module: numbers[module] for module, _ in with_keys}
-        standing = (layers[module] for _, module in decoder.named_modules(remove_duplicate=False) if module in layers)
-        check_layers(sorted(standing), stack.attention if stack else None)  # a module may stand in two places
-        indices = {numbers[module]: index for index, (module, _) in enumerate(with_keys)}
+        used = (layers[module] for _, module in decoder.named_modules(remove_duplicate=False) if module in layers)
+        check_layers(sorted(used), stack.attention if stack else None)  # a model may use a module as two layers
+        indices = {numbers[module]: index for index, (module, _) in enumerate(with_keys)}  # of layers in the cache
         readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
         around = holders[-2::-1]  # models around the decoder, the innermost first
-        named = [holder for holder in around if _read_token_ids(holder, IMAGE_TOKENS + SOUND_TOKENS)]
-        outer = next(iter([*named, *(holder for holder in around if holder.config is not decoder.config), *around]), None)
+        multimodal = [holder for holder in around if _read_token_ids(holder, IMAGE_TOKENS + SOUND_TOKENS)]
+        outer = next(iter([*multimodal, *(model for model in around if model.config is not decoder.config), *around]), None)
         return cls(with_keys, readers, decoder, generators, parallel_of(model, found), shell, outer, stack, model)
 
     def modules(self) -> Iterator[tuple[int, bool, tuple[nn.Module, Adapter]]]:
@@ -213,6 +215,7 @@ class Target:
             )
         self.check_identity(calibration.model, "calibration=", command)
         for layer, (bound, shape) in enumerate(zip(self.bounds(), self.shapes(), strict=True)):
+            # H KV heads of all processes, G query heads each, D head size, F features of a token (learned scores)
             sizes = {"H": shape.heads * self.parallel.size, "G": shape.group, "D": shape.key, "F": shape.value + MORE}
             for name in calibrated.names if bound is None else ():  # layers with a sliding window are not calibrated
                 tensor = calibration.layers.get(layer, {}).get(name)
@@ -272,11 +275,11 @@ class Target:
             head_dim, value_dim = adapter.kv_shape(module)[1], adapter.value_size(module)
             alibi, window = adapter.slopes(module) is not None, adapter.sliding(module) is not None
             chunked = isinstance(adapter.sliding(module), Chunk)
-            special = tuple(
+            special = tuple(  # variants of attention that few kernels compute: the adapter has a method of each name
                 name for name in SPECIAL if (chunked if name == "chunk" else getattr(adapter, name)(module) is not None)
             )
             device = device_of(module, self.decoder).type
-            layer = Case(device, dtype, head_dim, 1, alibi, window, special=special, value_dim=value_dim)
+            layer = Case(device, dtype, head_dim, 1, alibi, window, special=special, value_dim=value_dim)  # 1: any group
             yield replace(layer, fresh=fresh, renumbered=renumbered)
 
     def list_mixers(self) -> list[nn.Module]:
@@ -286,7 +289,7 @@ class Target:
         return [*attentions, *others.values()]
 
     def counts_columns(self) -> bool:
-        """Tell if attention measures distances in columns of the batch, padding too; under policy "full" the patch does so."""
+        """Tell if the model counts distances between tokens in columns, with padding: policy "full" then does so, to be exact."""
         return any(
             not adapter.distances_from_mask and (adapter.sliding(module) is not None or adapter.slopes(module) is not None)
             for module, adapter in self.attentions

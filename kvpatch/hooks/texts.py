@@ -33,16 +33,19 @@ class Given:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], seen: int) -> Given:
-        """Find tokens and padding mask among generate()'s arguments, before it runs. seen: columns that its cache has read."""
+        """Find tokens and padding mask among generate()'s arguments, before it runs. seen: columns that its cache has read.
+
+        The result's fields are ids (None for embeddings), the number of columns (None without tokens), mask and seen.
+        """
         mask = kwargs.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         embeds = kwargs.get("inputs_embeds")
         if isinstance(embeds, Tensor) and embeds.ndim >= 2 and embeds.shape[1]:
             return cls(None, embeds.shape[1], mask, seen)
-        for one in (args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids")):
-            if isinstance(one, Tensor) and one.ndim >= 2 and one.shape[1]:
-                tokens = one if one.ndim == 2 and not one.is_floating_point() else None
-                return cls(tokens, one.shape[1], mask, seen)
+        for given in (args[0] if args else None, kwargs.get("inputs"), kwargs.get("input_ids")):
+            if isinstance(given, Tensor) and given.ndim >= 2 and given.shape[1]:
+                ids = given if given.ndim == 2 and not given.is_floating_point() else None
+                return cls(ids, given.shape[1], mask, seen)
         return cls(None, None, mask, seen)
 
     @property
@@ -72,6 +75,8 @@ def check_mask(given: Given) -> None:
 def check_text(given: Given, cache: EvictingCache) -> str | None:
     """Compare the text that generate() is given with what its cache has read, before it runs.
 
+    It may be the whole text, or only new tokens, under a mask of the whole text (`given.alone`).
+
     Returns the reason that some tokens cannot be compared, or None.
 
     Raises:
@@ -81,12 +86,12 @@ def check_text(given: Given, cache: EvictingCache) -> str | None:
         return None
     name = "inputs_embeds" if given.ids is None else "input_ids"
     if not given.alone and given.seen >= given.columns:
-        over = f", or what is new alone with an attention_mask of {given.seen + given.columns} columns over both"
+        or_new = f", or what is new alone with an attention_mask of {given.seen + given.columns} columns over both"
         raise KVPatchError(
             f"{name} have {given.columns} columns, but the cache has read {given.seen} tokens: give the whole text so far with "
-            f"what is new at its end{over if given.ids is not None else ''}. {ANEW}"
+            f"what is new at its end{or_new if given.ids is not None else ''}. {ANEW}"
         )
-    if cache.settings.transparent:
+    if cache.settings.transparent:  # policy "full"
         return None  # any text may go on, as with the unpatched model
     known_BT = cache.ids.ids_BT
     if known_BT is None or known_BT.shape[1] < given.seen:
@@ -97,7 +102,7 @@ def check_text(given: Given, cache: EvictingCache) -> str | None:
         _check_padding(given.mask[:, : given.seen], known_BT)
     if given.ids is None:
         return "inputs_embeds have no token ids"
-    unknown = not given.alone and bool((known_BT == UNKNOWN).any())
+    unknown = not given.alone and bool((known_BT == UNKNOWN).any())  # tokens that were read as embeddings
     return "some of what the cache has read came without token ids" if unknown else None
 
 
@@ -117,10 +122,10 @@ def _check_ids(ids_BT: Tensor, known_BT: Tensor) -> None:
 
 def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
     """Repeat given rows (ids or a mask) for their beams, to compare them with a cache's rows; None if these are no multiple."""
-    each = len(known_BT) // max(len(given_BT), 1)
+    beams = len(known_BT) // max(len(given_BT), 1)
     if len(known_BT) == 1:
         return given_BT  # of a prefix, which all rows begin with
-    return given_BT.repeat_interleave(each, 0) if each and each * len(given_BT) == len(known_BT) else None
+    return given_BT.repeat_interleave(beams, 0) if beams and beams * len(given_BT) == len(known_BT) else None
 
 
 def check_seen_mask(mask_BT: Tensor, cache: EvictingCache, Q: int) -> None:
@@ -141,16 +146,17 @@ def _check_padding(mask_BT: Tensor, known_BT: Tensor, edited: int = 0) -> None:
     real_BT = _rows_like(mask_BT.to(known_BT.device).bool(), known_BT)
     if real_BT is None:
         return
+    # 1 where padding was read, or 0 where a token was; a token without a known id is a token
     wrong_BT = (real_BT == (known_BT == PADDING)) & ((known_BT != UNKNOWN) | ~real_BT)
-    wrong_BT[:, :edited] &= real_BT[:, :edited]
+    wrong_BT[:, :edited] &= real_BT[:, :edited]  # there only 1 for padding is wrong
     if not bool(wrong_BT.any()):
         return
     row, column = wrong_BT.nonzero()[0].tolist()
     cache_row = min(row, len(known_BT) - 1)
     known_T = known_BT[cache_row]
     there, here = ("padding", "a token") if known_T[column] == PADDING else ("a token", "padding")
-    at = int((known_T[:column] != PADDING).sum())
-    take_out = f"cache.forget([({at}, {at + 1})], row={cache_row}) takes that token out. " * (here == "padding")
+    position = int((known_T[:column] != PADDING).sum())
+    take_out = f"cache.forget([({position}, {position + 1})], row={cache_row}) takes that token out. " * (here == "padding")
     raise KVPatchError(
         f"attention_mask has {here} at column {column} of row {row}, where the cache has read {there}: give the mask of the "
         "text that it has read, with ones for what was generated, after an early end too (without a mask generate() takes pad "

@@ -66,6 +66,7 @@ class Template:
         text, begins = self._write(kept, True), [0]
         for count in range(1, len(kept) + 1):
             begins.append(max(self._find_end(text, kept[:count]), begins[-1]))
+        # a message begins where the written ones before it end; the last index is where the answer's header begins
         return Rendered(text, [begins[count] for count in accumulate(keep, initial=0)])
 
     def render_turn(self, messages: list[Message], left_out: frozenset[int]) -> Rendered:
@@ -82,15 +83,15 @@ class Template:
     def _find_end(self, text: str, messages: list[Message]) -> int:
         """Return the index in a rendered text at which its first messages, `messages`, end: where the next one begins.
 
-        A template may write the last message otherwise if nothing follows. Then texts with one and with two messages added
-        differ by the added one, whose length tells the end; if it refuses two, the end is where the text and the one with one
-        message added begin to differ.
+        A template may write the last message otherwise if nothing follows. Then a dummy message is added once, and twice: the
+        two texts differ by the dummy's length, which tells where it begins. If the template refuses two, the end is where the
+        rendered text and the one with one dummy begin to differ.
         """
-        alone = self._try_to_write(messages)
-        if alone and text.startswith(alone):
-            return len(alone)
-        more = {"role": "assistant" if messages[-1]["role"] == "user" else "user", "content": "\0"}
-        once, twice = self._try_to_write([*messages, more]), self._try_to_write([*messages, more, more])
+        without = self._try_to_write(messages)
+        if without and text.startswith(without):
+            return len(without)
+        dummy = {"role": "assistant" if messages[-1]["role"] == "user" else "user", "content": "\0"}
+        once, twice = self._try_to_write([*messages, dummy]), self._try_to_write([*messages, dummy, dummy])
         end = 2 * len(once) - len(twice)
         if 0 < end <= len(once) and twice == once + once[end:] and text.startswith(once[:end]):
             return end
@@ -118,18 +119,21 @@ class Template:
             return ""
 
     def tokenize(self, rendered: Rendered, read: Transcript) -> tuple[list[int], list[int]]:
-        """Return the ids of a new turn's text after what was read, and the index among them where each message begins."""
-        known = len(read.text)
-        begins = [max(one - known, 0) for one in rendered.begins[len(read.starts) :]]
-        unread = rendered.text[known:]
+        """Return the ids of a new turn's text after what was read, and the index among them where each new message begins.
+
+        Called as a turn begins. rendered: the whole text; read: the part of the conversation that the cache has read.
+        """
+        n_read = len(read.text)
+        begins = [max(begin - n_read, 0) for begin in rendered.begins[len(read.starts) :]]  # characters in `unread`
+        unread = rendered.text[n_read:]
         if not getattr(self._tokenizer, "is_fast", False):
             # a slow tokenizer tells no offsets: cut the text where messages begin, and count the ids of each piece
             parts = [unread[start:stop] for start, stop in zip([0, *begins], [*begins, None], strict=True)]
             ids = [self._tokenizer(part, add_special_tokens=False).input_ids if part else [] for part in parts]
             return [*chain(*ids)], list(accumulate(map(len, ids[:-1])))
-        found = self._tokenizer(unread, add_special_tokens=False, return_offsets_mapping=True)
-        ends = [end for _, end in found.offset_mapping]  # some tokenizers leave blanks out of where tokens start
-        return list(found.input_ids), [sum(end <= begin for end in ends) if begin else 0 for begin in begins]
+        encoded = self._tokenizer(unread, add_special_tokens=False, return_offsets_mapping=True)
+        ends = [end for _, end in encoded.offset_mapping]  # some tokenizers leave blanks out of where tokens start
+        return list(encoded.input_ids), [sum(end <= begin for end in ends) if begin else 0 for begin in begins]
 
 
 def count_common(one: str, other: str) -> int:
@@ -144,15 +148,16 @@ def find_dropped(read: str, text: str, pieces: list[str]) -> tuple[tuple[int, in
     Called where a new turn's text does not begin with what was read. pieces: text of each token of that answer. Returns the
     span of tokens to forget, as indices in `pieces`, and the text that is left; None if there is no such span.
     """
-    before = len(read) - sum(map(len, pieces))
-    if read[before:] != "".join(pieces):
+    answer_start = len(read) - sum(map(len, pieces))
+    if read[answer_start:] != "".join(pieces):
         return None
-    ends = list(accumulate(map(len, pieces), initial=before))
+    starts = list(accumulate(map(len, pieces), initial=answer_start))  # the character at which each token begins
     common = count_common(read, text)
-    firsts = [index for index, end in enumerate(ends) if end <= common]
-    for first in reversed(firsts[-TRIED:]):
+    candidates = [index for index, start in enumerate(starts) if start <= common]
+    # drop tokens first to last - 1: the texts agree before these, and `text` goes on with the rest of the answer
+    for first in reversed(candidates[-TRIED:]):
         for last in range(first + 1, len(pieces)):  # the last token has not been read
-            rest = read[ends[last] :]
-            if text.startswith(rest, ends[first]):
-                return (first, last), read[: ends[first]] + rest
+            rest = read[starts[last] :]
+            if text.startswith(rest, starts[first]):
+                return (first, last), read[: starts[first]] + rest
     return None

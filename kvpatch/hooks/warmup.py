@@ -64,6 +64,7 @@ def _read_prompt(target: Target, state: PatchState, length: int, batch_size: int
     mask[0, :padding] = 0
     ids = torch.arange(length + STEPS, device=device).expand(batch_size, -1) % 2  # tokens that every vocabulary has
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    # a pass over the prompt, then passes of one token
     for begin, end in ((0, length), *((length + step, length + step + 1) for step in range(STEPS))):
         call = dict[str, Any]()
         if "position_ids" in state.decoder_parameters:
