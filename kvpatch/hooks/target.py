@@ -101,9 +101,7 @@ class Target:
                 raise already_patched(module)
         _refuse_prefix_tuning(model)
         needed = {id(module) for module, _ in found}
-        holders = [
-            m for m in model.modules() if isinstance(m, PreTrainedModel) and needed <= {id(part) for part in m.modules()}
-        ]
+        holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and needed <= {id(one) for one in m.modules()}]
         decoder = holders[-1] if holders else model  # the innermost model around all attention modules
         if next(decoder.parameters(), None) is None:
             raise KVPatchError(
@@ -128,8 +126,8 @@ class Target:
         readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
         around = holders[-2::-1]  # models around the decoder, the innermost first
-        multimodal = [holder for holder in around if _read_token_ids(holder, IMAGE_TOKENS + SOUND_TOKENS)]
-        outer = next(iter([*multimodal, *(model for model in around if model.config is not decoder.config), *around]), None)
+        merging = [holder for holder in around if _read_token_ids(holder, IMAGE_TOKENS + SOUND_TOKENS)]
+        outer = next(iter([*merging, *(holder for holder in around if holder.config is not decoder.config), *around]), None)
         return cls(with_keys, readers, decoder, generators, parallel_of(model, found), shell, outer, stack, model)
 
     def modules(self) -> Iterator[tuple[int, bool, tuple[nn.Module, Adapter]]]:
@@ -215,7 +213,6 @@ class Target:
             )
         self.check_identity(calibration.model, "calibration=", command)
         for layer, (bound, shape) in enumerate(zip(self.bounds(), self.shapes(), strict=True)):
-            # H KV heads of all processes, G query heads each, D head size, F features of a token (learned scores)
             sizes = {"H": shape.heads * self.parallel.size, "G": shape.group, "D": shape.key, "F": shape.value + MORE}
             for name in calibrated.names if bound is None else ():  # layers with a sliding window are not calibrated
                 tensor = calibration.layers.get(layer, {}).get(name)
@@ -289,7 +286,7 @@ class Target:
         return [*attentions, *others.values()]
 
     def counts_columns(self) -> bool:
-        """Tell if the model counts distances between tokens in columns, with padding: policy "full" then does so, to be exact."""
+        """Tell if the model counts distances in columns, with padding: under policy "full" the patch then does so, to be exact."""
         return any(
             not adapter.distances_from_mask and (adapter.sliding(module) is not None or adapter.slopes(module) is not None)
             for module, adapter in self.attentions

@@ -124,7 +124,7 @@ class Template:
         Called as a turn begins. rendered: the whole text; read: the part of the conversation that the cache has read.
         """
         n_read = len(read.text)
-        begins = [max(begin - n_read, 0) for begin in rendered.begins[len(read.starts) :]]  # characters in `unread`
+        begins = [max(index - n_read, 0) for index in rendered.begins[len(read.starts) :]]  # characters in `unread`
         unread = rendered.text[n_read:]
         if not getattr(self._tokenizer, "is_fast", False):
             # a slow tokenizer tells no offsets: cut the text where messages begin, and count the ids of each piece
