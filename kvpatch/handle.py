@@ -63,7 +63,7 @@ class Patch:
         measured = stamp_model(target.decoder) if self.settings.policy.needs.find(Calibrated) else None  # to notice changes
         fixed = target.why_positions_fixed()
         state = PatchState(self.settings, adapter, limit, target.shapes(), names, measured, fixed, options)
-        state.prefixes.renew = functools.partial(renew_prefix, target, weakref.ref(state))
+        state.prefixes.renew = functools.partial(renew_prefix, target, weakref.ref(state))  # for prefixes of a changed model
         return state
 
     def __repr__(self) -> str:

@@ -132,7 +132,8 @@ def draw_budgets(held_LH: Tensor, title: str) -> Figure:
 def draw_panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Figure:
     """Draw for `kvpatch demo` a panel per policy (row) and budget (column): the share of heads that kept each token.
 
-    marks: spans of the text to point at.
+    columns: for each budget its panels, each with a title and the share [L,T] of heads by layer and token. marks: spans of the
+    text to point at.
     """
     depth = max(map(len, columns))
     figure = new_figure(figsize=(7.5 * len(columns), 1.2 + 1.05 * depth), layout="constrained")
@@ -204,13 +205,14 @@ def draw_text(
         asked: words to underline.
         title: shown above.
     """
+    # break the text into lines, and find where in it each line begins
     lines = [line for part in text.splitlines() for line in textwrap.wrap(part, _WIDTH, drop_whitespace=False) or [""]]
     lines = [line.lstrip() for line in lines]
-    places, at = [], 0
+    numbered, begin = [], 0
     for number, line in enumerate(lines):
-        at = text.index(line, at)
-        places.append((number, at, line))
-        at += len(line)
+        begin = text.index(line, begin)
+        numbered.append((number, begin, line))
+        begin += len(line)
     depth, columns = -(-len(pages) // 2), min(len(pages), 2)
     size = _WIDTH * _LETTER, (len(lines) + 2) * _LINE
     figure = new_figure(figsize=(size[0] * columns + 0.5, size[1] * depth + 0.5), layout="constrained")
@@ -219,17 +221,17 @@ def draw_text(
         axes.set(xlim=(0, _WIDTH), ylim=(len(lines), -1))
         axes.set_title(heading, loc="left", fontsize=9)
         shares = share_T.tolist()
-        for number, start, line in places:
+        for number, start, line in numbered:
             for (a, b), share in zip(spans, shares, strict=True):
                 if a < start + len(line) and b > start:
                     a, b = max(a, start), min(b, start + len(line))  # the part on this line
                     grey = str(round(0.88 * (1 - min(share / _DARKEST, 1)), 3))
                     look: dict[str, Any] = {"color": grey, "family": "monospace", "fontsize": _FONT, "va": "center"}
                     axes.text(a - start, number, text[a:b], parse_math=False, **look)  # a text may have dollars
-            for one in asked:
-                column = line.find(one)
+            for word in asked:
+                column = line.find(word)
                 if column >= 0:
-                    axes.hlines(number + 0.55, column, column + len(one), color=_ASKED, lw=1.2)
+                    axes.hlines(number + 0.55, column, column + len(word), color=_ASKED, lw=1.2)
     for axes in grid:
         axes.set_axis_off()
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)

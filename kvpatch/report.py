@@ -177,10 +177,10 @@ class Report:
             raise KVPatchError(f"row={row!r}: the batch has the rows 0 to {B - 1}.")
         n = self.lengths[row] if self.lengths else 1 + max(int(p[row].max()) for p in self.positions)
         held = [positions[row].cpu() for positions in self.positions]
-        known = torch.cat([one.flatten() for one in held]).unique()
-        if len(known) and int(known[-1]) >= n:  # positions count padding: nothing was evicted, and these are the newest
+        known = torch.cat([slots.flatten() for slots in held]).unique()
+        if len(known) and int(known[-1]) >= n:  # positions count padding: take ranks, the newest token's is n - 1
             known = known[known >= 0]
-            held = [torch.where(one < 0, one, torch.searchsorted(known, one) + n - len(known)) for one in held]
+            held = [torch.where(slots < 0, slots, torch.searchsorted(known, slots) + n - len(known)) for slots in held]
         kept = torch.zeros(len(held), H, n + 1, dtype=torch.bool, device="cpu")
         for layer, places in enumerate(held):
             kept[layer, : len(places)].scatter_(1, places % (n + 1), True)  # -1, empty: column n

@@ -286,7 +286,7 @@ class Target:
         return [*attentions, *others.values()]
 
     def counts_columns(self) -> bool:
-        """Tell if the model counts distances in columns, with padding: under policy "full" the patch then does so, to be exact."""
+        """Tell if the model counts distances in columns, padding included; policy "full" then does so, to give equal results."""
         return any(
             not adapter.distances_from_mask and (adapter.sliding(module) is not None or adapter.slopes(module) is not None)
             for module, adapter in self.attentions

@@ -63,16 +63,20 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
 
 
 def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
-    """Raise InvalidError, before tensors are read, unless each layer has one of the sets of statistics that belong together."""
-    known = list(map(list_statistics, WHOLE))
+    """Raise InvalidError, before tensors are read, unless each layer has one of the sets of statistics that belong together.
+
+    Called when a calibration (statistics measured on a model) is loaded. Its tensors are named "LAYER.STATISTIC". about: the
+    file's description. found: the header's entry (dtype and shape) of each tensor.
+    """
+    allowed = list(map(list_statistics, WHOLE))
     for layer in about["layers"]:
         held = [name for name in MEASURES if f"{layer}.{name}" in found]
-        if held not in known:
-            wanted = " or ".join(", ".join(one) for one in known)
+        if held not in allowed:
+            wanted = " or ".join(", ".join(names) for names in allowed)
             raise InvalidError(f"of layer {layer} it holds {', '.join(held) or 'nothing'} where {wanted} belong")
-    more = set(found) - {f"{layer}.{name}" for layer in about["layers"] for name in MEASURES}
-    if more:
-        raise InvalidError(f"it holds {', '.join(sorted(more)):.80}, which are no statistics of its layers")
+    unknown = set(found) - {f"{layer}.{name}" for layer in about["layers"] for name in MEASURES}
+    if unknown:
+        raise InvalidError(f"it holds {', '.join(sorted(unknown)):.80}, which are no statistics of its layers")
 
 
 def _check_pairs(layer: int, statistics: dict[str, Tensor]) -> None:

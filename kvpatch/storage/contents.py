@@ -20,11 +20,12 @@ def check_cache(cache: EvictingCache) -> None:
     First sets, in the cache, counts that the file does not have. More free slots than decoding needs count as reserved by
     room=; the loaded cache then has that reservation again.
     """
+    # layers whose next token goes into a free slot: which heads may need more slots, and in how many steps heads evict
     slotted = [layer for layer in cache.layers if layer.mode.slotted]
     for layer in slotted:
         layer.update_short_heads()
         layer.update_pace()
-    invariants.check_state(cache)
+    invariants.check_state(cache)  # sizes, positions and counts agree
     if cache.ids.ids_BT is not None:
         invariants.must(cache.ids.ids_BT >= UNKNOWN, "ids holds a number that is no token")
     if cache.shared is not None:
@@ -33,7 +34,7 @@ def check_cache(cache: EvictingCache) -> None:
         _check_finite(f"states.{name}", state)
     for index, layer in enumerate(cache.layers):
         _check_numbers(cache, index, layer)
-        if isinstance(layer.mode, Moving):  # the file does not say which heads keep slots because they have shrunk
+        if isinstance(layer.mode, Moving):  # heads whose budget has shrunk may keep more slots: the file does not say which
             layer.give_back_slots()
     try:
         invariants.check_bytes(cache)
@@ -45,8 +46,8 @@ def check_cache(cache: EvictingCache) -> None:
 
 def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     """Raise InvalidError if keys, values or state of a loaded layer's tokens are not finite, or sums of attention negative."""
-    real, where = layer.positions >= 0, f"layer {index}"
-    slots = layer.kv.spread_heads(real)
+    real, where = layer.positions >= 0, f"layer {index}"  # slots [B,H,C] that hold a token
+    slots = layer.kv.spread_heads(real)  # the same, in the shape of keys and values
     if layer.kv.centre is not None:
         _check_finite(f"{where}: the centre of its keys", layer.kv.centre)
     for name, tensor in zip(("keys", "values"), layer.kv.numbers(layer.kv.width), strict=True):
@@ -57,12 +58,13 @@ def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 _check_finite(f"{where}: {name} of {need}", tensor)
     policy = cache.settings.policies[index]
-    known = (*policy.needs.statistics, "observed", "norm", "noise")  # never below 0
+    # state: numbers beside each key. Sums of attention, and these others, are never negative
+    weights = (*policy.needs.statistics, "observed", "norm", "noise")
     for name, tensor in layer.state.items():
-        (_check_weights if name in known else _check_finite)(f"{where}: {name}", tensor[real])
-    for one in HEAD_TENSORS:
-        if (tensor := getattr(layer, one.name)) is not None:
-            _check_weights(f"{where}: {one.name}", tensor)
+        (_check_weights if name in weights else _check_finite)(f"{where}: {name}", tensor[real])
+    for kind in HEAD_TENSORS:  # a number for each head, such as its budget
+        if (tensor := getattr(layer, kind.name)) is not None:
+            _check_weights(f"{where}: {kind.name}", tensor)
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:

@@ -213,8 +213,8 @@ class FileKind:
         """
         order = list(self.tensors)
         sizes: dict[str, dict[str, int]] = {"": {}}  # by layer; "" is the file as a whole, whose tensors come first
-        keys = [(*name.rpartition(".")[::2], name) for name in found]
-        declared = sorted((one for one in keys if one[1] in order), key=lambda key: (key[0], order.index(key[1])))
+        split_names = [(*name.rpartition(".")[::2], name) for name in found]  # ("3", "pairs", "3.pairs") of layer 3
+        declared = sorted((parts for parts in split_names if parts[1] in order), key=lambda key: (key[0], order.index(key[1])))
         for layer, short, name in declared:
             _check_shape(name, self.tensors[short], found[name], sizes.setdefault(layer, dict(sizes[""])))
 
@@ -222,7 +222,8 @@ class FileKind:
 def _check_shape(name: str, array: Array, entry: Entry, sizes: dict[str, int]) -> None:
     """Raise InvalidError if the header's entry for a tensor has another dtype or shape than `array`; for `check_shapes`.
 
-    sizes: of axes by letter, from earlier tensors of the layer; this tensor's new letters are added in place.
+    An axis of `array` is a digit, which is its size, or a letter. sizes: of the letters, as earlier tensors of the layer have
+    them; this tensor's new letters are added in place.
     """
     wanted = [axis if axis.isdigit() else str(sizes.get(axis, axis)) for axis in array.shape]
     if len(entry.shape) == len(array.shape):

@@ -58,14 +58,14 @@ def load_lossless(
 
     with LOSSLESS.reading(path):
         about, tensors, _ = LOSSLESS.read_file(path, check_header)
-        rows = [tensors.pop(f"{index}.{ROWS}") for index in range(len(shapes))]
+        rows = [tensors.pop(f"{index}.{ROWS}") for index in range(len(shapes))]  # each token's keys and values, by layer
         _check_places(tensors["ids"], tensors["places"], about["edited"])
         _check_numbers(rows)
     cache.ids, cache.kept_positions, cache.edited = tensors["ids"].tolist(), tensors["places"].tolist(), about["edited"]
     for layer, device, shape in zip(cache.whole, devices, shapes, strict=True):
         layer.begin((shape.heads, shape.key, shape.value), rows[0].dtype, device)
-        layer.append(*layer.view(rows.pop(0)))
-        layer.store.release()
+        layer.append(*layer.view(rows.pop(0)))  # viewed as keys and values of heads
+        layer.store.release()  # the memory of a mapped file's pages
     return cache
 
 

@@ -41,14 +41,19 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: Description) ->
 
 
 def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Description, dict[str, Tensor]]:
-    """Return what a file holds of a cache: its state as JSON values, and copies of all its tensors on the CPU."""
+    """Return what a file holds of a cache: its state as JSON values, and copies of all its tensors on the CPU.
+
+    Called when a cache is saved. Tensors of layer 0 are named "0.NAME".
+    """
     shortfall_B, gaps_B = cache.counters.shortfall_B, cache.rows.gaps_B
-    # tokens of each row, the score that all layers share, decode steps that a row is behind, padding between its tokens
+    # of the cache as a whole: tokens of each row, the score that all layers share, decode steps that a row is behind,
+    # padding between its tokens, and token ids
     rows = {"seen_B": cache.seen_B, "shared": cache.shared, "shortfall_B": shortfall_B, "gaps_B": gaps_B}
     rows["ids"] = cache.ids.ids_BT
     tensors = {name: tensor for name, tensor in rows.items() if tensor is not None}
     layers = []
     for index, layer in enumerate(cache.layers):
+        # of a layer: positions and numbers of heads, keys and values, free slots, and what the policy stores for each key
         found = {name: getattr(layer, name) for name in schema.TENSORS if getattr(layer, name) is not None}
         found |= dict(zip(("keys", "values"), layer.kv.stored, strict=False))
         found |= {} if layer.kv.centre is None else {"centre_BH1D": layer.kv.centre}
@@ -108,7 +113,7 @@ def _restore_cache(
     """Fill an empty cache in place with a file's tensors. about: the file's description, checked. devices: of each layer."""
     _restore_history(cache, about["cache"])
     cache.ids = TokenIds.of(tensors["ids"].to(devices[0]) if "ids" in tensors else None)
-    for name in schema.ROWS:  # tensors with the batch first
+    for name in schema.ROWS:  # tensors with the batch first, of the cache as a whole
         holder = {"shortfall_B": cache.counters, "gaps_B": cache.rows}.get(name, cache)
         setattr(holder, name, tensors[name].to(devices[0]) if name in tensors else None)
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
@@ -128,12 +133,14 @@ def _restore_layer(
     policy: Policy,
 ) -> None:
     """Set an empty layer's attributes from a file. tensors, described: by name; entries are taken out of both dicts."""
+    # the mode (how decode steps store and evict), with its counters and each head's free slot; then the other attributes
     head_offsets, limits, mode = described.pop("head_offsets"), described.pop("limits"), MODES[described.pop("mode")]
     layer.dtype = schema.DTYPES[described.pop("dtype")]
-    counts = {name: described.pop(name) for name in mode.saved}
-    layer.mode = mode(**counts, **({"free_BH": tensors.pop("free_BH")} if mode.slotted else {}))
+    counters = {name: described.pop(name) for name in mode.saved}
+    layer.mode = mode(**counters, **({"free_BH": tensors.pop("free_BH")} if mode.slotted else {}))
     for name, value in described.items():
         setattr(layer, name, value)
+    # keys and values. A prompt that is still read is not rounded; later, keys are rounded around a centre
     keys = tensors.pop("keys")
     values = keys[..., : shape.value] if layer.latent else tensors.pop("values")
     if isinstance(layer.mode, Reading):
@@ -142,7 +149,8 @@ def _restore_layer(
         uncentred = codecs(layer.bits, shape.key, shape.value, layer.dtype, layer.latent)
         centred = centre_codecs(uncentred, tensors.pop("centre_BH1D", None))
         layer.kv = slots.restore_slots(keys, values, head_offsets, centred)
-    for need in policy.needs:  # their notes: what the policy remembers of the layer
+    # what the policy remembers of the layer (notes), and what it stores for each key (state)
+    for need in policy.needs:
         saved = {name: f"{need.name}.{name}" for name in need.saved({})}
         if need.note is not None and all(key in tensors for key in saved.values()):
             layer.notes[need.name] = need.note(**{name: tensors.pop(key) for name, key in saved.items()})

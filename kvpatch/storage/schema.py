@@ -68,7 +68,8 @@ class LayerShape(NamedTuple):
 def check_header(about: Description, entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
     """Raise InvalidError, before tensors are read, unless a file's description and header fit the empty `cache`.
 
-    Each check takes its tensors' entries out of a copy of `entries`; what is left in the end does not belong there.
+    Each check takes its tensors' entries out of `left`, a copy of `entries`; what is left in the end does not belong there.
+    Called when a cache is loaded. A file may lack the tensors that are asked for by `in left`.
     """
     left = dict(entries)
     B = _take_entry(left, "seen_B", (torch.int64,), (None,)).shape[0]
@@ -119,16 +120,18 @@ class _Layer:
         mode = self._find_mode(described)
         fields = (*LAYER, *BESIDE, *map(Field.of_count, mode.saved), *SLOTS)
         about = check_fields(self.where, described, fields, where=f"{self.where}: ")
+        # counts of columns: `used` hold tokens, of which `floor` at the front cannot be cropped; C are allocated
         sliding, used = about["sliding"], about["used"]
         _check_condition(sliding == (self.sliding if self.has_prompt else None), f"{self.where}: sliding is {sliding!r:.40}")
         dtype = DTYPES[about["dtype"]]  # of keys and values
         C = self._take_tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
         _check_condition(0 <= used <= C and about["floor"] <= used, f"{self.where}: {used} of {C} slots are used")
         shape = self._find_shape(about["head_offsets"], C, mode.slotted and about["holes"])
+        # keys and values: [...,D] in the model's dtype, or bytes if they are rounded; with them the centre of the keys
         bits = FULL if mode is Reading else self.cache.settings.bits  # a prompt that is still being read is not rounded
-        every = zip(("keys", "values"), self.sizes, codecs(bits, *self.sizes, dtype, self.latent), strict=True)
-        for name, size, codec in every:
-            if codec.latent:
+        kinds = zip(("keys", "values"), self.sizes, codecs(bits, *self.sizes, dtype, self.latent), strict=True)
+        for name, size, codec in kinds:
+            if codec.latent:  # values that are a part of their keys
                 continue
             stored, width = (torch.uint8, codec.width) if isinstance(codec, Rounded) else (dtype, size)
             self._take_tensor(left, name, (stored,), (*shape, width))
@@ -136,26 +139,26 @@ class _Layer:
             self._take_tensor(left, "centre_BH1D", (dtype,), (self.B, self.H, 1, self.sizes[0]))
         if mode.slotted:
             self._take_tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
-        for one in HEAD_TENSORS:  # with a number for each head, such as its budget
-            may = f"{self.index}.{one.name}" in left and one.may_be(self.cache.settings, self.index, self.on_budget)
-            if may or one.must_be(self.on_budget):
-                self._take_tensor(left, one.name, one.dtypes, one.shape(self.B, self.H))
+        for kind in HEAD_TENSORS:  # with a number for each head, such as its budget
+            may = f"{self.index}.{kind.name}" in left and kind.may_be(self.cache.settings, self.index, self.on_budget)
+            if may or kind.must_be(self.on_budget):
+                self._take_tensor(left, kind.name, kind.dtypes, kind.shape(self.B, self.H))
         self._check_limits(about["limits"])
         self._check_state(left, dtype, C, mode.evicts)
 
     def _find_mode(self, described: object) -> type[Mode]:
         """Return the mode (how decode steps store and evict) that a file names. InvalidError if the layer cannot be in it.
 
-        Before a prompt's end it is Reading. Later it depends on the policy: whether decode steps evict, and whether the budget
-        moves.
+        Before a prompt's end it is Reading. Later decode steps evict (Filling until the budget is reached, then Evicting; Moving
+        if heads' budgets follow the text), or they do not: Appending, and Growing in slots.
         """
         name = described.get("mode") if isinstance(described, dict) else None
         may: tuple[type[Mode], ...] = (Reading,)
         if self.has_prompt:
             steps: tuple[type[Mode], ...] = (Moving,) if self.cache.settings.rules[self.index].moves else (Filling, Evicting)
             may = steps if self.on_budget and self.policy.schedule != "prompt" else (Appending, Growing)
-        found = [one for one in may if one.name == name]
-        _check_condition(found, f"{self.where}: mode is {name!r:.40}, which is none of {[one.name for one in may]}")
+        found = [mode for mode in may if mode.name == name]
+        _check_condition(found, f"{self.where}: mode is {name!r:.40}, which is none of {[mode.name for mode in may]}")
         return found[0]
 
     def _take_tensor(self, left: dict[str, Entry], name: str, dtypes: Any, shape: tuple[int | None, ...]) -> Entry:
@@ -196,15 +199,18 @@ class _Layer:
         shape, wide = (self.B, self.H, C), (accumulator(dtype),)  # `wide`: the dtype of scores
         if not self.cache.settings.evicts[self.index]:
             return
+        # sums of attention probabilities
         for name in self.policy.needs.statistics:
             self._take_tensor(left, f"state.{name}", wide, shape)
+        # numbers that the policy computes when a token enters the cache: a token of zeros shows their names and shapes
         key, value = (torch.zeros(1, self.H, 1, size, dtype=dtype, device="cpu") for size in self.sizes)
-        at = torch.zeros(1, 1, dtype=torch.long, device="cpu")
-        entry = self.policy.entry(NewTokens(key, value, at, self.group or 1, self.index, self.cache.settings.seed))
+        position = torch.zeros(1, 1, dtype=torch.long, device="cpu")
+        entry = self.policy.entry(NewTokens(key, value, position, self.group or 1, self.index, self.cache.settings.seed))
         for name, tensor in entry.items():
             rest = tensor.shape[3:] if self.group else (None,) * (tensor.ndim - 3)  # it may be of each query head
             self._take_tensor(left, f"state.{name}", (tensor.dtype,), (*shape, *rest))
-        for need in self.policy.needs:  # what the scores read; `lasts`: their states stay, even if nothing is evicted
+        # needs (what a score reads): states that are dropped where no later step evicts (not `lasts`), and notes
+        for need in self.policy.needs:
             for name in () if need.lasts else need.states:
                 if evicting or f"{self.index}.state.{name}" in left:
                     self._take_tensor(left, f"state.{name}", wide, shape)
@@ -212,7 +218,7 @@ class _Layer:
             for name, note_shape in need.saved(sizes).items() if evicting else ():
                 kinds = (torch.int64,) if name.startswith(("positions", "columns")) else (dtype, *wide)
                 self._take_tensor(left, f"{need.name}.{name}", kinds, note_shape)
-        for name, may, kind, must, _ in OWN_STATE:  # state that options ask for, such as `protect=`
+        for name, may, kind, must, _ in OWN_STATE:  # state that options ask for, such as `protect=`; kind: its dtype
             if may(self.policy) and (must or f"{self.index}.state.{name}" in left):
                 self._take_tensor(left, f"state.{name}", wide if kind is None else (kind,), shape)
 
