@@ -149,8 +149,8 @@ class _Layer:
     def _find_mode(self, described: object) -> type[Mode]:
         """Return the mode (how decode steps store and evict) that a file names. InvalidError if the layer cannot be in it.
 
-        Before a prompt's end it is Reading. Later decode steps evict (Filling until the budget is reached, then Evicting; Moving
-        if heads' budgets follow the text), or they do not: Appending, and Growing in slots.
+        Before a prompt's end it is Reading. Later decode steps evict (Filling until the budget is reached, then Evicting, or
+        Moving if heads' budgets follow the text), or they do not: Appending, and Growing in slots.
         """
         name = described.get("mode") if isinstance(described, dict) else None
         may: tuple[type[Mode], ...] = (Reading,)
