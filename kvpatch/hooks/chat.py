@@ -66,7 +66,7 @@ class Chat:
         if not isinstance(self.cache, LosslessCache):  # a lossless cache is kept: `_generate` crops it where texts differ
             self.cache = self._new_cache()
         self.ids = torch.empty(1, 0, dtype=torch.long, device=self._model.device)
-        self._read = Transcript(left_out=frozenset(i for i, one in enumerate(self.messages) if one.get("forgotten")))
+        self._read = Transcript(left_out=frozenset(i for i, message in enumerate(self.messages) if message.get("forgotten")))
 
     def send(self, text: str, role: str = "user") -> str:
         """Add a message and return the model's answer.

@@ -24,9 +24,9 @@ from .target import Target
 def save_cache(target: Target, state: PatchState, cache: Any, path: str | PathLike[str]) -> None:
     """Check that a cache is the patch's own and its model unchanged, and write it to a file. Called by Patch.save_cache."""
     if state.lossless and cache is not None:  # for None the next line would make a new cache
-        whole = lossless.own_lossless(cache, state)
-        ownership.refuse_changed(whole.drafts, stamp_model(target.decoder))
-        return save_lossless(whole, check_path(path), target.identity())
+        lossless_cache = lossless.own_lossless(cache, state)
+        ownership.refuse_changed(lossless_cache.drafts, stamp_model(target.decoder))  # the budgeted cache knows the model
+        return save_lossless(lossless_cache, check_path(path), target.identity())
     ownership.check_own(cache, state)
     ownership.refuse_changed(cache, stamp_model(target.decoder))
     if cache.ids.offset:
@@ -43,9 +43,11 @@ def load_cache(target: Target, state: PatchState, path: str | PathLike[str]) -> 
     What the file does not hold is taken from the model: its stamp (a fingerprint), devices, and each layer's geometry.
     """
     if state.lossless:
-        whole = load_lossless(lossless.new_cache(state), check_path(path), target.identity(), target.shapes(), target.devices())
-        whole.drafts.read_by = stamp_model(target.decoder)
-        return whole
+        loaded = load_lossless(
+            lossless.new_cache(state), check_path(path), target.identity(), target.shapes(), target.devices()
+        )
+        loaded.drafts.read_by = stamp_model(target.decoder)
+        return loaded
     cache = load(state.new_cache(), check_path(path), target.identity(), target.shapes(), target.devices())
     cache.lifetimes = None  # when tokens were evicted, for `record=True`: the file does not say
     cache.read_by = stamp_model(target.decoder)

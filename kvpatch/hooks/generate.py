@@ -156,7 +156,7 @@ def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwarg
 
 def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
     """Note in `cache.request`, before generate(), the columns up to the prompt's end: read before, PEFT's, and new ones."""
-    columns, seen = given.whole or 0, given.seen
+    columns, seen = given.whole or 0, given.seen  # of the whole text, if known; and those that the cache has read
     if not virtual:
         cache.request.prompt_len = columns
         cache.request.reread_columns = 0 if given.alone else seen  # tokens read before that the first pass may bring again

@@ -130,8 +130,8 @@ class Installation:
 
     def _mark_module(self, module: nn.Module) -> Mark:
         """Return a module's mark, the list of its changes and their undo; a first call sets a new one as `_kvpatch`."""
-        for one, mark in self.marked:
-            if one is module:
+        for marked_module, mark in self.marked:
+            if marked_module is module:
                 return mark
         mark = Mark(self.state.settings.policy.name)
         self.marked.append((module, mark))

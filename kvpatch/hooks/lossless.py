@@ -172,10 +172,10 @@ class Drafter(CandidateGenerator):
         """Begin the drafts of one generate(), the first of FIRST tokens. processors: its processors of logits, or None."""
         self.model, self.cache, self.processors, self.state = model, cache, processors, state
         self.samples = bool(config.do_sample)
-        self.longest: int = config.max_length
-        self.criteria: StoppingCriteriaList = vars(config)[CRITERIA]
-        self.length: int = FIRST
-        self.failed = self.drafted = 0
+        self.longest: int = config.max_length  # tokens of prompt and answer
+        self.criteria: StoppingCriteriaList = vars(config)[CRITERIA]  # put there by `decode` in generate() below
+        self.length: int = FIRST  # tokens of the next draft
+        self.failed = self.drafted = 0  # drafts in a row of which nothing was accepted; tokens of the newest draft
 
     @torch.no_grad()
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> Any:

@@ -41,6 +41,7 @@ def check(cache: EvictingCache, state: PatchState) -> None:
     """Raise KVPatchError, before a pass over a caller's cache, if it was made under other settings or has other shapes."""
     if cache.settings is state.settings:
         return
+    # the cache of a model that drafts with its first layers (early exit) has these layers alone
     for name, there, here in cache.settings.list_differences(state.settings.first_layers(cache.settings.numbers[-1] + 1)):
         raise KVPatchError(
             f"The cache was made under another patch: {name} is {there!r} there and {here!r} here. A cache goes on under the "

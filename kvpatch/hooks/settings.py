@@ -120,6 +120,7 @@ def settings_of(  # noqa: PLR0913 - those of patched()
     Raises:
         KVPatchError: the model cannot work with this policy, budget, positions or backend, or two of these exclude each other.
     """
+    # what the policy needs of the model. bounds: each layer's sliding window, or None
     renumbered, bounds, k = positions == "renumbered", target.bounds(), as_python(k)
     policy, listed = _resolve_protected(policy, target), is_list(k)
     target.check_rotations(policy, renumbered)
@@ -145,6 +146,7 @@ def settings_of(  # noqa: PLR0913 - those of patched()
         stack=target.stack,
         budgets=budgets,
     )
+    # features that exclude each other, budgets that heads cannot share, and what the backend lacks
     refuse_pairs(settings.combine(listed=listed, least=_find_least(budget), alibi=target.find_alibi()))
     for rule, shape in zip(budget.rules, target.shapes(), strict=True):
         rule.check(policy, shape.heads)

@@ -34,7 +34,7 @@ def makes_masks(module: nn.Module) -> bool:
     if not isinstance(module, PreTrainedModel):
         return False
     home = vars(source_module(module))
-    names = inspect.unwrap(type(module).forward).__code__.co_names
+    names = inspect.unwrap(type(module).forward).__code__.co_names  # global names that the forward's code uses
     return any(name.startswith("create_") and "mask" in name and name in home for name in names)
 
 

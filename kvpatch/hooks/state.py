@@ -135,7 +135,12 @@ class PatchState:
         why_positions_fixed: str | None,
         options: RunOptions,
     ) -> None:
-        """Hold the facts of one patch, which its class describes; called once, before the patch is installed."""
+        """Hold what all hooks of one patch share; called once, before the patch is installed.
+
+        max_positions: of the model, None if there is no limit. shapes: of the cache's layers. decoder_parameters: names of the
+        decoder's arguments. measured: stamp (fingerprint) of the model that a calibration is of, or None. why_positions_fixed:
+        the reason that the decoder can be told no positions, or None.
+        """
         self.settings, self.adapter, self.max_positions, self.shapes = settings, adapter, max_positions, shapes
         self.decoder_parameters, self.log = decoder_parameters, RunLog(settings, options.offload is not None)
         self.cache_name = next((name for name in CACHE_NAMES if name in decoder_parameters), CACHE)

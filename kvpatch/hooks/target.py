@@ -69,7 +69,11 @@ class Target:
         stack: Stack | None,
         given: nn.Module,
     ) -> None:
-        """Hold the modules of a model that `find` has found, before the model is patched. The class describes each."""
+        """Hold the modules of a model that `find` has found, before the model is patched.
+
+        attentions, readers: attention modules with keys, and those that use another layer's. shell, outer: models around the
+        decoder, that make its masks, and that merge images. stack: of a hybrid. given: the model that was patched.
+        """
         self.attentions, self.readers = attentions, readers
         self.decoder, self.generators, self.parallel = decoder, generators, parallel
         self.shell, self.outer, self.stack, self.given = shell, outer, stack, given
@@ -78,11 +82,8 @@ class Target:
     def find(cls, model: nn.Module, *, auto: bool = True) -> Target:
         """Find the attention modules, the decoder and the models with generate(), and check that they can be patched.
 
-        Called before a model is patched; changes nothing.
-
-        Args:
-            model: the model.
-            auto: whether a family without an adapter may get one that is derived from its code.
+        Called before a model is patched; changes nothing. auto: whether a family without an adapter may get one that is derived
+        from its code.
 
         Raises:
             KVPatchError: the model is no decoder, has no adapter, is patched already, or lacks layers on this process.
@@ -166,7 +167,7 @@ class Target:
         for module, adapter in self.attentions:
             automatic = isinstance(adapter, AutomaticAdapter)
             obstacle = None if adapter.projects else "more than a projection"
-            row = row_of(module) if automatic else None
+            row = row_of(module) if automatic else None  # the code that registers the family, for the error
             refuse("output projection", FeatureSet(policy, adapter=adapter.name, row=row, obstacle=obstacle))
 
     def check_rotations(self, policy: Policy, renumbered: bool = False) -> None:
@@ -246,7 +247,7 @@ class Target:
         """Describe the model in a record of evictions, by which a replay knows it: class and shapes, not weights (training)."""
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
-        part = {"part": str(self.parallel)} if self.parallel.size > 1 else {}
+        part = {"part": str(self.parallel)} if self.parallel.size > 1 else {}  # the heads of this process
         shape = {"layers": len(self.attentions), "KV heads": heads, "head size": head_dim}
         return {"class": type(self.decoder).__name__, **part, **shape}
 
