@@ -71,8 +71,7 @@ class Target:
     ) -> None:
         """Hold the modules of a model that `find` has found, before the model is patched.
 
-        attentions, readers: attention modules with keys, and those that use another layer's. shell, outer: models around the
-        decoder, that make its masks, and that merge images. stack: of a hybrid. given: the model that was patched.
+        readers use another layer's keys; shell makes the decoder's masks; outer may merge images; stack is of a hybrid.
         """
         self.attentions, self.readers = attentions, readers
         self.decoder, self.generators, self.parallel = decoder, generators, parallel
