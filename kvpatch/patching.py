@@ -148,15 +148,15 @@ class patched:
         chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
         options = RunOptions(graphs, check_lossless(lossless, offload_folder))
         target = _find_target(model, auto)
-        how = settings.settings_of(
+        patch_settings = settings.settings_of(
             target, chosen, k, bits=bits, block=block, positions=positions, backend=backend, seed=seed, strict=strict,
             record=record,
         )  # fmt: skip
         if options.offload is not None:
-            refuse("lossless", how.combine())
+            refuse("lossless", patch_settings.combine())
         if says_one_token(k):
             warnings.warn(ONE_TOKEN, stacklevel=3)  # the line that calls patched()
-        self._unused, self._patch = True, Patch(target, how, options)
+        self._unused, self._patch = True, Patch(target, patch_settings, options)
 
     def __enter__(self) -> Patch:
         """Change the model, and return the Patch. A block can be entered only once."""

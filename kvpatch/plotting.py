@@ -135,9 +135,9 @@ def draw_panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) ->
     columns: for each budget its panels, each with a title and the share [L,T] of heads by layer and token. marks: spans of the
     text to point at.
     """
-    depth = max(map(len, columns))
-    figure = new_figure(figsize=(7.5 * len(columns), 1.2 + 1.05 * depth), layout="constrained")
-    grid = figure.subplots(depth, len(columns), squeeze=False, sharex=True)
+    n_rows = max(map(len, columns))
+    figure = new_figure(figsize=(7.5 * len(columns), 1.2 + 1.05 * n_rows), layout="constrained")
+    grid = figure.subplots(n_rows, len(columns), squeeze=False, sharex=True)
     image: ScalarMappable | None = None
     cells = ((grid[i][j], panel) for j, column in enumerate(columns) for i, panel in enumerate(column))
     for axes, panel in cells:
@@ -150,7 +150,7 @@ def draw_panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) ->
             _point_at(axes, spans, colour, L)
         axes.set_ylim(L - 0.5, -0.5)
     for j in range(len(columns)):
-        grid[depth - 1][j].set_xlabel("token of the prompt", fontsize=8)
+        grid[n_rows - 1][j].set_xlabel("token of the prompt", fontsize=8)
     _write_legend(figure, marks, title)
     assert image is not None  # there is a policy
     figure.colorbar(image, ax=grid, label="share of heads that kept the token", shrink=0.5, pad=0.01)

@@ -152,7 +152,7 @@ def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
     # torch alone, as asked for or on a CPU, needs no reasons
     if {name for name, _ in ran.values()} <= {"torch"} and (not ran or reasons & {_ASKED, *_ON_CPU}):
         return [f"torch ({_ASKED})" if _ASKED in reasons else "torch"]
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}  # tasks by backend and reason
     for task, chosen in ran.items():
         groups.setdefault(chosen, []).append(task)
     tasks = {chosen: f" for {', '.join(names)}" if len(groups) > 1 else "" for chosen, names in groups.items()}

@@ -91,7 +91,7 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
         reader = self.get_submodule(decoder)  # the decoder, which reads texts
         find = functools.partial(_find_prefix, reader, state.prefixes)
         terms = engine.EngineTerms(state.settings, positions, kv_bytes, _make_courier, find, limit, placeholders)
-        given = _TOKENIZER.get() if tokenizer is None else tokenizer
+        given = _TOKENIZER.get() if tokenizer is None else tokenizer  # for stop strings
         if conversations is not None:  # how the engine edits a kept cache, and tells if this model may go on from it
             conversations.replace = functools.partial(replace_span, reader, state)
             conversations.read_alike = functools.partial(_is_read_alike, reader)

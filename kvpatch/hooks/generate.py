@@ -80,18 +80,18 @@ def _run_with_cache(
     cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
     cache.check_finished()
     given = texts.Given.of(args, kwargs, cache.get_seq_length())
-    drafts, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
+    assists, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
     if compiles:
         refuse("compile_config", state.settings.combine())
     virtual = _virtual_tokens(self)  # how many tokens PEFT puts before the prompt
-    if given.columns is not None and not drafts:
+    if given.columns is not None and not assists:
         texts.check_mask(given)
         if past is cache and not virtual:
             ownership.check(cache, state)
             state.log.warn_not_compared(texts.check_text(given, cache))
     # tell the cache the lengths of prompt and answer, and run
     try:
-        if drafts:
+        if assists:  # the model drafts tokens for another one
             _prepare_drafts(cache, given.columns)
         elif given.columns is not None:
             _announce_prompt(cache, given, virtual)
@@ -103,7 +103,7 @@ def _run_with_cache(
         offsets.give_back_offsets(self, cache, None if given.ids is None else len(given.ids))
         state.log.start(cache, made_here=past is None)
         # captured steps know neither drafts, nor static shapes, nor positions of the caller's
-        captured = not (drafts or cache.is_compileable or kwargs.get("position_ids") is not None)
+        captured = not (assists or cache.is_compileable or kwargs.get("position_ids") is not None)
         with steps.running(self, cache) if captured else nullcontext():
             return run(*args, **kwargs)
     except BaseException:
@@ -195,12 +195,12 @@ def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:
 
 
 def _cache_parameter(run: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:
-    """Return the name of generate()'s (`run`) parameter for a cache, to pass one; None: a custom one takes none."""
+    """Return the name under which generate() (`run`) takes a cache, to pass one to it; None: a custom generate() takes none."""
     if isinstance(kwargs.get("custom_generate"), str):
         return None
-    taken = inspect.signature(run).parameters
-    others = any(one.kind is one.VAR_KEYWORD for one in taken.values())
-    return next((name for name in CACHE_NAMES if name in taken), CACHE if others else None)
+    parameters = inspect.signature(run).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return next((name for name in CACHE_NAMES if name in parameters), CACHE if takes_any else None)
 
 
 # ---- the caller's options ----

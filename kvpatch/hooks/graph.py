@@ -205,7 +205,7 @@ class StepGraph:
 
     def _capture(self, inputs: Inputs, cache: EvictingCache) -> _Captured:
         """Capture a decode step as a CUDA graph, without running it. Called for the second step of a kind."""
-        cache.drop_stack(due=cache.stacked)  # of views of one tensor that stacks all layers: the graph keeps each one's address
+        cache.drop_stack(due=cache.stacked)  # the graph keeps tensors' addresses: layers must not be views of a stacked one
         captured = _Captured(self.make(inputs["input_ids"].device), cache, inputs)
 
         def run() -> None:

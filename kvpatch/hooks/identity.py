@@ -142,17 +142,20 @@ def remove_adapter_hooks(model: nn.Module) -> None:
 
 
 def describe_weights(decoder: nn.Module) -> dict[str, Any]:
-    """Describe a model's weights for a calibration's or cache's file: a hash of some numbers, quantization, active adapters."""
+    """Describe a model's weights, to note in a calibration's or cache's file or to compare with it.
+
+    The result has a hash of the first numbers of each weight, the quantization and the active adapters.
+    """
     digest = hashlib.sha256()
     for name, weight in list_weights(decoder):
-        few = weight.flatten()[:FEW]
-        digest.update(name.encode() + (b"" if few.is_meta else few.float().cpu().numpy().tobytes()))
+        first = weight.flatten()[:FEW]
+        digest.update(name.encode() + (b"" if first.is_meta else first.float().cpu().numpy().tobytes()))
     about: dict[str, Any] = {"weights": digest.hexdigest()[:16]}
     tuned = _walk_modules(decoder)[1]
     if tuned:
         about["adapters"] = ", ".join(_list_adapters(tuned)[0])
     quantized = getattr(getattr(decoder, "config", None), "quantization_config", None)
     if quantized is not None:
-        how = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
-        about["quantized"] = str(getattr(how, "value", how))
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
+        about["quantized"] = str(getattr(method, "value", method))
     return about

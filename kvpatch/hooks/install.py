@@ -129,7 +129,10 @@ class Installation:
         put_attribute(module, name, value)
 
     def _mark_module(self, module: nn.Module) -> Mark:
-        """Return a module's mark, the list of its changes and their undo; a first call sets a new one as `_kvpatch`."""
+        """Return a module's mark, the list of its changes and their undo; a first call sets a new one as `_kvpatch`.
+
+        Called at installation before a module is changed.
+        """
         for marked_module, mark in self.marked:
             if marked_module is module:
                 return mark

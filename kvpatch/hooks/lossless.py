@@ -129,7 +129,7 @@ def end_pass(output: Any, cache: LosslessCache) -> Any:
     """End a pass over a lossless cache after the decoder has run; return its output with `cache` in place of `cache.drafts`."""
     cache.end()
     if isinstance(output, tuple):
-        return tuple(cache if one is cache.drafts else one for one in output)
+        return tuple(cache if part is cache.drafts else part for part in output)
     for name, value in output.items():
         if value is cache.drafts:
             output[name] = cache
@@ -140,7 +140,7 @@ def end_pass(output: Any, cache: LosslessCache) -> Any:
 
 
 def _check_rotations(model: Any, prompt: int, longest: int) -> None:
-    """Raise KVPatchError, before generate(), if within `longest` tokens rotary frequencies change: stored keys would not."""
+    """Raise KVPatchError, before generate(), if rotary frequencies change within prompt and answer: stored keys would not."""
     limit = switch_length(model)
     if limit is None or longest - 1 <= limit:  # the last token is not read
         return
@@ -154,10 +154,10 @@ def _check_rotations(model: Any, prompt: int, longest: int) -> None:
 
 def _check_processors(processors: Iterable[Any]) -> None:
     """Raise KVPatchError, before generate(), for a logits processor with a state: tokens of rejected drafts would change it."""
-    for one in processors:
-        if isinstance(one, STATEFUL):
+    for processor in processors:
+        if isinstance(processor, STATEFUL):
             raise KVPatchError(
-                f"lossless=True: {type(one).__name__} goes on from one token to the next, also from rejected drafts: leave "
+                f"lossless=True: {type(processor).__name__} goes on from one token to the next, also from rejected drafts: leave "
                 "guidance_scale and watermarking_config out of generate(), or lossless out of patched()."
             )
 
@@ -185,7 +185,9 @@ class Drafter(CandidateGenerator):
         """
         n_text, self.drafted, drafts = input_ids.shape[1], 0, self.cache.drafts
         n_wanted = min(self.length, self.longest - n_text - 1)
-        if not self.cache.drafting or n_wanted <= 0 or drafts.seen != n_text - 1:  # first a pass reads all but the last token
+        if (
+            not self.cache.drafting or n_wanted <= 0 or drafts.seen != n_text - 1
+        ):  # else a pass over all tokens reads the text first
             return input_ids, None
         text, logits = input_ids, list[Tensor]()
         for _ in range(n_wanted):

@@ -65,12 +65,12 @@ def before_outer(
     state.outer_inputs.ids = ids = call.get("input_ids")
     state.outer_inputs.reader = weakref.ref(outer)
     past, changed = cache_of(call), None
-    if isinstance(past, Prefix) and cache_of(kwargs) is past:  # now, since the model may ask it for a length
+    if isinstance(past, Prefix) and cache_of(kwargs) is past:  # now, since the model may ask the cache for its length
         past = ownership.start_from_prefix(past, state)
         changed = args, {name: past if name in CACHE_NAMES else value for name, value in kwargs.items()}
-    if ids is not None and call.get("position_ids") is None and (past is None or _is_empty(past)):
+    if ids is not None and call.get("position_ids") is None and (past is None or _is_empty(past)):  # a new text
         offsets.forget_offsets(outer)
-    elif isinstance(past, EvictingCache):
+    elif isinstance(past, EvictingCache):  # a text that goes on
         offsets.give_back_offsets(outer, past, None if ids is None else len(ids))
     return changed
 

@@ -72,11 +72,11 @@ def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str
         InvalidError: `value` is no such dict.
     """
     given = value if isinstance(value, dict) else {}
-    present = [one for one in fields if not one.optional or one.name in given]
-    table = check_names(what, value, tuple(one.name for one in present))
-    for one in present:
-        if one.is_valid is not None and not one.is_valid(table[one.name]):
-            raise InvalidError(where + one.fault.format(value=repr(table[one.name])))
+    present = [entry for entry in fields if not entry.optional or entry.name in given]
+    table = check_names(what, value, tuple(entry.name for entry in present))
+    for entry in present:
+        if entry.is_valid is not None and not entry.is_valid(table[entry.name]):
+            raise InvalidError(where + entry.fault.format(value=repr(table[entry.name])))
     return table
 
 

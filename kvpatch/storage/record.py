@@ -54,7 +54,10 @@ def load_record(path: str | PathLike[str]) -> Record:
 
 
 def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
-    """Raise InvalidError, before tensors are read, unless a file has token ids and when tokens were evicted, by layer."""
+    """Raise InvalidError, before tensors are read, unless a record's file has token ids, and each layer's tensor `deaths`.
+
+    A death is when a token was evicted. found: the header's entry of each tensor.
+    """
     layers = about["layers"]
     if len(found) != layers + 1 or {*found} != {"ids", *(f"{layer}.deaths" for layer in range(layers))}:
         raise InvalidError(f"it holds {', '.join(sorted(found)):.80} where ids and the deaths of {layers} layers belong")

@@ -165,7 +165,7 @@ def _restore_layer(
 
 
 def _list_limits(limits: Limits | None) -> list[list[int]] | None:
-    """Return a layer's protected sizes as lists, one per batch row in the order of SIZES, for a file."""
+    """Return how many tokens each batch row of a layer protects, for a file: a list per row, of the kinds in SIZES (sinks ...)."""
     if limits is None:
         return None
     columns = [getattr(limits, name).flatten().tolist() for name in SIZES]

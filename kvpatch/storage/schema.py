@@ -183,13 +183,13 @@ class _Layer:
         return shape
 
     def _check_limits(self, limits: object) -> None:
-        """Raise InvalidError unless a file's `limits` (protected sizes) are counts for each row; None if nothing is evicted."""
+        """Raise InvalidError unless a file's `limits` (numbers of protected tokens) are counts for each row; None without eviction."""
         if not self.on_budget:
             _check_condition(limits is None, f"{self.where}: limits of a layer that the policy does not act on")
             return
-        rows = isinstance(limits, list) and len(limits) == self.B
-        rows = rows and all(are_counts(row) and len(row) == len(SIZES) for row in limits)  # type: ignore[attr-defined]
-        _check_condition(rows, f"{self.where}: limits are {limits!r:.60}")
+        valid = isinstance(limits, list) and len(limits) == self.B
+        valid = valid and all(are_counts(row) and len(row) == len(SIZES) for row in limits)  # type: ignore[attr-defined]
+        _check_condition(valid, f"{self.where}: limits are {limits!r:.60}")
 
     def _check_state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
         """Check the header entries of what the policy stores for each key, such as sums, and remove them from `left`.
@@ -227,9 +227,9 @@ def _take_entry(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ..
     """Take a tensor's header entry out of `left`; InvalidError unless it has one of `dtypes` and this shape (None: any)."""
     _check_condition(name in left, f"it holds no {name}")
     entry = left.pop(name)
-    right = len(entry.shape) == len(shape) and all(one in (None, size) for one, size in zip(shape, entry.shape, strict=True))
+    fits = len(entry.shape) == len(shape) and all(want in (None, size) for want, size in zip(shape, entry.shape, strict=True))
     message = f"{name} is {entry.dtype} {list(entry.shape)} where {' or '.join(map(str, dtypes))} {list(shape)} belongs"
-    _check_condition(right and entry.dtype in dtypes, message.replace("None", "n"))
+    _check_condition(fits and entry.dtype in dtypes, message.replace("None", "n"))
     return entry
 
 
