@@ -132,10 +132,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
 
 
 def _choose_cache(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> EvictingCache:
-    """Return the cache that a pass is to fill, before it begins: the caller's, or a new one.
-
-    Raises KVPatchError if it is another patch's.
-    """
+    """Return the cache that a pass is to fill, before it begins: the caller's, or a new one. It must be this patch's."""
     past, config = cache_of(call), getattr(decoder, "config", None)
     scratch = _is_scratch(decoder, call)
     cache = state.new_cache() if past is None else ownership.own_cache(past)

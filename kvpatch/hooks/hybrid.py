@@ -87,7 +87,7 @@ def find_state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn
 
 
 def _refuse_own_cache(decoder: nn.Module) -> None:
-    """Raise KVPatchError before a hybrid is patched whose Python module defines a cache class: an EvictingCache lacks its API."""
+    """Raise KVPatchError before a hybrid is patched whose Python module defines a cache: ours lacks its methods."""
     home = source_module(decoder)
     defined = [kind.__name__ for kind in vars(home).values() if isinstance(kind, type) and kind.__module__ == home.__name__]
     caches = [name for name in defined if issubclass(getattr(home, name), Cache)]

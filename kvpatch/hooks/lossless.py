@@ -154,10 +154,10 @@ def _check_rotations(model: Any, prompt: int, longest: int) -> None:
 
 def _check_processors(processors: Iterable[Any]) -> None:
     """Raise KVPatchError, before generate(), for a logits processor with a state: tokens of rejected drafts would change it."""
-    for processor in processors:
-        if isinstance(processor, STATEFUL):
+    for one in processors:
+        if isinstance(one, STATEFUL):
             raise KVPatchError(
-                f"lossless=True: {type(processor).__name__} goes on from one token to the next, also from rejected drafts: leave "
+                f"lossless=True: {type(one).__name__} goes on from one token to the next, also from rejected drafts: leave "
                 "guidance_scale and watermarking_config out of generate(), or lossless out of patched()."
             )
 
@@ -185,9 +185,7 @@ class Drafter(CandidateGenerator):
         """
         n_text, self.drafted, drafts = input_ids.shape[1], 0, self.cache.drafts
         n_wanted = min(self.length, self.longest - n_text - 1)
-        if (
-            not self.cache.drafting or n_wanted <= 0 or drafts.seen != n_text - 1
-        ):  # else a pass over all tokens reads the text first
+        if not self.cache.drafting or n_wanted <= 0 or drafts.seen != n_text - 1:  # first a full pass must read the text
             return input_ids, None
         text, logits = input_ids, list[Tensor]()
         for _ in range(n_wanted):

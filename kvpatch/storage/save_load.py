@@ -165,7 +165,7 @@ def _restore_layer(
 
 
 def _list_limits(limits: Limits | None) -> list[list[int]] | None:
-    """Return how many tokens each batch row of a layer protects, for a file: a list per row, of the kinds in SIZES (sinks ...)."""
+    """Return how many tokens each batch row of a layer protects, for a file: a list per row, of the SIZES (sinks ...)."""
     if limits is None:
         return None
     columns = [getattr(limits, name).flatten().tolist() for name in SIZES]
