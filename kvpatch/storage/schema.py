@@ -183,7 +183,7 @@ class _Layer:
         return shape
 
     def _check_limits(self, limits: object) -> None:
-        """Raise InvalidError unless a file's `limits` (protected tokens) are counts for each row; None if nothing is evicted."""
+        """Raise InvalidError unless a file's `limits` (protected tokens) are counts by row, or None if nothing is evicted."""
         if not self.on_budget:
             _check_condition(limits is None, f"{self.where}: limits of a layer that the policy does not act on")
             return
