@@ -269,8 +269,8 @@ def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
 def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:
     """Begin a decode step that torch.compile traces or a CUDA graph captures: change `call` and `cache`; False if it cannot.
 
-    joined: rows of the cache are at different positions of their texts. renumbered: keys are cached unrotated, and rotated to
-    their rank among the keys held.
+    The pre-hook calls it. joined: rows of the cache are at different positions of their texts. renumbered: keys are cached
+    unrotated, and rotated to their rank among the keys held.
     """
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")

@@ -172,7 +172,7 @@ def _finish(cache: EvictingCache, state: PatchState) -> None:
 
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
-    """Return the EvictingCache of a generate() given `past`: None, such a cache, or one that an unpatched run has filled."""
+    """Return the cache of a generate() that begins, given `past`: None, an EvictingCache, or one that an unpatched run filled."""
     refuse("generate() of the class", state.combine())
     if past is None:
         text_config = model.config.get_text_config()

@@ -164,7 +164,7 @@ def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
 
 
 def drop_read(call: dict[str, Any], again: int, Q: int) -> Tensor:
-    """Leave out of a pass of Q columns the first `again`, which its cache has read; return what remains of the tokens.
+    """Leave out of a pass that begins the first `again` of its Q columns, which its cache has read; return the tokens left.
 
     Assisted decoding gives its first pass the whole text, whatever the cache holds. call: the decoder's arguments, which are
     updated.

@@ -286,7 +286,7 @@ class Target:
         return [*attentions, *others.values()]
 
     def counts_columns(self) -> bool:
-        """Tell if the model counts distances in columns, padding included; policy "full" then does the same, to be exact."""
+        """Tell, at patching, if the model counts distances in columns, padding included; policy "full" then does the same."""
         return any(
             not adapter.distances_from_mask and (adapter.sliding(module) is not None or adapter.slopes(module) is not None)
             for module, adapter in self.attentions

@@ -71,7 +71,7 @@ def _flush_to_disk(path: Path) -> None:
 
 
 def checksum(text: str, tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of a file's description and of its tensors' names, dtypes, shapes and bytes, which shows damage."""
+    """Return the SHA-256 of a file's description and its tensors (names, dtypes, shapes, bytes), as it is written or read."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())

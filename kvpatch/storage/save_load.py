@@ -132,7 +132,7 @@ def _restore_layer(
     shape: schema.LayerShape,
     policy: Policy,
 ) -> None:
-    """Set an empty layer's attributes from a file. tensors, described: by name; entries are taken out of both dicts."""
+    """Set an empty layer's attributes from a file that is loaded. tensors, described: by name; both dicts are used up."""
     # the mode (how decode steps store and evict), with its counters and each head's free slot; then the other attributes
     head_offsets, limits, mode = described.pop("head_offsets"), described.pop("limits"), MODES[described.pop("mode")]
     layer.dtype = schema.DTYPES[described.pop("dtype")]

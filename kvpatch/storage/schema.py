@@ -167,7 +167,8 @@ class _Layer:
     def _find_shape(self, head_offsets: object, C: int, may_be_ragged: bool) -> tuple[int, ...]:
         """Return the shape of stored keys and values without the last axis: [B,H,C], or [F] if heads have different lengths.
 
-        head_offsets: None, or how many slots each head has and how many are filled. InvalidError if these do not fit.
+        head_offsets: None, or how many slots each head has and how many are filled, as a file to load says. InvalidError if
+        these do not fit the layer.
         """
         shape: tuple[int, ...] = (self.B, self.H, C)
         if head_offsets is not None:
