@@ -198,7 +198,7 @@ class patched:
 
 
 def _find_target(model: nn.Module, auto: bool) -> Target:
-    """Find what patched() is to change: decoder, attention modules. Under untested versions, prove the class on a tiny model."""
+    """Find what patched() is to change: decoder, attention modules. Under untested versions, try the class on a tiny model."""
     untested, remedy = find_untested(transformers.__version__, torch.__version__)
     if not untested or any("_kvpatch" in vars(module) for module in model.modules()):
         return Target.find(model, auto=auto)

@@ -67,7 +67,7 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
             out = run(cache, layer, q, k, v, BoundAdapter(adapter, self, k.shape[1]), reads)
             return out if out.dtype == v.dtype else out.to(v.dtype)
 
-        if isinstance(cache, PackedPass):  # continuous batching: it calls attend_through for the cache of each request
+        if isinstance(cache, PackedPass):  # continuous batching: it calls attend_through for each cache of requests
             core = functools.partial(cache.attend, attend_through)
         else:
             core = functools.partial(attend_through, cache)

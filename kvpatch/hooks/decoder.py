@@ -209,10 +209,10 @@ def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> 
 
 
 def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, state: PatchState) -> Changed:
-    """Begin a pass of continuous batching, one row with tokens of several requests, each with its own cache.
+    """Begin a pass of continuous batching: one row with tokens of several requests, which have caches of their own.
 
-    pool: the requests that are running; its next pass has a part for each request that takes part. `call`, the decoder's
-    arguments, gets a mask that carries all their caches to the attention layers.
+    pool: the running requests. Its next pass has parts: each is the tokens of some requests that share a cache. `call` (the
+    decoder's arguments) gets a mask that carries the parts' caches to the attention layers.
     """
     tokens: Any = call.get("input_ids")
     if tokens is None:  # of a model that reads images, whose decoder gets embeddings

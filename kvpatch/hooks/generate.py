@@ -172,7 +172,7 @@ def _finish(cache: EvictingCache, state: PatchState) -> None:
 
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
-    """Return the cache of a generate() that begins, given `past`: None, an EvictingCache, or one that an unpatched run filled."""
+    """Return the cache of a generate() that begins, given `past`: None, an EvictingCache, or one filled without a patch."""
     refuse("generate() of the class", state.combine())
     if past is None:
         text_config = model.config.get_text_config()

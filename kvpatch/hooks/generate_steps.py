@@ -99,7 +99,7 @@ class GenerateSteps:
         return type(model).__call__(model, *args, **inputs) if output is None else output
 
     def _step_by_graph(self, graph: StepGraph, inputs: dict[str, Tensor], cache: EvictingCache) -> ModelOutput | None:
-        """Run a decode step of generate() by a CUDA graph, captured first if need be; return the model's output, None if not run."""
+        """Run a decode step of generate() by a CUDA graph, captured first if need be; return its output. None: it did not run."""
         replays = graph.replays
         try:
             logits = graph.step(inputs, cache)
@@ -166,7 +166,7 @@ def describe_model(model: nn.Module, device: torch.device, changing: Mapping[str
 
 
 def _only_computes(module: nn.Module) -> bool:
-    """Tell, before a generate(), if graphs may skip a module's Python code: its class, forwards and hooks are known packages'."""
+    """Tell, before generate(), if graphs may skip a module's Python code: its class, forwards and hooks are known packages'."""
     attributes = vars(module)
     code = [type(module), type(module).forward, attributes.get("forward"), attributes.get("_old_forward")]
     hooks = [*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()]

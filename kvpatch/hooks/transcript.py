@@ -72,8 +72,8 @@ class Template:
     def render_turn(self, messages: list[Message], left_out: frozenset[int]) -> Rendered:
         """Render as `render` does, for a new turn; raise KVPatchError if the template does not write the newest message."""
         rendered, newest = self.render(messages, left_out), messages[-1]
-        other = {**newest, "content": newest["content"] + "\0"}
-        if self.render([*messages[:-1], other], left_out).text == rendered.text:
+        changed = {**newest, "content": newest["content"] + "\0"}
+        if self.render([*messages[:-1], changed], left_out).text == rendered.text:
             raise KVPatchError(
                 f"The chat template writes nothing of a message of role={newest['role']!r}: give a role that it knows, such as "
                 "'user'."
