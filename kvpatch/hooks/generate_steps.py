@@ -99,7 +99,7 @@ class GenerateSteps:
         return type(model).__call__(model, *args, **inputs) if output is None else output
 
     def _step_by_graph(self, graph: StepGraph, inputs: dict[str, Tensor], cache: EvictingCache) -> ModelOutput | None:
-        """Run a decode step of generate() by a CUDA graph, captured first if need be; return its output. None: it did not run."""
+        """Run a decode step of generate() by a CUDA graph, captured first if need be; return the output. None: not run."""
         replays = graph.replays
         try:
             logits = graph.step(inputs, cache)

@@ -110,7 +110,7 @@ def _list_acting(module: nn.Module) -> tuple[tuple[str, object], ...]:
         return tuple((f"{name} (merged)", None) for name in merged)
     active = attributes.get("_active_adapter", ())
     names = (active,) if isinstance(active, str) else active
-    # PEFT keeps the layers of all adapters of this module in a few dicts, such as lora_A; an active adapter may have none here
+    # PEFT keeps the layers of all adapters of this module in dicts by name; an active adapter may have none here
     tables = [attributes["_modules"].get(name) for name in getattr(type(module), "adapter_layer_names", ())]
     present = {name for one in tables if one is not None for name in vars(one).get("_modules") or vars(one).get("_keys", ())}
     scales = attributes.get("scaling", {})
