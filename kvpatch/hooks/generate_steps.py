@@ -72,7 +72,7 @@ class GenerateSteps:
     def _find_graph(self, model: nn.Module) -> StepGraph | None:
         """Return the model's graphs before a generate(); new ones if the model has changed, None if steps run without any.
 
-        A change is another address, dtype or shape of a weight, another attribute, or another class or hook of a module.
+        A change is another address, dtype or shape of a weight, another class of a module, or another attribute.
         """
         state, device = self.state, next(model.parameters()).device
         make = RECORDERS.get(device.type)

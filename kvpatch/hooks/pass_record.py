@@ -57,7 +57,7 @@ class TextRecord:
         """
         self.log, self.cache, self.made_here = log, weakref.ref(cache), made_here
         self.acted = False  # in some pass, tokens attended after an eviction
-        self.number = 0  # of the last pass over this cache, as the log counts passes
+        self.number = 0  # of the last use of this cache, as the log counts them
         self.columns = self.base = cache.seen  # columns read up to the last pass, and up to the last prompt's end
         # a cache that was loaded or joined has a history, which its layers show
         layers = [cache.layers[index] for index in evicting(cache.settings)]

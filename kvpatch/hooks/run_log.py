@@ -50,7 +50,7 @@ class RunLog:
         self.last: Snapshot | None = None
         self.replayed: dict[str, tuple[str, str]] = {}  # backends that ran in the last replay
         self.verified: Verified | None = None  # of the last lossless cache
-        self.number = self.newest = 0  # numbers of the last pass of any cache, and of the last one that a report is about
+        self.number = self.newest = 0  # how often a cache was used (a pass, or generate()'s end); the number of the newest use
         self._cache: weakref.ref[EvictingCache] | None = None  # not its record, which refers to this log
         self._warned: set[str] = set()
         self._lock = threading.RLock()  # re-entrant: a cache may be freed at any line

@@ -146,7 +146,7 @@ def settings_of(  # noqa: PLR0913 - those of patched()
         stack=target.stack,
         budgets=budgets,
     )
-    # features that exclude each other, budgets that heads cannot share, and what the backend lacks
+    # features that exclude each other, budgets that do not fit the policy or the heads, and what the backend lacks
     refuse_pairs(settings.combine(listed=listed, least=_find_least(budget), alibi=target.find_alibi()))
     for rule, shape in zip(budget.rules, target.shapes(), strict=True):
         rule.check(policy, shape.heads)

@@ -120,7 +120,7 @@ class _Layer:
         mode = self._find_mode(described)
         fields = (*LAYER, *BESIDE, *map(Field.of_count, mode.saved), *SLOTS)
         about = check_fields(self.where, described, fields, where=f"{self.where}: ")
-        # counts of columns: `used` hold tokens, of which `floor` at the front cannot be cropped; C are allocated
+        # counts of columns: C are allocated; `used` are in use, of which `floor` at the front cannot be cropped
         sliding, used = about["sliding"], about["used"]
         _check_condition(sliding == (self.sliding if self.has_prompt else None), f"{self.where}: sliding is {sliding!r:.40}")
         dtype = DTYPES[about["dtype"]]  # of keys and values
