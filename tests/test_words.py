@@ -29,6 +29,9 @@ REPLACED = {
     "clock": (),
 }
 
+OF_OTHERS = {"rotary_dim", "lm_eval", "duo_attention_on_the_fly", "general_plugins", "vllm_xargs"}
+"""Names of other libraries in docstrings that kvpatch's code does not have."""
+
 
 def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
@@ -71,6 +74,23 @@ def opens_wrong(text: str) -> bool:
 def test_docstrings_open_with_a_verb_or_a_noun(path):
     wrong = [name for name, text in docstrings(ast.parse(path.read_text())) if opens_wrong(text)]
     assert not wrong, f"{_name(path)}: docstrings of {', '.join(wrong)} open with one of {', '.join(sorted(OPENERS))}"
+
+
+def test_names_in_docstrings_exist():
+    """A docstring names callers and fields: one that was renamed or removed is found, unless the name is of another library."""
+    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    known = OF_OTHERS | {part for path in FILES for part in (*path.relative_to(ROOT).parts, path.stem)}
+    for tree in trees.values():
+        texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        known |= identifiers(tree) | {text for text in texts if text.isidentifier()}
+    quoted = [
+        (_name(path), name, quote)
+        for path, tree in trees.items()
+        for name, text in docstrings(tree)
+        for quote in re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text)
+    ]
+    gone = [one for one in quoted if not {one[2], one[2].rpartition(".")[2]} & known]
+    assert not gone and len(quoted) > 1000, gone
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
