@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch.cli import figures as server
+from kvpatch.cli import metrics as server
 from kvpatch.serving.vllm import figures as plugin
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
