@@ -22,7 +22,8 @@ OwnMethod = Callable[[Any], Callable[..., Any]]
 def own_method(module: nn.Module, name: str, previous: Callable[..., Any] | None) -> OwnMethod:
     """Return a function `own(module)` that returns the unpatched method `name` of that module, bound to it.
 
-    Called when a patch replaces the method; the replacement calls `own(self)`, and `self` may then be a copy of `module`.
+    `replace_forward` and `Installation._install_generate` call it as a model is patched, for the method that they replace. The
+    replacement calls `own(self)` later, and `self` may then be a copy of `module`.
     previous: the module's instance attribute `name` before the patch; None: it had none, and the class's method is meant.
     """
     if previous is None:  # the class's method
@@ -45,7 +46,7 @@ class ForwardUndo:
     undone: bool = False
 
     def __call__(self, module: nn.Module) -> None:
-        """Put the module's forward from before the patch back. Called when the patch is removed; a second call does nothing.
+        """Put the module's forward from before the patch back, for `Installation.restore`; a second call does nothing.
 
         `ours` is the patch's forward. `before` is the instance attribute that it replaced; None if there was none.
         """
@@ -67,7 +68,8 @@ def replace_forward(
 ) -> None:
     """Replace a module's forward by make(own), where own(module) returns the forward it has without the patch.
 
-    Called for each attention module when a patch is installed. `register` gets the undo before the change.
+    `Installation._change_model` calls it for each attention module as a model is patched. `register` gets the undo before the
+    change of the module's attribute `forward` (or `_old_forward`).
     """
     attributes = vars(module)
     name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hook calls `_old_forward`
@@ -96,7 +98,7 @@ class HookUndo:
     after: bool = False
 
     def __call__(self, module: nn.Module) -> None:
-        """Remove the hook from the module it was put on. Called when the patch is removed."""
+        """Remove the hook from the module it was put on, for `Installation.restore`, when the patch is removed."""
         hooks = module._forward_hooks if self.after else module._forward_pre_hooks
         with_kwargs = module._forward_hooks_with_kwargs if self.after else module._forward_pre_hooks_with_kwargs
         for key in [key for key, hook in hooks.items() if hook is self.hook]:
@@ -105,7 +107,10 @@ class HookUndo:
 
 
 def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[HookUndo], None], after: bool = False) -> None:
-    """Put a pre-hook (with `after` a hook after the forward) on a module that is patched. `register` gets the undo first."""
+    """Put a pre-hook (with `after` a hook after the forward) on a module, for `Installation._change_model`.
+
+    `register` gets the undo first.
+    """
     register(HookUndo(hook, after))
     if after:
         module.register_forward_hook(hook, with_kwargs=True)
@@ -116,8 +121,9 @@ def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[Ho
 def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.device:
     """Return the device on which a module computes, which is also that of its layer's cache; its weights may be elsewhere.
 
-    Called when a model is patched, and before a cache is loaded or compressed. accelerate's hooks name the device of
-    offloaded weights. A module without parameters (quantized layers may keep weights in buffers) computes where `decoder` does.
+    `Target.devices` and `Target.list_cases` call it as a model is patched, and before a cache is loaded or compressed.
+    accelerate's hooks name the device of offloaded weights. A module without parameters (quantized layers may keep weights in
+    buffers) computes where `decoder` does.
     """
     for part in module.modules():
         for hook in _list_hooks(part):
@@ -130,7 +136,7 @@ def device_of(module: nn.Module, decoder: nn.Module | None = None) -> torch.devi
 
 
 def list_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters by name, for the hash of the model that is written to a file of a cache or calibration.
+    """Yield all parameters by name; `describe_weights` hashes them for the file of a cache or calibration. Changes nothing.
 
     An offloaded parameter is on the meta device; its numbers are in the `weights_map` of the hook of its module, or of a module
     around this one. Sharded or quantized parameters are yielded as their tensors on this process.
@@ -148,7 +154,10 @@ def list_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def list_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a weight, or the plain tensors that make up a quantized or sharded one: to hash them, or read some numbers."""
+    """Yield a weight, or the plain tensors that make up a quantized or sharded one.
+
+    `list_weights` calls it to hash them, `stamp_model` to read some of their numbers.
+    """
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return

@@ -22,9 +22,10 @@ from .accelerate import OwnMethod
 
 
 def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool, own: OwnMethod) -> Callable[..., Any]:
-    """Make the forward that replaces an attention module's when a model is patched; it runs once for each pass and layer.
+    """Make the forward that replaces an attention module's; `Installation._change_model` calls this as a model is patched.
 
-    It attends through the cache among its arguments, which changes that cache; without one it calls the module's own forward.
+    The model calls the new forward once for each pass and layer. It attends through the cache among its arguments, which
+    changes that cache; without one it calls the module's own forward.
 
     layer: index of the layer in the cache. reads: the module has no keys, and uses those of that layer. own: returns the
     module's own forward.
@@ -33,7 +34,10 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
     names, cache_name = parameters(cls), cache_argument(cls.forward)  # type: ignore[arg-type]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with attention through the cache that its arguments bring; without one run its own forward."""
+        """Run the module with attention through the cache that its arguments bring; without one run its own forward.
+
+        The decoder layer calls it. In training mode an attention dropout raises KVPatchError.
+        """
         call = {**dict(zip(names, args, strict=False)), **kwargs} if args else kwargs
         # find the cache: under its name, under another, or on the mask that carries it (a Courier)
         cache = call.get(cache_name)
@@ -56,7 +60,7 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
 
             q [B,H*G,Q,D], k and v [B,H,Q,D] -> [B,Q,H*G*D].
             """
-            now, compiling = cache.now, torch.compiler.is_compiling()
+            now, compiling = cache.now, torch.compiler.is_compiling()  # now: facts about the running pass
             if not (compiling or reads or now is None) and (steps := cache.steps) is not None and steps.now is now:
                 step = steps.running[layer]  # a fast decode step, bound to this layer's buffers before
                 if step is not None and step.takes_call(self, q):
@@ -72,6 +76,7 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
         else:
             core = functools.partial(attend_through, cache)
         call = adapter.without_rotation(call) if cache.settings.renumbered else call  # such a cache rotates keys later
+        # the model family's code computes q, k, v from the hidden states, calls `core` for attention, and projects its output
         return adapter.run(self, own(self), core, hidden, call)
 
     return forward
@@ -99,8 +104,9 @@ class Courier(Tensor):
     def carrying(cls, cache: Any, mask: Tensor) -> Courier:
         """Return `mask` as a Courier, a mask tensor with the attribute `cache`, by which the attention layers find the cache.
 
-        Called as a pass begins whose layers do not get their cache as an argument: the caller wants no cache, so that one
-        serves this pass alone; or continuous batching packs tokens of several requests, each with its own cache.
+        For passes whose layers do not get their cache as an argument. `_begin_pass` and `begin_replay` call it where the caller
+        wants no cache, so that one serves this pass alone; `_make_courier` and `_begin_packed` for continuous batching, which
+        packs tokens of several requests, each with its own cache.
         """
         courier = mask.as_subclass(cls)
         courier.cache = cache
@@ -127,8 +133,9 @@ class Courier(Tensor):
 def _refuse_lost_mask(call: dict[str, Any], Q: int) -> None:
     """Raise KVPatchError if an attention module without a cache gets the patch's mask [1,1,1,1], which hides no later tokens.
 
-    Attention through the cache is causal by itself, so the patch gives the decoder this mask. If the cache was lost on the way,
-    the module's own attention would let each of its Q tokens see all others. For Q = 1 the mask may be the model's own.
+    The replaced forward calls it for passes without a cache. Attention through the cache is causal by itself, so the patch
+    gives the decoder this mask. If the cache was lost on the way, the module's own attention would let each of its Q tokens see
+    all others. For Q = 1 the mask may be the model's own.
     """
     for value in call.values():
         hides_nothing = isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (1, 1, 1, 1)

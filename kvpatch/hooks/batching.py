@@ -38,13 +38,14 @@ _TOKENIZER: ContextVar[Any] = ContextVar("tokenizer", default=None)  # given to 
 
 
 def wrap_generate_batch() -> Callable[..., Any]:
-    """Make the generate_batch() of a patched model: it also takes a tokenizer, for stop strings, as generate() does.
+    """Make the generate_batch() of a model that is patched: it also takes a tokenizer, for stop strings, as generate() does.
 
-    init_continuous_batching(), which it calls, finds the tokenizer in `_TOKENIZER`.
+    `Installation._install_generate` calls this. generate_batch() calls init_continuous_batching(), which finds the tokenizer in
+    `_TOKENIZER`.
     """
 
     def generate_batch(self: Any, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
-        """Run the class's generate_batch(), while the manager that it starts finds the tokenizer."""
+        """Run the class's generate_batch() for the user; meanwhile `_TOKENIZER` holds the tokenizer for its manager."""
         token = _TOKENIZER.set(tokenizer)
         try:
             return type(self).generate_batch(self, *args, **kwargs)
@@ -57,7 +58,7 @@ def wrap_generate_batch() -> Callable[..., Any]:
 def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placeholders: dict[int, str]) -> Callable[..., Any]:
     """Make the init_continuous_batching() of a patched model: it returns a manager that gives each request a budget.
 
-    The user calls it, or generate_batch() does. Where the patch changes nothing (policy "full") it returns transformers' own
+    `Installation._install_generate` calls this; the user or generate_batch() calls the method made. Where the patch changes nothing (policy "full") it returns transformers' own
     manager, unless the user gives `conversations`, which keep requests' caches for later ones, or `messages=True`: each request
     then says at which tokens its messages begin.
 
@@ -74,7 +75,10 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
         conversations: Conversations | None = None,
         messages: bool = False,
     ) -> Any:
-        """Return the manager of this model's requests, with a budget for each where something is evicted."""
+        """Return the manager of this model's requests, for the user or generate_batch(); each request has a budget.
+
+        Under policy "full" (`transparent`) it is transformers' own manager, unless there are `conversations` or `messages`.
+        """
         if state.settings.transparent and conversations is None and not messages:
             return own(self)(generation_config, continuous_batching_config, workload_hints)
         # refuse what continuous batching cannot do
@@ -104,7 +108,7 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
 def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
     """Return the most positions of a request, None if unlimited, and the sentence of the error for requests that need more.
 
-    Called when a manager of continuous batching is made. The limit is the model's number of positions (sentence HAS) or, if
+    init_continuous_batching() calls it for a new manager. The limit is the model's number of positions (sentence HAS) or, if
     less, the length from which the model uses other rotary frequencies for all tokens, as LongRoPE does (sentence ALIKE).
     """
     # with renumbered positions a text may be longer than the model's positions
@@ -116,7 +120,7 @@ def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
 def _find_prefix(decoder: nn.Module, prefixes: Prefixes, ids: Sequence[int]) -> Prefix | None:
     """Return the longest prefix (a text read before, for others to go on from) that a request's text begins with.
 
-    The engine calls this when it takes a request in. None if there is no such prefix, or if a model with other weights or
+    `RequestPool.find_prefix` is this function; the engine's admission calls it for each request it takes in. None if there is no such prefix, or if a model with other weights or
     adapters than `decoder` has read it. read_by: the stamp (fingerprint) of the model that read the prefix.
     """
     prefix = prefixes.longest(ids)

@@ -26,15 +26,16 @@ def round_capacity(slots: int) -> int:
         >>> round_capacity(13), round_capacity(2001), round_capacity(2048)
         (16, 2048, 2048)
     """
-    step = max(LEAST, (1 << slots.bit_length() - 1) // PART)  # a sixteenth of the power of two below, at least 8
+    step = max(LEAST, (1 << slots.bit_length() - 1) // PART)  # LEAST = 8, PART = 16, of the power of two below
     return -(-slots // step) * step
 
 
 def round_capacities(cache: EvictingCache) -> None:
     """Round up the number of slots (places for tokens) of a cache's layers, so that similar prompts share a CUDA graph.
 
-    Called before the graph of a decode step is looked up or captured. Changes the dense layers whose number of slots depends on
-    the prompt's length: keys, values, positions and scores are copied to larger tensors. A cache rounded before stays as it is.
+    `StepGraph._find_captured` calls it before it looks up or captures a decode step's graph. Changes the dense layers whose
+    number of slots depends on the prompt's length: keys, values, positions and scores are copied to larger tensors. A cache
+    rounded before stays as it is.
     """
     layers = [layer for index, layer in enumerate(cache.layers) if _follows_prompt(cache, index)]
     if all(_is_rounded(layer) for layer in layers):
@@ -55,7 +56,7 @@ def round_capacities(cache: EvictingCache) -> None:
 def _follows_prompt(cache: EvictingCache, index: int) -> bool:
     """Tell if a layer's slots are to be rounded up for a graph: their number depends on the prompt's length, and can grow.
 
-    Asked before a decode step is captured. Left out: ragged layers, whose heads have different numbers of slots, which depend
+    `round_capacities` asks before a decode step is captured. Left out: ragged layers, whose heads have different numbers of slots, which depend
     on the text itself, and layers whose `storage` is the pages of a serving engine.
     """
     layer, rule = cache.layers[index], cache.settings.rules[index]
@@ -76,7 +77,7 @@ def _is_rounded(layer: SlotLayer) -> bool:
 
 
 def _widen(layer: SlotLayer, C: int) -> None:
-    """Enlarge a layer in place to C slots a head, before a graph takes it; attention masks the new, empty slots (holes)."""
+    """Enlarge a layer in place to C slots a head, for `round_capacities`; attention masks the new, empty slots (holes)."""
     before = layer.positions.shape[2]
     layer.resize_slots([C])
     layer.used, layer.holes = C, True  # all slots count as used, and those without a position as empty

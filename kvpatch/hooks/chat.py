@@ -52,7 +52,7 @@ class Chat:
 
     @property
     def system_tokens(self) -> int:
-        """Count the tokens of the system prompt with its header, 0 without one; read as a chat begins that is to keep it."""
+        """Count the tokens of the system prompt with its header, 0 without one; `begin_chat` reads it to check the budget."""
         if not self.messages or self.messages[0]["role"] != "system":
             return 0
         rendered = self._template.render([self.messages[0], {"role": "user", "content": ""}])
@@ -62,7 +62,7 @@ class Chat:
         return f"<Chat of {len(self.messages)} messages: {self.ids.shape[1]} tokens>"
 
     def _begin_again(self) -> None:
-        """Empty `cache`, `ids` and `_read`: in a new chat, after a failed turn, or if a template rewrites what was read."""
+        """Empty `cache`, `ids` and `_read` (the text read): for a new chat, in `_take_back`, or where `_ask` must reread."""
         if not isinstance(self.cache, LosslessCache):  # a lossless cache is kept: `_generate` crops it where texts differ
             self.cache = self._new_cache()
         self.ids = torch.empty(1, 0, dtype=torch.long, device=self._model.device)
@@ -183,9 +183,9 @@ class Chat:
         return read
 
     def _forget_span(self, index: int) -> None:
-        """Evict what the cache has read of a message, for forget(); note in `_read.forgotten` up to which position.
+        """Evict what the cache has read of a message, for `forget`; note in `_read.forgotten` up to which position.
 
-        The last token of an answer is read in the next turn only: when that turn ends, this is called again and evicts it.
+        The last token of an answer is read in the next turn only: `_end_turn` calls this again then, which evicts it.
         """
         start, stop = self.spans[index]
         start, stop = max(start, self._read.forgotten.get(index, 0)), min(stop, self.cache.get_seq_length())
@@ -194,7 +194,7 @@ class Chat:
             self._read.forgotten[index] = stop
 
     def _ask(self, text: str, role: str) -> Tensor:
-        """Begin a turn: add a message, and return the ids [1,N] of the whole text, of which generate() reads the new ones."""
+        """Begin a turn of `send` or `stream`: add a message, update `_read`, return the ids [1,N] of the whole text with it."""
         if not isinstance(text, str):
             raise KVPatchError(f"A message is a text, not a {type(text).__name__}: write chat.send('...').")
         self.messages.append({"role": role, "content": text})
@@ -214,7 +214,7 @@ class Chat:
         return torch.cat([self.ids, torch.tensor([unread], device=self.ids.device)], 1)
 
     def _drop_stripped(self, text: str) -> bool:
-        """Evict from the cache what the new `text` leaves out of the newest answer, such as thinking; False if impossible."""
+        """Evict what `text`, rendered by `_ask`, leaves out of the newest answer; False: it changes more, or none can go."""
         if isinstance(self.cache, LosslessCache):
             return False  # it keeps exact entries, and later tokens attended to these
         answer_start = self.ids.shape[1] - len(self._read.answer)
@@ -230,7 +230,7 @@ class Chat:
         return True
 
     def _generate(self, asked: Tensor, *criteria: StoppingCriteria, **options: Any) -> Tensor:
-        """Call generate() for a turn; it reads the new tokens of `asked`. Return ids [1,N]: all of `asked`, then the answer."""
+        """Call generate() for `send` or `stream`, to read the new tokens of `asked`; return `asked` and answer, ids [1,N]."""
         if isinstance(self.cache, LosslessCache):
             self.cache.go_back(asked[0].tolist())  # crops it where its text and `asked` begin to differ
         else:
@@ -241,7 +241,7 @@ class Chat:
         return self._model.generate(input_ids=asked, attention_mask=torch.ones_like(asked), **given)
 
     def _end_turn(self, ids: Tensor, asked: Tensor) -> str:
-        """End a turn: add the answer to `messages`, `ids` and `_read`, and return it. ids: of the whole text with it."""
+        """End a turn of `send` or `stream`: add the answer to `messages` and `_read`; return it. ids: of the whole text."""
         self._read.answer = ids[0, asked.shape[1] :].tolist()
         self.ids = ids
         self._read.text += self._tokenizer.decode(self._read.answer)
@@ -261,7 +261,7 @@ def begin_chat(
     target: Target, settings: CacheSettings, new_cache: Callable[[], EvictingCache | LosslessCache],
     replace: Callable[..., None], tokenizer: Any, system: str | None, keep_system: bool, options: dict[str, Any],
 ) -> Chat:  # fmt: skip
-    """Check a patch and the options of a chat, and make the Chat. Called by Patch.chat; raises KVPatchError."""
+    """Check a patch and the options of a chat, and make the Chat, for `Patch.chat`. Reads nothing yet; raises KVPatchError."""
     model = target.find_caller()
     if model is None:
         raise KVPatchError("This model has no generate(): patch a model with a language head, such as AutoModelForCausalLM.")
@@ -280,7 +280,7 @@ def begin_chat(
 
 
 def _check_kept(settings: CacheSettings, tokens: int) -> None:
-    """Raise KVPatchError unless the first `tokens` tokens are never evicted, before a chat with keep_system=True begins."""
+    """Raise KVPatchError unless the first `tokens` tokens are never evicted, for `begin_chat` with keep_system=True."""
     ks = [k for k, evicts in zip(settings.budget.per_layer, settings.evicts, strict=True) if evicts]
     sinks = getattr(settings.policy.scope, "sinks", 0)
     if ks and (sinks < tokens or not all(isinstance(k, int) and k > tokens for k in ks)):
@@ -291,7 +291,7 @@ def _check_kept(settings: CacheSettings, tokens: int) -> None:
 
 
 def _check_options(options: dict[str, Any], config: GenerationConfig) -> None:
-    """Raise KVPatchError, before a chat begins, for options of generate() that chats set or that make several texts."""
+    """Raise KVPatchError, for `Chat.__init__`, for options of generate() that chats set or that make several texts."""
     for name in OWN:
         if name in options:
             raise KVPatchError(f"patch.chat() gives generate() its own {name}: leave it out.")

@@ -35,7 +35,7 @@ def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: 
     _check_past(target.decoder, state, past, ids, mask)
     cache, devices = state.new_cache(), target.devices()
     with torch.inference_mode(False), torch.no_grad():
-        from_dynamic.absorb(cache, past, mask, ids_known=ids is not None)
+        from_dynamic.absorb(cache, past, mask, ids_known=ids is not None)  # copies the keys and values
         cache.read_by = stamp_model(target.decoder)
         ids_BN = ids if ids is None or mask is None else ids.masked_fill(mask.to(ids.device) == 0, -1)
         now = passes.begin_compression(cache, ids_BN, decoder.table_maker(target.decoder, state, devices[0]))
@@ -58,8 +58,8 @@ _EMPTY = "past has read nothing yet: call the model with it first."
 def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device]) -> None:
     """Evict from each layer of `cache` in place for compress(), with the code that runs where a prompt ends in a forward pass.
 
-    There are no queries here: policies that score by them are refused, unless they read the prompt a second time. Then their
-    layers wait, and evict after that.
+    `compress_past` calls it. There are no queries here: policies that score by them are refused, unless they read the prompt a
+    second time. Then their layers wait, and evict in `read_again`.
     """
     shapes, now = target.shapes(), cache.running
     for layer, (module, adapter) in enumerate(target.attentions):
@@ -73,7 +73,7 @@ def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device
 
 
 def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
-    """Return keys and values, and the padding mask, of an EvictingCache that compress() is given and that never evicted.
+    """Return a copy of keys and values, and the padding mask [B,T], of an EvictingCache, for `compress_past`.
 
     Raises:
         KVPatchError: it may have evicted something, or is empty.
@@ -95,7 +95,7 @@ def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
 
 
 def _check_past(model: nn.Module, state: PatchState, past: Any, ids: Any, mask: Any) -> None:
-    """Raise KVPatchError before compress() changes anything, if its cache, token ids or mask are not what the patch needs."""
+    """Raise KVPatchError, for `compress_past` before it makes a cache, if it cannot take this `past`, token ids or mask."""
     settings = state.settings
     refuse("compress()", settings.combine())
     shape = None

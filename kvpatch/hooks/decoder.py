@@ -32,7 +32,7 @@ NO_CAPTURE = (
 
 
 def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Changed:
-    """Begin each forward pass of a patched decoder (its pre-hook), over an EvictingCache; return the changed arguments.
+    """Begin each forward pass of a patched decoder, as its pre-hook, over an EvictingCache; return the changed arguments.
 
     None leaves the arguments as they are: the model's own code runs. `_begin_step` begins steps that are traced or captured.
     """
@@ -58,7 +58,7 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
     """Begin a forward pass of the decoder by its kind; return its changed arguments, or None to run the model's own code.
 
-    The pre-hook calls this for all but traced and captured steps. It changes `call` (the decoder's arguments), the cache, the
+    `before_decoder` calls this for all but traced and captured steps. It changes `call` (the decoder's arguments), the cache, the
     patch's log, and the decoder's attributes that an adapter replaces (`switch_overrides`).
     """
     mask = call.get("attention_mask")
@@ -90,7 +90,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
 
 
 def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
-    """Check an ordinary forward pass and begin it: change its arguments `call` and cache. None: the model's own code runs."""
+    """Check a forward pass and begin it, for `_enter_decoder`: change its arguments `call` and cache. None: own code runs."""
     reader = state.outer_inputs.take_reader()  # the multimodal model around the decoder, or None
     if runs_own_code(decoder, call, state):
         return None
@@ -118,7 +118,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
         repeatable = cache.scratch and decoder.training  # gradient checkpointing may run the pass twice
         table = table_maker(decoder, state, tokens.device)
         ids = state.outer_inputs.take(B, Q)  # where the decoder gets embeddings
-        passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable, ids)
+        passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable, ids)  # sets cache.now
         if reader is not None:
             offsets.note_offsets(reader, cache, B, tokens.device)
     positions.place_tokens(call, cache, tokens, n_seen, state)
@@ -132,7 +132,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
 
 
 def _choose_cache(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> EvictingCache:
-    """Return the cache that a pass is to fill, before it begins: the caller's, or a new one. It must be this patch's."""
+    """Return the cache that a pass is to fill, for `_begin_pass`: the caller's or a new one; raise if it isn't this patch's."""
     past, config = cache_of(call), getattr(decoder, "config", None)
     scratch = _is_scratch(decoder, call)
     cache = state.new_cache() if past is None else ownership.own_cache(past)
@@ -148,7 +148,7 @@ def _choose_cache(decoder: nn.Module, call: dict[str, Any], state: PatchState) -
 
 
 def _drop_seen_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor) -> Tensor:
-    """Return a pass's new tokens (ids [B,Q] or embeddings), before it begins; drop from `call` those that its cache has read.
+    """Return a pass's new tokens (ids [B,Q] or embeddings), for `_begin_pass`; drop from `call` those that its cache has read.
 
     generate() may give the whole text to its first pass; it has noted in `request.reread_columns` how many columns are read.
     """
@@ -166,7 +166,7 @@ def _drop_seen_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor
 def _check_batch(
     decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, tokens: Tensor, state: PatchState
 ) -> Tensor | None:
-    """Check before a pass that its cache, rows and padding mask go together; return the mask [B,seen+Q], or None.
+    """Check, for `_begin_pass`, that its cache, rows and padding mask go together; return the mask [B,seen+Q], or None.
 
     `seen` is the number of columns that the cache has read. The copy of a prefix (a text read before, from which several texts
     start) has one row, which is repeated for each row of the batch.
@@ -195,7 +195,7 @@ def _is_by_hand(cache: EvictingCache, mask_BT: Tensor) -> bool:
 
 
 def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> Callable[[int], Any] | None:
-    """Return a function (number of positions -> table of rotary embeddings) that a pass calls for tables, as it begins.
+    """Return a function (number of positions -> table of rotary embeddings), or None, for `_begin_pass` and `compress_past`.
 
     It is needed where keys are cached unrotated (`renumbered`), and where a policy undoes rotations, to score keys by queries
     at later positions (its `lookahead`). None: neither is so.
@@ -209,7 +209,7 @@ def table_maker(decoder: nn.Module, state: PatchState, device: torch.device) -> 
 
 
 def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, state: PatchState) -> Changed:
-    """Begin a pass of continuous batching: one row with tokens of several requests, which have caches of their own.
+    """Begin a pass of continuous batching, for `_enter_decoder`: one row with tokens of several requests, each with its cache.
 
     pool: the running requests. Its next pass has parts: each is the tokens of some requests that share a cache. `call` (the
     decoder's arguments) gets a mask that carries the parts' caches to the attention layers.
@@ -234,7 +234,7 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
 
 
 def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> bool:
-    """Tell before a pass if the model's own code runs it: in training or without a cache, unless patched() got `block=`.
+    """Tell `_begin_pass` if the model's own code runs a pass: in training or without a cache, unless patched() got `block=`.
 
     Under policy "full", which changes no result, it also runs passes that an EvictingCache cannot: with another cache, with a
     mask that is not causal, or asked for attention matrices.
@@ -269,7 +269,7 @@ def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
 def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:
     """Begin a decode step that torch.compile traces or a CUDA graph captures: change `call` and `cache`; False if it cannot.
 
-    The pre-hook calls it. joined: rows of the cache are at different positions of their texts. renumbered: keys are cached
+    `before_decoder` calls it. joined: rows of the cache are at different positions of their texts. renumbered: keys are cached
     unrotated, and rotated to their rank among the keys held.
     """
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")

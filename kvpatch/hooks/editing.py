@@ -18,8 +18,8 @@ from .state import PatchState, switch_overrides
 def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[int, int], ids: Any, reread: int = 0) -> None:
     """Replace the tokens of a span (start, stop) of a cache's text by `ids`. All checks come before the cache changes.
 
-    Called by Patch.replace, and by a serving engine that keeps conversations. reader: the decoder. reread: number of tokens
-    after the span to read again.
+    `Patch.replace` calls it, and a serving engine that keeps conversations. Evicts the old tokens, moves later ones and reads
+    the new ones. reader: the decoder. reread: number of tokens after the span to read again.
     """
     refuse("replace", state.combine())
     ownership.check_own(cache, state)
@@ -41,8 +41,8 @@ def _read_edit(
 ) -> None:
     """Run the decoder over the tokens that replace a span, at positions `places_Q`; then sort each head's slots by position.
 
-    Called once the replaced tokens are gone. call: the decoder's arguments, which are updated. edit: where the new tokens begin
-    and end.
+    `replace_span` calls it once the replaced tokens are gone. call: the decoder's arguments, which are updated. edit: where the
+    new tokens begin and end.
     """
     tokens_BQ, before = call["input_ids"], cache.now  # no pass is running: None
     with torch.no_grad():

@@ -22,14 +22,14 @@ from .target import Target
 
 
 def save_cache(target: Target, state: PatchState, cache: Any, path: str | PathLike[str]) -> None:
-    """Check that a cache is the patch's own and its model unchanged, and write it to a file. Called by Patch.save_cache."""
+    """Check that a cache is the patch's own and its model unchanged, and write it to a file, for `Patch.save_cache`."""
     if state.lossless and cache is not None:  # for None the next line would make a new cache
         lossless_cache = lossless.own_lossless(cache, state)
         ownership.refuse_changed(lossless_cache.drafts, stamp_model(target.decoder))  # the budgeted cache knows the model
         return save_lossless(lossless_cache, check_path(path), target.identity())
     ownership.check_own(cache, state)
     ownership.refuse_changed(cache, stamp_model(target.decoder))
-    if cache.ids.offset:
+    if cache.ids.offset:  # positions are shifted after images
         raise KVPatchError(
             "This cache has read images, after which the model counts positions otherwise, and a file does not say how: keep "
             "the cache, or read the text and its images anew."
@@ -38,7 +38,7 @@ def save_cache(target: Target, state: PatchState, cache: Any, path: str | PathLi
 
 
 def load_cache(target: Target, state: PatchState, path: str | PathLike[str]) -> EvictingCache | LosslessCache:
-    """Fill a new cache of the patch from a file, and return it. Called by Patch.load_cache.
+    """Fill a new cache of the patch from a file, and return it, for `Patch.load_cache`; under lossless=True a LosslessCache.
 
     What the file does not hold is taken from the model: its stamp (a fingerprint), devices, and each layer's geometry.
     """

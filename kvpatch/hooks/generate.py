@@ -37,11 +37,11 @@ DEFAULT_LENGTH = 20  # new tokens of a generate() that is told no number
 
 
 def wrap_generate(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Make a patched model's generate(), which passes an EvictingCache to the unpatched one. Called when a model is patched."""
+    """Make a model's generate(), which passes an EvictingCache to the unpatched one, for `Installation._install_generate`."""
     steps = GenerateSteps(state)
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own generate() with an EvictingCache; after an error remove hooks that PEFT leaves."""
+        """Run the model's own generate() with an EvictingCache, for the user; after an error remove hooks that PEFT leaves."""
         if "_kvpatch" not in vars(self):  # a shallow copy of the model has kept this method after the block
             return own(self)(*args, **kwargs)
         try:
@@ -58,7 +58,8 @@ def _run_with_cache(
 ) -> Any:
     """Run the model's generate() once with an EvictingCache, unless its options ask for no cache or another kind.
 
-    Called by the wrapper of generate(). `cache.request` holds the lengths of prompt and answer until `_finish` clears them.
+    The wrapper of generate() calls it. Changes `kwargs`, the cache and the patch's log. `cache.request` holds the lengths of
+    prompt and answer until `_finish` clears them.
     """
     state = steps.state
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
@@ -115,12 +116,12 @@ def _run_with_cache(
 
 
 def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Wrap, at patching, the method by which generate() makes a cache, for calls past our wrapper: type(model).generate()."""
+    """Wrap generate()'s method that makes a cache, for `Installation._install_generate`: type(model).generate() calls it."""
 
     def _prepare_cache_for_generation(
         self: Any, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Put an EvictingCache into `model_kwargs` as generate() begins. Changes `generation_config`, generate()'s copy."""
+        """Put an EvictingCache into `model_kwargs` as generate() begins, which calls this. Changes its `generation_config`."""
         past = cache_of(model_kwargs)
         past = ownership.start_from_prefix(past, state) if isinstance(past, Prefix) else past
         if isinstance(past, LosslessCache):
@@ -143,7 +144,7 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
 
 
 def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState) -> None:
-    """Note a prompt's length in its cache if type(model).generate() was called; cleared when `config`, its copy, is freed."""
+    """Note a prompt's length in `cache.request` if type(model).generate() runs; cleared when its copy `config` is freed."""
     mask = model_kwargs.get("attention_mask")
     columns = mask_columns(config) if mask is None else mask.shape[1]
     if getattr(config, "is_assistant", False):
@@ -155,7 +156,7 @@ def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwarg
 
 
 def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
-    """Note in `cache.request`, before generate(), the columns up to the prompt's end: read before, PEFT's, and new ones."""
+    """Note in `cache.request`, for `_run_with_cache`, the columns up to the prompt's end: read before, PEFT's, and new ones."""
     columns, seen = given.whole or 0, given.seen  # of the whole text, if known; and those that the cache has read
     if not virtual:
         cache.request.prompt_len = columns
@@ -165,14 +166,14 @@ def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> 
 
 
 def _finish(cache: EvictingCache, state: PatchState) -> None:
-    """Clear what a generate() noted of its prompt in `cache.request`, and note its end time in the log; also after an error."""
+    """Clear `cache.request` for `_run_with_cache` when generate() has ended or failed, and note the end time in the log."""
     cache.request.prompt_len = cache.request.new_tokens = None
     cache.request.reread_columns = 0
     state.log.finish(cache)
 
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
-    """Return the cache of a generate() that begins, given `past`: None, an EvictingCache, or one filled without a patch."""
+    """Return the cache for a generate(): a new one for `past` None, a copy of an unpatched one, or `past`, an EvictingCache."""
     refuse("generate() of the class", state.combine())
     if past is None:
         text_config = model.config.get_text_config()
@@ -184,7 +185,7 @@ def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None)
 
 
 def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:
-    """Prepare an assistant model's cache before its generate() drafts: it records steps, to undo those of rejected tokens."""
+    """Prepare an assistant model's cache, for `_run_with_cache`: it records drafting steps, so that they can be undone."""
     cache.activate_past_recording()
     cache.request.drafts = True
     if columns is not None and cache.get_seq_length() >= columns:
@@ -195,7 +196,7 @@ def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:
 
 
 def _cache_parameter(run: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:
-    """Return the name under which generate() (`run`) takes a cache, to pass one to it; None: a custom generate() takes none."""
+    """Return the name under which `_run_with_cache` passes a cache to generate() (`run`); None: a custom one takes none."""
     if isinstance(kwargs.get("custom_generate"), str):
         return None
     parameters = inspect.signature(run).parameters
@@ -228,7 +229,7 @@ def _other_implementation(kwargs: dict[str, Any], *configs: Any) -> str | None:
 
 
 def _refuse_cache_implementation(kwargs: dict[str, Any], *configs: Any) -> None:
-    """Raise KVPatchError, before generate() runs, if another cache of transformers is asked for by name."""
+    """Raise KVPatchError, for `_run_with_cache`, if another cache of transformers is asked for by name."""
     implementation = _other_implementation(kwargs, *configs)
     if implementation is not None:
         instead = {
@@ -247,14 +248,14 @@ def _drafts_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
 
 
 def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
-    """Tell, before generate(), if it will compile the decode step: its cache then gets room for all new tokens at once."""
+    """Tell `_run_with_cache` if generate() will compile its steps: the cache then gets room for all new tokens at once."""
     if kwargs.get("disable_compile") or any(getattr(config, "disable_compile", None) for config in configs):
         return False
     return find_option("compile_config", kwargs, *configs) is not None
 
 
 def _refuse_checkpointing(model: Any) -> None:
-    """Raise KVPatchError before generate() if gradient checkpointing would take the cache away from the layers."""
+    """Raise KVPatchError, for `_run_with_cache`, if gradient checkpointing would take the cache away from the layers."""
     if model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise KVPatchError(
             "generate() of a model in training mode with gradient checkpointing, which takes caches away from its layers: call "
@@ -263,7 +264,7 @@ def _refuse_checkpointing(model: Any) -> None:
 
 
 def _virtual_tokens(model: Any) -> int:
-    """Count, for the prompt's length, the tokens that PEFT's prompt tuning puts before it in this generate(); 0 without it."""
+    """Count, for `_run_with_cache`, the tokens that PEFT's prompt tuning puts before the prompt; 0 without prompt tuning."""
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     config: Any = getattr(wrapper, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False):
@@ -273,7 +274,7 @@ def _virtual_tokens(model: Any) -> int:
 
 
 def _count_new(kwargs: dict[str, Any], configs: tuple[Any, ...], prompt: int) -> int | None:
-    """Return the number of new tokens as generate() will resolve it, to tell the cache before; None if no option says so."""
+    """Return the number of new tokens as generate() will resolve it, for `_run_with_cache`; None if no option says so."""
     new, longest = (find_option(name, kwargs, *configs) for name in ("max_new_tokens", "max_length"))
     if new is None and longest is not None:
         return max(int(longest) - prompt, 1)
@@ -281,7 +282,7 @@ def _count_new(kwargs: dict[str, Any], configs: tuple[Any, ...], prompt: int) ->
 
 
 def wrap_make_masks(previous: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Wrap, for a patched model, the method by which generate() makes masks before a step that may be compiled."""
+    """Wrap the method by which generate() makes masks for compiled steps, for `Installation._install_generate`."""
 
     def create_masks_for_generate(*args: Any, **kwargs: Any) -> Any:
         """Return, with an EvictingCache, a prompt's padding mask, or a step's last column of it: steps' shapes stay equal."""

@@ -39,7 +39,7 @@ class GenerateSteps:
     """CUDA graphs of generate()'s decode steps. One run at a time has them; a second thread's run calls the model."""
 
     def __init__(self, state: PatchState) -> None:
-        """Begin without a CUDA graph. Called when a patch wraps generate()."""
+        """Begin without a CUDA graph; `wrap_generate` calls it as a model is patched."""
         self.state, self._lock = state, threading.Lock()  # one generate() at a time uses the graphs
         self._graph: StepGraph | None = None
         self._described: object = None  # what `describe_model` returned when the graph was made
@@ -50,7 +50,7 @@ class GenerateSteps:
     def running(self, model: nn.Module, cache: EvictingCache) -> Iterator[None]:
         """Run generate()'s decode steps over `cache` by CUDA graphs inside the with-block, where model and patch allow graphs.
 
-        Inside, the model has `_call` as an attribute that generate() calls for its steps. If another thread's generate() is
+        `_run_with_cache` enters it. Inside, the model has `_call` as an attribute that generate() calls for its steps. If another thread's generate() is
         using the graphs, this one calls the model. At the end graphs are dropped until they fit the memory limit.
         """
         graph = None
@@ -70,7 +70,7 @@ class GenerateSteps:
             self._lock.release()
 
     def _find_graph(self, model: nn.Module) -> StepGraph | None:
-        """Return the model's graphs before a generate(); new ones if the model has changed, None if steps run without any.
+        """Return the model's graphs, for `running`; new ones if the model has changed, None if steps run without any.
 
         A change is another address, dtype or shape of a weight, another class of a module, or another attribute.
         """
@@ -90,7 +90,7 @@ class GenerateSteps:
         return self._graph
 
     def _call(self, model: nn.Module, graph: StepGraph, cache: EvictingCache, /, *args: Any, **inputs: Any) -> Any:
-        """Run one pass of generate(), which calls this for the model while `running`: by a graph if it is a decode step."""
+        """Run one pass of generate(), which calls this for the model in `running`: by a graph if it is a decode step."""
         # another cache than the one of this generate(), such as an assistant model's
         foreign = bool(args) or cache_of(inputs) is not cache
         reads = cache.seen < (cache.request.prompt_len or 0)  # a prompt in pieces, the last of which may be one token
@@ -99,7 +99,7 @@ class GenerateSteps:
         return type(model).__call__(model, *args, **inputs) if output is None else output
 
     def _step_by_graph(self, graph: StepGraph, inputs: dict[str, Tensor], cache: EvictingCache) -> ModelOutput | None:
-        """Run a decode step of generate() by a CUDA graph, captured first if need be; return the output. None: not run."""
+        """Run a decode step by a CUDA graph, captured first if need be, for `_call`; return the output. None: not run."""
         replays = graph.replays
         try:
             logits = graph.step(inputs, cache)
@@ -120,7 +120,7 @@ class GenerateSteps:
         return output
 
     def _run_model(self, model: weakref.ref[nn.Module], **call: Any) -> ModelOutput:
-        """Call the model for a step that a graph traces or captures, and keep the whole output: a graph has logits alone."""
+        """Call the model for `StepGraph._call_model`, and keep its output in `_output`: a graph returns logits alone."""
         alive = model()
         assert alive is not None, "it generates"
         self._output = alive(**call, return_dict=True)
@@ -128,7 +128,7 @@ class GenerateSteps:
 
 
 def _take_inputs(inputs: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """Return the tensors that a graph needs for a call by generate(); None if it is no plain step of one token per row."""
+    """Return the tensors that a graph needs, for `GenerateSteps._call`; None if it is no plain step of one token per row."""
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     others = any(value is not None and value is not False for name, value in inputs.items() if name not in INPUTS)
     if others or ids is None or ids.shape[1:] != (1,) or inputs.get("use_cache") is False:
@@ -145,8 +145,8 @@ def _take_inputs(inputs: Mapping[str, Any]) -> dict[str, Tensor] | None:
 def describe_model(model: nn.Module, device: torch.device, changing: Mapping[str, object]) -> object:
     """Describe all of a model that a captured step takes for constant; None if a graph would skip code that must run each step.
 
-    Compared before each generate(): graphs of a model that has changed are dropped. changing: names of attributes that passes
-    change themselves.
+    `GenerateSteps._find_graph` compares it before each generate(): graphs of a model that has changed are dropped. changing:
+    names of attributes that passes change themselves.
     """
     # someone watches all modules or operations of the process (a profiler, say), and would see nothing of a replayed step
     watched = (
@@ -166,7 +166,7 @@ def describe_model(model: nn.Module, device: torch.device, changing: Mapping[str
 
 
 def _only_computes(module: nn.Module) -> bool:
-    """Tell, before generate(), if graphs may skip a module's Python code: its class, forwards and hooks are known packages'."""
+    """Tell `describe_model` if graphs may skip a module's Python code: its class, forwards and hooks are known packages'."""
     attributes = vars(module)
     code = [type(module), type(module).forward, attributes.get("forward"), attributes.get("_old_forward")]
     hooks = [*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()]
@@ -174,7 +174,7 @@ def _only_computes(module: nn.Module) -> bool:
 
 
 def _describe(value: object) -> object:
-    """Return a module's attribute in a form to compare before a later generate(): values and containers, else the id."""
+    """Return a module's attribute in a form that `describe_model` can compare later: values and containers, else the id."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

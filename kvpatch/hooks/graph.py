@@ -50,7 +50,7 @@ class _Captured:
     """
 
     def __init__(self, recorder: Recorder, cache: EvictingCache, inputs: Inputs) -> None:
-        """Note a cache's tensors, and copy a step's inputs to memory of their own, before the step is captured."""
+        """Note a cache's tensors, and copy a step's inputs to memory of their own, for `StepGraph._capture`."""
         self.recorder, self.tensors = recorder, [holder[name] for holder, name in _places(cache)]
         self.owner, self.inputs = weakref.ref(cache), {name: tensor.clone() for name, tensor in inputs.items()}
         self.logits: Tensor  # from the capture on
@@ -74,7 +74,7 @@ class _Captured:
         return self.owner() is cache and all(holder[name] is tensor for (holder, name), tensor in pairs)
 
     def take_in(self, cache: EvictingCache) -> None:
-        """Move a cache's tensors into the graph's memory before it is replayed on them; the cache there before gets copies."""
+        """Copy a cache's tensors into the graph's memory, for `_find_captured`; the cache that was there gets clones."""
         before = self.owner()
         if before is not None and before is not cache:
             before.drop_stack(due=before.stacked)
@@ -89,7 +89,7 @@ class _Captured:
         self.owner = weakref.ref(cache)
 
     def replay(self, inputs: Inputs, cache: EvictingCache) -> None:
-        """Run the captured step on new inputs. It advances counters on the device; the host's are marked as stale."""
+        """Run the captured step on new inputs, for `step`. It advances counters on the device; the host's are marked stale."""
         for name, tensor in inputs.items():
             self.inputs[name].copy_(tensor)
         cache.counters.stale, self.left = True, self.left - 1
@@ -114,7 +114,7 @@ class StepGraph:
         make: Callable[[torch.device], Recorder] = CudaRecorder,
         limit: int = sys.maxsize,
     ) -> None:
-        """Begin without a graph; called by `graph()` below and by generate_steps.py. make: returns a device's recorder."""
+        """Begin without a graph, for `graph` and `GenerateSteps._find_graph`. make: returns a device's Recorder of graphs."""
         self.model, self.state, self.make, self.limit = model, state, make, limit
         self.cache_name = cache_argument(type(model).forward if isinstance(model, nn.Module) else model)
         self.captures = self.replays = 0
@@ -139,7 +139,8 @@ class StepGraph:
     def step(self, inputs: Inputs, cache: EvictingCache) -> Tensor | None:
         """Run a step by a graph, and return its logits [B,1,V]; None if the caller must call the model.
 
-        Changes the cache. inputs: input_ids [B,1], and position_ids where they are not the cache's next ones.
+        `__call__` and `GenerateSteps._step_by_graph` call it; the cache takes up the token. inputs: input_ids [B,1], and
+        position_ids where they are not the cache's next ones.
         """
         with torch.inference_mode(False), torch.no_grad():
             captured = self._newest
@@ -173,7 +174,7 @@ class StepGraph:
         self.drop()
 
     def _find_captured(self, inputs: Inputs, cache: EvictingCache) -> _Captured | None:
-        """Find or capture the graph for a step, and move the cache's tensors into it; None: the caller runs the step itself.
+        """Find or capture the graph for `step`, and move the cache's tensors into it; None: the caller runs the step itself.
 
         None for the first step of a kind (with these shapes and `_facts`), and after a failed capture, the last one tried.
         """
@@ -204,7 +205,7 @@ class StepGraph:
             self._drop_oldest()
 
     def _capture(self, inputs: Inputs, cache: EvictingCache) -> _Captured:
-        """Capture a decode step as a CUDA graph, without running it. Called for the second step of a kind."""
+        """Capture a decode step as a CUDA graph, without running it, for `_find_captured`, at the second step of a kind."""
         cache.drop_stack(due=cache.stacked)  # the graph keeps tensors' addresses: layers must not be views of a stacked one
         captured = _Captured(self.make(inputs["input_ids"].device), cache, inputs)
 
@@ -216,7 +217,7 @@ class StepGraph:
         return captured
 
     def _trace(self, inputs: Inputs, cache: EvictingCache) -> Tensor:
-        """Run the first step of a kind as it will be captured, to compile all before. An error leaves the cache unusable."""
+        """Run the first step of a kind for `step`, as it will be captured: kernels get compiled. Errors mark the cache broken."""
         try:
             return self._call_model(inputs, cache, capturing=True)
         except NotCaptured:
@@ -237,7 +238,7 @@ class StepGraph:
             self.state.capturing.cache = None
 
     def _count_steps(self, cache: EvictingCache, ids_B1: Tensor) -> int:
-        """Return how many steps can be replayed before the cache needs a check: until buffers move or positions end; or 0."""
+        """Return, for `step`, how many steps can be replayed until buffers move, positions end or the tape is full; or 0."""
         # not captured: ranks of keys, which differ each step; rows at different positions; casts of weights under autocast
         varies = cache.settings.renumbered or cache.rows.joined or is_autocasting(ids_B1.device.type)
         if varies or ids_B1.ndim != 2 or not compiled.can_trace(cache, *ids_B1.shape):
@@ -251,7 +252,7 @@ class StepGraph:
 
 
 def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGraph:
-    """Make the StepGraph of a model on a CUDA device. Called by Patch.graph.
+    """Make the StepGraph of a model on a CUDA device, for `Patch.graph`; nothing is captured yet.
 
     Raises:
         KVPatchError: there is no CUDA device, the model is on several, it is a hybrid, or it takes no position_ids.
@@ -272,7 +273,7 @@ def _shapes(inputs: Inputs) -> tuple[object, ...]:
 
 
 def _positions(cache: EvictingCache, B: int) -> Tensor:
-    """Return the next token's positions [B,1] as a tensor, for a captured step: the model would compute them on the host."""
+    """Return the next token's positions [B,1], for `StepGraph._call_model`: the model would compute them on the host."""
     if not cache.rows.by_columns:  # True: positions count padding columns, as in the unpatched model
         return cache.next_positions()
     return cache.counters.tensors.columns.expand(B, 1).clone()
@@ -285,10 +286,10 @@ def _places(cache: EvictingCache) -> list[Place]:
 
 
 def _facts(cache: EvictingCache) -> object:
-    """Return what a step captured as a graph takes for constant, such as shapes; steps with equal facts share a graph."""
+    """Return what a captured step takes for constant, such as shapes, for `_find_captured`; equal facts share a graph."""
     facts: list[object] = [type(layer.mode) for layer in cache.layers]
-    for holder in compiled.list_holders(cache):
-        for name in sorted(holder):  # attributes of one object that holds tensors
+    for holder in compiled.list_holders(cache):  # the attributes of each object of the cache that holds tensors
+        for name in sorted(holder):
             value = holder[name]
             if isinstance(value, Tensor):
                 facts.append((name, tuple(value.shape), value.stride(), value.dtype, value.device))

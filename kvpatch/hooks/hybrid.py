@@ -23,7 +23,7 @@ from ..errors import KVPatchError
 def stack_of(decoder: Any) -> Stack | None:
     """Return the layer numbers of a hybrid decoder that attend and that keep a recurrent state; None for other decoders.
 
-    Read from the empty cache that transformers makes for its configuration, before a patch is installed.
+    `Target.find` calls it before a model is patched. Read from the empty cache that transformers makes for its configuration.
 
     Raises:
         KVPatchError: the model brings a cache class of its own, or this transformers is too old for its states.
@@ -48,7 +48,7 @@ def stack_of(decoder: Any) -> Stack | None:
 def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | None:
     """Return the Stack with `readers`: layers that have no keys and use another layer's. Unchanged if every layer has keys.
 
-    Called before a patch is installed. stack: which layers of a hybrid attend or keep a state; None for other decoders.
+    `Target.find` calls it before a model is patched. stack: which layers of a hybrid attend or keep a state; None for other decoders.
     numbers: layer number of each attention module.
     """
     sources = {module: source_of(module, list(numbers)) for module in numbers}
@@ -63,7 +63,7 @@ def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | 
 def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[nn.Module, int]:
     """Return each attention module's layer number, which orders cache layers: `layer_idx`, or the place in the module list.
 
-    Called before a model is patched.
+    `Target.find` calls it before a model is patched.
     """
     names, numbers = {module: name for name, module in decoder.named_modules()}, dict[nn.Module, int]()
     for attn in attentions:
@@ -75,7 +75,7 @@ def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[n
 def find_state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn.Module]) -> dict[int, nn.Module]:
     """Return, by layer number, the module that keeps the recurrent state of each such layer of a hybrid.
 
-    Called to find their devices, and to measure their rounding. Of nested modules with one `layer_idx` the innermost is
+    `Target.state_devices` calls it, and `Target.list_mixers` to measure their rounding. Of nested modules with one `layer_idx` the innermost is
     returned.
     """
     numbers, found = dict(stack.states), dict[int, nn.Module]()
@@ -87,7 +87,7 @@ def find_state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn
 
 
 def _refuse_own_cache(decoder: nn.Module) -> None:
-    """Raise KVPatchError before a hybrid is patched whose Python module defines a cache: ours lacks its methods."""
+    """Raise KVPatchError, for `stack_of`, for a hybrid whose Python module defines a cache: ours lacks its methods."""
     home = source_module(decoder)
     defined = [kind.__name__ for kind in vars(home).values() if isinstance(kind, type) and kind.__module__ == home.__name__]
     caches = [name for name in defined if issubclass(getattr(home, name), Cache)]

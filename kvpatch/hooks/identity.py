@@ -25,9 +25,9 @@ FEW = 16  # numbers of each weight that are looked at
 
 
 def stamp_model(decoder: nn.Module) -> ModelStamp:
-    """Make a decoder's stamp: a fingerprint by which a cache knows the model that has read it. Called before each prompt.
+    """Make a decoder's stamp: a fingerprint by which a cache knows the model that has read it. Changes nothing.
 
-    It holds PEFT's active adapters, and of the weights the layout, torch's counters of changes in place and first numbers.
+    `check_reader` calls it before each prompt, others for files and prefixes. It holds PEFT's active adapters, and of the weights the layout, torch's counters of changes in place and first numbers.
     """
     weights, tuned = _walk_modules(decoder)
     versions, first_numbers = list[int](), dict[Any, list[Tensor]]()  # the latter by device and dtype
@@ -51,9 +51,8 @@ _PLAIN = (nn.Parameter, Tensor)
 def _walk_modules(decoder: nn.Module) -> tuple[list[Tensor], list[nn.Module]]:
     """Return a decoder's parameters, and those of its modules that have PEFT's adapters.
 
-    Called for files, and whenever the model's stamp is made, as before each prompt: a fingerprint that shows if another model
-    has read a cache, or this one has changed since. There are no parameters if FSDP or DeepSpeed shard them: they are elsewhere
-    between passes.
+    `describe_weights` calls it for files, `stamp_model` before each prompt, to show if another model has read a cache, or this
+    one has changed since. There are no parameters if FSDP or DeepSpeed shard them: they are elsewhere between passes.
     """
     weights, tuned, unvisited, sharded = list[Tensor](), list[nn.Module](), [decoder], False
     while unvisited:  # nn.Module.modules() takes several times as long
@@ -77,7 +76,7 @@ def _find_traits(kind: Any) -> tuple[bool, bool]:
 
 
 def _read_first(part: Tensor) -> Tensor:
-    """Return a view of a tensor's first FEW numbers: a model's stamp (fingerprint) has those of each weight."""
+    """Return a view of a tensor's first FEW numbers, for `stamp_model`: a model's fingerprint has those of each weight."""
     if part.is_contiguous():
         return part.as_strided((min(part.numel(), FEW),), (1,))
     return part[(0,) * (part.ndim - 1)][:FEW]
@@ -89,8 +88,8 @@ def _read_first(part: Tensor) -> Tensor:
 def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
     """Return the names of PEFT's active adapters, and a hash of which ones are active in which module, with which scale.
 
-    Called as a model's fingerprint is made: before each prompt, and for files. tuned: modules that have adapters. If generate()
-    was given adapter_names, the names are one for each row, and the hash is 0.
+    `stamp_model` calls it before each prompt, `describe_weights` for files. tuned: modules that have adapters. If generate() was
+    given adapter_names, the names are one for each row, and the hash is 0.
     """
     rows = next((names for module in tuned if (names := adapter_names(module)) is not None), None)
     if rows is not None:
@@ -101,7 +100,7 @@ def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
 
 
 def _list_acting(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """Return the adapters of PEFT that change what a module computes now, each with its scale, for the model's fingerprint."""
+    """Return the adapters of PEFT that change what a module computes now, each with its scale, for `_list_adapters`."""
     attributes = vars(module)
     if attributes.get("_disable_adapters", False):
         return ()
@@ -118,7 +117,10 @@ def _list_acting(module: nn.Module) -> tuple[tuple[str, object], ...]:
 
 
 def adapter_names(module: nn.Module) -> list[str] | None:
-    """Return each row's adapter in the running pass, if generate() or a forward was given PEFT's adapter_names; else None."""
+    """Return each row's adapter in the running pass, if generate() or a forward was given PEFT's adapter_names; else None.
+
+    `_list_adapters` and `_refuse_mixed` call it. PEFT keeps these names in a hook of each module while the pass runs.
+    """
     for hook in module._forward_pre_hooks.values():
         names = hook.keywords.get("adapter_names") if isinstance(hook, functools.partial) else None
         if names is not None:
@@ -129,7 +131,7 @@ def adapter_names(module: nn.Module) -> list[str] | None:
 def remove_adapter_hooks(model: nn.Module) -> None:
     """Remove the hooks of PEFT's adapter_names, which PEFT leaves on the model after an error: later calls would fail.
 
-    Called after a generate() that raised, for a model of which no forward is running.
+    The wrapper that `wrap_generate` makes calls it after a generate() that raised; no forward of the model is running then.
     """
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
@@ -142,7 +144,7 @@ def remove_adapter_hooks(model: nn.Module) -> None:
 
 
 def describe_weights(decoder: nn.Module) -> dict[str, Any]:
-    """Describe a model's weights, to note in a calibration's or cache's file or to compare with it.
+    """Describe a model's weights, for `Target.identity`, which notes them in a calibration's or cache's file or compares them.
 
     The result has a hash of the first numbers of each weight, the quantization and the active adapters.
     """

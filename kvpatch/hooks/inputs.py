@@ -36,8 +36,8 @@ MISPLACED = (
 def refuse_misspelt_arguments(known: Sequence[str], options: dict[str, Any], arguments: Sequence[str]) -> None:
     """Raise KVPatchError for an option of patched() that is another library's name of an argument, or looks misspelt.
 
-    Called before the model is patched. Other unknown options are left to the policy. known: names of its options; arguments:
-    those of patched() itself.
+    `policy_of` calls it before the model is patched. Other unknown options are left to the policy. known: names of its options;
+    arguments: those of patched() itself.
     """
     for name in [name for name in options if name not in known]:
         if name in BUDGETS:
@@ -53,7 +53,7 @@ def refuse_misspelt_arguments(known: Sequence[str], options: dict[str, Any], arg
 
 
 def _as_k(name: str, value: object) -> str:
-    """Return, for an error, the advice to write k= for another library's option of a budget; "" if its value is none."""
+    """Return the advice to write k= for another library's option, for the error above; "" if `value` is no budget."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     if name == "compression_ratio":
@@ -64,7 +64,7 @@ def _as_k(name: str, value: object) -> str:
 def find_tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
     """Return the input_ids [B,Q] or inputs_embeds [B,Q,E] of a pass to begin; raise KVPatchError if they cannot be read.
 
-    call: the decoder's arguments. None if there are both or neither: the model itself raises the right error.
+    `_begin_pass` and `begin_replay` call it before a pass. call: the decoder's arguments. None if there are both or neither: the model itself raises the right error.
     """
     ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
     if (ids is None) == (embeds is None):
@@ -97,7 +97,7 @@ def find_tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
 
 
 def refuse_pass(call: dict[str, Any], decoder: Any) -> None:
-    """Raise KVPatchError before a pass that reads a text both ways, brings an encoder's states, or asks for all keys."""
+    """Raise KVPatchError, for `_begin_pass`, if a pass reads a text both ways, brings an encoder's states or wants all keys."""
     if call.get("return_shared_kv_states"):
         raise KVPatchError(
             "return_shared_kv_states=True: under a budget no pass has the keys and values of all tokens, so there are none to "
@@ -123,7 +123,8 @@ def reads_both_ways(call: dict[str, Any], decoder: Any) -> bool:
 def check_padding_mask(mask: object, B: int) -> Tensor | None:
     """Return the caller's attention_mask [B,T] of a pass, or None; raise KVPatchError if it is no padding mask.
 
-    Called before the pass begins. Numbers are checked here on the CPU alone; on a GPU the host reads a prompt's later.
+    `_check_batch` and `begin_replay` call it before the pass begins. Numbers are checked here only for a mask on the CPU
+    (`at_hand`), since reading one from a GPU waits for it; there the host reads a prompt's mask later.
     """
     if mask is None:
         return None
@@ -142,7 +143,7 @@ def check_padding_mask(mask: object, B: int) -> Tensor | None:
 
 
 def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
-    """Raise KVPatchError before a pass with padding between a row's tokens: a hybrid's recurrent layers would read it."""
+    """Raise KVPatchError, for `_check_batch`, if there is padding between a row's tokens, which recurrent layers would read."""
     stack = None if cache.settings.transparent else cache.settings.stack  # policy "full" does as the unpatched model
     if mask_BT is None or stack is None or not stack.states or not (Q > 1 or at_hand(mask_BT)):
         return
@@ -158,7 +159,7 @@ def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
 def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
     """Mark rows of padding alone as tokens, in the mask of a pass that keeps no cache; a cache refuses rows without a token.
 
-    Called before such a pass. Nobody reads their outputs, and no label counts them: the unpatched model computes some too.
+    `_check_batch` calls it before such a pass. Returns a new mask. Nobody reads their outputs, and no label counts them: the unpatched model computes some too.
     """
     return None if mask_BT is None else mask_BT.masked_fill(~mask_BT.bool().any(-1, keepdim=True), 1)
 
@@ -166,8 +167,8 @@ def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
 def drop_read(call: dict[str, Any], again: int, Q: int) -> Tensor:
     """Leave out of a pass that begins the first `again` of its Q columns, which its cache has read; return the tokens left.
 
-    Assisted decoding gives its first pass the whole text, whatever the cache holds. call: the decoder's arguments, which are
-    updated.
+    `_drop_seen_tokens` and `begin_pass` call it, as assisted decoding gives its first pass the whole text, whatever the cache
+    holds. call: the decoder's arguments, of which token ids, embeddings and position_ids are cut.
 
     Raises:
         KVPatchError: an argument of the model's own has as many columns, or drafts are made from hidden states of all of them.
@@ -194,7 +195,7 @@ def drop_read(call: dict[str, Any], again: int, Q: int) -> Tensor:
 
 
 def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
-    """Raise KVPatchError before a pass for position_ids of another shape or dtype.
+    """Raise KVPatchError before a pass for position_ids of another shape or dtype, for `check_places` and `begin_replay`.
 
     learned: they index the model's table of positions, so none may be negative.
     """
@@ -215,7 +216,8 @@ def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
 def refuse_packed_rows(call: dict[str, Any]) -> None:
     """Raise KVPatchError before a pass with several texts in a row, which transformers tells by position_ids that begin anew.
 
-    transformers does so in a pass without a cache and without a mask; a budget is of one text. call: the decoder's arguments.
+    `check_places` calls it. transformers takes texts as packed in a pass without a cache and without a mask; a budget is of one
+    text. call: the decoder's arguments; cu_seq_lens_q among them are the packed texts' borders.
     """
     given, lengths = call.get("position_ids"), call.get("cu_seq_lens_q")
     if cache_of(call) is not None or call.get("attention_mask") is not None:
@@ -232,7 +234,7 @@ def refuse_packed_rows(call: dict[str, Any]) -> None:
 def refuse_switch(model: Any, prompt: int, new: int) -> None:
     """Raise KVPatchError before assisted decoding if the model would drop its cache on the way, to read the text anew.
 
-    Phi 3 does at the length where it takes other rotary frequencies (longrope): such models define how they prepare inputs.
+    `_run_with_cache` calls it. Phi 3 does at the length where it takes other rotary frequencies (longrope): such models define how they prepare inputs.
     prompt, new: numbers of tokens in the prompt, and to be generated.
     """
     prepares_itself = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
@@ -267,8 +269,9 @@ def give_position_ids(
 ) -> None:
     """Give a decoder the position_ids of Q new tokens per row, because its own would be equal for all rows.
 
-    Called before a pass over joined caches, whose rows have texts of different lengths. call: the decoder's arguments, which
-    are updated. known: names of its parameters. positions_fixed: the reason that it ignores position_ids, or None.
+    `check_places` and `_begin_step` call it before a pass over joined caches, whose rows have texts of different lengths. call:
+    the decoder's arguments, which get "position_ids", also in place of 3-dimensional ones. known: names of its parameters, and
+    nothing changes without position_ids among them. positions_fixed: the reason that it ignores position_ids, or None.
 
     Raises:
         KVPatchError: the caller gave other position_ids, or the decoder ignores them.

@@ -54,7 +54,7 @@ class Installation:
         return any(vars(module).get("_kvpatch") is mark for module, mark in self.marked)
 
     def install(self) -> None:
-        """Change the model where a patch comes into force; if that fails or is interrupted, the model is as before.
+        """Change the model, for `Patch.install`; if that fails or is interrupted, the model is as before.
 
         Raises:
             KVPatchError: the model is patched already.
@@ -68,7 +68,8 @@ class Installation:
     def _change_model(self, target: Target) -> None:
         """Replace the attention modules' forwards, hook the decoder and the models around it, and wrap generate().
 
-        Called once by `install`. Each change is noted in its module's mark before it is made, so that `restore` undoes it.
+        `install` calls it once. Each change is noted in its module's mark (the list of its undos) before it is made, so that
+        `restore` undoes it.
         """
         state = self.state
         # attention modules. reads: the module has no keys, and uses those of `layer`
@@ -102,7 +103,7 @@ class Installation:
             self._install_generate(generator, self._mark_module(generator))
 
     def _install_generate(self, generator: nn.Module, mark: Mark) -> None:
-        """Wrap a model's generate() and the methods that it calls, when it is patched; drop what it has compiled before."""
+        """Wrap a model's generate() and methods that it calls, for `_change_model`; drop what the model has compiled before."""
         state, changes = self.state, dict[str, object]()  # new values of the model's attributes; MISSING removes one
         originals = {name: own_method(generator, name, vars(generator).get(name)) for name in METHODS}
         changes["generate"] = MethodType(wrap_generate(originals["generate"], state), generator)
@@ -131,7 +132,7 @@ class Installation:
     def _mark_module(self, module: nn.Module) -> Mark:
         """Return a module's mark, the list of its changes and their undo; a first call sets a new one as `_kvpatch`.
 
-        Called at installation before a module is changed.
+        `_change_model` calls it before it changes a module.
         """
         for marked_module, mark in self.marked:
             if marked_module is module:
@@ -145,8 +146,8 @@ class Installation:
     def restore(self) -> None:
         """Put the model back, newest change first; modules that another call has restored stay as they are.
 
-        Called when the patch is removed, or its installation failed. An interrupt is raised after everything is restored; the
-        undo that it stopped is run again.
+        `Patch.restore` calls it when the patch is removed, `install` if it failed. An interrupt is raised after everything is
+        restored; the undo that it stopped is run again.
         """
         raised: BaseException | None = None
         failures = 0
@@ -169,9 +170,9 @@ class Installation:
 
 
 def _skip_undo(marked: list[tuple[nn.Module, Mark]]) -> None:
-    """Drop the undo (function that takes a change back) at which `restore` failed twice, so that it goes on with the others.
+    """Drop the undo (function that takes a change back) at which `Installation.restore` failed twice, so that it can go on.
 
-    It is the newest of the last module of `marked`; the module is dropped if it has no undo left.
+    It is the newest undo of the last module of `marked`, which is changed in place; a module without undos is dropped itself.
     """
     if marked[-1][1].undo:
         marked[-1][1].undo.pop()
@@ -182,8 +183,8 @@ def _skip_undo(marked: list[tuple[nn.Module, Mark]]) -> None:
 def unmark_module(module: nn.Module, mark: Mark) -> None:
     """Undo the changes of a patch to a module, newest first, and take its mark off; nothing if it has another mark or none.
 
-    A mark lists a module's changes with their undo. Called when a patch is removed, and by unpatch(). If interrupted, call it
-    again: the change that was being undone is undone once more, which every undo allows.
+    A mark lists a module's changes with their undo. `Installation.restore` calls it when a patch is removed, and so does
+    unpatch(). If interrupted, call it again: the change that was being undone is undone once more, which every undo allows.
     """
     attributes = vars(module)
     if attributes.get("_kvpatch") is not mark:

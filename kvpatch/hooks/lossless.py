@@ -53,8 +53,8 @@ def new_cache(state: PatchState) -> LosslessCache:
 def check_lossless(lossless: object, folder: object) -> Offload | None:
     """Return where a lossless patch keeps the keys and values of all tokens; None for a patch that is not lossless.
 
-    Called when patched() is. lossless, folder: `lossless` and `offload_folder` of patched(). A lossless patch drafts tokens
-    from a budgeted cache, and verifies them with the full one.
+    `patched` calls it for its arguments: lossless, folder are its `lossless` and `offload_folder`. A lossless patch drafts
+    tokens from a budgeted cache, and verifies them with the full one.
 
     Raises:
         KVPatchError: they are no truth value and no folder, or a folder is given to a patch that is not lossless.
@@ -76,7 +76,9 @@ def check_lossless(lossless: object, folder: object) -> Offload | None:
 
 
 def own_lossless(past: object, state: PatchState) -> LosslessCache:
-    """Return the caller's cache `past` of a lossless patch, or a new one for None, before it is read, filled or saved.
+    """Return the caller's cache `past` of a lossless patch, or a new one for None, before it is filled or saved.
+
+    `_enter_decoder`, `generate` and `save_cache` call it, and `Patch.new_cache` for a new one.
 
     Raises:
         KVPatchError: it is another kind of cache, or of another patch.
@@ -97,8 +99,8 @@ def own_lossless(past: object, state: PatchState) -> LosslessCache:
 def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, state: PatchState) -> EvictingCache:
     """Begin a pass over a lossless cache: it attends to all tokens' entries, and refills `drafts`, which this returns.
 
-    Called by the decoder's pre-hook. Entries are keys and values, kept on the host; `drafts` is the budgeted cache, from which
-    tokens are drafted. reader: the decoder. call: its changed arguments.
+    The decoder's pre-hook (`_enter_decoder`) calls it. Entries are keys and values, kept on the host; `drafts` is the budgeted
+    cache, from which tokens are drafted. reader: the decoder. call: its arguments, which get `drafts` as their cache.
     """
     tokens = call.get("input_ids")
     if tokens is None or tokens.shape[0] != 1:
@@ -119,14 +121,17 @@ def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, st
 
 
 def check_room(reader: nn.Module, tokens_1N: Tensor, cache: LosslessCache, state: PatchState) -> None:
-    """Raise KVPatchError, before tokens are read, unless the host has room for their entries."""
+    """Raise KVPatchError unless the host has room for the tokens' keys and values; `begin_pass` asks before each pass."""
     numbers = sum(shape.heads * (shape.key + shape.value) for shape in state.shapes)
     device = tokens_1N.device
     cache.check_room(tokens_1N.shape[1], numbers * keys_dtype(reader, device.type).itemsize, device)
 
 
 def end_pass(output: Any, cache: LosslessCache) -> Any:
-    """End a pass over a lossless cache after the decoder has run; return its output with `cache` in place of `cache.drafts`."""
+    """End a pass over a lossless cache, for `after_decoder`; return the output with `cache` in place of `cache.drafts`.
+
+    A dictionary of outputs is changed in place. `LosslessCache.end` takes in the pass's tokens.
+    """
     cache.end()
     if isinstance(output, tuple):
         return tuple(cache if part is cache.drafts else part for part in output)
@@ -140,7 +145,7 @@ def end_pass(output: Any, cache: LosslessCache) -> Any:
 
 
 def _check_rotations(model: Any, prompt: int, longest: int) -> None:
-    """Raise KVPatchError, before generate(), if rotary frequencies change within prompt and answer: stored keys would not."""
+    """Raise KVPatchError, for `generate`, if rotary frequencies change within prompt and answer: stored keys would not."""
     limit = switch_length(model)
     if limit is None or longest - 1 <= limit:  # the last token is not read
         return
@@ -153,7 +158,7 @@ def _check_rotations(model: Any, prompt: int, longest: int) -> None:
 
 
 def _check_processors(processors: Iterable[Any]) -> None:
-    """Raise KVPatchError, before generate(), for a logits processor with a state: tokens of rejected drafts would change it."""
+    """Raise KVPatchError, for `generate`, for a logits processor with a state: tokens of rejected drafts would change it."""
     for one in processors:
         if isinstance(one, STATEFUL):
             raise KVPatchError(
@@ -169,7 +174,7 @@ class Drafter(CandidateGenerator):
     """
 
     def __init__(self, model: Any, cache: LosslessCache, processors: Any, config: GenerationConfig, state: PatchState) -> None:
-        """Begin the drafts of one generate(), the first of FIRST tokens. processors: its processors of logits, or None."""
+        """Begin the drafts of one generate(), which makes it by `_get_candidate_generator`. processors: of logits, or None."""
         self.model, self.cache, self.processors, self.state = model, cache, processors, state
         self.samples = bool(config.do_sample)
         self.longest: int = config.max_length  # tokens of prompt and answer
@@ -181,7 +186,8 @@ class Drafter(CandidateGenerator):
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """Draft tokens that follow input_ids [1,N]; return [1,N+g], and if sampled the logits [1,g,V] they were drawn from.
 
-        Called by transformers before each verifying pass. The budgeted cache reads the drafted tokens.
+        transformers' assisted decoding calls it before each verifying pass. The budgeted cache reads the drafted tokens. There
+        is no draft before a full pass has read the text, nor after TRIES drafts in vain: input_ids come back.
         """
         n_text, self.drafted, drafts = input_ids.shape[1], 0, self.cache.drafts
         n_wanted = min(self.length, self.longest - n_text - 1)
@@ -201,7 +207,10 @@ class Drafter(CandidateGenerator):
         return text, torch.stack(logits, 1) if self.samples and logits else None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Count the accepted tokens; make the next draft longer if all were, else shorter. Runs after each verifying pass."""
+        """Count the accepted tokens (num_matches); make the next draft longer if all were, else shorter; end drafts in vain.
+
+        transformers' assisted decoding calls it after each verifying pass.
+        """
         accepted, verified = int(num_matches), self.cache.verified  # `verified`: counts for the report
         if not self.drafted:
             return
@@ -214,10 +223,10 @@ class Drafter(CandidateGenerator):
 
 
 def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Wrap, at patching for lossless=True, the method by which generate() makes the object that drafts tokens."""
+    """Wrap generate()'s method that makes the object that drafts tokens, for `Installation._install_generate` if lossless."""
 
     def _get_candidate_generator(self: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
-        """Return what drafts in assisted decoding: a Drafter for a lossless cache, else the model's own object."""
+        """Return, for generate(), what drafts in assisted decoding: a Drafter for a lossless cache, else the model's object."""
         cache = cache_of(kwargs["model_kwargs"])
         if not isinstance(cache, LosslessCache):
             return own(self)(generation_config=generation_config, **kwargs)
@@ -248,7 +257,7 @@ def generate(
     taken_as: str,
     strings: str | list[str] | None,
 ) -> Any:
-    """Run generate() of a lossless patch once, by transformers' loop that drafts and verifies; its wrapper calls this.
+    """Run generate() of a lossless patch once, by transformers' loop that drafts and verifies, for `_run_with_cache`.
 
     run: the unpatched generate(); args, kwargs: its arguments. given: the ids among them. taken_as: name of its argument for a
     cache. strings: texts at which to stop, from the arguments or a configuration.

@@ -23,7 +23,8 @@ def has_offsets(model: nn.Module | None) -> bool:
 def note_offsets(model: nn.Module, cache: EvictingCache, B: int, device: torch.device) -> None:
     """Copy `rope_deltas` [B,1] from the model around the decoder to `cache.ids` as a pass begins; 0 for a text without images.
 
-    Models that read images keep it: an image takes fewer positions than tokens, and this is the difference for later tokens.
+    `_begin_pass` calls it. Models that read images keep it: an image takes fewer positions than tokens, and this is the
+    difference for later tokens. A model without the attribute changes nothing.
     """
     if not has_offsets(model):
         return
@@ -49,7 +50,8 @@ def forget_offsets(model: Any) -> None:
 def give_back_offsets(model: nn.Module, cache: EvictingCache, B: int | None) -> None:
     """Set a cache's `rope_deltas` (offsets of positions after images) on the model that computes positions from them.
 
-    Called before a pass or generate() over the cache, as another text may have been read since. B: rows of that pass, if known.
+    `_run_with_cache` calls it before a generate() over the cache, `before_outer` before a pass, as another text may have been
+    read since. An empty cache changes nothing. B: rows of that pass, if known.
     """
     offsets = cache.ids.offsets_B1
     if offsets is None or not cache.get_seq_length():

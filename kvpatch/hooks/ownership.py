@@ -18,7 +18,7 @@ from .state import PatchState
 
 
 def own_cache(past: object) -> EvictingCache:
-    """Return a caller's cache `past`, before a pass or generate(); raise KVPatchError unless it is an EvictingCache."""
+    """Return a caller's cache `past`, for `_choose_cache` and `_cache_for`; raise KVPatchError unless it is an EvictingCache."""
     if isinstance(past, EvictingCache):
         return past
     kind = type(past).__name__
@@ -38,7 +38,10 @@ def own_cache(past: object) -> EvictingCache:
 
 
 def check(cache: EvictingCache, state: PatchState) -> None:
-    """Raise KVPatchError, before a pass over a caller's cache, if it was made under other settings or has other shapes."""
+    """Raise KVPatchError if a caller's cache was made under other settings or has other shapes.
+
+    `_choose_cache` calls it before each pass, `StepGraph.step` before steps by a graph, and methods of the Patch.
+    """
     if cache.settings is state.settings:
         return
     # the cache of a model that drafts with its first layers (early exit) has these layers alone
@@ -53,7 +56,10 @@ def check(cache: EvictingCache, state: PatchState) -> None:
 
 
 def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) -> None:
-    """Note on a cache, before a prompt, which model reads it; raise KVPatchError if that is another one, or has changed."""
+    """Note in `cache.read_by` which model reads a new text; raise KVPatchError if another one, or a changed one, goes on.
+
+    `_check_batch` calls it before each prompt. A scratch cache, which serves this pass alone, takes no note.
+    """
     attn = next((module for module in decoder.modules() if qualified_name(module) in state.adapter.classes), None)
     if attn is not None:  # FSDP gives a module that it wraps another class
         refuse_replaced(attn, state.adapter)
@@ -76,7 +82,7 @@ def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) ->
 
 
 def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
-    """Raise KVPatchError before a prompt whose rows have different output projections, if the policy scores by a projection.
+    """Raise KVPatchError, for `check_reader`, if the policy scores by a projection that differs between rows.
 
     PEFT's adapter_names give each row of a batch its own adapter, which may change the projection's weight.
     """
@@ -89,7 +95,7 @@ def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
 
 
 def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:
-    """Raise KVPatchError before a cache goes on or is saved, if another model has read it than this one (`now`, its stamp)."""
+    """Raise KVPatchError, for `check_reader` and `save_cache`, if another model has read it than this one (`now`, its stamp)."""
     changed = None if cache.read_by is None else cache.read_by.differs(now)
     if changed is None:
         return
@@ -104,7 +110,7 @@ def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:
 def start_from_prefix(prefix: Prefix, state: PatchState) -> EvictingCache:
     """Return a new cache for texts that begin with `prefix`, of one row; the first pass repeats it for each text.
 
-    Called where a model or its generate() is given a Prefix in place of a cache.
+    `before_decoder` and `_run_with_cache` call it where a Prefix is given in place of a cache. The prefix stays as it is.
 
     Raises:
         KVPatchError: the prefix was read under other settings.
@@ -116,7 +122,7 @@ def start_from_prefix(prefix: Prefix, state: PatchState) -> EvictingCache:
 
 
 def check_own(cache: object, state: PatchState) -> None:
-    """Raise KVPatchError if `cache`, given by the user to a method of the Patch, is no EvictingCache of this patch."""
+    """Raise KVPatchError, for `save_cache`, `replace_span` and `find_record`, if `cache` is no EvictingCache of this patch."""
     if isinstance(cache, Prefix):
         raise KVPatchError("Other texts share a Prefix: give its copy(), which is a cache of its own.")
     if not isinstance(cache, EvictingCache):
@@ -128,7 +134,7 @@ def check_own(cache: object, state: PatchState) -> None:
 
 
 def check_shape(found: tuple[int, int], state: PatchState) -> None:
-    """Raise KVPatchError before a caller's cache is used, if its KV heads and head size (`found`) are not the model's."""
+    """Raise KVPatchError, for `check` and `check_layers`, if a cache's KV heads and head size (`found`) are not the model's."""
     wanted, (H, D) = state.shapes[0][:2], found
     if found != wanted:
         raise KVPatchError(
@@ -138,7 +144,10 @@ def check_shape(found: tuple[int, int], state: PatchState) -> None:
 
 
 def check_layers(past: Cache, state: PatchState) -> None:
-    """Raise KVPatchError, before a transformers cache is converted, if its shapes show that another model has filled it."""
+    """Raise KVPatchError if a transformers cache's shapes show that another model has filled it.
+
+    `Patch.new_cache` and `Patch.compress` call it before they convert the cache.
+    """
     if isinstance(past, EvictingCache) or not isinstance(past, Cache):
         return  # the conversion raises the error
     first = past.layers[0] if past.layers else None

@@ -51,7 +51,7 @@ class TextRecord:
     """
 
     def __init__(self, log: Any, cache: EvictingCache, made_here: bool = False) -> None:
-        """Begin the record of a cache at its first pass under a patch. log: the patch's RunLog.
+        """Begin the record of a cache, for `RunLog`, at the cache's first pass under a patch. log: the patch's RunLog.
 
         made_here: the caller gave no cache.
         """
@@ -73,8 +73,8 @@ class TextRecord:
     def note_prompt(self, cache: EvictingCache, now: Forward, Q: int) -> bool:
         """Tell if tokens of this pass of Q columns, which reads a prompt or its end, attend to what an eviction left.
 
-        Called where such a pass begins. Changes `evicted`, and at the prompt's end `base` (columns up to there) and `room`
-        (decode steps after it until one evicts).
+        `RunLog.begin` calls it where such a pass begins. Changes `evicted`, and at the prompt's end `base` (columns up to there)
+        and `room` (decode steps after it until one evicts). Under block= the prompt is attended block by block.
         """
         settings, seen = cache.settings, cache.seen
         acted = self.evicted = self.evicted or seen - self.base > self.room
@@ -101,7 +101,7 @@ class TextRecord:
 
 
 def _count_kept(settings: CacheSettings, now: Forward) -> list[int]:
-    """Return how many tokens each row may hold after its prompt, in the layer with the smallest budget: the log asks for it.
+    """Return how many tokens each row may hold after its prompt in the layer with the smallest budget, for `note_prompt`.
 
     A row's number is its budget, which may be a share of `budget_n_B` tokens, and the tokens kept outside the budget.
     """

@@ -15,9 +15,10 @@ from .state import PatchState
 
 
 def check_places(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, mask: Tensor | None, state: PatchState) -> None:
-    """Check, before a pass, its position_ids and that the model has positions for all its tokens.
+    """Check, for `_begin_pass`, a pass's position_ids, and that the model has positions for all its tokens.
 
-    Rows of concatenated caches get position_ids of their own, since they are at different positions of their texts.
+    Changes `call` only for rows of concatenated (joined) caches, which get position_ids, since they are at different positions
+    of their texts.
     """
     B, Q = tokens.shape[:2]
     settings, limit = cache.settings, state.max_positions
@@ -36,8 +37,9 @@ def check_places(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, mas
 def place_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, columns: int, state: PatchState) -> None:
     """Set the position_ids of a pass that has begun, where the cache decides them, and note in the cache what positions count.
 
-    They count padding, too, where the caller gives no position_ids for a padded batch (`rows.by_columns`), as in the unpatched
-    model. columns: tokens that the cache had seen before the pass.
+    `_begin_pass` calls it. They count padding, too, where the caller gives no position_ids for a padded batch
+    (`rows.by_columns`), as in the unpatched model. columns: tokens that the cache had seen before the pass. renumbered: keys
+    are cached unrotated and rotated later, by their rank among the keys held.
     """
     renumbered, takes = cache.settings.renumbered, "position_ids" in state.decoder_parameters
     # a model that derives positions from the padding mask, which the patch withholds from it
@@ -59,7 +61,7 @@ def give_zeros(call: dict[str, Any], tokens: Tensor) -> None:
 
 
 def _refuse_too_many(cache: EvictingCache, Q: int, position_ids: Tensor | None, limit: int | None) -> None:
-    """Raise KVPatchError before a pass that needs more positions than the model has (limit), not an IndexError deep inside."""
+    """Raise KVPatchError, for `check_places`, if a pass needs more positions than the model has (limit)."""
     if limit is None or cache.get_seq_length() + Q <= limit:
         return
     last = cache.get_seq_length() + Q if position_ids is None else int(position_ids.max()) + 1

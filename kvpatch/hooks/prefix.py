@@ -19,7 +19,7 @@ from .target import Target
 
 
 def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) -> Prefix:
-    """Return the prefix of these tokens, whose cache other texts start from; read it if it is new or stale. For Patch.prefix.
+    """Return the prefix of these tokens, whose cache other texts start from, for `Patch.prefix`; read it if new or stale.
 
     Raises:
         KVPatchError: these are no tokens of one text, or the patch is not in force.
@@ -44,7 +44,7 @@ def renew_prefix(target: Target, owner: weakref.ref[PatchState], prefix: Prefix)
 
 
 def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> Prefix:
-    """Read tokens into a new cache by one pass of the patched decoder, for a prefix that is new or stale; return its Prefix."""
+    """Read tokens into a new cache by one pass of the patched decoder; return it as a Prefix, for `read_prefix` if new."""
     cache, ids_1N = state.new_cache(), torch.tensor([tokens], device=target.devices()[0])
     with torch.no_grad():
         target.decoder(input_ids=ids_1N, use_cache=True, **{state.cache_name: cache})
@@ -53,7 +53,7 @@ def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> 
 
 
 def _refuse_images(target: Target, tokens: tuple[int, ...]) -> None:
-    """Raise KVPatchError, before a prefix is read, for a text with images or sounds: a prefix is read from tokens alone."""
+    """Raise KVPatchError, for `read_prefix`, for a text with images or sounds: a prefix is read from tokens alone."""
     kinds = target.list_placeholders()
     found = next((token for token in tokens if token in kinds), None)
     if found is not None:
@@ -66,7 +66,7 @@ def _refuse_images(target: Target, tokens: tuple[int, ...]) -> None:
 
 
 def _refuse_invoked(target: Target, tokens: tuple[int, ...]) -> None:
-    """Raise KVPatchError, before a prefix is read, if its text invokes PEFT's aLoRA: only generate() finds where it acts."""
+    """Raise KVPatchError, for `read_prefix`, if its text invokes PEFT's aLoRA: only generate() finds from where it acts."""
     acting = stamp_model(target.decoder).adapters[0].split(" + ")
     for model in target.generators:
         for name, config in getattr(model, "peft_config", {}).items():
@@ -81,7 +81,7 @@ def _refuse_invoked(target: Target, tokens: tuple[int, ...]) -> None:
 
 
 def _read_ids(ids: object) -> tuple[int, ...]:
-    """Return the token ids of one text, given to Patch.prefix as a tensor or list; raise KVPatchError if it is none."""
+    """Return the token ids of one text, which `read_prefix` got as a tensor or list; raise KVPatchError if it is none."""
     listed = ids.tolist() if isinstance(ids, Tensor) else ids
     if isinstance(listed, Sequence) and len(listed) == 1 and isinstance(listed[0], Sequence):
         listed = listed[0]
