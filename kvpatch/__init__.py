@@ -122,7 +122,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
 else:  # unseen by them, or every misspelt name would be of type Any
 
     def __getattr__(name: str) -> Any:
-        """Import a public name where it is first used."""
+        """Import a public name where it is first used: Python calls this for a name that the module has not yet."""
         if name == "policies":
             return importlib.import_module(".policies", __name__)
         if name not in _MODULE:

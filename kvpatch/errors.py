@@ -22,7 +22,7 @@ def suggest(name: object, known: Iterable[str]) -> str:
 
 
 def find_nearest(name: object, known: Iterable[str]) -> str | None:
-    """Return the one of `known` that is spelt most like a mistyped `name`, for "Did you mean" in an error, or None."""
+    """Return the one of `known` that is spelt most like a mistyped `name`, for `suggest`, or None if none is near."""
     names = {_normalize_name(one): one for one in known}
     near = difflib.get_close_matches(_normalize_name(str(name)), names, n=1)
     return names[near[0]] if near else None

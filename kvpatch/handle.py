@@ -48,7 +48,7 @@ class Patch:
         self._installation = Installation(target, self._state)
 
     def install(self) -> None:
-        """Change the model's forwards and hooks, once, as the with-block is entered; if that fails, the model is as before.
+        """Change the model's forwards and hooks, for `patched.__enter__`; if that fails, the model is as before.
 
         Raises:
             KVPatchError: the model is patched already.
@@ -56,7 +56,7 @@ class Patch:
         self._installation.install()
 
     def _make_state(self, target: Target, options: RunOptions) -> PatchState:
-        """Make the state that all hooks of this patch share, when the patch is made. The model is not changed yet."""
+        """Make the state that all hooks of this patch share, for `Patch.__init__`. The model is not changed yet."""
         adapter = target.attentions[0][1]
         limit = adapter.max_positions(getattr(target.decoder, "config", None))
         names = parameters(type(target.decoder))  # type: ignore[arg-type]
@@ -293,7 +293,7 @@ class Patch:
         self._state.log.close()
 
     def restore(self) -> None:
-        """Undo the changes of the model's modules, newest first, and nothing else; `remove` and a dropped block call it.
+        """Undo the changes of the model's modules, newest first; `remove`, `patched.__exit__` and `patched.__del__` call it.
 
         An interrupt is raised after everything is restored; the undo that it stopped is run again.
         """

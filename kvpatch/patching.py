@@ -54,7 +54,7 @@ def _takes_settings(init: Callable[Arguments, None]) -> Callable[Arguments, None
 
     @wraps(init)
     def call(*args: Any, **kwargs: Any) -> None:
-        """Call `init`; if `policy` is a Settings, with its policy, k and options as arguments. Stands in place of `init`."""
+        """Call `init` as `patched(...)` is called; if `policy` is a Settings, with its policy, k and options as arguments."""
         given = dict(zip(_FIRST, args, strict=False)) | kwargs
         settings = given.pop("policy", None)
         if not isinstance(settings, Settings) or len(given) + 1 != len(args) + len(kwargs):  # the latter is a TypeError
@@ -198,7 +198,10 @@ class patched:
 
 
 def _find_target(model: nn.Module, auto: bool) -> Target:
-    """Find what patched() is to change: decoder, attention modules. Under untested versions, try the class on a tiny model."""
+    """Find, for `patched`, what to change: decoder, attention modules. Under untested versions try the class on a tiny model.
+
+    That trial (`prove_class`) is left out for a model that is patched already, which `Target.find` refuses. Changes nothing.
+    """
     untested, remedy = find_untested(transformers.__version__, torch.__version__)
     if not untested or any("_kvpatch" in vars(module) for module in model.modules()):
         return Target.find(model, auto=auto)
@@ -222,7 +225,7 @@ SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY
 def _takes_arguments_of(
     other: Callable[Arguments, object],
 ) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
-    """Decorate a function, such as `patch`, so that editors, type checkers and help() show the arguments of `other` for it."""
+    """Decorate `patch`, as this module is imported, so that editors and help() show the arguments of `other` (`patched`)."""
 
     def replace_signature(function: Callable[..., Result]) -> Callable[Arguments, Result]:
         function.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]

@@ -51,7 +51,10 @@ class Marks:
 
 
 def new_figure(**options: Any) -> Figure:
-    """Make a matplotlib Figure for a picture of this module, without a window. Raises KVPatchError if matplotlib is missing."""
+    """Make a matplotlib Figure without a window, for the functions of this module that draw; options: of Figure.
+
+    Raises KVPatchError if matplotlib is missing.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -70,14 +73,14 @@ def new_figure(**options: Any) -> Figure:
 
 
 def encode_png(figure: Figure, dpi: int = 90) -> bytes:
-    """Return a figure as the bytes of a PNG, which a notebook shows."""
+    """Return a figure as the bytes of a PNG, which a notebook shows: of a report (`Report._repr_html_`), or of a picture."""
     data = BytesIO()
     figure.savefig(data, format="png", dpi=dpi)
     return data.getvalue()
 
 
 def find_style(policy: str) -> tuple[str, str]:
-    """Return the colour and the marker of a policy, the same in every picture of the project.
+    """Return the colour and the marker of a policy, for `draw_divergence` and the project's tools, which draw it alike.
 
     A policy that is none of FACTS gets one that depends on its name alone.
     """
@@ -87,7 +90,10 @@ def find_style(policy: str) -> tuple[str, str]:
 
 
 def draw_heads(kept_LHT: Tensor, title: str) -> Figure:
-    """Draw for a report which tokens heads hold, kept_LHT (bool [L,H,T]): a line per layer and head, a column per token."""
+    """Draw, for `Report.plot`, which tokens heads hold, kept_LHT (bool [L,H,T]): a line per layer and head, a column per token.
+
+    Layers have two colours in turn, to tell them apart.
+    """
     L, H, n = kept_LHT.shape
     figure = new_figure(figsize=(11, 1.4 + min(0.13 * L * H, 12)), layout="constrained")
     axes = figure.add_subplot()
@@ -110,7 +116,7 @@ def draw_heads(kept_LHT: Tensor, title: str) -> Figure:
 
 
 def draw_budgets(held_LH: Tensor, title: str) -> Figure:
-    """Draw for a report how many tokens each head holds, held_LH (int [L,H]): a line per layer, a cell per head."""
+    """Draw, for `Report.plot`, how many tokens each head holds, held_LH (int [L,H]): a line per layer, a cell per head."""
     L, H = held_LH.shape
     figure = new_figure(figsize=(2.5 + 0.7 * H, 1.6 + 0.35 * L), layout="constrained")
     axes = figure.add_subplot()
@@ -239,7 +245,7 @@ def draw_text(
 
 
 def _point_at(axes: Axes, spans: Sequence[tuple[int, int]], colour: str, L: int) -> None:
-    """Mark spans of the text on a panel of draw_panels, which has L layers: a bar above each span, and lines down its edges."""
+    """Mark spans of the text on `axes`, a panel of `draw_panels` with L layers: a bar above each span, lines down its edges."""
     for start, stop in spans:
         x, y = [start - 0.5, stop - 0.5], -0.5 - 0.09 * L
         axes.plot(x, [y, y], color=colour, lw=4, solid_capstyle="butt", clip_on=False)
@@ -247,7 +253,7 @@ def _point_at(axes: Axes, spans: Sequence[tuple[int, int]], colour: str, L: int)
 
 
 def _write_legend(figure: Figure, marks: Marks, title: str) -> None:
-    """Write the figure's title for draw_panels, and below the panels a legend of the kinds of spans that are marked."""
+    """Write the figure's title, for `draw_panels`, and below the panels a legend of the kinds of spans that are marked."""
     from matplotlib.lines import Line2D
 
     labels = (

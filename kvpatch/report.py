@@ -111,7 +111,10 @@ class Report:
 
     @classmethod
     def last(cls, log: RunLog) -> Report:
-        """Make the report of Patch.report() from the log of its passes: of the last one with a cache, with counts of all."""
+        """Make the report for `Patch.report` from the log of its passes: of the last one with a cache, with counts of all.
+
+        If no pass had a cache, the report has no tokens. `RunLog.snapshot` marks the cache as looked at.
+        """
         snapshot = log.snapshot()
         report = cls(**_describe_settings(log.settings), backend="", seen=0, nbytes=0, full_nbytes=0, positions=[], acted=False)
         report = report if snapshot is None else cls._take_snapshot(snapshot)
@@ -123,7 +126,7 @@ class Report:
 
     @classmethod
     def _take_snapshot(cls, snapshot: Snapshot) -> Report:
-        """Make a report from a snapshot of a cache. It shares the cache's positions, so they are copied: passes change them."""
+        """Make a report from a snapshot of a cache, for `of` and `last`; positions are copied, since passes change them."""
         settings, parts = snapshot.settings, snapshot.parts.values()
         return cls(
             **_describe_settings(settings),
@@ -152,7 +155,7 @@ class Report:
         return min(self.nbytes / self.full_nbytes, 1.0) if self.full_nbytes else 1.0
 
     def held(self) -> Tensor:
-        """Return for users how many tokens each head holds, int64 [L,B,H]; -1 where a layer has fewer heads than others."""
+        """Return how many tokens each head holds, int64 [L,B,H]; -1 where a layer has fewer heads than others."""
         if not self.positions:
             return torch.zeros(0, 0, 0, dtype=torch.long, device="cpu")
         held, heads = self._count_held(), self._count_heads()
@@ -212,7 +215,7 @@ class Report:
         return text.align_rows(self._list_rows())
 
     def _repr_html_(self) -> str:
-        """Return the table and the picture as HTML, for a notebook."""
+        """Return the table and the picture as HTML; a notebook calls it to show the report. Without matplotlib no picture."""
         try:
             image = base64.b64encode(plotting.encode_png(self.plot())).decode() if self.positions else None
         except KVPatchError:  # without matplotlib the table stands alone
@@ -220,7 +223,7 @@ class Report:
         return text.html_table(self._list_rows(), image)
 
     def _list_rows(self) -> list[tuple[str, str]]:
-        """List the rows of str(report) and its HTML, a name and a value each. A row without a name continues the one above."""
+        """List the rows of `__str__` and `_repr_html_`: a name and a value each; without a name one continues the row above."""
         rows = [
             ("policy", text.format_policy(self.policy, self.schedule, self.budget)),
             ("budget", text.format_sized(self.size, self.schedule, self.answers_nbytes, self.policy, self.budget)),
@@ -249,7 +252,7 @@ class Report:
         return rows + [("" if i else "attention by", line) for i, line in enumerate(text.list_backends(self.backends))]
 
     def _list_tokens(self) -> list[tuple[str, str]]:
-        """List those rows of str(report) that tell of tokens, layers and bytes; a row is a name and a value."""
+        """List, for `_list_rows`, the rows that tell of tokens, layers and bytes; a row is a name and a value."""
         seen = f"{self.seen:,}"
         if self.lengths and min(self.lengths) != self.seen:
             seen += f" columns; the rows' own: {text.format_span(self.lengths)}"
@@ -332,7 +335,10 @@ class Report:
 
 
 def _count_answers(snapshot: Snapshot) -> int:
-    """Count for a report the bytes of generated tokens, which a policy that evicts at prompts alone keeps beside its budget."""
+    """Count, for `Report`, the bytes of generated tokens, which a policy that evicts at prompts alone keeps beside its budget.
+
+    0 under other policies, whose budget counts generated tokens.
+    """
     settings = snapshot.settings
     if settings.policy.schedule != "prompt":
         return 0
@@ -344,8 +350,8 @@ def _count_answers(snapshot: Snapshot) -> int:
 def _describe_settings(settings: CacheSettings) -> dict[str, Any]:
     """Return arguments of Report by name that follow from a patch's settings: policy, budget, and the layers that it acts on.
 
-    states: numbers of layers that keep a state of fixed size. readers: of layers that use the keys of another layer, with its
-    number.
+    `Report.last` and `Report._take_snapshot` call it. states: numbers of layers that keep a state of fixed size. readers: of
+    layers that use the keys of another layer, with its number.
     """
     policy, stack = settings.policy, settings.stack or Stack((), ())
     values = {"policy": policy.name, "schedule": policy.schedule, "budget": settings.budget.per_layer, "bits": settings.bits}

@@ -62,7 +62,7 @@ def format_policy(name: str, schedule: str, ks: Sequence[Any]) -> str:
 
 
 def format_budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
-    """Write the budgets `ks` of a policy's layers for a report; as one budget, where all layers have the same."""
+    """Write the budgets `ks` of a policy's layers, for `Report` and Patch's repr; as one, where all layers have the same."""
     if name == "full":
         return "all tokens"
     budgets = [_format_budget(k) for k in ks]
@@ -72,7 +72,7 @@ def format_budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
 
 
 def format_sized(given: str, schedule: str, answers: int, name: str, ks: Sequence[Any]) -> str:
-    """Write the budget for the report's table: in tokens; where the user gave a size in bytes (`given`), that comes first.
+    """Write the budget, for `Report._list_rows`, in tokens; where the user gave a size in bytes (`given`), that comes first.
 
     answers: bytes of generated tokens that are kept in addition. name, ks: the policy, and the budgets of its layers.
     """
@@ -85,7 +85,7 @@ def format_sized(given: str, schedule: str, answers: int, name: str, ks: Sequenc
 
 
 def _format_budget(k: Any) -> str:
-    """Write one layer's or head's budget for a report: a rule, tokens, or a share of the prompt."""
+    """Write one layer's or head's budget, for `format_budget`: a rule (such as Mass), tokens, or a share of the prompt."""
     if isinstance(k, Rule):
         return str(k)
     if isinstance(k, tuple | list):  # of one layer, head by head
@@ -96,7 +96,10 @@ def _format_budget(k: Any) -> str:
 
 
 def format_held(nbytes: int, full: int, peak: int) -> str:
-    """Write a cache's bytes for a report: their share of a full cache's bytes, those of free slots, and the highest so far."""
+    """Write a cache's bytes, for `Report`: their share of a full cache's bytes, those of free slots, and the most so far.
+
+    full: bytes of a cache that keeps everything; 0 if nothing was read. peak: 0 leaves the most out.
+    """
     spare = max(nbytes - full, 0) if full else 0
     share = f"{(nbytes - spare) / full:.0%}" if full else "nothing read"
     slots = f", and {format_size(spare)} in free slots for coming tokens" if spare else ""
@@ -105,7 +108,7 @@ def format_held(nbytes: int, full: int, peak: int) -> str:
 
 
 def list_passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool) -> list[str]:
-    """Write lines for the report: passes by kind, and in how many the budget acted (tokens were computed after an eviction).
+    """Write lines, for `Report._list_rows`: passes by kind, and in how many the budget acted (tokens came after an eviction).
 
     counts: by kind of pass, (all, those in which the budget acted); the kind "full" is a pass over all tokens of a lossless
     cache. dropped: prompts that nothing went on from. never: the policy never evicts.
@@ -147,7 +150,10 @@ def _format_count(number: int, what: str) -> str:
 
 
 def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Write lines for the report on the backends (code for attention) that ran: the tasks of each, and why none faster did."""
+    """Write lines, for `Report._list_rows`, on the backends (code for attention) that ran: tasks of each, and why none faster.
+
+    ran: by task, (backend, reason against each preferred one).
+    """
     reasons = {part for _, why in ran.values() for part in why.split("; ")}
     # torch alone, as asked for or on a CPU, needs no reasons
     if {name for name, _ in ran.values()} <= {"torch"} and (not ran or reasons & {_ASKED, *_ON_CPU}):
@@ -160,7 +166,7 @@ def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
 
 
 def list_verified(verified: Verified) -> list[tuple[str, str]]:
-    """Return the report's rows on lossless=True: tokens drafted under the budget and accepted, and full cache's bytes read."""
+    """Return rows, for `Report._list_rows` under lossless=True: tokens drafted and accepted, and bytes moved to the device."""
     drafts = (
         f"{verified.accepted:,} of {verified.drafted:,} tokens accepted; {verified.per_pass:.1f} tokens a pass over all tokens"
     )
@@ -169,7 +175,7 @@ def list_verified(verified: Verified) -> list[tuple[str, str]]:
 
 
 def format_times(seconds: Mapping[str, float]) -> str:
-    """Write the times of a generate() for a report: to the first token, and per further token, as far as known."""
+    """Write the times of a generate(), for `Report._list_rows`: to the first token, and per further token, or in all."""
     if "first_token" not in seconds:
         return f"{_format_time(seconds['total'])} in all"
     further = f", {_format_time(seconds['per_token'])} for each further one" if "per_token" in seconds else ""
@@ -187,7 +193,7 @@ def align_rows(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def html_table(rows: Sequence[tuple[str, str]], image: str | None) -> str:
-    """Write a report's rows as an HTML table for notebooks, and below it a picture, a PNG in base64."""
+    """Write a report's rows as an HTML table, for `Report._repr_html_`, and below it a picture, a PNG in base64, if any."""
     cells = "".join(
         f"<tr><th style='text-align:left'>{html.escape(name)}</th><td style='text-align:left'>{html.escape(value)}</td></tr>"
         for name, value in rows

@@ -58,9 +58,9 @@ def wrap_generate_batch() -> Callable[..., Any]:
 def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placeholders: dict[int, str]) -> Callable[..., Any]:
     """Make the init_continuous_batching() of a patched model: it returns a manager that gives each request a budget.
 
-    `Installation._install_generate` calls this; the user or generate_batch() calls the method made. Where the patch changes nothing (policy "full") it returns transformers' own
-    manager, unless the user gives `conversations`, which keep requests' caches for later ones, or `messages=True`: each request
-    then says at which tokens its messages begin.
+    `Installation._install_generate` calls this; the user or generate_batch() calls the method made. Where the patch changes
+    nothing (policy "full") it returns transformers' own manager, unless the user gives `conversations`, which keep requests'
+    caches for later ones, or `messages=True`: each request then says at which tokens its messages begin.
 
     decoder: its name in the model. own: finds the unpatched method. placeholders: token ids of images and sounds, which a
     request cannot have.
@@ -120,8 +120,9 @@ def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
 def _find_prefix(decoder: nn.Module, prefixes: Prefixes, ids: Sequence[int]) -> Prefix | None:
     """Return the longest prefix (a text read before, for others to go on from) that a request's text begins with.
 
-    `RequestPool.find_prefix` is this function; the engine's admission calls it for each request it takes in. None if there is no such prefix, or if a model with other weights or
-    adapters than `decoder` has read it. read_by: the stamp (fingerprint) of the model that read the prefix.
+    `RequestPool.find_prefix` is this function; the engine's admission calls it for each request it takes in. None if there is
+    no such prefix, or if a model with other weights or adapters than `decoder` has read it. read_by: the stamp (fingerprint) of
+    the model that read the prefix.
     """
     prefix = prefixes.longest(ids)
     same = prefix is None or prefix.read_by is None or prefix.read_by.decoder() is decoder or _is_read_alike(decoder, prefix)

@@ -58,8 +58,8 @@ def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
     """Begin a forward pass of the decoder by its kind; return its changed arguments, or None to run the model's own code.
 
-    `before_decoder` calls this for all but traced and captured steps. It changes `call` (the decoder's arguments), the cache, the
-    patch's log, and the decoder's attributes that an adapter replaces (`switch_overrides`).
+    `before_decoder` calls this for all but traced and captured steps. It changes `call` (the decoder's arguments), the cache,
+    the patch's log, and the decoder's attributes that an adapter replaces (`switch_overrides`).
     """
     mask = call.get("attention_mask")
     # continuous batching: the engine's mask carries its pool of requests

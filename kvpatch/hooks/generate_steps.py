@@ -50,8 +50,9 @@ class GenerateSteps:
     def running(self, model: nn.Module, cache: EvictingCache) -> Iterator[None]:
         """Run generate()'s decode steps over `cache` by CUDA graphs inside the with-block, where model and patch allow graphs.
 
-        `_run_with_cache` enters it. Inside, the model has `_call` as an attribute that generate() calls for its steps. If another thread's generate() is
-        using the graphs, this one calls the model. At the end graphs are dropped until they fit the memory limit.
+        `_run_with_cache` enters it. Inside, the model has `_call` as an attribute that generate() calls for its steps. If
+        another thread's generate() is using the graphs, this one calls the model. At the end graphs are dropped until they fit
+        the memory limit.
         """
         graph = None
         if not self._lock.acquire(blocking=False):

@@ -217,7 +217,7 @@ class StepGraph:
         return captured
 
     def _trace(self, inputs: Inputs, cache: EvictingCache) -> Tensor:
-        """Run the first step of a kind for `step`, as it will be captured: kernels get compiled. Errors mark the cache broken."""
+        """Run the first step of a kind, for `step`, as it will be captured: kernels get compiled. Errors break the cache."""
         try:
             return self._call_model(inputs, cache, capturing=True)
         except NotCaptured:

@@ -48,8 +48,8 @@ def stack_of(decoder: Any) -> Stack | None:
 def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | None:
     """Return the Stack with `readers`: layers that have no keys and use another layer's. Unchanged if every layer has keys.
 
-    `Target.find` calls it before a model is patched. stack: which layers of a hybrid attend or keep a state; None for other decoders.
-    numbers: layer number of each attention module.
+    `Target.find` calls it before a model is patched. stack: which layers of a hybrid attend or keep a state; None for other
+    decoders. numbers: layer number of each attention module.
     """
     sources = {module: source_of(module, list(numbers)) for module in numbers}
     readers = {numbers[module]: numbers[source] for module, source in sources.items() if source is not None}
@@ -75,8 +75,8 @@ def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[n
 def find_state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn.Module]) -> dict[int, nn.Module]:
     """Return, by layer number, the module that keeps the recurrent state of each such layer of a hybrid.
 
-    `Target.state_devices` calls it, and `Target.list_mixers` to measure their rounding. Of nested modules with one `layer_idx` the innermost is
-    returned.
+    `Target.state_devices` calls it, and `Target.list_mixers` to measure their rounding. Of nested modules with one `layer_idx`
+    the innermost is returned.
     """
     numbers, found = dict(stack.states), dict[int, nn.Module]()
     for module in decoder.modules():

@@ -27,7 +27,8 @@ FEW = 16  # numbers of each weight that are looked at
 def stamp_model(decoder: nn.Module) -> ModelStamp:
     """Make a decoder's stamp: a fingerprint by which a cache knows the model that has read it. Changes nothing.
 
-    `check_reader` calls it before each prompt, others for files and prefixes. It holds PEFT's active adapters, and of the weights the layout, torch's counters of changes in place and first numbers.
+    `check_reader` calls it before each prompt, others for files and prefixes. It holds PEFT's active adapters, and of the
+    weights the layout, torch's counters of changes in place and first numbers.
     """
     weights, tuned = _walk_modules(decoder)
     versions, first_numbers = list[int](), dict[Any, list[Tensor]]()  # the latter by device and dtype
@@ -88,8 +89,8 @@ def _read_first(part: Tensor) -> Tensor:
 def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
     """Return the names of PEFT's active adapters, and a hash of which ones are active in which module, with which scale.
 
-    `stamp_model` calls it before each prompt, `describe_weights` for files. tuned: modules that have adapters. If generate() was
-    given adapter_names, the names are one for each row, and the hash is 0.
+    `stamp_model` calls it before each prompt, `describe_weights` for files. tuned: modules that have adapters. If generate()
+    was given adapter_names, the names are one for each row, and the hash is 0.
     """
     rows = next((names for module in tuned if (names := adapter_names(module)) is not None), None)
     if rows is not None:

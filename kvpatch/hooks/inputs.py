@@ -64,7 +64,8 @@ def _as_k(name: str, value: object) -> str:
 def find_tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
     """Return the input_ids [B,Q] or inputs_embeds [B,Q,E] of a pass to begin; raise KVPatchError if they cannot be read.
 
-    `_begin_pass` and `begin_replay` call it before a pass. call: the decoder's arguments. None if there are both or neither: the model itself raises the right error.
+    `_begin_pass` and `begin_replay` call it before a pass. call: the decoder's arguments. None if there are both or neither:
+    the model itself raises the right error.
     """
     ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
     if (ids is None) == (embeds is None):
@@ -159,7 +160,8 @@ def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
 def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
     """Mark rows of padding alone as tokens, in the mask of a pass that keeps no cache; a cache refuses rows without a token.
 
-    `_check_batch` calls it before such a pass. Returns a new mask. Nobody reads their outputs, and no label counts them: the unpatched model computes some too.
+    `_check_batch` calls it before such a pass. Returns a new mask. Nobody reads their outputs, and no label counts them: the
+    unpatched model computes some too.
     """
     return None if mask_BT is None else mask_BT.masked_fill(~mask_BT.bool().any(-1, keepdim=True), 1)
 
@@ -234,8 +236,8 @@ def refuse_packed_rows(call: dict[str, Any]) -> None:
 def refuse_switch(model: Any, prompt: int, new: int) -> None:
     """Raise KVPatchError before assisted decoding if the model would drop its cache on the way, to read the text anew.
 
-    `_run_with_cache` calls it. Phi 3 does at the length where it takes other rotary frequencies (longrope): such models define how they prepare inputs.
-    prompt, new: numbers of tokens in the prompt, and to be generated.
+    `_run_with_cache` calls it. Phi 3 does at the length where it takes other rotary frequencies (longrope): such models define
+    how they prepare inputs. prompt, new: numbers of tokens in the prompt, and to be generated.
     """
     prepares_itself = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     limit = switch_length(model) if prepares_itself else None

@@ -78,7 +78,7 @@ def check_lossless(lossless: object, folder: object) -> Offload | None:
 def own_lossless(past: object, state: PatchState) -> LosslessCache:
     """Return the caller's cache `past` of a lossless patch, or a new one for None, before it is filled or saved.
 
-    `_enter_decoder`, `generate` and `save_cache` call it, and `Patch.new_cache` for a new one.
+    `_enter_decoder`, `generate`, `save_cache` and `Patch.new_cache` call it.
 
     Raises:
         KVPatchError: it is another kind of cache, or of another patch.
@@ -128,11 +128,8 @@ def check_room(reader: nn.Module, tokens_1N: Tensor, cache: LosslessCache, state
 
 
 def end_pass(output: Any, cache: LosslessCache) -> Any:
-    """End a pass over a lossless cache, for `after_decoder`; return the output with `cache` in place of `cache.drafts`.
-
-    A dictionary of outputs is changed in place. `LosslessCache.end` takes in the pass's tokens.
-    """
-    cache.end()
+    """End a pass over a lossless cache, for `after_decoder`; return the output with `cache` in place of `cache.drafts`."""
+    cache.end()  # takes in the pass's tokens
     if isinstance(output, tuple):
         return tuple(cache if part is cache.drafts else part for part in output)
     for name, value in output.items():
@@ -186,8 +183,7 @@ class Drafter(CandidateGenerator):
     def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> Any:
         """Draft tokens that follow input_ids [1,N]; return [1,N+g], and if sampled the logits [1,g,V] they were drawn from.
 
-        transformers' assisted decoding calls it before each verifying pass. The budgeted cache reads the drafted tokens. There
-        is no draft before a full pass has read the text, nor after TRIES drafts in vain: input_ids come back.
+        transformers' assisted decoding calls it before each verifying pass. The budgeted cache reads the drafted tokens.
         """
         n_text, self.drafted, drafts = input_ids.shape[1], 0, self.cache.drafts
         n_wanted = min(self.length, self.longest - n_text - 1)
@@ -207,10 +203,7 @@ class Drafter(CandidateGenerator):
         return text, torch.stack(logits, 1) if self.samples and logits else None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Count the accepted tokens (num_matches); make the next draft longer if all were, else shorter; end drafts in vain.
-
-        transformers' assisted decoding calls it after each verifying pass.
-        """
+        """Count the accepted tokens; set the next draft's length. Assisted decoding calls it after each verifying pass."""
         accepted, verified = int(num_matches), self.cache.verified  # `verified`: counts for the report
         if not self.drafted:
             return

@@ -18,7 +18,7 @@ from .state import PatchState
 
 
 def own_cache(past: object) -> EvictingCache:
-    """Return a caller's cache `past`, for `_choose_cache` and `_cache_for`; raise KVPatchError unless it is an EvictingCache."""
+    """Return a caller's cache `past` to `_choose_cache` and `_cache_for`; raise KVPatchError if it is no EvictingCache."""
     if isinstance(past, EvictingCache):
         return past
     kind = type(past).__name__
@@ -95,7 +95,10 @@ def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
 
 
 def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:
-    """Raise KVPatchError, for `check_reader` and `save_cache`, if another model has read it than this one (`now`, its stamp)."""
+    """Raise KVPatchError, for `check_reader` and `save_cache`, if another model has read a cache than this one.
+
+    now: the stamp (fingerprint) of this model.
+    """
     changed = None if cache.read_by is None else cache.read_by.differs(now)
     if changed is None:
         return

@@ -73,8 +73,8 @@ class TextRecord:
     def note_prompt(self, cache: EvictingCache, now: Forward, Q: int) -> bool:
         """Tell if tokens of this pass of Q columns, which reads a prompt or its end, attend to what an eviction left.
 
-        `RunLog.begin` calls it where such a pass begins. Changes `evicted`, and at the prompt's end `base` (columns up to there)
-        and `room` (decode steps after it until one evicts). Under block= the prompt is attended block by block.
+        `RunLog.begin` calls it where such a pass begins. Changes `evicted`, and at the prompt's end `base` (columns up to
+        there) and `room` (decode steps after it until one evicts). Under block= the prompt is attended block by block.
         """
         settings, seen = cache.settings, cache.seen
         acted = self.evicted = self.evicted or seen - self.base > self.room

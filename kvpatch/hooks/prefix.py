@@ -44,7 +44,10 @@ def renew_prefix(target: Target, owner: weakref.ref[PatchState], prefix: Prefix)
 
 
 def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> Prefix:
-    """Read tokens into a new cache by one pass of the patched decoder; return it as a Prefix, for `read_prefix` if new."""
+    """Read tokens into a new cache by one pass of the patched decoder; return it as a Prefix.
+
+    `read_prefix` calls it for a new prefix, `renew_prefix` for a stale one.
+    """
     cache, ids_1N = state.new_cache(), torch.tensor([tokens], device=target.devices()[0])
     with torch.no_grad():
         target.decoder(input_ids=ids_1N, use_cache=True, **{state.cache_name: cache})

@@ -37,5 +37,5 @@ class CudaRecorder(Recorder):
 
 
 def find_limit(device: torch.device) -> int:
-    """Return the bytes that graphs may keep on a device: a part of its memory."""
+    """Return the bytes that graphs may keep on a device: a part of its memory, without limit for other devices than CUDA."""
     return torch.cuda.get_device_properties(device).total_memory // PART if device.type == "cuda" else sys.maxsize

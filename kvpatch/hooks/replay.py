@@ -22,7 +22,7 @@ from .state import Changed, PatchState, mask_by_kind, pass_mask, switch_override
 
 
 def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, record: Record) -> Changed:
-    """Begin a pass in which queries see what they saw when `record` was made; the decoder's pre-hook calls it in a replay.
+    """Begin a pass in which queries see what they saw when `record` was made; `_enter_decoder` calls it in a replay.
 
     A record holds texts, and at which position each head evicted each token. Changes `call`, the decoder's arguments: a mask
     that carries the ReplayPass to the layers, and positions if it has none.
@@ -58,7 +58,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
         call["position_ids"] = places_BQ.clamp(min=0)
     switch_overrides(decoder, state.overrides, ours=True)  # attributes of the decoder that the patch replaces
     now = ReplayPass(state.settings, record, text_B, places_BQ, not bool(real_BQ.all()), not bool(gaps_BQ.any()))
-    state.log.replayed = now.choice.ran
+    state.log.replayed = now.choice.ran  # the backends that run, by task, for the report
     # the layers find the ReplayPass on their mask, in place of a cache
     decoder_mask = mask_by_kind(state.settings.stack, Courier.carrying(now, pass_mask(tokens.device)), mask, Q)
     set_cache(call, None, state.cache_name)
@@ -69,7 +69,8 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
 def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
     """Return the number of the recorded text that a replayed row's ids agree with, but for the last; else raise KVPatchError.
 
-    Called for each row before a replay's pass. row: its number, for errors. known_NT: ids of the recorded texts, < 0: none.
+    `begin_replay` calls it for each row. row: its number, for errors. known_NT: ids of the N recorded texts, < 0: none. The
+    last id may differ, as the recorded cache has not read it.
     """
     n = len(ids_Q)
     width = min(n, known_NT.shape[1])
@@ -92,7 +93,7 @@ def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
 
 @contextmanager
 def follow(state: PatchState, model: dict[str, Any], record: Record | Sequence[Record], in_force: bool) -> Iterator[None]:
-    """Make passes without a cache follow a record (which keys each query saw) inside a with-block. Called by Patch.replay.
+    """Make passes without a cache follow a record (which keys each query saw) inside a with-block, for `Patch.replay`.
 
     Sets `state.replayed`. model: class and shapes of this patch's model. in_force: the patch was not removed.
     """
@@ -112,7 +113,7 @@ def follow(state: PatchState, model: dict[str, Any], record: Record | Sequence[R
 
 
 def find_record(state: PatchState, model: dict[str, Any], cache: EvictingCache | None) -> Record:
-    """Return the record of which keys each query saw in a cache, by default the cache used last. Called by Patch.record.
+    """Return the record of which keys each query saw in a cache, by default the cache used last, for `Patch.record`.
 
     model: its class and shapes, which a replay compares.
     """
@@ -123,7 +124,8 @@ def find_record(state: PatchState, model: dict[str, Any], cache: EvictingCache |
     last = state.log.snapshot() if cache is None else Snapshot.of(cache)
     if last is None or last.lengths_B is None:
         raise KVPatchError("Nothing was recorded yet: call generate() or the model inside the block first.")
-    if last.lifetimes is None or None in last.lifetimes.deaths:  # None: a layer that no whole prompt has passed
+    # deaths: the position at which each token was evicted, by layer; None: a layer that no whole prompt has passed
+    if last.lifetimes is None or None in last.lifetimes.deaths:
         raise KVPatchError(
             "These texts are not known from their beginning: the cache was loaded or converted, or is in the middle of a "
             "prompt. Read the text under record=True."

@@ -42,7 +42,7 @@ class RunLog:
     """
 
     def __init__(self, settings: CacheSettings, lossless: bool = False) -> None:
-        """Begin an empty log of passes for a patch. Called when the patch is made, and for warm-up."""
+        """Begin an empty log of passes, for `PatchState.__init__`, and for `warm_up`, whose passes do not count."""
         self.settings = settings
         self.lossless = lossless  # no warning of a pass in which nothing is evicted
         self.passes = {kind: Passes() for kind in ("training", "no_cache", "prompt", "decode", "full")}
@@ -58,7 +58,7 @@ class RunLog:
     # ---- called by the hooks ----
 
     def count_own_code(self, call: dict[str, Any], training: bool) -> None:
-        """Count a pass that the decoder's hook leaves to the model's code, and warn once if the policy would have evicted."""
+        """Count a pass that `_enter_decoder` leaves to the model's code, and warn once if the policy would have evicted."""
         tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.ndim < 2 or not tokens.shape[1]:
             return  # the model raises the error
@@ -70,15 +70,17 @@ class RunLog:
     def begin(self, cache: EvictingCache, training: bool, made_here: bool) -> None:
         """Count a pass through `cache` that has just begun, by its kind, and note if the budget acts in it.
 
-        The decoder's pre-hook calls this for each pass. The budget acts if tokens of the pass attend after an eviction; until
-        then the pass is as without a patch. training: of the decoder. made_here: the caller gave no cache.
+        `_enter_decoder` calls this for each pass, `_begin_packed` for each cache of a packed one. The budget acts if tokens of
+        the pass attend after an eviction; until then the pass is as without a patch. Also changes the cache's record, and warns
+        once if a pass whose cache ends with it (`scratch`) exceeds the budget in vain. training: of the decoder. made_here: the
+        caller gave no cache.
         """
         record, now = self.record(cache, made_here), cache.running
         # steps that ran inside a graph of torch.compile since the last pass, where no hook counted them
         Q, missed = now.positions_BQ.shape[1], cache.seen - record.columns
         if missed > 0:
             self._count_pass("decode", missed, record.acts_in_step(cache, 0))
-        if not now.prompt:
+        if not now.prompt:  # now.prompt: columns of a prompt in this pass
             kind, acted = "decode", record.acts_in_step(cache, Q)
             self.time_step(cache)
         else:
@@ -93,7 +95,10 @@ class RunLog:
             self._warn_once(kind, max(now.n_B))
 
     def record(self, cache: EvictingCache, made_here: bool = False) -> TextRecord:
-        """Return the TextRecord that counts a cache's passes; if this log has none for it, set `cache.record` to a new one."""
+        """Return the TextRecord that counts a cache's passes; if it is another log's or none, set `cache.record` to a new one.
+
+        `begin` calls it at each pass, `start`, `time_step` and `finish` for each generate().
+        """
         record = cache.record
         if not isinstance(record, TextRecord) or record.log is not self:
             record = cache.record = TextRecord(self, cache, made_here)
@@ -106,13 +111,13 @@ class RunLog:
         self.record(cache, made_here).timing = Timing(time.perf_counter())
 
     def time_step(self, cache: EvictingCache) -> None:
-        """Note the time of a decode step if it is the first of a generate(); called for each, also one that a graph runs."""
+        """Note the time of a decode step if it is the first of a generate(); `begin` and `_step_by_graph` call it for each."""
         timing = self.record(cache).timing
         if timing is not None and timing.step is None:
             timing.step = time.perf_counter()
 
     def finish(self, cache: EvictingCache) -> None:
-        """Stop the time of a generate() at its end, also after an error, and count its steps inside graphs of torch.compile."""
+        """Stop the time of a generate() for `_finish`, also after an error; count its steps inside graphs of torch.compile."""
         record = self.record(cache)
         end = time.perf_counter()
         if not cache.unfinished:  # no change of the cache was interrupted
@@ -123,7 +128,10 @@ class RunLog:
             self._note_last(record)  # an assistant's cache may have had the last pass
 
     def release(self, cache: EvictingCache, record: TextRecord) -> None:
-        """Keep a snapshot of a cache for the report, if the cache was used last. Called before the cache is freed."""
+        """Keep a snapshot of the cache used last for the report, for `TextRecord.release`, before that cache is freed.
+
+        Also counts the steps that graphs ran, and a prompt from which nothing went on.
+        """
         if cache.unfinished or not record.number:  # interrupted in a pass, or in none under this patch
             return
         self._catch_up(cache, record)
@@ -132,7 +140,7 @@ class RunLog:
         self._note_unused(cache, record)
 
     def warn_not_compared(self, why: str | None) -> None:
-        """Warn once, before a generate(), that its text is not compared with what the cache has read. None: it was compared."""
+        """Warn once, for `_run_with_cache`, that a text is not compared with what its cache has read. None: it was compared."""
         with self._lock:
             if why is None or "texts" in self._warned:
                 return
@@ -145,7 +153,7 @@ class RunLog:
     # ---- called by the Patch ----
 
     def close(self) -> None:
-        """Count the last cache's prompt as unused if nothing went on from it, when the patch is removed."""
+        """Count the last cache's prompt as unused if nothing went on from it; `Patch.remove` calls it."""
         cache = self._find_cache()
         if cache is not None and not cache.unfinished:
             self._note_unused(cache, cache.record)
@@ -155,7 +163,10 @@ class RunLog:
         return {kind: (one.total, one.acted) for kind, one in self.passes.items() if one.total}
 
     def snapshot(self) -> Snapshot | None:
-        """Return a snapshot of the cache used last, for a report; one taken earlier if it is freed, None before any pass."""
+        """Return a snapshot of the cache used last, for a report; one taken earlier if it is freed, None before any pass.
+
+        Marks the cache as looked at (`was_read`), so that no warning says it was not used; counts the steps that graphs ran.
+        """
         cache = self._find_cache()
         if cache is None:
             return self.last
@@ -172,7 +183,7 @@ class RunLog:
         return None if cache is None or cache.record is None else cache
 
     def _catch_up(self, cache: EvictingCache, record: PassRecord | None) -> None:
-        """Count the steps that ran inside a graph, where no hook runs, before a report, a generate()'s or the cache's end."""
+        """Count the steps that ran inside a graph, where no hook runs; `snapshot`, `finish` and `release` call it first."""
         if not isinstance(record, TextRecord) or record.log is not self:
             return  # the cache goes on under another patch
         cache.catch_up()
@@ -183,7 +194,10 @@ class RunLog:
             self._count_pass("decode", missed, acted)
 
     def _count_pass(self, kind: str, count: int, acted: bool, record: TextRecord | None = None) -> None:
-        """Count passes of a kind that begin, or that a graph ran. acted: the budget acts in them. record: of their cache."""
+        """Count passes of a kind, for `begin`, `count_own_code` and `_catch_up`. acted: the budget acts in them.
+
+        record: of their cache, which was used last then; None leaves that as it is.
+        """
         with self._lock:
             passes = self.passes[kind]
             passes.total += count
@@ -192,7 +206,7 @@ class RunLog:
                 self._note_last(record)
 
     def _note_last(self, record: TextRecord) -> None:
-        """Note, at each pass or generate()'s end, which cache was used last, by its record: the report is about that one."""
+        """Note, for `_count_pass` and `finish`, that a record's cache was used last: the report is about that one."""
         with self._lock:
             self.number += 1
             record.number = self.newest = self.number
@@ -201,8 +215,9 @@ class RunLog:
     def _note_unused(self, cache: EvictingCache, record: PassRecord | None) -> None:
         """Count a prompt whose cache was made for it and is not used again, and warn once if the budget did not act in it.
 
-        A user who measures such passes measures the unpatched model. Called when a cache is freed or the patch removed; does
-        nothing for a cache that was changed again after its prompt (`changes` counts passes and edits) or was looked at.
+        A user who measures such passes measures the unpatched model. `release` calls it when a cache is freed, `close` when the
+        patch is removed; does nothing for a cache that was changed again after its prompt (`changes` counts passes and edits)
+        or was looked at.
         """
         if not isinstance(record, TextRecord) or not record.made_here or cache.scratch or cache.changes > 1 or cache.was_read:
             return
@@ -213,7 +228,10 @@ class RunLog:
             self._warn_once("prompt" if record.timing is None else "first token", record.columns)
 
     def _warn_once(self, kind: str, Q: int) -> None:
-        """Warn once that the budget cannot act in a kind of pass (see `begin`), and name the patched() option that helps."""
+        """Log a warning once that the budget cannot act in a kind of pass, and name the patched() option that helps.
+
+        `begin`, `count_own_code` and `_note_unused` call it; a lossless patch never warns. Q: columns of the pass.
+        """
         with self._lock:
             if self.lossless or kind in self._warned:
                 return

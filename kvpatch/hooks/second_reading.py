@@ -28,8 +28,8 @@ from .state import Changed, PatchState, mask_by_kind, pass_mask
 def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, state: PatchState) -> Any:
     """End a pass after each forward of the decoder (a forward hook), if its last attention layer could not end it.
 
-    That is so for hybrids, and for prompts that the policy reads twice. After a pass over a lossless cache, return an output
-    that has this cache in place of the budgeted one; else None.
+    That is so for hybrids, and for prompts that the policy reads twice (`unfinished` then). After a pass over a lossless cache,
+    return an output that has this cache in place of the budgeted one; else None, which leaves the output as it is.
     """
     cache = cache_of(kwargs)
     if torch.compiler.is_compiling() or not isinstance(cache, EvictingCache):
@@ -43,7 +43,7 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> None:
-    """End a pass after the decoder: count its tokens. If the policy reads the prompt twice, first read it again, then evict."""
+    """End a pass for `after_decoder`: count its tokens. If the policy reads the prompt twice, first reread it, then evict."""
     now = cache.running
     if now.reread_BN is not None:
         read_again(decoder, cache, state, now.reread_BN)
@@ -57,7 +57,8 @@ def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> No
 def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_BN: Tensor) -> None:
     """Run the decoder over texts that repeat the prompt `ids_BN` (as KVzip asks), chunk by chunk, then evict in all layers.
 
-    Called where the prompt has ended. Changes the cache; the repeated tokens do not stay in it, nor in a hybrid's states.
+    `_end_late` calls it where the prompt has ended, `compress_past` for a cache to compress. Changes the cache; the repeated
+    tokens do not stay in it, nor in a hybrid's states.
     """
     now, need = cache.running, cache.settings.policy.needs.find(Rereading)
     assert need is not None
@@ -86,7 +87,8 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
 def check_second_reading(settings: CacheSettings, seen: int, Q: int, limit: int) -> None:
     """Raise KVPatchError before a prompt of Q tokens if the text that will repeat it needs more positions than there are.
 
-    seen: tokens up to the prompt's end. limit: the model's number of positions.
+    `check_places` calls it before a pass, `compress_past` through `_check_past`. seen: tokens up to the prompt's end. limit:
+    the model's number of positions.
     """
     need = settings.policy.needs.find(Rereading)
     assert need is not None
@@ -102,7 +104,7 @@ def note_places(now: Forward, position_ids: Tensor | None, columns: int) -> None
     """Set `now.ahead_B1`: how far the model's position of each row's last token is from the one counted without padding.
 
     Padding in front of a row without position_ids moves its tokens, as the caller's position_ids may; the text that repeats
-    a prompt must be moved alike. Called before a prompt that is read a second time. columns: read before this pass.
+    a prompt must be moved alike. `place_tokens` calls it before a prompt that is read a second time. columns: read before.
     """
     counted_BQ = now.positions_BQ
     if position_ids is None:
@@ -114,7 +116,7 @@ def note_places(now: Forward, position_ids: Tensor | None, columns: int) -> None
 
 
 def enter_prepared(call: dict[str, Any], cache: EvictingCache, device: torch.device, state: PatchState) -> Changed:
-    """Put a cache and its mask into `call`, for a pass begun before the decoder was called: a second reading, or an edit."""
+    """Put a cache and its mask into `call` for `_enter_decoder`, in a pass of a second reading or an edit, begun before."""
     mask = mask_by_kind(cache.settings.stack, pass_mask(device).as_subclass(PassMask), None, 1)
     set_cache(call, cache, state.cache_name)
     call.update(use_cache=True, attention_mask=mask)

@@ -39,7 +39,7 @@ UNNAMED = "\n".join(
 
 
 def check_model(model: object, policy: object) -> None:
-    """Raise KVPatchError as patched() begins unless its `model` is a module; policy: its second argument, maybe swapped."""
+    """Raise KVPatchError, for `patched`, unless its `model` is a module; policy: its second argument, maybe swapped."""
     if isinstance(policy, nn.Module) and not isinstance(model, nn.Module):
         name = repr(model) if isinstance(model, str) else "policy"
         raise KVPatchError(f"patched() takes the model first: patched(model, {name}, k=0.5).")
@@ -50,7 +50,7 @@ def check_model(model: object, policy: object) -> None:
 
 
 def positions_of(positions: object) -> str:
-    """Return patched()'s `positions` as "original" or "renumbered".
+    """Return the argument `positions` of `patched` and of commands, in any case or spelling, as "original" or "renumbered".
 
     Raises:
         KVPatchError: `positions` is neither.
@@ -63,7 +63,7 @@ def positions_of(positions: object) -> str:
 
 
 def bits_of(bits: object) -> int:
-    """Return patched()'s `bits` as an int, also if it is a number of numpy, or raise KVPatchError."""
+    """Return the argument `bits` of `patched` as an int, also if it is a number of numpy, or raise KVPatchError."""
     if not isinstance(bits, Integral) or int(bits) not in BITS:
         raise KVPatchError(
             f"bits={bits!r} must be 16 (keys and values in the model's own precision), 8 or 4 (rounded, so that a budget in "
@@ -73,9 +73,10 @@ def bits_of(bits: object) -> int:
 
 
 def check_options(seed: object, block: object, **switches: object) -> None:
-    """Raise KVPatchError, before a model is looked at, for values of patched()'s arguments that are wrong for every model.
+    """Raise KVPatchError for values of patched()'s arguments that are wrong for every model.
 
-    switches: arguments that are True or False, by name.
+    `patched` calls it before it looks at the model. switches:
+    arguments that are True or False, by name.
     """
     if block is not None:
         check_count("block", block, "tokens")
@@ -87,7 +88,7 @@ def check_options(seed: object, block: object, **switches: object) -> None:
 
 
 def policy_of(policy: str | Policy | None, schedule: str | None, options: dict[str, Any], arguments: Sequence[str]) -> Policy:
-    """Return the policy with its options set, from patched()'s arguments. arguments: their names, for corrections.
+    """Return the policy with its options set, from the arguments of `patched`. arguments: their names, for corrections.
 
     Raises:
         KVPatchError: no policy, an unknown one, an option that it does not have, or a bad value.
@@ -115,7 +116,7 @@ def settings_of(  # noqa: PLR0913 - those of patched()
 ) -> CacheSettings:
     """Check the arguments of `patched` against the model and each other, and return the settings of the patch.
 
-    Called when patched() is. target: the model's parts that are patched.
+    `patched` calls it before it changes the model. target: the model's parts that are patched.
 
     Raises:
         KVPatchError: the model cannot work with this policy, budget, positions or backend, or two of these exclude each other.
@@ -160,12 +161,11 @@ def _parse_budgets(
 ) -> tuple[Budget, dict[torch.dtype, Budget]]:
     """Return the budget `k` of patched() for keys of the model's dtype; if k is in bytes, also one for each dtype of keys.
 
-    Called when patched() is. bounds: each layer's sliding window, or None. Under autocast keys have another dtype than the
-    model.
+    `settings_of` calls it. bounds: each layer's sliding window, or None. Under autocast keys have another dtype than the model.
     """
 
     def parse(dtype: torch.dtype) -> Budget:
-        # what else the bytes must hold. fixed: the centres that keys are rounded around. extra: a policy that evicts every
+        # for keys of this dtype. fixed: bytes of the centres that keys are rounded around. extra: a policy that evicts every
         # `every` steps lets a head hold up to every - 1 tokens over its budget in between
         sizes = {"bytes_per_token": target.bytes_per_token(bits, dtype), "fixed": target.bytes_of_centres(bits, dtype)}
         return Budget.parse(k, n_layers=len(target.attentions), **sizes, bounds=bounds, extra=policy.every - 1)
@@ -180,7 +180,10 @@ def _parse_budgets(
 
 
 def _resolve_protected(policy: Policy, target: Target) -> Policy:
-    """Return a new patch's policy in which `protect=` "image" (or "text": all others) is the model's image token ids."""
+    """Return, for `settings_of`, the policy with `protect=` "image" (or "text") made the model's image tokens (or all others).
+
+    Other policies come back as they are.
+    """
     kind = policy.scope.protect
     if not isinstance(kind, str) or policy.scope.keeps_system:
         return policy

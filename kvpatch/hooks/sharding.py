@@ -15,7 +15,7 @@ from ..policies.parallel import WHOLE, Parallel
 
 
 def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -> Parallel:
-    """Return how `model` is shared among processes, before it is patched; WHOLE if every process computes all heads.
+    """Return how `model` is shared among processes, for `Target.find`; WHOLE if every process computes all heads.
 
     Raises:
         KVPatchError: heads cannot be divided evenly, or the sharding is of another kind.
@@ -49,7 +49,7 @@ def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -
 
 
 def _find_mesh(holder: Any, attentions: list[tuple[nn.Module, Adapter]]) -> Any:
-    """Return the one-dimensional device mesh of tensor parallelism, whose processes share a layer's heads; at patching."""
+    """Return, for `parallel_of`, the one-dimensional device mesh of the processes that share a layer's heads."""
     module, adapter = attentions[0]
     weight = getattr(getattr(module, str(adapter.projection)), "weight", None)
     mesh = getattr(weight, "device_mesh", None) or holder._device_mesh  # versions before DTensor weights
@@ -57,7 +57,7 @@ def _find_mesh(holder: Any, attentions: list[tuple[nn.Module, Adapter]]) -> Any:
 
 
 def _refuse_unknown(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -> None:
-    """Raise KVPatchError before a model is patched if its weights are sharded by hand: they do not tell each process' heads."""
+    """Raise KVPatchError, for `parallel_of`, if attention weights are sharded by hand: nothing tells each process' heads."""
     if not torch.distributed.is_available():
         return
     from torch.distributed.fsdp import FSDPModule
@@ -74,7 +74,7 @@ def _refuse_unknown(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]
 
 
 def check_layers(layers: list[int], expected: Sequence[int] | None = None) -> None:
-    """Raise KVPatchError before a model is patched if only some of its decoder's layers are on this process.
+    """Raise KVPatchError, for `Target.find`, if a decoder's layers share a number or are not all on this process.
 
     layers: their numbers, ascending. expected: numbers of a hybrid's attention layers.
     """

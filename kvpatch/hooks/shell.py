@@ -30,7 +30,7 @@ Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def makes_masks(module: nn.Module) -> bool:
-    """Tell if a model's forward makes attention masks for its decoder: the patch then hooks this model, before it makes any."""
+    """Tell `Target.find` if a model's forward makes attention masks for its decoder: the patch then hooks this model."""
     if not isinstance(module, PreTrainedModel):
         return False
     home = vars(source_module(module))
@@ -39,7 +39,7 @@ def makes_masks(module: nn.Module) -> bool:
 
 
 def list_hooks(shell: nn.Module | None, decoder: nn.Module, state: PatchState) -> list[tuple[nn.Module, Hook]]:
-    """Return the pre-hooks by which a new patch will begin each pass, with their modules.
+    """Return the pre-hooks by which a new patch will begin each pass, with their modules, for `Installation._change_model`.
 
     shell: a model around the decoder that makes its masks, where the pass then begins; or None.
     """
@@ -56,8 +56,9 @@ def before_outer(
 ) -> Changed:
     """Note in `state.outer_inputs` the ids that a multimodal model gets, whose decoder gets embeddings: its forward pre-hook.
 
-    A Prefix among the arguments is replaced by a cache that starts from it. The model's `rope_deltas` (offsets of positions
-    after images) are set to the cache's.
+    torch calls it before each forward of `outer`. None leaves the arguments as they are. A Prefix among the arguments is
+    replaced by a cache that starts from it. The model's `rope_deltas` (offsets of positions after images) are set to the
+    cache's.
     """
     if torch.compiler.is_compiling():
         return None
@@ -100,7 +101,7 @@ def _before_inner(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _refuse_open_masks(shell: nn.Module, call: dict[str, Any]) -> None:
-    """Raise KVPatchError before a pass if token types ask for masks that show later tokens, as among those of an image.
+    """Raise KVPatchError, for `_before_shell`, if token types ask for masks that show later tokens, as among those of an image.
 
     shell: the model around the decoder that makes its masks.
     """

@@ -57,7 +57,7 @@ class Mark:
         self.undo: list[Callable[[nn.Module], None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
-        """Copy a module's list of changes and their undo when the module is deep-copied: the copy can be unpatched as well."""
+        """Copy the list of undos when copy.deepcopy copies the module that has this mark: the copy can be unpatched as well."""
         new = memo[id(self)] = Mark(self.policy)
         new.undo = copy.deepcopy(self.undo, memo)
         return new
@@ -135,7 +135,7 @@ class PatchState:
         why_positions_fixed: str | None,
         options: RunOptions,
     ) -> None:
-        """Hold what all hooks of one patch share; called once, before the patch is installed.
+        """Hold what all hooks of one patch share; `Patch._make_state` calls it once, before the patch is installed.
 
         max_positions: of the model, None if there is no limit. shapes: of the cache's layers. decoder_parameters: names of the
         decoder's arguments. measured: stamp (fingerprint) of the model that a calibration is of, or None. why_positions_fixed:
@@ -173,7 +173,8 @@ class PatchState:
 def pass_mask(device: torch.device) -> Tensor:
     """Make the mask that the decoder gets in a pass under the patch: attention through the cache masks by positions instead.
 
-    The decoder takes a 4-D mask as it is: no n x n mask is built, and its size need not match the cache's length.
+    `_begin_pass`, `_begin_step` and `begin_replay` call it at each pass. The decoder takes a 4-D mask as it is: no n x n mask
+    is built, and its size need not match the cache's length.
     """
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
@@ -181,9 +182,10 @@ def pass_mask(device: torch.device) -> Tensor:
 def mask_by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: int) -> Tensor | dict[str, Tensor | None]:
     """Return the mask of a pass of Q columns as its decoder takes it: one tensor, or for a hybrid one by kind of layer.
 
-    Called where a pass begins. A hybrid has recurrent layers, too: these must not read padding, and get the padding mask of the
-    new columns, if any. stack: of a hybrid, or None. mask: for the layers that attend. real_BT: the caller's padding mask.
-    ATTENTION and STATES name the kinds of layers that attend, and that are recurrent, as configurations do.
+    `_begin_pass` and `begin_replay` call it for each pass. A hybrid has recurrent layers, too: these must not read padding, and
+    get the padding mask of the new columns, if any. stack: of a hybrid, or None. mask: for the layers that attend. real_BT: the
+    caller's padding mask. ATTENTION and STATES name the kinds of layers that attend, and that are recurrent, as configurations
+    do.
     """
     if stack is None or not stack.states:
         return mask
@@ -192,7 +194,7 @@ def mask_by_kind(stack: Stack | None, mask: Tensor, real_BT: Tensor | None, Q: i
 
 
 def put_attribute(module: nn.Module, name: str, value: object) -> None:
-    """Set an instance attribute of a module, where a patch changes or restores it; the value MISSING removes it."""
+    """Set an instance attribute of a module, for `Installation` and its undo `Attribute`; the value MISSING removes it."""
     if value is MISSING:
         vars(module).pop(name, None)
     else:
@@ -202,7 +204,8 @@ def put_attribute(module: nn.Module, name: str, value: object) -> None:
 def switch_overrides(decoder: nn.Module, overrides: dict[str, tuple[Any, Any]], ours: bool) -> None:
     """Set the decoder's attributes that an adapter replaces (such as its ALiBi): to the patch's values (`ours`) or its own.
 
-    Called where a pass begins. overrides: by attribute, the model's value and ours.
+    `_enter_decoder` and `begin_replay` call it as a pass begins. overrides: by attribute, (the model's value, ours), so that
+    the bool `ours` is the index.
     """
     for name, values in overrides.items():
         put_attribute(decoder, name, values[ours])

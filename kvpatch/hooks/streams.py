@@ -27,7 +27,7 @@ class Outcome:
     error: BaseException | None = None
 
     def keep(self, call: Callable[[], Any], end: Callable[[], None]) -> None:
-        """Run `call`, as a thread's target, and keep its value or error. After an error call `end`, which ends the stream."""
+        """Run `call` and keep its value or error; after an error call `end`, which ends the stream. `Chat.stream`'s thread."""
         try:
             self.value = call()
         except BaseException as error:

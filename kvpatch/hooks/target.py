@@ -35,7 +35,7 @@ from .shell import makes_masks
 
 
 def already_patched(module: nn.Module) -> KVPatchError:
-    """Make the error of patched() for a model that is patched already. module: one of its patched modules."""
+    """Return the error that `Target.find` raises for a model that is patched already. module: one of its patched modules."""
     mark = vars(module)["_kvpatch"]
     return KVPatchError(
         f"This model is already patched with policy {mark.policy!r}: leave that block or call its Patch.remove() first. Patch "
@@ -69,7 +69,7 @@ class Target:
         stack: Stack | None,
         given: nn.Module,
     ) -> None:
-        """Hold the modules of a model that `find` has found, before the model is patched.
+        """Hold the modules of a model that `find` has found; the arguments are the class's attributes.
 
         readers use another layer's keys; shell makes the decoder's masks; outer may merge images; stack is of a hybrid.
         """
@@ -81,14 +81,15 @@ class Target:
     def find(cls, model: nn.Module, *, auto: bool = True) -> Target:
         """Find the attention modules, the decoder and the models with generate(), and check that they can be patched.
 
-        Called before a model is patched; changes nothing. auto: whether a family without an adapter may get one that is derived
-        from its code.
+        `_find_target` calls it for `patched`, `check_model` and `calibrate` to look alone; it changes nothing. auto: whether a
+        family without an adapter may get one that is derived from its code.
 
         Raises:
             KVPatchError: the model is no decoder, has no adapter, is patched already, or lacks layers on this process.
         """
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
+        # attention modules, each with the adapter of its family (how to call its projections)
         known = ((module, adapter_of(module)) for name, module in model.named_modules() if not is_cross_attention(name, module))
         found: list[tuple[nn.Module, Adapter]] = [(module, adapter) for module, adapter in known if adapter is not None]
         if not found:  # no attention module is of a registered family
@@ -100,6 +101,7 @@ class Target:
             if "_kvpatch" in vars(module):
                 raise already_patched(module)
         _refuse_prefix_tuning(model)
+        # the decoder, and whether it can be patched
         needed = {id(module) for module, _ in found}
         holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and needed <= {id(one) for one in m.modules()}]
         decoder = holders[-1] if holders else model  # the innermost model around all attention modules
@@ -114,6 +116,7 @@ class Target:
             refuse_replaced(module, adapter)
         _check_decoder(decoder)
         generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
+        # the layers: those with keys, and readers
         numbers = layer_numbers(decoder, [module for module, _ in found])
         found.sort(key=lambda pair: numbers[pair[0]])
         stack = with_readers(stack_of(decoder), numbers)  # readers use the keys of another layer
@@ -124,6 +127,7 @@ class Target:
         check_layers(sorted(used), stack.attention if stack else None)  # a model may use a module as two layers
         indices = {numbers[module]: index for index, (module, _) in enumerate(with_keys)}  # of layers in the cache
         readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
+        # models around the decoder
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
         around = holders[-2::-1]  # models around the decoder, the innermost first
         merging = [holder for holder in around if _read_token_ids(holder, IMAGE_TOKENS + SOUND_TOKENS)]
@@ -162,7 +166,7 @@ class Target:
         return dict.fromkeys(self.image_tokens(), "an image") | dict.fromkeys(self.sound_tokens(), "a sound")
 
     def check_projection(self, policy: Policy) -> None:
-        """Raise KVPatchError before a patch if the policy needs output projections, and a layer's is no plain linear one."""
+        """Raise KVPatchError, for `settings_of`, if a layer's output projection is no plain linear one, as the policy needs."""
         for module, adapter in self.attentions:
             automatic = isinstance(adapter, AutomaticAdapter)
             obstacle = None if adapter.projects else "more than a projection"
@@ -172,7 +176,8 @@ class Target:
     def check_rotations(self, policy: Policy, renumbered: bool = False) -> None:
         """Raise KVPatchError if an adapter cannot do with positions what is asked: renumber them, or undo their rotation.
 
-        Called when a model is patched. renumbered: positions="renumbered"; else the policy may ask to undo rotations.
+        `settings_of` calls it as a model is patched. renumbered: positions="renumbered"; else the policy may ask to undo
+        rotations, by its `lookahead` (scores are computed for queries at later positions).
         """
         if not renumbered and policy.needs.lookahead is None:
             return
@@ -188,7 +193,8 @@ class Target:
     def check_calibration(self, policy: Policy) -> None:
         """Raise KVPatchError unless the calibration that a policy needs is there, is of this model and has all layers.
 
-        Called when a model is patched. A calibration is a file of numbers measured or learned on the model (kvpatch calibrate).
+        `settings_of` calls it as a model is patched. A calibration is a file of numbers
+        measured or learned on the model (kvpatch calibrate).
         """
         calibrated = policy.needs.find(Calibrated)
         if calibrated is None:
@@ -226,7 +232,7 @@ class Target:
                     )
 
     def check_identity(self, model: Mapping[str, Any], what: str, command: str) -> None:
-        """Raise KVPatchError, when a model is patched, unless `model`, an identity noted in a file, is this model's.
+        """Raise KVPatchError, for `check_calibration`, unless `model`, an identity noted in a file, is this model's.
 
         what: the argument that has the file, such as "calibration=". command: makes such a file.
         """
@@ -243,7 +249,10 @@ class Target:
         return {**self.describe_class(), "dtype": str(dtype_of(self.decoder)), **describe_weights(self.decoder)}
 
     def describe_class(self) -> dict[str, Any]:
-        """Describe the model in a record of evictions, by which a replay knows it: class and shapes, not weights (training)."""
+        """Describe the model by class and shapes, for `identity`, and for records of evictions, which training outlasts.
+
+        `Patch.record` notes it, and `Patch.replay` compares it.
+        """
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)
         part = {"part": str(self.parallel)} if self.parallel.size > 1 else {}  # the heads of this process
@@ -251,7 +260,7 @@ class Target:
         return {"class": type(self.decoder).__name__, **part, **shape}
 
     def shapes(self) -> list[LayerShape]:
-        """Return the shape of each layer's cache, with the heads of this process: at patching, to check caches and files."""
+        """Return the shape of each layer's cache, with the heads of this process, to check settings, caches and files by."""
         queries, shapes = query_heads(getattr(self.decoder, "config", None)), []
         for module, adapter in self.attentions:
             H, D = adapter.kv_shape(module)
@@ -264,7 +273,7 @@ class Target:
     def list_cases(self, renumbered: bool, policy: Policy) -> Iterator[Case]:
         """Yield a Case (device, dtype, head size, features) for each layer, by which backends say if they support it.
 
-        Called when a model is patched.
+        `settings_of` calls it as a model is patched.
         """
         fresh = policy.needs.fresh  # the score draws noise for every query and key
         dtype = dtype_of(self.decoder)
@@ -280,13 +289,13 @@ class Target:
             yield replace(layer, fresh=fresh, renumbered=renumbered)
 
     def list_mixers(self) -> list[nn.Module]:
-        """Return the attention modules and a hybrid's other layers that mix tokens, where `kvpatch check` measures rounding."""
+        """Return the attention modules and a hybrid's other layers that mix tokens; `kvpatch check` measures rounding there."""
         attentions = [module for _, _, (module, _) in self.modules()]
         others = {} if self.stack is None else find_state_modules(self.decoder, self.stack, attentions)
         return [*attentions, *others.values()]
 
     def counts_columns(self) -> bool:
-        """Tell, at patching, if the model counts distances in columns, padding included; policy "full" then does the same."""
+        """Tell `settings_of` if the model counts distances in columns, padding included; policy "full" then does the same."""
         return any(
             not adapter.distances_from_mask and (adapter.sliding(module) is not None or adapter.slopes(module) is not None)
             for module, adapter in self.attentions
@@ -295,7 +304,8 @@ class Target:
     def why_positions_fixed(self) -> str | None:
         """Return why the model cannot be told each row's positions: it counts columns of the batch itself. None if it can.
 
-        Joined caches, replays and packed requests need rows at different places, and are refused for this reason.
+        `Patch._make_state` reads it once. Joined caches, replays and packed requests need rows at different places, and are
+        refused for this reason.
         """
         takes = inspect.signature(type(self.decoder).forward).parameters
         if "position_ids" not in takes and any(adapter.slopes(module) is None for module, adapter in self.attentions):
@@ -314,13 +324,13 @@ class Target:
         return [device_of(module, self.decoder) for module, _ in self.attentions]
 
     def state_devices(self) -> dict[int, torch.device]:
-        """Return the device of each layer of a hybrid that has a state, by layer number, where a cache's file is loaded."""
+        """Return the device of each layer of a hybrid that has a state, by layer number; `load_cache` puts states there."""
         attentions = [module for module, _ in self.attentions]
         found = {} if self.stack is None else find_state_modules(self.decoder, self.stack, attentions)
         return {number: device_of(module, self.decoder) for number, module in found.items()}
 
     def bytes_per_token(self, bits: int, dtype: torch.dtype) -> int:
-        """Return the bytes of a token in a layer, over all processes, for a budget in bytes: the mean of layers that differ."""
+        """Return the bytes of a token in a layer, over all processes: `Budget.parse` divides budgets in bytes by this mean."""
         total = 0
         for module, adapter in self.attentions:
             heads, key = adapter.kv_shape(module)
@@ -335,7 +345,7 @@ class Target:
 
 
 def _check_decoder(decoder: nn.Module) -> None:
-    """Raise KVPatchError when a decoder is patched whose forward does not take the arguments that the patch passes."""
+    """Raise KVPatchError, for `Target.find`, if a decoder's forward does not take the arguments that the patch passes."""
     takes = inspect.signature(type(decoder).forward).parameters
     named = next((name for name in CACHE_NAMES if name in takes), CACHE)
     missing = [name for name in (named, "attention_mask", "use_cache") if name not in takes]
@@ -353,7 +363,7 @@ def _read_token_ids(model: Any, names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _refuse_prefix_tuning(model: nn.Module) -> None:
-    """Raise KVPatchError when a model is patched that has a PEFT adapter with keys and values of its own."""
+    """Raise KVPatchError, for `Target.find`, if a model has a PEFT adapter with keys and values of its own."""
     for config in getattr(model, "peft_config", {}).values() if hasattr(model, "peft_config") else ():
         kind = str(getattr(config, "peft_type", ""))
         if "PREFIX" in kind or "CARTRIDGE" in kind:

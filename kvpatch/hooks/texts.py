@@ -33,7 +33,7 @@ class Given:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], seen: int) -> Given:
-        """Find tokens and padding mask among generate()'s arguments, before it runs. seen: columns that its cache has read.
+        """Find tokens and padding mask among generate()'s arguments, for `_run_with_cache`. seen: columns its cache has read.
 
         The result's fields are ids (None for embeddings), the number of columns (None without tokens), mask and seen.
         """
@@ -61,7 +61,7 @@ class Given:
 
 
 def check_mask(given: Given) -> None:
-    """Raise KVPatchError before generate() unless its mask has a column for each given token, or for all seen ones, too."""
+    """Raise KVPatchError, for `_run_with_cache`, unless a mask has a column for each given token, or for all seen ones too."""
     mask, new, seen = given.mask, given.columns, given.seen
     if mask is not None and new is not None and mask.shape[1] not in (new, seen + new):
         whole = f"{new}, or " if new > seen else ""  # fewer are no whole text
@@ -73,7 +73,7 @@ def check_mask(given: Given) -> None:
 
 
 def check_text(given: Given, cache: EvictingCache) -> str | None:
-    """Compare the text that generate() is given with what its cache has read, before it runs.
+    """Compare the text that generate() is given with what its cache has read, for `_run_with_cache`.
 
     It may be the whole text, or only new tokens, under a mask of the whole text (`given.alone`).
 
@@ -107,7 +107,7 @@ def check_text(given: Given, cache: EvictingCache) -> str | None:
 
 
 def _check_ids(ids_BT: Tensor, known_BT: Tensor) -> None:
-    """Raise KVPatchError before generate() if token ids differ from those that the cache has read in the same columns."""
+    """Raise KVPatchError, for `check_text`, if token ids differ from those that the cache has read in the same columns."""
     given_BT = _rows_like(ids_BT, known_BT)
     if given_BT is None:
         return  # another batch, which the pass refuses
@@ -121,7 +121,7 @@ def _check_ids(ids_BT: Tensor, known_BT: Tensor) -> None:
 
 
 def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
-    """Repeat given rows (ids or a mask) for their beams, to compare them with a cache's rows; None if these are no multiple."""
+    """Repeat given rows (ids or a mask) for their beams, as `_check_ids` compares them; None if cache rows are no multiple."""
     beams = len(known_BT) // max(len(given_BT), 1)
     if len(known_BT) == 1:
         return given_BT  # of a prefix, which all rows begin with
@@ -129,7 +129,7 @@ def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
 
 
 def check_seen_mask(mask_BT: Tensor, cache: EvictingCache, Q: int) -> None:
-    """Raise KVPatchError before a pass of Q columns if its mask contradicts the padding that the cache knows it has read."""
+    """Raise KVPatchError, for `_check_batch`, if a pass's mask contradicts the padding that its cache knows it has read."""
     known_BT, seen = cache.ids.ids_BT, cache.get_seq_length()
     # joined rows, of caches of different lengths, have no columns in common with a mask
     if known_BT is None or known_BT.shape[1] != seen or mask_BT.shape[1] != seen + Q or cache.rows.joined:
@@ -138,10 +138,10 @@ def check_seen_mask(mask_BT: Tensor, cache: EvictingCache, Q: int) -> None:
 
 
 def _check_padding(mask_BT: Tensor, known_BT: Tensor, edited: int = 0) -> None:
-    """Raise KVPatchError, before generate() or a pass, if a mask has 0 where the cache has read a token, or 1 for padding.
+    """Raise KVPatchError if a mask has 0 where the cache has read a token, or 1 for padding.
 
-    known_BT: ids that the cache has read, PADDING or UNKNOWN. edited: in so many first columns 0 is allowed, since forget() may
-    have removed the token.
+    `check_text` calls it before generate(), `check_seen_mask` before a pass. known_BT: ids that the cache has read, PADDING or
+    UNKNOWN. edited: in so many first columns 0 is allowed, since forget() may have removed the token.
     """
     real_BT = _rows_like(mask_BT.to(known_BT.device).bool(), known_BT)
     if real_BT is None:

@@ -43,7 +43,7 @@ class Template:
     """A tokenizer's chat template, with what it takes besides the messages (such as tools, or enable_thinking)."""
 
     def __init__(self, tokenizer: Any, arguments: dict[str, Any]) -> None:
-        """Take a chat's tokenizer as the chat begins. arguments: of apply_chat_template(), besides the messages."""
+        """Take a tokenizer, for `Chat.__init__`. arguments: of apply_chat_template(), besides the messages."""
         if getattr(tokenizer, "chat_template", None) is None:
             raise KVPatchError(
                 "This tokenizer has no chat template: give that of an instruct model, or set tokenizer.chat_template before "
@@ -59,7 +59,8 @@ class Template:
     def render(self, messages: list[Message], left_out: frozenset[int] = frozenset()) -> Rendered:
         """Write a chat's messages and the header of an answer by the template; tell where in the text each message begins.
 
-        left_out: indices of messages that are not written; such a one begins where the next one does.
+        `Chat` calls it in each turn, through `render_turn`. left_out: indices of messages that are not written; such a one
+        begins where the next one does.
         """
         keep = [index not in left_out for index in range(len(messages))]
         kept = [one for one, stays in zip(messages, keep, strict=True) if stays]
@@ -70,7 +71,10 @@ class Template:
         return Rendered(text, [begins[count] for count in accumulate(keep, initial=0)])
 
     def render_turn(self, messages: list[Message], left_out: frozenset[int]) -> Rendered:
-        """Render as `render` does, for a new turn; raise KVPatchError if the template does not write the newest message."""
+        """Render as `render` does, for `Chat._ask`; raise KVPatchError if the template does not write the newest message.
+
+        To see that, it renders once more with a character added to that message.
+        """
         rendered, newest = self.render(messages, left_out), messages[-1]
         changed = {**newest, "content": newest["content"] + "\0"}
         if self.render([*messages[:-1], changed], left_out).text == rendered.text:
@@ -83,9 +87,9 @@ class Template:
     def _find_end(self, text: str, messages: list[Message]) -> int:
         """Return the index in a rendered text at which its first messages, `messages`, end: where the next one begins.
 
-        A template may write the last message otherwise if nothing follows. Then a dummy message is added once, and twice: the
-        two texts differ by the dummy's length, which tells where it begins. If the template refuses two, the end is where the
-        rendered text and the one with one dummy begin to differ.
+        `render` calls it. A template may write the last message otherwise if nothing follows. Then a dummy message is added
+        once, and twice: the two texts differ by the dummy's length, which tells where it begins. If the template refuses two,
+        the end is where the rendered text and the one with one dummy begin to differ.
         """
         without = self._try_to_write(messages)
         if without and text.startswith(without):
@@ -98,7 +102,7 @@ class Template:
         return count_common(text, once)
 
     def rewrite(self, messages: list[Message], index: int, content: str, read: Transcript) -> tuple[str, list[int]] | None:
-        """Return what Chat.replace() puts for a message: the whole text read with the new `content`, and the message's new ids.
+        """Return what `Chat.replace` puts for a message: the whole text read with the new `content`, and the message's new ids.
 
         The ids have the message's header. None: the template then writes other messages differently. Nothing is changed.
         """
@@ -112,7 +116,7 @@ class Template:
         return new.text[:new_stop] + read.text[old_stop:], list(ids)
 
     def _try_to_write(self, messages: list[Message]) -> str:
-        """Return the text of messages, to find where they end; "" where the template refuses them (a system message alone)."""
+        """Return the text of messages, for `_find_end`; "" where the template refuses them (a system message alone)."""
         try:
             return self._write(messages, False)
         except Exception:
@@ -121,7 +125,8 @@ class Template:
     def tokenize(self, rendered: Rendered, read: Transcript) -> tuple[list[int], list[int]]:
         """Return the ids of a new turn's text after what was read, and the index among them where each new message begins.
 
-        Called as a turn begins. rendered: the whole text; read: the part of the conversation that the cache has read.
+        `Chat._ask` calls it as a turn begins. rendered: the whole text; read: the part of the conversation that the cache has
+        read.
         """
         n_read = len(read.text)
         begins = [max(index - n_read, 0) for index in rendered.begins[len(read.starts) :]]  # characters in `unread`
@@ -145,8 +150,9 @@ def count_common(one: str, other: str) -> int:
 def find_dropped(read: str, text: str, pieces: list[str]) -> tuple[tuple[int, int], str] | None:
     """Find the tokens of the newest answer that a template left out: without them the text `read` begins the new `text`.
 
-    Called where a new turn's text does not begin with what was read. pieces: text of each token of that answer. Returns the
-    span of tokens to forget, as indices in `pieces`, and the text that is left; None if there is no such span.
+    `Chat._drop_stripped` calls it where a new turn's text does not begin with what was read. pieces: text of each token of that
+    answer. Returns the span of tokens to forget, as indices in `pieces`, and the text that is left; None if there is no such
+    span.
     """
     answer_start = len(read) - sum(map(len, pieces))
     if read[answer_start:] != "".join(pieces):

@@ -17,7 +17,7 @@ ENGINE = "5.19"  # the first release whose continuous batching can be put on a b
 
 @functools.lru_cache
 def check_versions(transformers: str, torch: str) -> None:
-    """Check the installed versions before a model is patched.
+    """Check the installed versions, for `patched`.
 
     Raises:
         KVPatchError: one is too old, or transformers is of a later major version; names the command that installs another.
@@ -35,7 +35,7 @@ def check_versions(transformers: str, torch: str) -> None:
 def find_untested(transformers: str, torch: str) -> tuple[str, str]:
     """Return a sentence that names the versions above the newest tested, and the command that installs tested ones.
 
-    Called before a model is patched. Two empty strings where there is none.
+    `_find_target` adds them to errors about a model that cannot be patched. Two empty strings where there is none.
     """
     installed = {"transformers": transformers, "torch": torch}
     newer = {name: version for name, version in installed.items() if _parse_release(version)[:2] > _parse_release(TESTED[name])}
@@ -51,7 +51,10 @@ def _find_next_release(minor: str) -> str:
 
 
 def check_engine(transformers: str) -> None:
-    """Raise KVPatchError, before an engine starts, for a version whose continuous batching cannot be put on a budget."""
+    """Raise KVPatchError for a version whose continuous batching cannot be put on a budget.
+
+    `kvpatch serve` calls it before it loads a model, `init_continuous_batching` for each engine.
+    """
     if _parse_release(transformers) < _parse_release(ENGINE):
         raise KVPatchError(
             f"Continuous batching under a budget needs transformers {ENGINE} or newer; this is {transformers}: "
@@ -60,9 +63,9 @@ def check_engine(transformers: str) -> None:
 
 
 def check_prompt_tuning(peft: str) -> None:
-    """Raise KVPatchError before generate() for a PEFT that does not know transformers' cache argument `cache`.
+    """Raise KVPatchError, for `_virtual_tokens`, for a PEFT that does not know transformers' cache argument `cache`.
 
-    It then puts its prompt before every new token.
+    Such a PEFT puts its prompt before every new token.
     """
     if CACHE == "cache" and _parse_release(peft) <= _parse_release(PEFT_BY_OLD_NAME):
         raise KVPatchError(

@@ -19,7 +19,7 @@ STEPS = 2
 def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: int) -> None:
     """Read made-up prompts of `batch_size` rows of `tokens` tokens and decode after them, so that kernels are compiled.
 
-    Called by Patch.warmup. Caches are dropped afterwards, and the patch's log of passes stays as it is.
+    `Patch.warmup` calls it. Caches are dropped afterwards, and the patch's log of passes stays as it is.
 
     Raises:
         KVPatchError: the budget would keep the whole prompt, so that nothing is scored or evicted, or these are no numbers.
@@ -38,7 +38,7 @@ def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: i
 
 
 def _choose_length(state: PatchState, tokens: int | None) -> int:
-    """Return the length of warm_up's made-up prompt: `tokens`, or one above the budgets of all layers, so that each evicts.
+    """Return the length of `warm_up`'s made-up prompt: `tokens`, or one above the budgets of all layers, so that each evicts.
 
     Raises:
         KVPatchError: `tokens` is within a layer's budget.

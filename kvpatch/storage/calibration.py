@@ -65,8 +65,8 @@ def load_calibration(path: str | PathLike[str]) -> Calibration:
 def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
     """Raise InvalidError, before tensors are read, unless each layer has one of the sets of statistics that belong together.
 
-    Called when a calibration (statistics measured on a model) is loaded. Its tensors are named "LAYER.STATISTIC". about: the
-    file's description. found: the header's entry (dtype and shape) of each tensor.
+    `FileKind.read_file` calls it for `load_calibration`. A calibration is statistics measured on a model. Its tensors are named
+    "LAYER.STATISTIC". about: the file's description. found: the header's entry (dtype and shape) of each tensor.
     """
     allowed = list(map(list_statistics, WHOLE))
     for layer in about["layers"]:
@@ -80,7 +80,10 @@ def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
 
 
 def _check_pairs(layer: int, statistics: dict[str, Tensor]) -> None:
-    """Raise InvalidError if a loaded layer's "pairs" (channels rotated together) name a channel that its heads do not have."""
+    """Raise InvalidError, for `load_calibration`, if "pairs" (channels rotated together) name a channel that heads lack.
+
+    statistics: of one layer by name; without "pairs" there is nothing to check. "direction" has the head size D.
+    """
     if "pairs" not in statistics:
         return
     D = statistics["direction"].shape[-1]

@@ -17,18 +17,18 @@ from ..errors import InvalidError
 def check_cache(cache: EvictingCache) -> None:
     """Raise InvalidError if a loaded cache contradicts itself, its policy or its budget, or holds a number that is not finite.
 
-    First sets, in the cache, counts that the file does not have. More free slots than decoding needs count as reserved by
-    room=; the loaded cache then has that reservation again.
+    `load` calls it for the filled cache. First sets, in the cache, counts that the file does not have. More free slots than
+    decoding needs count as reserved by room=; the loaded cache then has that reservation again.
     """
     # layers whose next token goes into a free slot: which heads may need more slots, and in how many steps heads evict
-    slotted = [layer for layer in cache.layers if layer.mode.slotted]
+    slotted = [layer for layer in cache.layers if layer.mode.slotted]  # the others append
     for layer in slotted:
         layer.update_short_heads()
         layer.update_pace()
     invariants.check_state(cache)  # sizes, positions and counts agree
     if cache.ids.ids_BT is not None:
         invariants.must(cache.ids.ids_BT >= UNKNOWN, "ids holds a number that is no token")
-    if cache.shared is not None:
+    if cache.shared is not None:  # scores that all layers share
         _check_weights("shared", cache.shared)
     for name, state in cache.states.tensors().items():
         _check_finite(f"states.{name}", state)
@@ -45,7 +45,10 @@ def check_cache(cache: EvictingCache) -> None:
 
 
 def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
-    """Raise InvalidError if keys, values or state of a loaded layer's tokens are not finite, or sums of attention negative."""
+    """Raise InvalidError, for `check_cache`, if keys, values or state of a layer's tokens are not finite, or weights negative.
+
+    state: what the policy stores for each key. Weights are sums of attention probabilities and the like.
+    """
     real, where = layer.positions >= 0, f"layer {index}"  # slots [B,H,C] that hold a token
     slots = layer.kv.spread_heads(real)  # the same, in the shape of keys and values
     if layer.kv.centre is not None:
@@ -58,7 +61,7 @@ def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 _check_finite(f"{where}: {name} of {need}", tensor)
     policy = cache.settings.policies[index]
-    # state: numbers beside each key. Sums of attention, and these others, are never negative
+    # of the state, sums of attention probabilities and these others are never negative
     weights = (*policy.needs.statistics, "observed", "norm", "noise")
     for name, tensor in layer.state.items():
         (_check_weights if name in weights else _check_finite)(f"{where}: {name}", tensor[real])

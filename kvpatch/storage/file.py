@@ -18,14 +18,17 @@ from ..errors import InvalidError, KVPatchError
 
 
 def check_path(path: object, wanted: str) -> str | PathLike[str]:
-    """Return a user's `path` if it can name a file, else raise KVPatchError; wanted: what its message tells him to give."""
+    """Return a user's `path` if it can name a file, else raise KVPatchError, for `write_whole` and `FileKind.reading`.
+
+    wanted: what the message tells the user to give. The file need not exist.
+    """
     if not isinstance(path, str | PathLike) or not str(path) or "\0" in str(path):
         raise KVPatchError(f"path={path!r:.60} is no path: {wanted}.")
     return path
 
 
 def write_tensors(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], what: str) -> None:
-    """Write a cache, calibration or record (`what`, in errors) as safetensors, whole or not at all: see `write_whole`."""
+    """Write a cache, calibration or record (`what`, in errors) as safetensors, whole or not at all, for `write_file`."""
     from safetensors.torch import save_file
 
     write_whole(path, lambda part: save_file(tensors, part, metadata=metadata), what)
@@ -33,6 +36,8 @@ def write_tensors(path: str | PathLike[str], tensors: dict[str, Tensor], metadat
 
 def write_whole(path: str | PathLike[str], save: Callable[[Path], object], what: str) -> None:
     """Let `save` write a temporary file, and rename it to `path` once it is on the disk; an old file stays until then.
+
+    `write_tensors` and `FileKind.write_text` call it.
 
     Raises:
         KVPatchError: the file cannot be written. what: names it in the message.
@@ -60,7 +65,7 @@ def write_whole(path: str | PathLike[str], save: Callable[[Path], object], what:
 
 
 def _flush_to_disk(path: Path) -> None:
-    """Flush a new file, or its folder, to the disk, so that it survives a power failure."""
+    """Flush a new file, or its folder, to the disk, for `write_whole`, so that it survives a power failure."""
     if os.name == "nt" and path.is_dir():
         return  # folders cannot be opened
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -71,7 +76,10 @@ def _flush_to_disk(path: Path) -> None:
 
 
 def checksum(text: str, tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of a file's description and its tensors (names, dtypes, shapes, bytes), as it is written or read."""
+    """Return the SHA-256 of a file's description (`text`, JSON) and its tensors: names, dtypes, shapes and bytes.
+
+    `FileKind.write_file` notes it in the file, and `verify_checksum` compares it when the file is read.
+    """
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
@@ -82,6 +90,8 @@ def checksum(text: str, tensors: dict[str, Tensor]) -> str:
 @contextmanager
 def explain_errors(path: str | PathLike[str], what: str, writer: str, again: str) -> Iterator[None]:
     """Turn errors raised inside the with-block, which reads a file, into a KVPatchError that says what to do.
+
+    `FileKind.reading` calls it for every file that a user loads. Other errors pass.
 
     Args:
         path: the file.

@@ -43,7 +43,10 @@ def read_entries(file: Any) -> dict[str, Entry]:
 
 
 def _read_entry(name: str, about: Any) -> Entry:
-    """Return a tensor's dtype and shape from the header. InvalidError for a dtype that kvpatch never writes, or a size of 0."""
+    """Return a tensor's dtype and shape from the header, for `read_entries`; raise InvalidError if no file of ours has them.
+
+    about: safetensors' slice of the tensor, which reads no numbers. A size of 0 is refused, too.
+    """
     dtype, shape = about.get_dtype(), about.get_shape()
     if dtype not in DTYPES:
         raise InvalidError(f"tensor {name!r:.40} is of type {dtype}")
@@ -53,7 +56,7 @@ def _read_entry(name: str, about: Any) -> Entry:
 
 
 def read_tensor(file: Any, name: str) -> Tensor:
-    """Return a copy of a tensor in an open file, once its header is checked: safetensors' tensors change if the file does."""
+    """Return a copy of a tensor in an open file, for `FileKind.read_file`: safetensors' own would change if the file does."""
     tensor = file.get_tensor(name).clone()
     if tensor.dtype == torch.bool and (tensor.view(torch.uint8) > 1).any():
         raise InvalidError("a truth value is neither 0 nor 1")
@@ -74,7 +77,10 @@ def are_counts(values: object, least: int = 0) -> bool:
 
 
 def parse_json(text: str) -> Any:
-    """Parse a file's description as strict JSON. Raises InvalidError for duplicate names, NaN, infinity and deep nesting."""
+    """Parse a file's description as strict JSON, for `FileKind.parse_description`.
+
+    Raises InvalidError for duplicate names, NaN, infinity and deep nesting.
+    """
     try:
         return json.loads(text, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant, parse_float=_parse_float)
     except RecursionError:

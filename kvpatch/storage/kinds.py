@@ -60,11 +60,11 @@ class Field:
 
 
 def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str = "") -> Description:
-    """Return `value`, read from a file's description, if it is a dict with exactly these fields, all valid.
+    """Return `value`, a file's description or a part of it, if it is a dict with exactly these fields, all valid.
 
     Args:
         what: name of `value` in an error about missing or unknown fields.
-        value: a part of a description.
+        value: the whole for `FileKind.parse_description`, a part for `check_header` and `_Layer.check` of a cache's file.
         fields: the fields that it must have.
         where: begins an error about a field's value.
 
@@ -81,7 +81,7 @@ def check_fields(what: str, value: object, fields: tuple[Field, ...], where: str
 
 
 def check_names(what: str, value: object, names: tuple[str, ...]) -> Description:
-    """Return `value`, read from a file, if it is a dict with exactly these names, else raise InvalidError, naming `what`."""
+    """Return `value` for `check_fields` if it is a dict with exactly these names, else raise InvalidError, naming `what`."""
     if not isinstance(value, dict) or set(value) != set(names):
         found = sorted(value) if isinstance(value, dict) else type(value).__name__
         raise InvalidError(f"{what} has {found!r:.80} where {list(names)} belong")
@@ -165,7 +165,7 @@ class FileKind:
         write_whole(path, lambda part: part.write_text(text, encoding="utf-8"), self.subject or self.name)
 
     def reading(self, path: object) -> AbstractContextManager[None]:
-        """Return a context in which errors of reading `path` become KVPatchErrors that say what to do.
+        """Return a context in which errors of reading `path` become KVPatchErrors; every function that loads a file enters it.
 
         Raises:
             KVPatchError: `path` is no path.
@@ -174,7 +174,9 @@ class FileKind:
         return explain_errors(checked, self.label, self.writer, self.again)
 
     def read_file(self, path: str | PathLike[str], check_header: Callable[[Description, dict[str, Entry]], None]) -> Document:
-        """Read a file that a user loads. `check_header` may refuse the description or the header before tensors are read.
+        """Read a file that a user loads: for `load`, `load_lossless`, `load_record` and `load_calibration`.
+
+        check_header: raises for a description or header (dtypes and shapes) that does not fit, before tensors are read.
 
         Raises:
             InvalidError: the file is not of this kind, or was altered.
@@ -191,9 +193,10 @@ class FileKind:
         return Document(about, tensors, texts["checksum"])
 
     def parse_description(self, text: str, path: object, what: str = "its description") -> Description:
-        """Parse `text`, the JSON description of a file that is read, and check its fields.
+        """Parse `text`, the JSON description of a file that is read, and check its fields; return it as a dict.
 
-        path, what: name the file and the description in errors.
+        `read_file` calls it, and `Settings.parse`, whose files have no tensors. path, what: name the file and the description
+        in errors.
 
         Raises:
             KVPatchError: the file is of another format, and this kind has a `refusal`.
@@ -207,9 +210,10 @@ class FileKind:
         return check_fields(what, about, (Field("format"), *self.fields))
 
     def check_shapes(self, found: Mapping[str, Entry]) -> None:
-        """Raise InvalidError, before tensors are read, if the header gives a tensor another dtype or shape than `tensors` does.
+        """Raise InvalidError, for `read_file`, if the header gives a tensor another dtype or shape than `tensors` does.
 
-        found: the header's entries. A letter of a shape is any size, but the same for all tensors of a layer.
+        found: the header's entries; one that `tensors` does not name is left to other checks. A letter of a shape is any size,
+        but the same for all tensors of a layer.
         """
         order = list(self.tensors)
         sizes: dict[str, dict[str, int]] = {"": {}}  # by layer; "" is the file as a whole, whose tensors come first

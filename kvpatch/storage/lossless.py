@@ -19,7 +19,7 @@ ROWS = "rows"  # of a layer: keys and values of a token side by side
 
 
 def save_lossless(cache: LosslessCache, path: str | PathLike[str], model: Description) -> None:
-    """Write a cache of `lossless=True`, the keys and values of all tokens, to a file, for Patch.save_cache().
+    """Write a cache of `lossless=True`, the keys and values of all tokens, to a file, for `save_cache`.
 
     model: values that identify the model.
 
@@ -34,7 +34,7 @@ def save_lossless(cache: LosslessCache, path: str | PathLike[str], model: Descri
         tensors[f"{index}.{ROWS}"] = layer.store.rows_NE[: len(cache.kept_positions)]
     LOSSLESS.write_file(path, LOSSLESS.make_description(model=model, edited=cache.edited), tensors)
     for layer in cache.whole:
-        layer.store.release()  # the memory of a mapped file's pages
+        layer.store.release()  # drops a mapped file's pages from memory
 
 
 def load_lossless(
@@ -44,7 +44,7 @@ def load_lossless(
     shapes: list[LayerShape],
     devices: list[torch.device],
 ) -> LosslessCache:
-    """Read a file into the empty `cache`, for Patch.load_cache(), and return the cache.
+    """Read a file into the empty `cache`, for `load_cache`, and return the cache.
 
     model: values that identify the model. shapes, devices: of each layer of the model.
 
@@ -53,7 +53,7 @@ def load_lossless(
     """
 
     def check_header(about: Description, found: dict[str, Entry]) -> None:
-        compare_tables("model", about["model"], model, path)
+        compare_tables("model", about["model"], model, path)  # raises if they differ
         _check_rows(found, shapes)
 
     with LOSSLESS.reading(path):
@@ -65,14 +65,15 @@ def load_lossless(
     for layer, device, shape in zip(cache.whole, devices, shapes, strict=True):
         layer.begin((shape.heads, shape.key, shape.value), rows[0].dtype, device)
         layer.append(*layer.view(rows.pop(0)))  # viewed as keys and values of heads
-        layer.store.release()  # the memory of a mapped file's pages
+        layer.store.release()  # drops a mapped file's pages from memory
     return cache
 
 
 def _check_rows(found: dict[str, Entry], shapes: list[LayerShape]) -> None:
-    """Raise InvalidError, before tensors are read, unless a file has ids, places, and as many rows of one dtype for each layer.
+    """Raise InvalidError, for `load_lossless`, unless a file has ids, places, and as many rows of one dtype for each layer.
 
-    A row has a token's keys of all heads, then its values. Places are the tokens' positions.
+    found: dtype and shape of each tensor in the file's header. A row has a token's keys of all heads, then its values. Places
+    are the tokens' positions.
     """
     wanted = {f"{index}.{ROWS}": shape.heads * (shape.key + shape.value) for index, shape in enumerate(shapes)}
     if found.keys() != {"ids", "places", *wanted}:
@@ -87,7 +88,10 @@ def _check_rows(found: dict[str, Entry], shapes: list[LayerShape]) -> None:
 
 
 def _check_places(ids_T: Tensor, places_N: Tensor, edited: int) -> None:
-    """Raise InvalidError unless a loaded file's `places` (positions of tokens) increase, and have all from `edited` on."""
+    """Raise InvalidError, for `load_lossless`, unless `places` (positions of tokens) increase, and have all from `edited` on.
+
+    edited: so many first tokens may have been taken out by edits.
+    """
     T, newest = len(ids_T), places_N[places_N >= edited]
     if bool((ids_T < 0).any()):
         raise InvalidError("ids holds a number that is no token")
@@ -98,7 +102,10 @@ def _check_places(ids_T: Tensor, places_N: Tensor, edited: int) -> None:
 
 
 def _check_numbers(rows: list[Tensor]) -> None:
-    """Raise InvalidError for keys or values of a loaded file that are not finite. rows: of each layer, [N,E]."""
+    """Raise InvalidError, for `load_lossless`, for keys or values that are not finite.
+
+    rows: of each layer [N,E]: N tokens' keys and values of all heads side by side.
+    """
     for index, rows_NE in enumerate(rows):
         if not bool(rows_NE.isfinite().all()):
             raise InvalidError(f"layer {index}: keys or values are not finite")

@@ -54,9 +54,10 @@ def load_record(path: str | PathLike[str]) -> Record:
 
 
 def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
-    """Raise InvalidError, before tensors are read, unless a record's file has token ids, and each layer's tensor `deaths`.
+    """Raise InvalidError unless a record's file has token ids, and each layer's tensor `deaths`.
 
-    A death is when a token was evicted. found: the header's entry of each tensor.
+    `FileKind.read_file` calls it for `load_record`, before tensors are read. A death is when a token was evicted. found: the
+    header's entry of each tensor.
     """
     layers = about["layers"]
     if len(found) != layers + 1 or {*found} != {"ids", *(f"{layer}.deaths" for layer in range(layers))}:
@@ -64,7 +65,7 @@ def _check_tensor_names(about: Description, found: dict[str, Entry]) -> None:
 
 
 def _check_numbers(ids_NT: Tensor, deaths: tuple[Tensor, ...]) -> None:
-    """Raise InvalidError for ids or deaths of a loaded record that no run can have.
+    """Raise InvalidError, for `load_record`, for ids or deaths that no run can have.
 
     A text's ids are followed by -1 alone. A death is the position of the first query that no longer sees a token: it is later
     than the token and within the text, or NEVER.

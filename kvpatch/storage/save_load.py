@@ -25,7 +25,7 @@ from .kinds import CACHE, Description, Document
 
 
 def save(cache: EvictingCache, path: str | PathLike[str], model: Description) -> None:
-    """Write `cache` to the file `path`, for Patch.save_cache(); `model` holds the values that identify its model.
+    """Write `cache` to the file `path`, for `save_cache`; `model` holds the values that identify its model.
 
     Raises:
         KVPatchError: the cache is empty, or in the middle of a prompt or of a forward pass, or the file cannot be written.
@@ -33,7 +33,7 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: Description) ->
     cache.check_finished()
     if not cache.get_seq_length():
         raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
-    if cache.turns.open:
+    if cache.turns.open:  # a prompt in several passes has begun and not ended
         raise KVPatchError("The cache is in the middle of a prompt: read it to its end, then save.")
     with cache.reading("save_cache()"):
         about, tensors = _describe_cache(cache, model)
@@ -43,7 +43,7 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: Description) ->
 def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Description, dict[str, Tensor]]:
     """Return what a file holds of a cache: its state as JSON values, and copies of all its tensors on the CPU.
 
-    Called when a cache is saved. Tensors of layer 0 are named "0.NAME".
+    `save` calls it. Tensors of layer 0 are named "0.NAME". The model's identity and the settings are noted, to be compared.
     """
     shortfall_B, gaps_B = cache.counters.shortfall_B, cache.rows.gaps_B
     # of the cache as a whole: tokens of each row, the score that all layers share, decode steps that a row is behind,
@@ -80,7 +80,7 @@ def load(
     shapes: list[schema.LayerShape],
     devices: list[torch.device],
 ) -> EvictingCache:
-    """Read a saved cache into `cache`, for Patch.load_cache().
+    """Read a saved cache into `cache`, for `load_cache`, and return it.
 
     Its header is checked first, and memory is allocated for tensors only if the header fits the model and the patch; then the
     values are checked.
@@ -99,7 +99,7 @@ def load(
         about, tensors, _ = _read_file(path, cache, model, shapes)
         _restore_cache(cache, about, tensors, shapes, devices)
         contents.check_cache(cache)
-    cache.drop_stack(due=True)
+    cache.drop_stack(due=True)  # the next decode step joins layers' tensors, to compute them as one
     return cache
 
 
@@ -110,7 +110,10 @@ def _restore_cache(
     shapes: list[schema.LayerShape],
     devices: list[torch.device],
 ) -> None:
-    """Fill an empty cache in place with a file's tensors. about: the file's description, checked. devices: of each layer."""
+    """Fill an empty cache in place with a file's tensors, for `load`; its budget in bytes is converted for their dtype.
+
+    about: the file's description, checked and used up here. devices: of each layer.
+    """
     _restore_history(cache, about["cache"])
     cache.ids = TokenIds.of(tensors["ids"].to(devices[0]) if "ids" in tensors else None)
     for name in schema.ROWS:  # tensors with the batch first, of the cache as a whole
@@ -132,7 +135,7 @@ def _restore_layer(
     shape: schema.LayerShape,
     policy: Policy,
 ) -> None:
-    """Set an empty layer's attributes from a file that is loaded. tensors, described: by name; both dicts are used up."""
+    """Set an empty layer's attributes from a file, for `_restore_cache`. tensors, described: by name; both are used up."""
     # the mode (how decode steps store and evict), with its counters and each head's free slot; then the other attributes
     head_offsets, limits, mode = described.pop("head_offsets"), described.pop("limits"), MODES[described.pop("mode")]
     layer.dtype = schema.DTYPES[described.pop("dtype")]
@@ -144,7 +147,7 @@ def _restore_layer(
     keys = tensors.pop("keys")
     values = keys[..., : shape.value] if layer.latent else tensors.pop("values")
     if isinstance(layer.mode, Reading):
-        layer.kv = make_prompt_slots(keys, values, layer.bits, layer.latent)
+        layer.kv = make_prompt_slots(keys, values, layer.bits, layer.latent)  # latent: a value is a part of its key
     else:
         uncentred = codecs(layer.bits, shape.key, shape.value, layer.dtype, layer.latent)
         centred = centre_codecs(uncentred, tensors.pop("centre_BH1D", None))
@@ -165,7 +168,10 @@ def _restore_layer(
 
 
 def _list_limits(limits: Limits | None) -> list[list[int]] | None:
-    """Return how many tokens each batch row of a layer protects, for a file: a list per row, of the SIZES (sinks ...)."""
+    """Return how many tokens each batch row of a layer protects, for `_describe_cache`: lists by row, of SIZES (sinks ...).
+
+    None for a layer without limits, from which nothing is evicted.
+    """
     if limits is None:
         return None
     columns = [getattr(limits, name).flatten().tolist() for name in SIZES]
@@ -173,7 +179,7 @@ def _list_limits(limits: Limits | None) -> list[list[int]] | None:
 
 
 def _describe_history(cache: EvictingCache) -> Description:
-    """Return what a cache has read (steps, a chat's turns, padding, joined rows, edits) as plain values, for a file."""
+    """Return what a cache has read (steps, turns of a chat, padding, joined rows, edits) as JSON values, for `_describe_cache`."""
     turns, rows = cache.turns, cache.rows
     flags = {"joined": rows.joined, "padded": rows.padded, "by_columns": rows.by_columns}
     edited = {"edited": rows.edited} if rows.edited else {}
@@ -189,7 +195,10 @@ def _restore_history(cache: EvictingCache, about: Description) -> None:
 def _read_file(
     path: str | PathLike[str], cache: EvictingCache, model: Description, shapes: list[schema.LayerShape]
 ) -> Document:
-    """Read a file's description and tensors. Before tensors are read, check that the header fits the empty `cache`."""
+    """Read a file's description and tensors, for `load`. Before tensors are read, check that the header fits the `cache`.
+
+    Raises KVPatchError for another model or other settings, InvalidError for a header that contradicts them.
+    """
 
     def check_header(about: Description, found: dict[str, Entry]) -> None:
         compare_tables("model", about["model"], model, path)
@@ -202,7 +211,8 @@ def _read_file(
 def compare_tables(what: str, saved: Description, mine: Description, path: object) -> None:
     """Raise KVPatchError if a file to load was saved under another model or settings; it names the first value that differs.
 
-    what: "model" or "settings". saved: the values in the file. mine: those of the patch that loads it.
+    The `check_header` of `_read_file` and of `load_lossless` call it; for tables in tables it calls itself. what: "model" or
+    "settings". saved: the values in the file. mine: those of the patch that loads it.
     """
     for name in [*saved, *(name for name in mine if name not in saved)]:
         old, new = saved.get(name), mine.get(name)

@@ -68,16 +68,16 @@ class LayerShape(NamedTuple):
 def check_header(about: Description, entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
     """Raise InvalidError, before tensors are read, unless a file's description and header fit the empty `cache`.
 
-    Each check takes its tensors' entries out of `left`, a copy of `entries`; what is left in the end does not belong there.
-    Called when a cache is loaded. A file may lack the tensors that are asked for by `in left`.
+    `load` calls it through `_read_file`. Each check takes its tensors' entries out of `left`, a copy of `entries`; what is left
+    in the end does not belong there. A file may lack the tensors that are asked for by `in left`.
     """
     left = dict(entries)
-    B = _take_entry(left, "seen_B", (torch.int64,), (None,)).shape[0]
+    B = _take_entry(left, "seen_B", (torch.int64,), (None,)).shape[0]  # seen_B: tokens that each row has read
     history, layers = check_fields("its cache", about["cache"], HISTORY), about["layers"]
     _check_condition(isinstance(layers, list) and len(layers) == len(cache.layers), f"it has not {len(cache.layers)} layers")
     for index, described in enumerate(layers):
         _Layer(cache, index, B, history["turns"] > 0, shapes[index]).check(described, left)
-    if cache.settings.by_columns and "gaps_B" in left:
+    if cache.settings.by_columns and "gaps_B" in left:  # padding between a row's tokens, which positions count
         _take_entry(left, "gaps_B", (torch.int64,), (B,))
     if history["joined"] and "shortfall_B" in left:  # decode steps that a row is behind
         _take_entry(left, "shortfall_B", (torch.float64,), (B,))
@@ -90,7 +90,10 @@ def check_header(about: Description, entries: dict[str, Entry], cache: EvictingC
 
 
 def _check_states(left: dict[str, Entry], cache: EvictingCache, B: int) -> None:
-    """Check the header's entries for a hybrid model's recurrent states, and remove them from `left`. Any size is allowed."""
+    """Check the header's entries for a hybrid's recurrent states, for `check_header`, and remove them from `left`.
+
+    Any size is allowed but for the batch B. A model without such states has nothing to check.
+    """
     for number, count in () if cache.settings.stack is None else cache.settings.stack.states:
         names = [f"states.{number}.{kind}.{key}" for kind in ("conv_states", "recurrent_states") for key in range(count)]
         held = [name for name in names if name in left]
@@ -103,7 +106,7 @@ class _Layer:
     """Check of one layer. has_prompt: the cache has read a prompt to its end. on_budget: it has, and the policy evicts."""
 
     def __init__(self, cache: EvictingCache, index: int, B: int, has_prompt: bool, shape: LayerShape) -> None:
-        """Gather what the layer `index` of the empty `cache` may have in a file of B rows, to check the file's header."""
+        """Gather what the layer `index` of the empty `cache` may have in a file of B rows, for `check_header`."""
         self.cache, self.index, self.B, self.has_prompt = cache, index, B, has_prompt
         self.H, self.sizes, self.group, self.sliding = shape.heads, (shape.key, shape.value), shape.group, shape.sliding
         self.latent = shape.latent
@@ -111,7 +114,7 @@ class _Layer:
         self.on_budget = cache.settings.evicts[index] and has_prompt  # a prompt has ended, and the layer may evict
 
     def check(self, described: object, left: dict[str, Entry]) -> None:
-        """Check the layer's description and its tensors' header entries when a file is loaded, before tensors are read.
+        """Check the layer's description and its tensors' header entries, for `check_header`, before tensors are read.
 
         left: the entries that no layer has claimed so far, by name. Those of this layer are removed from it, and nothing else
         changes. The file's `mode` says how the layer's decode steps store and evict. Raises InvalidError at the first that is
@@ -147,7 +150,7 @@ class _Layer:
         self._check_state(left, dtype, C, mode.evicts)
 
     def _find_mode(self, described: object) -> type[Mode]:
-        """Return the mode (how decode steps store and evict) that a file names. InvalidError if the layer cannot be in it.
+        """Return the mode (how decode steps store and evict) that a file names, for `check`. InvalidError if it cannot be so.
 
         Before a prompt's end it is Reading. Later decode steps evict (Filling until the budget is reached, then Evicting, or
         Moving if heads' budgets follow the text), or they do not: Appending, and Growing in slots.
@@ -165,10 +168,11 @@ class _Layer:
         return _take_entry(left, f"{self.index}.{name}", dtypes, shape)
 
     def _find_shape(self, head_offsets: object, C: int, may_be_ragged: bool) -> tuple[int, ...]:
-        """Return the shape of stored keys and values without the last axis: [B,H,C], or [F] if heads have different lengths.
+        """Return, for `check`, the shape of stored keys and values without the last axis: [B,H,C], or [F] if heads are ragged.
 
-        head_offsets: None, or how many slots each head has and how many are filled, as a file to load says. InvalidError if
-        these do not fit the layer.
+        F: entries of all heads end to end. may_be_ragged: heads may have different lengths in this mode. head_offsets: None, or
+        how many slots each head has and how many are filled, as a file to load says. InvalidError if these do not fit the
+        layer.
         """
         shape: tuple[int, ...] = (self.B, self.H, C)
         if head_offsets is not None:
@@ -184,7 +188,7 @@ class _Layer:
         return shape
 
     def _check_limits(self, limits: object) -> None:
-        """Raise InvalidError unless a file's `limits` (protected tokens) are counts by row, or None if nothing is evicted."""
+        """Raise InvalidError, for `check`, unless `limits` (protected tokens) are counts by row, or None if nothing evicts."""
         if not self.on_budget:
             _check_condition(limits is None, f"{self.where}: limits of a layer that the policy does not act on")
             return
@@ -193,7 +197,7 @@ class _Layer:
         _check_condition(valid, f"{self.where}: limits are {limits!r:.60}")
 
     def _check_state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
-        """Check the header entries of what the policy stores for each key, such as sums, and remove them from `left`.
+        """Check, for `check`, the header entries of what the policy stores for each key, such as sums; remove them from `left`.
 
         evicting: later steps evict, so that the file must have all states and notes (what the policy remembers of the layer).
         """
@@ -225,7 +229,10 @@ class _Layer:
 
 
 def _take_entry(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]) -> Entry:
-    """Take a tensor's header entry out of `left`; InvalidError unless it has one of `dtypes` and this shape (None: any)."""
+    """Take a tensor's header entry out of `left`; InvalidError unless it has one of `dtypes` and this shape (None: any).
+
+    `check_header` and `_Layer` call it for each tensor that they check.
+    """
     _check_condition(name in left, f"it holds no {name}")
     entry = left.pop(name)
     fits = len(entry.shape) == len(shape) and all(want in (None, size) for want, size in zip(shape, entry.shape, strict=True))

@@ -74,7 +74,7 @@ class Settings:
         self.build_policy()
 
     def build_policy(self) -> Policy:
-        """Return the policy with its options and the schedule.
+        """Return the policy with its options and the schedule, without a budget; Settings are checked by this when made.
 
         Raises:
             KVPatchError: an unknown policy or option, or a value that the policy refuses.
@@ -91,7 +91,9 @@ class Settings:
         return policy.with_options(self.options.get("schedule"), **of_policy)
 
     def add_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return policy, k and options as keyword arguments of `patched`. given: what the call has beside the Settings.
+        """Return policy, k and options as keyword arguments of `patched`, which calls it through `_takes_settings`.
+
+        given: what the call has beside the Settings.
 
         Raises:
             KVPatchError: `given` has k, or an option that the Settings have.
@@ -134,7 +136,7 @@ class Settings:
 
     @classmethod
     def parse(cls, text: str) -> Settings:
-        """Return the Settings that the text of a loaded file holds. Raises InvalidError if it holds none."""
+        """Return the Settings that the text of a loaded file holds, for `load`. Raises InvalidError if it holds none."""
         about = SETTINGS.parse_description(text, "", "it")
         try:
             return cls(about["policy"], _read_budget(about["k"]), about["options"])
@@ -143,7 +145,7 @@ class Settings:
 
 
 def _read_text(path: Path) -> str:
-    """Read the text of a file of Settings. Raises InvalidError if it is too large to be one, or no text."""
+    """Read the text of a file, for `Settings.load`. Raises InvalidError if it is too large to be Settings, or no text."""
     with path.open("rb") as file:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
@@ -155,9 +157,10 @@ def _read_text(path: Path) -> str:
 
 
 def _normalize_budget(k: object, where: str, depth: int = 0) -> Any:
-    """Return a budget with lists as tuples and texts of numbers as numbers, when Settings are made.
+    """Return a budget with lists as tuples and texts of numbers as numbers, for `Settings.__post_init__`.
 
-    where: its name in an error. depth: lists around it.
+    A Rule (a budget that follows the text) stays; one that no file can hold raises KVPatchError. where: its name in an error.
+    depth: lists around it.
     """
     k = as_python(k)
     if isinstance(k, Rule):
@@ -172,7 +175,7 @@ def _normalize_budget(k: object, where: str, depth: int = 0) -> Any:
 
 
 def _normalize_option(name: object, value: object, depth: int = 0) -> Any:
-    """Return an option's value with lists as tuples, when Settings are made; refuse one that JSON cannot hold."""
+    """Return an option's value with lists as tuples, for `Settings.__post_init__`; refuse one that JSON cannot hold."""
     value = as_python(value)
     if is_list(value) and depth < _DEEPEST:
         return tuple(_normalize_option(name, one, depth + 1) for one in value)
@@ -185,14 +188,14 @@ def _normalize_option(name: object, value: object, depth: int = 0) -> Any:
 
 
 def _write_budget(k: Any) -> Any:
-    """Convert a budget to JSON values, when Settings are saved: a Rule to a dict that names it, a tuple to a list."""
+    """Convert a budget to JSON values, for `Settings.save`: a Rule (such as Mass) to a dict that names it, tuples to lists."""
     if isinstance(k, Rule):
         return {type(k).__name__: dataclasses.asdict(k)}
     return [_write_budget(one) for one in k] if isinstance(k, tuple) else k
 
 
 def _read_budget(k: object, depth: int = 0) -> Any:
-    """Convert a budget from JSON values, when Settings are loaded. A dict must name a Rule (kind of budget), and becomes it."""
+    """Convert a budget from JSON values, for `Settings.parse`. A dict must name a Rule (kind of budget), and becomes it."""
     if isinstance(k, list) and depth < _DEEPEST:
         return [_read_budget(one, depth + 1) for one in k]
     if not isinstance(k, dict):
