@@ -27,8 +27,8 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
     The model calls the new forward once for each pass and layer. It attends through the cache among its arguments, which
     changes that cache; without one it calls the module's own forward.
 
-    layer: index of the layer in the cache. reads: the module has no keys, and uses those of that layer. own: returns the
-    module's own forward.
+    cls: the module's class. adapter: runs the code of its model family. layer: index of the layer in the cache. reads: the
+    module has no keys, and uses those of that layer. own: returns the module's own forward.
     """
     # names of the forward's parameters, the first of which takes the hidden states; and the one that takes the cache
     names, cache_name = parameters(cls), cache_argument(cls.forward)  # type: ignore[arg-type]
@@ -63,10 +63,11 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
             now, compiling = cache.now, torch.compiler.is_compiling()  # now: facts about the running pass
             if not (compiling or reads or now is None) and (steps := cache.steps) is not None and steps.now is now:
                 step = steps.running[layer]  # a fast decode step, bound to this layer's buffers before
-                if step is not None and step.takes_call(self, q):
+                if step is not None and step.takes_call(self, q):  # the same module, dtype and mode as when it was bound
                     return step(cache, q, k, v)
             if now is not None and now.repeat is not None:  # the pass reads a prompt a second time, for scores
                 now.repeat.hidden = hidden
+            # torch.compile traces only the passes begun as traced decode steps
             run = attend_untraced if compiling and not (now is not None and now.traced) else attend
             out = run(cache, layer, q, k, v, BoundAdapter(adapter, self, k.shape[1]), reads)
             return out if out.dtype == v.dtype else out.to(v.dtype)

@@ -83,7 +83,7 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
             return own(self)(generation_config, continuous_batching_config, workload_hints)
         # refuse what continuous batching cannot do
         check_engine(transformers.__version__)
-        chunks = any(isinstance(shape.sliding, Chunk) for shape in state.shapes)
+        chunks = any(isinstance(shape.sliding, Chunk) for shape in state.shapes)  # layers that attend within chunks
         sharded = getattr(self, "_device_mesh", None) is not None
         refuse("continuous batching", state.combine(chunks=chunks, sharded=sharded, messages=messages))
         from ..serving import engine

@@ -29,7 +29,7 @@ def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: 
     are computed from the keys and values alone, or by a second reading of the prompt if the policy asks for one.
     """
     refuse("compress", state.combine())
-    by_columns = isinstance(past, EvictingCache) and past.rows.by_columns
+    by_columns = isinstance(past, EvictingCache) and past.rows.by_columns  # its positions count padding columns
     if isinstance(past, EvictingCache):
         past, mask = _take_entries(past)
     _check_past(target.decoder, state, past, ids, mask)
@@ -38,6 +38,7 @@ def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: 
         from_dynamic.absorb(cache, past, mask, ids_known=ids is not None)  # copies the keys and values
         cache.read_by = stamp_model(target.decoder)
         ids_BN = ids if ids is None or mask is None else ids.masked_fill(mask.to(ids.device) == 0, -1)
+        # begin a pass without tokens, which ends the prompt; now: facts about it
         now = passes.begin_compression(cache, ids_BN, decoder.table_maker(target.decoder, state, devices[0]))
         if by_columns:
             # positions in `past` counted padding columns too, so the next token's is higher by these
@@ -65,11 +66,11 @@ def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device
     for layer, (module, adapter) in enumerate(target.attentions):
         shape = shapes[layer]
         call = Call(cache, now, layer, BoundAdapter(adapter, module, shape.heads), shape.group or 1, devices[layer])
-        call.slots.sliding = call.geometry.sliding
+        call.slots.sliding = call.geometry.sliding  # the layer's sliding window, or None
         nominal_B = compress.set_limits(call) if call.evicts and not now.keeps_all else []  # protected tokens by row
         size = (len(now.n_B), shape.heads, call.group, 1, shape.key)
         queries = call.slots.kv.keys.new_empty(size, dtype=call.slots.dtype)  # only their shape, dtype and device are read
-        compress.end_prompt(call, call.slots.used, nominal_B, queries)
+        compress.end_prompt(call, call.slots.used, nominal_B, queries)  # evicts; layers that share a budget wait for the last
 
 
 def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:

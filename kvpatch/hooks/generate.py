@@ -59,7 +59,7 @@ def _run_with_cache(
     """Run the model's generate() once with an EvictingCache, unless its options ask for no cache or another kind.
 
     The wrapper of generate() calls it. Changes `kwargs`, the cache and the patch's log. `cache.request` holds the lengths of
-    prompt and answer until `_finish` clears them.
+    prompt and answer until `_finish` clears them. run: the unpatched generate(). steps: CUDA graphs of its decode steps.
     """
     state = steps.state
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
@@ -157,7 +157,8 @@ def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwarg
 
 def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
     """Note in `cache.request`, for `_run_with_cache`, the columns up to the prompt's end: read before, PEFT's, and new ones."""
-    columns, seen = given.whole or 0, given.seen  # of the whole text, if known; and those that the cache has read
+    # columns of the whole text, if known, and those that the cache has read. given.alone: only new tokens were given
+    columns, seen = given.whole or 0, given.seen
     if not virtual:
         cache.request.prompt_len = columns
         cache.request.reread_columns = 0 if given.alone else seen  # tokens read before that the first pass may bring again

@@ -76,7 +76,7 @@ class GenerateSteps:
         A change is another address, dtype or shape of a weight, another class of a module, or another attribute.
         """
         state, device = self.state, next(model.parameters()).device
-        make = RECORDERS.get(device.type)
+        make = RECORDERS.get(device.type)  # makes what records a graph; None: no graphs on such a device
         if not state.options.graphs or make is None or STEP_CALL in vars(model):
             return None
         # a policy or feature whose steps cannot be captured (untraced: the reason why)

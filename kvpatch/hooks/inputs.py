@@ -218,8 +218,8 @@ def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
 def refuse_packed_rows(call: dict[str, Any]) -> None:
     """Raise KVPatchError before a pass with several texts in a row, which transformers tells by position_ids that begin anew.
 
-    `check_places` calls it. transformers takes texts as packed in a pass without a cache and without a mask; a budget is of one
-    text. call: the decoder's arguments; cu_seq_lens_q among them are the packed texts' borders.
+    `check_places` calls it. transformers packs in passes without cache and mask alone. cu_seq_lens_q: the packed texts'
+    borders.
     """
     given, lengths = call.get("position_ids"), call.get("cu_seq_lens_q")
     if cache_of(call) is not None or call.get("attention_mask") is not None:

@@ -112,10 +112,10 @@ def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, st
     if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
         raise KVPatchError("lossless=True reads one text without padding: leave the padding out.")
     check_room(reader, tokens, cache, state)
-    drafts = cache.begin(tokens[0].tolist())
+    drafts = cache.begin(tokens[0].tolist())  # a new, empty budgeted cache
     set_cache(call, drafts, state.cache_name)
     if drafts.seen:
-        cache.verified.passes += 1
+        cache.verified.passes += 1  # counts for the report
     state.log.verified = cache.verified
     return drafts
 

@@ -60,6 +60,7 @@ def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) ->
 
     `_check_batch` calls it before each prompt. A scratch cache, which serves this pass alone, takes no note.
     """
+    # an attention module, to see if another library has replaced its code
     attn = next((module for module in decoder.modules() if qualified_name(module) in state.adapter.classes), None)
     if attn is not None:  # FSDP gives a module that it wraps another class
         refuse_replaced(attn, state.adapter)

@@ -80,6 +80,7 @@ class TextRecord:
         acted = self.evicted = self.evicted or seen - self.base > self.room
         if not now.n_B:  # the prompt does not end in this pass
             return acted
+        # tokens that a row may hold after the prompt (keeps_all: nothing is evicted); n_B: tokens that it has read
         keep_B = [MAX_POSITION] * len(now.n_B) if now.keeps_all else _count_kept(settings, now)
         # with block= a row evicts at the end of each block: if tokens follow a block that exceeds the budget, it acts on them
         for block in now.blocks[:-1]:
@@ -107,6 +108,7 @@ def _count_kept(settings: CacheSettings, now: Forward) -> list[int]:
     """
     layers = evicting(settings)
     budgets = {n: min((settings.rules[layer].least(n) for layer in layers), default=MAX_POSITION) for n in set(now.budget_n_B)}
+    # a policy that evicts generated tokens alone keeps the whole prompt
     fixed_B = now.n_B if settings.policy.schedule == "decode" else now.fixed_B or [0] * len(now.n_B)
     return [budgets[n] + fixed for n, fixed in zip(now.budget_n_B, fixed_B, strict=True)]
 

@@ -49,6 +49,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
     # find each row's text in the record, by its tokens without padding
     real_BQ = torch.ones(B, Q, dtype=torch.bool, device="cpu") if mask is None else mask.cpu().bool().expand(B, -1)
     known_NT, rows = record.ids.cpu(), zip(tokens.cpu(), real_BQ, strict=True)
+    # the number of the recorded text of each row
     text_B = torch.tensor([_match_row(b, ids[real], known_NT) for b, (ids, real) in enumerate(rows)], device="cpu")
     # positions in the text, -1 for padding; gaps: padding between tokens of a row
     positions_BQ = (real_BQ.long().cumsum(-1) - 1).masked_fill(~real_BQ, -1)

@@ -45,7 +45,7 @@ def _choose_length(state: PatchState, tokens: int | None) -> int:
     """
     rules = state.settings.budget.rules
     length = TOKENS if tokens is None else tokens
-    kept = max((rule.least(length) for rule in rules if rule.evicts), default=0)
+    kept = max((rule.least(length) for rule in rules if rule.evicts), default=0)  # tokens left, in the layer with most
     if tokens is None:
         length = max(length, 2 * kept)
         return length if state.max_positions is None else min(length, state.max_positions - STEPS)

@@ -35,7 +35,7 @@ def check_cache(cache: EvictingCache) -> None:
     for index, layer in enumerate(cache.layers):
         _check_numbers(cache, index, layer)
         if isinstance(layer.mode, Moving):  # heads whose budget has shrunk may keep more slots: the file does not say which
-            layer.give_back_slots()
+            layer.give_back_slots()  # those beyond the heads' budgets
     try:
         invariants.check_bytes(cache)
     except InvalidError:  # too many free slots, if room= was not asked for

@@ -55,7 +55,7 @@ def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Descripti
     for index, layer in enumerate(cache.layers):
         # of a layer: positions and numbers of heads, keys and values, free slots, and what the policy stores for each key
         found = {name: getattr(layer, name) for name in schema.TENSORS if getattr(layer, name) is not None}
-        found |= dict(zip(("keys", "values"), layer.kv.stored, strict=False))
+        found |= dict(zip(("keys", "values"), layer.kv.stored, strict=False))  # keys alone if values are a part of them
         found |= {} if layer.kv.centre is None else {"centre_BH1D": layer.kv.centre}
         found |= {"free_BH": layer.mode.free_BH} if layer.mode.slotted else {}
         found |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
@@ -64,7 +64,8 @@ def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Descripti
         tensors |= {f"{index}.{name}": tensor for name, tensor in found.items()}
         about = {name: getattr(layer, name) for name in schema.ATTRIBUTES}
         about |= {"mode": layer.mode.name, "dtype": str(layer.dtype)}
-        about |= {name: getattr(layer.mode, name) for name in layer.mode.saved}
+        about |= {name: getattr(layer.mode, name) for name in layer.mode.saved}  # the mode's counters
+        # head_offsets: slots of each head, if heads have different lengths. limits: numbers of protected tokens
         layers.append(about | {"head_offsets": layer.kv.described(), "limits": _list_limits(layer.limits)})
     tensors |= {f"states.{name}": state for name, state in cache.states.tensors().items()}
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -72,7 +73,7 @@ def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Descripti
     return CACHE.make_description(**values), tensors
 
 
-@writable
+@writable  # outside inference mode: the tensors made here are changed later
 def load(
     cache: EvictingCache,
     path: str | PathLike[str],
@@ -153,7 +154,7 @@ def _restore_layer(
         centred = centre_codecs(uncentred, tensors.pop("centre_BH1D", None))
         layer.kv = slots.restore_slots(keys, values, head_offsets, centred)
     # what the policy remembers of the layer (notes), and what it stores for each key (state)
-    for need in policy.needs:
+    for need in policy.needs:  # what its score reads
         saved = {name: f"{need.name}.{name}" for name in need.saved({})}
         if need.note is not None and all(key in tensors for key in saved.values()):
             layer.notes[need.name] = need.note(**{name: tensors.pop(key) for name, key in saved.items()})
@@ -164,7 +165,7 @@ def _restore_layer(
             setattr(layer, name, tensor)
     layer.is_initialized, layer.device = True, layer.kv.keys.device
     if limits is not None:
-        layer.limits = cache.limits(limits, layer.device)
+        layer.limits = cache.limits(limits, layer.device)  # numbers of protected tokens, by row
 
 
 def _list_limits(limits: Limits | None) -> list[list[int]] | None:
@@ -179,7 +180,10 @@ def _list_limits(limits: Limits | None) -> list[list[int]] | None:
 
 
 def _describe_history(cache: EvictingCache) -> Description:
-    """Return what a cache has read (steps, turns of a chat, padding, joined rows, edits) as JSON values, for `_describe_cache`."""
+    """Return what a cache has read (steps, a chat's turns, padding, joined rows, edits), for `_describe_cache`, as JSON values.
+
+    joined: rows are at different positions of their texts. by_columns: positions count padding columns.
+    """
     turns, rows = cache.turns, cache.rows
     flags = {"joined": rows.joined, "padded": rows.padded, "by_columns": rows.by_columns}
     edited = {"edited": rows.edited} if rows.edited else {}
