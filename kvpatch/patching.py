@@ -177,7 +177,7 @@ class patched:
             self._patch = None
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse attributes of the Patch that are looked up on the with-block's object, and say where they are."""
+        """Refuse attributes of the Patch that are looked up here, and say where they are; Python calls it for missing ones."""
         if name.startswith("_") or not hasattr(self._patch, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise KVPatchError(
@@ -186,7 +186,7 @@ class patched:
         )
 
     def __del__(self) -> None:
-        """Restore a model whose block was dropped; warn if the block was never entered."""
+        """Restore a model whose block was dropped, when this object is freed; warn if the block was never entered."""
         if self._patch is not None:
             self._patch.restore()  # of a block that was dropped, or interrupted where it began
         if self._unused:

@@ -180,7 +180,7 @@ class Report:
             raise KVPatchError(f"row={row!r}: the batch has the rows 0 to {B - 1}.")
         n = self.lengths[row] if self.lengths else 1 + max(int(p[row].max()) for p in self.positions)
         held = [positions[row].cpu() for positions in self.positions]
-        known = torch.cat([slots.flatten() for slots in held]).unique()
+        known = torch.cat([slots.flatten() for slots in held]).unique()  # all positions held, in order
         if len(known) and int(known[-1]) >= n:  # positions count padding: take ranks, the newest token's is n - 1
             known = known[known >= 0]
             held = [torch.where(slots < 0, slots, torch.searchsorted(known, slots) + n - len(known)) for slots in held]

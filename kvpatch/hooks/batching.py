@@ -140,7 +140,7 @@ def _make_courier(pool: RequestPool) -> Tensor:
 
 
 def end_continuous_batching(model: nn.Module) -> None:
-    """Stop managers that were made under the patch, when it is removed."""
+    """Stop managers that were made under the patch; `Installation.restore` calls it as one of the model's undos."""
     engine = sys.modules.get(ENGINE)  # None: the engine was never imported, so that there is no manager
     if engine is not None:
         engine.stop_managers(model)

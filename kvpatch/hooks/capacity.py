@@ -62,9 +62,9 @@ def _follows_prompt(cache: EvictingCache, index: int) -> bool:
     layer, rule = cache.layers[index], cache.settings.rules[index]
     if not isinstance(layer.kv, DenseSlots) or layer.storage is not None:
         return False
-    if isinstance(layer.mode, Growing):
+    if isinstance(layer.mode, Growing):  # nothing is evicted
         return True
-    if not isinstance(layer.mode, Evicting) or layer.mode.growing:
+    if not isinstance(layer.mode, Evicting) or layer.mode.growing:  # growing: a head may need more slots before it evicts
         return False
     # a budget of k tokens (not a share of the prompt), which counts prompt and answer alike
     constant = isinstance(rule, Size) and isinstance(rule.k, int) and cache.settings.policies[index].schedule != "decode"

@@ -23,7 +23,7 @@ from .target import Target
 
 
 def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: Any) -> EvictingCache:
-    """Return a new cache under the budget with what the policy keeps of `past`. Called by Patch.compress.
+    """Return a new cache under the budget with what the policy keeps of `past`, for `Patch.compress`; `past` stays as it is.
 
     past: a DynamicCache, or an EvictingCache that has evicted nothing. ids, mask: its tokens and padding mask, or None. Scores
     are computed from the keys and values alone, or by a second reading of the prompt if the policy asks for one.
@@ -57,9 +57,9 @@ _EMPTY = "past has read nothing yet: call the model with it first."
 
 
 def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device]) -> None:
-    """Evict from each layer of `cache` in place for compress(), with the code that runs where a prompt ends in a forward pass.
+    """Evict from each layer of `cache` in place, for `compress_past`, with the code that ends a prompt in a forward pass.
 
-    `compress_past` calls it. There are no queries here: policies that score by them are refused, unless they read the prompt a
+    There are no queries here: policies that score by them are refused, unless they read the prompt a
     second time. Then their layers wait, and evict in `read_again`.
     """
     shapes, now = target.shapes(), cache.running
@@ -90,7 +90,7 @@ def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
             raise KVPatchError(_EMPTY)
         taken = DynamicCache()
         for layer, slots in enumerate(past.layers):
-            dense = slots.kv.make_dense(*slots.positions.shape[:2])
+            dense = slots.kv.make_dense(*slots.positions.shape[:2])  # [B,H,T,D], also of heads of different lengths
             taken.update(*dense.as_transformers(slots.used), layer)
         return taken, past.layers[0].positions[:, 0, : past.layers[0].used] >= 0
 

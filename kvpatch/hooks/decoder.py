@@ -166,7 +166,7 @@ def _drop_seen_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor
 def _check_batch(
     decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, tokens: Tensor, state: PatchState
 ) -> Tensor | None:
-    """Check, for `_begin_pass`, that its cache, rows and padding mask go together; return the mask [B,seen+Q], or None.
+    """Check, for `_begin_pass`, that a cache, rows and padding mask go together; return the mask [B,seen+Q], or None.
 
     `seen` is the number of columns that the cache has read. The copy of a prefix (a text read before, from which several texts
     start) has one row, which is repeated for each row of the batch.
@@ -247,7 +247,7 @@ def runs_own_code(decoder: nn.Module, call: dict[str, Any], state: PatchState) -
 
 
 def _is_scratch(decoder: nn.Module, call: dict[str, Any]) -> bool:
-    """Tell before a pass if its cache is scratch (dropped at its end): the caller wants none, or the model is training."""
+    """Tell `_choose_cache` if a pass's cache is scratch (dropped at its end): the caller wants none, or the model trains."""
     past, use_cache = cache_of(call), call.get("use_cache")
     if use_cache is None:
         use_cache = getattr(getattr(decoder, "config", None), "use_cache", True) if past is None else True
@@ -260,7 +260,7 @@ def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:
 
 
 def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
-    """Tell if a pass asks for attention matrices or a mask that is not causal; under policy "full" the model's code runs it."""
+    """Tell `runs_own_code` if a pass asks for attention matrices or a mask that is not causal (a 2-D mask is of padding)."""
     mask = call.get("attention_mask")
     unusual = inputs.reads_both_ways(call, decoder) or bool(call.get("return_shared_kv_states"))
     return unusual or _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)

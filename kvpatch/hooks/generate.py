@@ -175,7 +175,7 @@ def _finish(cache: EvictingCache, state: PatchState) -> None:
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
     """Return the cache for a generate(): a new one for `past` None, a copy of an unpatched one, or `past`, an EvictingCache."""
-    refuse("generate() of the class", state.combine())
+    refuse("generate() of the class", state.combine())  # raises under lossless=True, which type(model).generate() misses
     if past is None:
         text_config = model.config.get_text_config()
         return state.new_cache(getattr(text_config, "num_hidden_layers", None))
@@ -215,7 +215,7 @@ def find_option(name: str, kwargs: dict[str, Any], *configs: Any) -> Any:
 
 
 def _asks_for_others(kwargs: dict[str, Any], *configs: Any) -> bool:
-    """Tell if generate() is asked for another cache, or attention matrices; under policy "full" the model's code then runs."""
+    """Tell `_run_with_cache` if generate() is asked for another cache or attention matrices; "full" then leaves it alone."""
     past = cache_of(kwargs)
     if past is not None and not isinstance(past, EvictingCache | Prefix):
         return True
@@ -283,7 +283,7 @@ def _count_new(kwargs: dict[str, Any], configs: tuple[Any, ...], prompt: int) ->
 
 
 def wrap_make_masks(previous: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Wrap the method by which generate() makes masks for compiled steps, for `Installation._install_generate`."""
+    """Wrap generate()'s method `previous` that makes masks for compiled steps, for `Installation._install_generate`."""
 
     def create_masks_for_generate(*args: Any, **kwargs: Any) -> Any:
         """Return, with an EvictingCache, a prompt's padding mask, or a step's last column of it: steps' shapes stay equal."""

@@ -42,7 +42,7 @@ def stack_of(decoder: Any) -> Stack | None:
             "stand in: install a newer one, pip install -U 'transformers<6'."
         )
     attention = tuple(number for number, layer in kept if isinstance(layer, DynamicLayer))
-    return Stack(attention, states, croppable=not keeps_state(type(decoder)))
+    return Stack(attention, states, croppable=not keeps_state(type(decoder)))  # croppable: states of convolutions alone
 
 
 def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | None:
@@ -75,8 +75,8 @@ def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[n
 def find_state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn.Module]) -> dict[int, nn.Module]:
     """Return, by layer number, the module that keeps the recurrent state of each such layer of a hybrid.
 
-    `Target.state_devices` calls it, and `Target.list_mixers` to measure their rounding. Of nested modules with one `layer_idx`
-    the innermost is returned.
+    `Target.state_devices` calls it, and `Target.list_mixers` for `kvpatch check`. attentions: these are left out. Of nested
+    modules with one `layer_idx` the innermost is returned.
     """
     numbers, found = dict(stack.states), dict[int, nn.Module]()
     for module in decoder.modules():

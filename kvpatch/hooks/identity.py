@@ -27,8 +27,8 @@ FEW = 16  # numbers of each weight that are looked at
 def stamp_model(decoder: nn.Module) -> ModelStamp:
     """Make a decoder's stamp: a fingerprint by which a cache knows the model that has read it. Changes nothing.
 
-    `check_reader` calls it before each prompt, others for files and prefixes. It holds PEFT's active adapters, and of the
-    weights the layout, torch's counters of changes in place and first numbers.
+    `check_reader` calls it before each prompt, `save_cache` and `renew_prefix` to compare it. It holds PEFT's active adapters,
+    and of the weights the layout, torch's counters of changes in place and first numbers.
     """
     weights, tuned = _walk_modules(decoder)
     versions, first_numbers = list[int](), dict[Any, list[Tensor]]()  # the latter by device and dtype

@@ -87,7 +87,7 @@ def find_tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
         raise KVPatchError(f"{name} has shape {list(value.shape)}, which is no row: give at least one.")
     check_real(name, value)
     known = getattr(table, "num_embeddings", None)
-    if embeds is None and known is not None and at_hand(value) and value.numel():
+    if embeds is None and known is not None and at_hand(value) and value.numel():  # at_hand: on the CPU, read without a wait
         low, high = (int(one) for one in value.aminmax())
         if low < 0 or high >= known:
             raise KVPatchError(
@@ -98,7 +98,7 @@ def find_tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
 
 
 def refuse_pass(call: dict[str, Any], decoder: Any) -> None:
-    """Raise KVPatchError, for `_begin_pass`, if a pass reads a text both ways, brings an encoder's states or wants all keys."""
+    """Raise KVPatchError in `_begin_pass` and `begin_replay` if a pass reads both ways, or needs an encoder or all keys."""
     if call.get("return_shared_kv_states"):
         raise KVPatchError(
             "return_shared_kv_states=True: under a budget no pass has the keys and values of all tokens, so there are none to "
@@ -160,8 +160,7 @@ def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
 def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
     """Mark rows of padding alone as tokens, in the mask of a pass that keeps no cache; a cache refuses rows without a token.
 
-    `_check_batch` calls it before such a pass. Returns a new mask. Nobody reads their outputs, and no label counts them: the
-    unpatched model computes some too.
+    `_check_batch` calls it. Returns a new mask. Nobody reads such rows' outputs, which the unpatched model computes, too.
     """
     return None if mask_BT is None else mask_BT.masked_fill(~mask_BT.bool().any(-1, keepdim=True), 1)
 
@@ -218,8 +217,7 @@ def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
 def refuse_packed_rows(call: dict[str, Any]) -> None:
     """Raise KVPatchError before a pass with several texts in a row, which transformers tells by position_ids that begin anew.
 
-    `check_places` calls it. transformers packs in passes without cache and mask alone. cu_seq_lens_q: the packed texts'
-    borders.
+    `check_places` calls it. transformers packs only in passes without cache and mask. cu_seq_lens_q: borders of the texts.
     """
     given, lengths = call.get("position_ids"), call.get("cu_seq_lens_q")
     if cache_of(call) is not None or call.get("attention_mask") is not None:
@@ -236,8 +234,8 @@ def refuse_packed_rows(call: dict[str, Any]) -> None:
 def refuse_switch(model: Any, prompt: int, new: int) -> None:
     """Raise KVPatchError before assisted decoding if the model would drop its cache on the way, to read the text anew.
 
-    `_run_with_cache` calls it. Phi 3 does at the length where it takes other rotary frequencies (longrope): such models define
-    how they prepare inputs. prompt, new: numbers of tokens in the prompt, and to be generated.
+    `_run_with_cache` calls it. Phi 3 drops it at the length where it takes other rotary frequencies (longrope): such models
+    define how they prepare inputs. prompt, new: numbers of tokens in the prompt, and to be generated.
     """
     prepares_itself = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     limit = switch_length(model) if prepares_itself else None
@@ -251,7 +249,7 @@ def refuse_switch(model: Any, prompt: int, new: int) -> None:
 
 
 def check_path(path: object) -> Path:
-    """Return the path at which a cache or other file is to be written or read; raise KVPatchError if it names no file."""
+    """Return the path of a file for `save_cache` and `load_cache`; raise KVPatchError if it cannot name a file."""
     if not isinstance(path, str | PathLike) or not str(path) or "\0" in str(path):
         raise KVPatchError(f"path={path!r} is no path: give one such as 'cache.safetensors'.")
     if Path(path).is_dir():

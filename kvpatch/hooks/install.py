@@ -72,7 +72,7 @@ class Installation:
         `restore` undoes it.
         """
         state = self.state
-        # attention modules. reads: the module has no keys, and uses those of `layer`
+        # attention modules. reads: the module has no keys, and uses those of `layer`. Some families need other attributes, too
         for layer, reads, (module, adapter) in target.modules():
             mark = self._mark_module(module)
             for name, value in adapter.attributes(module).items():
@@ -120,7 +120,7 @@ class Installation:
         if not state.settings.transparent and hasattr(generator, START_BATCHING):
             changes["generate_batch"] = MethodType(wrap_generate_batch(), generator)
             changes[KEPT_MANAGER] = MISSING  # the manager of continuous batching made before the patch
-        for name in COMPILED:  # dropped with the patch
+        for name in COMPILED:  # attributes with what generate() has compiled
             changes[name] = MISSING
         for name, value in changes.items():
             self._set_attribute(generator, mark, name, value)

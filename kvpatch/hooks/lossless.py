@@ -115,7 +115,7 @@ def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, st
     drafts = cache.begin(tokens[0].tolist())  # a new, empty budgeted cache
     set_cache(call, drafts, state.cache_name)
     if drafts.seen:
-        cache.verified.passes += 1  # counts for the report
+        cache.verified.passes += 1  # a pass after the first verifies drafts; the report counts it
     state.log.verified = cache.verified
     return drafts
 

@@ -40,7 +40,7 @@ def own_cache(past: object) -> EvictingCache:
 def check(cache: EvictingCache, state: PatchState) -> None:
     """Raise KVPatchError if a caller's cache was made under other settings or has other shapes.
 
-    `_choose_cache` calls it before each pass, `StepGraph.step` before steps by a graph, and methods of the Patch.
+    `_choose_cache` calls it before each pass, `StepGraph.step` before steps by a graph, `check_own` for methods of the Patch.
     """
     if cache.settings is state.settings:
         return

@@ -51,7 +51,7 @@ class TextRecord:
     """
 
     def __init__(self, log: Any, cache: EvictingCache, made_here: bool = False) -> None:
-        """Begin the record of a cache, for `RunLog`, at the cache's first pass under a patch. log: the patch's RunLog.
+        """Begin the record of a cache, for `RunLog.record`, at the cache's first pass under a patch. log: the patch's RunLog.
 
         made_here: the caller gave no cache.
         """

@@ -28,14 +28,15 @@ def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) 
     tokens = _read_ids(ids)
     _refuse_images(target, tokens)
     _refuse_invoked(target, tokens)
-    known = state.prefixes.get(tokens)
+    known = state.prefixes.get(tokens)  # read anew there if it is stale
     return state.prefixes.add(_read_prefix(target, state, tokens)) if known is None else known
 
 
 def renew_prefix(target: Target, owner: weakref.ref[PatchState], prefix: Prefix) -> Prefix:
     """Return a prefix as it is, or read anew if the model or its mode (train, eval) has changed since it was read.
 
-    `Prefixes` calls this before a text begins with the prefix. owner: the patch's state, weakly, since it owns the prefixes.
+    `Prefixes._keep_fresh` calls it as a prefix is looked up, for a text that begins with it. owner: the patch's state, weakly,
+    since it owns the prefixes.
     """
     state = owner()
     assert state is not None
@@ -69,7 +70,10 @@ def _refuse_images(target: Target, tokens: tuple[int, ...]) -> None:
 
 
 def _refuse_invoked(target: Target, tokens: tuple[int, ...]) -> None:
-    """Raise KVPatchError, for `read_prefix`, if its text invokes PEFT's aLoRA: only generate() finds from where it acts."""
+    """Raise KVPatchError, for `read_prefix`, if a text has the tokens from which an aLoRA adapter of PEFT acts.
+
+    Only generate() looks for these tokens, so that a prefix would be read without the adapter.
+    """
     acting = stamp_model(target.decoder).adapters[0].split(" + ")
     for model in target.generators:
         for name, config in getattr(model, "peft_config", {}).items():

@@ -58,9 +58,10 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
     if "position_ids" in state.decoder_parameters and call.get("position_ids") is None:
         call["position_ids"] = places_BQ.clamp(min=0)
     switch_overrides(decoder, state.overrides, ours=True)  # attributes of the decoder that the patch replaces
+    # stands in place of a cache; the last two arguments: there is padding, and none between tokens
     now = ReplayPass(state.settings, record, text_B, places_BQ, not bool(real_BQ.all()), not bool(gaps_BQ.any()))
     state.log.replayed = now.choice.ran  # the backends that run, by task, for the report
-    # the layers find the ReplayPass on their mask, in place of a cache
+    # the layers find it on their mask
     decoder_mask = mask_by_kind(state.settings.stack, Courier.carrying(now, pass_mask(tokens.device)), mask, Q)
     set_cache(call, None, state.cache_name)
     call.update(use_cache=False, attention_mask=decoder_mask)

@@ -75,7 +75,7 @@ class RunLog:
         once if a pass whose cache ends with it (`scratch`) exceeds the budget in vain. training: of the decoder. made_here: the
         caller gave no cache.
         """
-        record, now = self.record(cache, made_here), cache.running
+        record, now = self.record(cache, made_here), cache.running  # now: facts about the pass
         # steps that ran inside a graph of torch.compile since the last pass, where no hook counted them
         Q, missed = now.positions_BQ.shape[1], cache.seen - record.columns
         if missed > 0:
@@ -186,7 +186,7 @@ class RunLog:
         """Count the steps that ran inside a graph, where no hook runs; `snapshot`, `finish` and `release` call it first."""
         if not isinstance(record, TextRecord) or record.log is not self:
             return  # the cache goes on under another patch
-        cache.catch_up()
+        cache.catch_up()  # copies the steps counted on the device to the host's counters
         missed = cache.seen - record.columns
         if missed > 0 and not cache.scratch:
             acted = record.acts_in_step(cache, 0)  # in the last of them

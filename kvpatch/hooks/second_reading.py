@@ -31,13 +31,13 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     That is so for hybrids, and for prompts that the policy reads twice (`unfinished` then). After a pass over a lossless cache,
     return an output that has this cache in place of the budgeted one; else None, which leaves the output as it is.
     """
-    cache = cache_of(kwargs)
+    cache = cache_of(kwargs)  # the pre-hook has put it there
     if torch.compiler.is_compiling() or not isinstance(cache, EvictingCache):
         return None
     now = cache.now  # the pass that ran; with `repeat` it was a part of the second reading, which ends elsewhere
     if now is None or now.repeat is not None or cache.scratch:
         return None
-    if cache.unfinished:
+    if cache.unfinished:  # no layer has ended the pass
         _end_late(decoder, cache, state)
     return lossless.end_pass(output, now.lender) if isinstance(now.lender, LosslessCache) else None
 

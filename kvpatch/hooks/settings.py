@@ -39,7 +39,7 @@ UNNAMED = "\n".join(
 
 
 def check_model(model: object, policy: object) -> None:
-    """Raise KVPatchError, for `patched`, unless its `model` is a module; policy: its second argument, maybe swapped."""
+    """Raise KVPatchError, for `patched`, unless its `model` is a module, or if model and `policy` were swapped."""
     if isinstance(policy, nn.Module) and not isinstance(model, nn.Module):
         name = repr(model) if isinstance(model, str) else "policy"
         raise KVPatchError(f"patched() takes the model first: patched(model, {name}, k=0.5).")
@@ -75,8 +75,7 @@ def bits_of(bits: object) -> int:
 def check_options(seed: object, block: object, **switches: object) -> None:
     """Raise KVPatchError for values of patched()'s arguments that are wrong for every model.
 
-    `patched` calls it before it looks at the model. switches:
-    arguments that are True or False, by name.
+    `patched` calls it before it looks at the model. switches: arguments that are True or False, by name.
     """
     if block is not None:
         check_count("block", block, "tokens")

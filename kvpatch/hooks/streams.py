@@ -27,7 +27,7 @@ class Outcome:
     error: BaseException | None = None
 
     def keep(self, call: Callable[[], Any], end: Callable[[], None]) -> None:
-        """Run `call` and keep its value or error; after an error call `end`, which ends the stream. `Chat.stream`'s thread."""
+        """Run `call`, as the thread of `Chat.stream`; keep its value or error. After an error call `end`, to end the stream."""
         try:
             self.value = call()
         except BaseException as error:

@@ -89,7 +89,7 @@ class Target:
         """
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
-        # attention modules, each with the adapter of its family (how to call its projections)
+        # attention modules, each with the adapter of its family, which runs its code
         known = ((module, adapter_of(module)) for name, module in model.named_modules() if not is_cross_attention(name, module))
         found: list[tuple[nn.Module, Adapter]] = [(module, adapter) for module, adapter in known if adapter is not None]
         if not found:  # no attention module is of a registered family
@@ -111,9 +111,9 @@ class Target:
                 "tensor. Patch the model before it is wrapped, wrap it with use_orig_params=True, or use fully_shard()."
             )
         for adapter in {id(adapter): adapter for _, adapter in found}.values():
-            adapter.check(decoder)
+            adapter.check(decoder)  # raises for variants of the family that it cannot run
         for module, adapter in found:
-            refuse_replaced(module, adapter)
+            refuse_replaced(module, adapter)  # raises if another library has put its code in place of the family's
         _check_decoder(decoder)
         generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
         # the layers: those with keys, and readers
@@ -127,7 +127,7 @@ class Target:
         check_layers(sorted(used), stack.attention if stack else None)  # a model may use a module as two layers
         indices = {numbers[module]: index for index, (module, _) in enumerate(with_keys)}  # of layers in the cache
         readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
-        # models around the decoder
+        # shell: makes the decoder's masks; outer: may merge images into embeddings
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
         around = holders[-2::-1]  # models around the decoder, the innermost first
         merging = [holder for holder in around if _read_token_ids(holder, IMAGE_TOKENS + SOUND_TOKENS)]
@@ -193,8 +193,8 @@ class Target:
     def check_calibration(self, policy: Policy) -> None:
         """Raise KVPatchError unless the calibration that a policy needs is there, is of this model and has all layers.
 
-        `settings_of` calls it as a model is patched. A calibration is a file of numbers
-        measured or learned on the model (kvpatch calibrate).
+        `settings_of` calls it as a model is patched. A calibration is a file of numbers measured or learned on the model
+        (kvpatch calibrate). F: numbers of a value, and MORE of them.
         """
         calibrated = policy.needs.find(Calibrated)
         if calibrated is None:
@@ -249,9 +249,9 @@ class Target:
         return {**self.describe_class(), "dtype": str(dtype_of(self.decoder)), **describe_weights(self.decoder)}
 
     def describe_class(self) -> dict[str, Any]:
-        """Describe the model by class and shapes, for `identity`, and for records of evictions, which training outlasts.
+        """Describe the model by class and shapes, not by its weights, which training changes.
 
-        `Patch.record` notes it, and `Patch.replay` compares it.
+        `Patch.record` notes it in a record of evictions, and `Patch.replay` compares it; `identity` adds to it.
         """
         module, adapter = self.attentions[0]
         heads, head_dim = adapter.kv_shape(module)

@@ -121,7 +121,10 @@ def _check_ids(ids_BT: Tensor, known_BT: Tensor) -> None:
 
 
 def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
-    """Repeat given rows (ids or a mask) for their beams, as `_check_ids` compares them; None if cache rows are no multiple."""
+    """Repeat given rows (ids or a mask) for their beams, to compare them in `_check_ids` and `_check_padding` with a cache's.
+
+    One row in the cache is compared with all. None if the cache's rows are no multiple of those given.
+    """
     beams = len(known_BT) // max(len(given_BT), 1)
     if len(known_BT) == 1:
         return given_BT  # of a prefix, which all rows begin with

@@ -35,7 +35,7 @@ def check_cache(cache: EvictingCache) -> None:
     for index, layer in enumerate(cache.layers):
         _check_numbers(cache, index, layer)
         if isinstance(layer.mode, Moving):  # heads whose budget has shrunk may keep more slots: the file does not say which
-            layer.give_back_slots()  # those beyond the heads' budgets
+            layer.give_back_slots()  # empty ones, beyond some spare ones
     try:
         invariants.check_bytes(cache)
     except InvalidError:  # too many free slots, if room= was not asked for
@@ -53,6 +53,7 @@ def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     slots = layer.kv.spread_heads(real)  # the same, in the shape of keys and values
     if layer.kv.centre is not None:
         _check_finite(f"{where}: the centre of its keys", layer.kv.centre)
+    # as floating-point numbers, also where they are stored rounded
     for name, tensor in zip(("keys", "values"), layer.kv.numbers(layer.kv.width), strict=True):
         finite = tensor.isfinite().all(-1) | ~slots
         invariants.must(finite, f"{where}: {name} are not finite")

@@ -64,9 +64,10 @@ def read_tensor(file: Any, name: str) -> Tensor:
 
 
 def is_count(value: object, least: int = 0) -> bool:
-    """Tell whether `value`, read from a file, is an int from `least` to 2**31 - 1.
+    """Tell whether `value`, read from a file, is an int from `least` to 2**31 - 1, for fields that count (`Field.of_count`).
 
-    A head that keeps everything fills up in 2**30 steps, and in some more if it waits to evict (budgets.MAX_POSITION).
+    The bound is above all counts of a cache: a head that keeps everything fills up in 2**30 steps (budgets.MAX_POSITION), and
+    in some more if it waits to evict.
     """
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
 

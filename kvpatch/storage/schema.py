@@ -76,7 +76,7 @@ def check_header(about: Description, entries: dict[str, Entry], cache: EvictingC
     history, layers = check_fields("its cache", about["cache"], HISTORY), about["layers"]
     _check_condition(isinstance(layers, list) and len(layers) == len(cache.layers), f"it has not {len(cache.layers)} layers")
     for index, described in enumerate(layers):
-        _Layer(cache, index, B, history["turns"] > 0, shapes[index]).check(described, left)
+        _Layer(cache, index, B, history["turns"] > 0, shapes[index]).check(described, left)  # turns: prompts read so far
     if cache.settings.by_columns and "gaps_B" in left:  # padding between a row's tokens, which positions count
         _take_entry(left, "gaps_B", (torch.int64,), (B,))
     if history["joined"] and "shortfall_B" in left:  # decode steps that a row is behind
@@ -142,7 +142,7 @@ class _Layer:
             self._take_tensor(left, "centre_BH1D", (dtype,), (self.B, self.H, 1, self.sizes[0]))
         if mode.slotted:
             self._take_tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
-        for kind in HEAD_TENSORS:  # with a number for each head, such as its budget
+        for kind in HEAD_TENSORS:  # with a number for each head, such as its budget; a layer must or may have it
             may = f"{self.index}.{kind.name}" in left and kind.may_be(self.cache.settings, self.index, self.on_budget)
             if may or kind.must_be(self.on_budget):
                 self._take_tensor(left, kind.name, kind.dtypes, kind.shape(self.B, self.H))

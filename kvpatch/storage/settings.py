@@ -162,7 +162,7 @@ def _normalize_budget(k: object, where: str, depth: int = 0) -> Any:
     A Rule (a budget that follows the text) stays; one that no file can hold raises KVPatchError. where: its name in an error.
     depth: lists around it.
     """
-    k = as_python(k)
+    k = as_python(k)  # numbers of numpy and torch
     if isinstance(k, Rule):
         if type(k) not in RULES.values():
             raise KVPatchError(f"{where}={k} is of no kind that a file can hold: give a number, a size, or {', '.join(RULES)}.")
