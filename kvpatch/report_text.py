@@ -166,7 +166,7 @@ def list_backends(ran: Mapping[str, tuple[str, str]]) -> list[str]:
 
 
 def list_verified(verified: Verified) -> list[tuple[str, str]]:
-    """Return rows, for `Report._list_rows` under lossless=True: tokens drafted and accepted, and bytes moved to the device."""
+    """Return rows, for `Report._list_rows` under lossless=True: tokens drafted and accepted, bytes of the full cache read."""
     drafts = (
         f"{verified.accepted:,} of {verified.drafted:,} tokens accepted; {verified.per_pass:.1f} tokens a pass over all tokens"
     )

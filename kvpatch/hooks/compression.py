@@ -85,7 +85,7 @@ def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
             f"past is a cache under policy {settings.policy.name!r}, which may have dropped tokens: give one that the "
             "unpatched model filled, or one under policy 'full' of a model without sliding windows."
         )
-    with past.reading("compress()"):
+    with past.reading("compress()"):  # raises if another thread changes it meanwhile
         if not past.get_seq_length():
             raise KVPatchError(_EMPTY)
         taken = DynamicCache()

@@ -167,7 +167,10 @@ def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> 
 
 
 def _finish(cache: EvictingCache, state: PatchState) -> None:
-    """Clear `cache.request` for `_run_with_cache` when generate() has ended or failed, and note the end time in the log."""
+    """Clear `cache.request` in `_run_with_cache` when generate() has ended or failed, and note the end time in the log.
+
+    For type(model).generate() it is called when the configuration is freed (`_begin_unwrapped`).
+    """
     cache.request.prompt_len = cache.request.new_tokens = None
     cache.request.reread_columns = 0
     state.log.finish(cache)
@@ -175,7 +178,7 @@ def _finish(cache: EvictingCache, state: PatchState) -> None:
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
     """Return the cache for a generate(): a new one for `past` None, a copy of an unpatched one, or `past`, an EvictingCache."""
-    refuse("generate() of the class", state.combine())  # raises under lossless=True, which type(model).generate() misses
+    refuse("generate() of the class", state.combine())  # lossless=True: type(model).generate() has passed by what drafts
     if past is None:
         text_config = model.config.get_text_config()
         return state.new_cache(getattr(text_config, "num_hidden_layers", None))

@@ -227,7 +227,7 @@ class StepGraph:
             raise
 
     def _call_model(self, inputs: Inputs, cache: EvictingCache, capturing: bool = False) -> Tensor:
-        """Run the model for `__call__`, `_capture` and `_trace`; return logits. capturing: begin the step as a traceable one."""
+        """Run the model for `__call__`, `_capture` and `_trace`; return logits. capturing: begin it as a traceable step."""
         call: dict[str, Any] = {**inputs, self.cache_name: cache, "use_cache": True}
         if capturing and "position_ids" in self.state.decoder_parameters:
             call.setdefault("position_ids", _positions(cache, len(inputs["input_ids"])))

@@ -132,7 +132,7 @@ def adapter_names(module: nn.Module) -> list[str] | None:
 def remove_adapter_hooks(model: nn.Module) -> None:
     """Remove the hooks of PEFT's adapter_names, which PEFT leaves on the model after an error: later calls would fail.
 
-    The wrapper that `wrap_generate` makes calls it after a generate() that raised; no forward of the model is running then.
+    The wrapper that `wrap_generate` makes calls it after a KVPatchError; no forward of the model is running then.
     """
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):

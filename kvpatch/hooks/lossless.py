@@ -115,7 +115,7 @@ def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, st
     drafts = cache.begin(tokens[0].tolist())  # a new, empty budgeted cache
     set_cache(call, drafts, state.cache_name)
     if drafts.seen:
-        cache.verified.passes += 1  # a pass after the first verifies drafts; the report counts it
+        cache.verified.passes += 1  # not the text's first pass; counted for the report
     state.log.verified = cache.verified
     return drafts
 
@@ -203,7 +203,7 @@ class Drafter(CandidateGenerator):
         return text, torch.stack(logits, 1) if self.samples and logits else None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Count the accepted tokens; set the next draft's length. Assisted decoding calls it after each verifying pass."""
+        """Count accepted tokens; set the next draft's length, 0 after TRIES in vain. Assisted decoding calls it each pass."""
         accepted, verified = int(num_matches), self.cache.verified  # `verified`: counts for the report
         if not self.drafted:
             return

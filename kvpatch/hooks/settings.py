@@ -50,7 +50,7 @@ def check_model(model: object, policy: object) -> None:
 
 
 def positions_of(positions: object) -> str:
-    """Return the argument `positions` of `patched` and of commands, in any case or spelling, as "original" or "renumbered".
+    """Return the argument `positions` of `patched` and of commands, in upper or lower case, as "original" or "renumbered".
 
     Raises:
         KVPatchError: `positions` is neither.

@@ -35,7 +35,7 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: Description) ->
         raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
     if cache.turns.open:  # a prompt in several passes has begun and not ended
         raise KVPatchError("The cache is in the middle of a prompt: read it to its end, then save.")
-    with cache.reading("save_cache()"):
+    with cache.reading("save_cache()"):  # raises if another thread changes it meanwhile
         about, tensors = _describe_cache(cache, model)
     CACHE.write_file(path, about, tensors)
 
