@@ -167,10 +167,7 @@ def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> 
 
 
 def _finish(cache: EvictingCache, state: PatchState) -> None:
-    """Clear `cache.request` in `_run_with_cache` when generate() has ended or failed, and note the end time in the log.
-
-    For type(model).generate() it is called when the configuration is freed (`_begin_unwrapped`).
-    """
+    """Clear `cache.request` and log the end time, for `_run_with_cache` after generate(), also if it failed."""
     cache.request.prompt_len = cache.request.new_tokens = None
     cache.request.reread_columns = 0
     state.log.finish(cache)

@@ -28,7 +28,7 @@ def check_path(path: object, wanted: str) -> str | PathLike[str]:
 
 
 def write_tensors(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], what: str) -> None:
-    """Write a cache, calibration or record (`what`, in errors) for `FileKind.write_file`, as safetensors, whole or not at all."""
+    """Write a cache, calibration or record (`what`, in errors) as safetensors, whole or not, for `FileKind.write_file`."""
     from safetensors.torch import save_file
 
     write_whole(path, lambda part: save_file(tensors, part, metadata=metadata), what)
