@@ -86,7 +86,7 @@ class Patch:
             check_count("room", room, "tokens")
             refuse("room=", self._state.combine())
         if self._state.lossless:
-            return lossless.own_lossless(past, self._state)
+            return lossless.require_lossless_cache(past, self._state)
         cache = self._state.new_cache()
         cache.request.room = room
         if past is not None:
@@ -284,7 +284,7 @@ class Patch:
         if not self.passes:
             raise KVPatchError("Nothing to report yet: call generate() or the model inside the block first.")
         self.settings.notices.look(wait=True)  # logs the warnings that a GPU still has to confirm
-        return Report.last(self._state.log)
+        return Report.of_log(self._state.log)
 
     def remove(self) -> None:
         """Undo the patch; calling it again does nothing. Open caches stay readable, but no model accepts them."""

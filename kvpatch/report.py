@@ -107,17 +107,17 @@ class Report:
     def of(cls, cache: EvictingCache) -> Report:
         """Take a snapshot of `cache`, which later changes to the cache do not affect."""
         cache.was_read = True
-        return cls._take_snapshot(Snapshot.of(cache))
+        return cls._from_snapshot(Snapshot.of(cache))
 
     @classmethod
-    def last(cls, log: RunLog) -> Report:
+    def of_log(cls, log: RunLog) -> Report:
         """Make the report for `Patch.report` from the log of its passes: of the last one with a cache, with counts of all.
 
         If no pass had a cache, the report has no tokens. `RunLog.snapshot` marks the cache as looked at.
         """
         snapshot = log.snapshot()
         report = cls(**_describe_settings(log.settings), backend="", seen=0, nbytes=0, full_nbytes=0, positions=[], acted=False)
-        report = report if snapshot is None else cls._take_snapshot(snapshot)
+        report = report if snapshot is None else cls._from_snapshot(snapshot)
         report.backends = report.backends | log.replayed
         report.passes = log.counts()
         report.dropped = log.dropped
@@ -125,7 +125,7 @@ class Report:
         return report
 
     @classmethod
-    def _take_snapshot(cls, snapshot: Snapshot) -> Report:
+    def _from_snapshot(cls, snapshot: Snapshot) -> Report:
         """Make a report from a snapshot of a cache, for `of` and `last`; positions are copied, since passes change them."""
         settings, parts = snapshot.settings, snapshot.parts.values()
         return cls(
@@ -350,7 +350,7 @@ def _count_answers(snapshot: Snapshot) -> int:
 def _describe_settings(settings: CacheSettings) -> dict[str, Any]:
     """Return arguments of Report by name that follow from a patch's settings: policy, budget, and the layers that it acts on.
 
-    `Report.last` and `Report._take_snapshot` call it. states: numbers of layers that keep a state of fixed size. readers: of
+    `Report.of_log` and `Report._from_snapshot` call it. states: numbers of layers that keep a state of fixed size. readers: of
     layers that use the keys of another layer, with its number.
     """
     policy, stack = settings.policy, settings.stack or Stack((), ())

@@ -202,7 +202,7 @@ class Chat:
             rendered = self._template.render_turn(self.messages, self._read.left_out)
             # A template may rewrite what was read. If it drops a part of the newest answer, that is evicted from the cache; for
             # other changes the cache is emptied, to read all anew: without forgotten messages, `left_out` from then on.
-            if not rendered.text.startswith(self._read.text) and not self._drop_stripped(rendered.text):
+            if not rendered.text.startswith(self._read.text) and not self._forget_stripped(rendered.text):
                 self._begin_again()
                 rendered = self._template.render(self.messages, self._read.left_out)
             unread, starts = self._template.tokenize(rendered, self._read)  # new ids, and where in them messages begin
@@ -213,7 +213,7 @@ class Chat:
         self._read.text = rendered.text
         return torch.cat([self.ids, torch.tensor([unread], device=self.ids.device)], 1)
 
-    def _drop_stripped(self, text: str) -> bool:
+    def _forget_stripped(self, text: str) -> bool:
         """Evict what `text`, rendered by `_ask`, leaves out of the newest answer; False: it changes more, or none can go."""
         if isinstance(self.cache, LosslessCache):
             return False  # it keeps exact entries, and later tokens attended to these

@@ -73,7 +73,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
         return enter_prepared(call, past, call["input_ids"].device, state)
     lossless_cache = None  # under lossless=True a pass fills the budgeted cache from which tokens are drafted
     if isinstance(past, LosslessCache) or (state.lossless and past is None and not _is_scratch(decoder, call)):
-        lossless_cache = lossless.own_lossless(past, state)
+        lossless_cache = lossless.require_lossless_cache(past, state)
         past = lossless.begin_pass(decoder, call, lossless_cache, state)
     made_here = past is None
     changed = _begin_pass(decoder, call, state)
@@ -111,7 +111,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
         return None
     tokens = _drop_seen_tokens(call, cache, tokens)
     mask = _check_batch(decoder, call, cache, tokens, state)
-    positions.check_places(call, cache, tokens, mask, state)
+    positions.check_positions(call, cache, tokens, mask, state)
     cache.count_in(keys_dtype(decoder, tokens.device.type))  # turns a budget in bytes into tokens
     (B, Q), n_seen = tokens.shape[:2], cache.get_seq_length()
     with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
@@ -135,7 +135,7 @@ def _choose_cache(decoder: nn.Module, call: dict[str, Any], state: PatchState) -
     """Return the cache that a pass is to fill, for `_begin_pass`: the caller's or a new one; raise if it isn't this patch's."""
     past, config = cache_of(call), getattr(decoder, "config", None)
     scratch = _is_scratch(decoder, call)
-    cache = state.new_cache() if past is None else ownership.own_cache(past)
+    cache = state.new_cache() if past is None else ownership.require_evicting_cache(past)
     cache.scratch = scratch  # True: dropped when the pass ends
     n_layers = state.settings.within(getattr(config, "num_hidden_layers", sys.maxsize))
     if len(cache.layers) != n_layers:
@@ -174,12 +174,12 @@ def _check_batch(
     B, Q = tokens.shape[:2]
     cache.check_finished()
     if Q > 1 or cache.get_seq_length() < (cache.request.prompt_len or 1):  # not in a step, which has no time for it
-        ownership.check_reader(cache, decoder, state)
+        ownership.note_reader(cache, decoder, state)
     is_prefix, cache.request.copy_per_row = cache.request.copy_per_row, False
     if is_prefix and B > 1:
         cache.batch_repeat_interleave(B)
     mask = inputs.check_padding_mask(call.get("attention_mask"), B)
-    mask = inputs.read_empty_rows(mask) if cache.scratch else mask
+    mask = inputs.unmask_empty_rows(mask) if cache.scratch else mask
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
     # compare the mask with what the cache has read, but not in each step of generate(), whose mask just goes on
     if mask is not None and cache.get_seq_length() and (Q > 1 or _is_by_hand(cache, mask)):
@@ -220,7 +220,7 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
     packed = pool.next_pass()
     for part in packed.parts:
         if part.cache.read_by is None:  # nothing was read into it yet
-            ownership.check_reader(part.cache, decoder, state)
+            ownership.note_reader(part.cache, decoder, state)
     with torch.inference_mode(False), torch.no_grad():
         packed.begin(tokens[0], table_maker(decoder, state, tokens.device))
     switch_overrides(decoder, state.overrides, ours=True)  # attributes that the patch replaces

@@ -22,12 +22,12 @@ def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[i
     the new ones. reader: the decoder. reread: number of tokens after the span to read again.
     """
     refuse("replace", state.combine())
-    ownership.check_own(cache, state)
+    ownership.check_made_here(cache, state)
     # the tokens to read, their positions, and how many positions they need beyond the span's
     tokens_BQ, places_Q, opened = replacing.check_replaced(cache, span, ids, reread, state.why_positions_fixed)
     call: dict[str, Any] = {"input_ids": tokens_BQ, "use_cache": True, state.cache_name: cache}
     inputs.find_tokens(call, reader)
-    ownership.check_reader(cache, reader, state)
+    ownership.note_reader(cache, reader, state)
     start, stop, reread = (int(number) for number in (*span, reread))
     if stop + reread > start:  # evict the old tokens, and those after them that are read again
         cache.forget([(start, stop + reread)])

@@ -24,10 +24,10 @@ from .target import Target
 def save_cache(target: Target, state: PatchState, cache: Any, path: str | PathLike[str]) -> None:
     """Check that a cache is the patch's own and its model unchanged, and write it to a file, for `Patch.save_cache`."""
     if state.lossless and cache is not None:  # for None the next line would make a new cache
-        lossless_cache = lossless.own_lossless(cache, state)
+        lossless_cache = lossless.require_lossless_cache(cache, state)
         ownership.refuse_changed(lossless_cache.drafts, stamp_model(target.decoder))  # the budgeted cache knows the model
         return save_lossless(lossless_cache, check_path(path), target.identity())
-    ownership.check_own(cache, state)
+    ownership.check_made_here(cache, state)
     ownership.refuse_changed(cache, stamp_model(target.decoder))
     if cache.ids.offset:  # positions are shifted after images
         raise KVPatchError(

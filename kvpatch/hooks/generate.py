@@ -105,7 +105,7 @@ def _run_with_cache(
         state.log.start(cache, made_here=past is None)
         # captured steps know neither drafts, nor static shapes, nor positions of the caller's
         captured = not (assists or cache.is_compileable or kwargs.get("position_ids") is not None)
-        with steps.running(self, cache) if captured else nullcontext():
+        with steps.with_graphs(self, cache) if captured else nullcontext():
             return run(*args, **kwargs)
     except BaseException:
         if compiles and cache.changes > changes:  # the progress of an interrupted compiled step is unknown
@@ -182,7 +182,7 @@ def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None)
     if isinstance(past, Cache) and not isinstance(past, EvictingCache) and past.get_seq_length():
         from_dynamic.absorb(cache := state.new_cache(), past, mask)
         return cache
-    return ownership.own_cache(past)
+    return ownership.require_evicting_cache(past)
 
 
 def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:

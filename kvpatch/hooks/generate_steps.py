@@ -47,7 +47,7 @@ class GenerateSteps:
         self._make_output: Callable[..., ModelOutput]  # (logits, cache) -> an output of the model's class, for replayed steps
 
     @contextmanager
-    def running(self, model: nn.Module, cache: EvictingCache) -> Iterator[None]:
+    def with_graphs(self, model: nn.Module, cache: EvictingCache) -> Iterator[None]:
         """Run generate()'s decode steps over `cache` by CUDA graphs inside the with-block, where model and patch allow graphs.
 
         `_run_with_cache` enters it. Inside, the model has `_call` as an attribute that generate() calls for its steps. If

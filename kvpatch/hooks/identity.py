@@ -27,7 +27,7 @@ FEW = 16  # numbers of each weight that are looked at
 def stamp_model(decoder: nn.Module) -> ModelStamp:
     """Make a decoder's stamp: a fingerprint by which a cache knows the model that has read it. Changes nothing.
 
-    `check_reader` calls it before each prompt, `save_cache` and `renew_prefix` to compare it. It holds PEFT's active adapters,
+    `note_reader` calls it before each prompt, `save_cache` and `renew_prefix` to compare it. It holds PEFT's active adapters,
     and of the weights the layout, torch's counters of changes in place and first numbers.
     """
     weights, tuned = _walk_modules(decoder)

@@ -157,7 +157,7 @@ def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
         )
 
 
-def read_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
+def unmask_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
     """Mark rows of padding alone as tokens, in the mask of a pass that keeps no cache; a cache refuses rows without a token.
 
     `_check_batch` calls it. Returns a new mask. Nobody reads such rows' outputs, which the unpatched model computes, too.
@@ -196,7 +196,7 @@ def drop_read(call: dict[str, Any], again: int, Q: int) -> Tensor:
 
 
 def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
-    """Raise KVPatchError before a pass for position_ids of another shape or dtype, for `check_places` and `begin_replay`.
+    """Raise KVPatchError before a pass for position_ids of another shape or dtype, for `check_positions` and `begin_replay`.
 
     learned: they index the model's table of positions, so none may be negative.
     """
@@ -217,7 +217,7 @@ def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
 def refuse_packed_rows(call: dict[str, Any]) -> None:
     """Raise KVPatchError before a pass with several texts in a row, which transformers tells by position_ids that begin anew.
 
-    `check_places` calls it. transformers packs only in passes without cache and mask. cu_seq_lens_q: borders of the texts.
+    `check_positions` calls it. transformers packs only in passes without cache and mask. cu_seq_lens_q: borders of the texts.
     """
     given, lengths = call.get("position_ids"), call.get("cu_seq_lens_q")
     if cache_of(call) is not None or call.get("attention_mask") is not None:
@@ -269,8 +269,8 @@ def give_position_ids(
 ) -> None:
     """Give a decoder the position_ids of Q new tokens per row, because its own would be equal for all rows.
 
-    `check_places` and `_begin_step` call it before a pass over joined caches, whose rows have texts of different lengths. call:
-    the decoder's arguments, which get "position_ids", also in place of 3-dimensional ones. known: names of its parameters, and
+    `check_positions` and `_begin_step` call it before a pass over joined caches, whose texts have different lengths. call: the
+    decoder's arguments, which get "position_ids", also in place of 3-dimensional ones. known: names of its parameters, and
     nothing changes without position_ids among them. positions_fixed: the reason that it ignores position_ids, or None.
 
     Raises:

@@ -75,7 +75,7 @@ def check_lossless(lossless: object, folder: object) -> Offload | None:
     return Offload(Path(folder))
 
 
-def own_lossless(past: object, state: PatchState) -> LosslessCache:
+def require_lossless_cache(past: object, state: PatchState) -> LosslessCache:
     """Return the caller's cache `past` of a lossless patch, or a new one for None, before it is filled or saved.
 
     `_enter_decoder`, `generate`, `save_cache` and `Patch.new_cache` call it.
@@ -260,7 +260,7 @@ def generate(
             raise KVPatchError(f"lossless=True drafts by itself: leave {name} out of generate(), or lossless out of patched().")
     if given is None or given.shape[0] != 1:
         raise KVPatchError("lossless=True generates from one text at a time: give input_ids [1,N], and one text a call.")
-    cache = own_lossless(cache_of(kwargs), state)
+    cache = require_lossless_cache(cache_of(kwargs), state)
     seen = len(cache.ids)
     if given[0, :seen].tolist() != cache.ids or given.shape[1] <= seen:
         raise KVPatchError(

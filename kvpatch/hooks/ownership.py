@@ -17,7 +17,7 @@ from .identity import adapter_names, stamp_model
 from .state import PatchState
 
 
-def own_cache(past: object) -> EvictingCache:
+def require_evicting_cache(past: object) -> EvictingCache:
     """Return a caller's cache `past` to `_choose_cache` and `_cache_for`; raise KVPatchError if it is no EvictingCache."""
     if isinstance(past, EvictingCache):
         return past
@@ -40,7 +40,7 @@ def own_cache(past: object) -> EvictingCache:
 def check(cache: EvictingCache, state: PatchState) -> None:
     """Raise KVPatchError if a caller's cache was made under other settings or has other shapes.
 
-    `_choose_cache` calls it before each pass, `StepGraph.step` before steps by a graph, `check_own` for methods of the Patch.
+    `_choose_cache` calls it before each pass, `StepGraph.step` before steps by a graph, `check_made_here` for the Patch.
     """
     if cache.settings is state.settings:
         return
@@ -55,7 +55,7 @@ def check(cache: EvictingCache, state: PatchState) -> None:
         check_shape((layer.positions.shape[1], layer.kv.sizes[0]), state)
 
 
-def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) -> None:
+def note_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) -> None:
     """Note in `cache.read_by` which model reads a new text; raise KVPatchError if another one, or a changed one, goes on.
 
     `_check_batch` calls it before each prompt. A scratch cache, which serves this pass alone, takes no note.
@@ -83,7 +83,7 @@ def check_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) ->
 
 
 def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
-    """Raise KVPatchError, for `check_reader`, if the policy scores by a projection that differs between rows.
+    """Raise KVPatchError, for `note_reader`, if the policy scores by a projection that differs between rows.
 
     PEFT's adapter_names give each row of a batch its own adapter, which may change the projection's weight.
     """
@@ -96,7 +96,7 @@ def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
 
 
 def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:
-    """Raise KVPatchError, for `check_reader` and `save_cache`, if another model has read a cache than this one.
+    """Raise KVPatchError, for `note_reader` and `save_cache`, if another model has read a cache than this one.
 
     now: the stamp (fingerprint) of this model.
     """
@@ -125,7 +125,7 @@ def start_from_prefix(prefix: Prefix, state: PatchState) -> EvictingCache:
     return cache
 
 
-def check_own(cache: object, state: PatchState) -> None:
+def check_made_here(cache: object, state: PatchState) -> None:
     """Raise KVPatchError, for `save_cache`, `replace_span` and `find_record`, if `cache` is no EvictingCache of this patch."""
     if isinstance(cache, Prefix):
         raise KVPatchError("Other texts share a Prefix: give its copy(), which is a cache of its own.")

@@ -14,7 +14,7 @@ from .second_reading import check_second_reading, note_places
 from .state import PatchState
 
 
-def check_places(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, mask: Tensor | None, state: PatchState) -> None:
+def check_positions(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, mask: Tensor | None, state: PatchState) -> None:
     """Check, for `_begin_pass`, a pass's position_ids, and that the model has positions for all its tokens.
 
     Changes `call` only for rows of concatenated (joined) caches, which get position_ids, since they are at different positions
@@ -61,7 +61,7 @@ def give_zeros(call: dict[str, Any], tokens: Tensor) -> None:
 
 
 def _refuse_too_many(cache: EvictingCache, Q: int, position_ids: Tensor | None, limit: int | None) -> None:
-    """Raise KVPatchError, for `check_places`, if a pass needs more positions than the model has (limit)."""
+    """Raise KVPatchError, for `check_positions`, if a pass needs more positions than the model has (limit)."""
     if limit is None or cache.get_seq_length() + Q <= limit:
         return
     last = cache.get_seq_length() + Q if position_ids is None else int(position_ids.max()) + 1

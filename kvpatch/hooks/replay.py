@@ -122,7 +122,7 @@ def find_record(state: PatchState, model: dict[str, Any], cache: EvictingCache |
     if not state.settings.record:
         raise KVPatchError("Nothing was recorded: write patched(model, ..., record=True).")
     if cache is not None:
-        ownership.check_own(cache, state)
+        ownership.check_made_here(cache, state)
     last = state.log.snapshot() if cache is None else Snapshot.of(cache)
     if last is None or last.lengths_B is None:
         raise KVPatchError("Nothing was recorded yet: call generate() or the model inside the block first.")

@@ -50,7 +50,7 @@ class RunLog:
         self.last: Snapshot | None = None
         self.replayed: dict[str, tuple[str, str]] = {}  # backends that ran in the last replay
         self.verified: Verified | None = None  # of the last lossless cache
-        self.number = self.newest = 0  # how often a cache was used (a pass, or generate()'s end); the number of the newest use
+        self.number = 0  # how often a cache was used: a pass, or generate()'s end
         self._cache: weakref.ref[EvictingCache] | None = None  # not its record, which refers to this log
         self._warned: set[str] = set()
         self._lock = threading.RLock()  # re-entrant: a cache may be freed at any line
@@ -135,7 +135,7 @@ class RunLog:
         if cache.unfinished or not record.number:  # interrupted in a pass, or in none under this patch
             return
         self._catch_up(cache, record)
-        if record.number >= self.newest:
+        if record.number == self.number:
             self.last = Snapshot.of(cache)
         self._note_unused(cache, record)
 
@@ -209,7 +209,7 @@ class RunLog:
         """Note, for `_count_pass` and `finish`, that a record's cache was used last: the report is about that one."""
         with self._lock:
             self.number += 1
-            record.number = self.newest = self.number
+            record.number = self.number
             self._cache = record.cache
 
     def _note_unused(self, cache: EvictingCache, record: PassRecord | None) -> None:

@@ -88,7 +88,7 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
 def check_second_reading(settings: CacheSettings, seen: int, Q: int, limit: int) -> None:
     """Raise KVPatchError before a prompt of Q tokens if the text that will repeat it needs more positions than there are.
 
-    `check_places` calls it before a pass, `compress_past` through `_check_past`. seen: tokens up to the prompt's end. limit:
+    `check_positions` calls it before a pass, `compress_past` through `_check_past`. seen: tokens up to the prompt's end. limit:
     the model's number of positions.
     """
     need = settings.policy.needs.find(Rereading)

@@ -158,7 +158,7 @@ def test_a_step_is_what_its_call_asks_for(ran):
         for steps in (SimpleNamespace(running=lambda *_: nullcontext()), generate_steps.GenerateSteps(patch._state)):
             cache = patch.new_cache()
             model(ids, past_key_values=cache)
-            with steps.running(model, cache):
+            with steps.with_graphs(model, cache):
                 for t in range(6):
                     call = {CACHE: cache, "position_ids": torch.tensor([[27 + t]]), "use_cache": True}
                     out = model.__call__(input_ids=more[:, t : t + 1], output_hidden_states=t == 4, **call)

@@ -71,8 +71,8 @@ MUTANTS = {
         "cache/replacing.py", "max(ids_BN.shape[1] - (stop - start), 0)",
         "max(ids_BN.shape[1] - (stop - start) + int(stop == start), 0)", f"{EDITS}insertions_are_free_places[llama_gqa]"),
     "a span goes before the model that replaces it is checked": (
-        "hooks/editing.py", "    ownership.check_reader(cache, reader, state)\n",
-        "    cache.forget([span])\n    ownership.check_reader(cache, reader, state)\n",
+        "hooks/editing.py", "    ownership.note_reader(cache, reader, state)\n",
+        "    cache.forget([span])\n    ownership.note_reader(cache, reader, state)\n",
         "tests/cache/test_bad_edits.py::test_a_cache_of_another_patch_is_not_edited"),
     "a roll-back goes behind an edit": (
         "cache/editing.py", "if cache.seen - count < cache.rows.edited:", "if False:",
