@@ -150,9 +150,8 @@ def count_common(one: str, other: str) -> int:
 def find_dropped(read: str, text: str, pieces: list[str]) -> tuple[tuple[int, int], str] | None:
     """Find the tokens of the newest answer that a template left out: without them the text `read` begins the new `text`.
 
-    `Chat._forget_stripped` calls it where a new turn's text does not begin with what was read. pieces: text of each token of the
-    answer. Returns the span of tokens to forget, as indices in `pieces`, and the text that is left; None if there is no such
-    span.
+    `Chat._forget_stripped` calls it where a new turn's text does not begin with what was read. pieces: text of each token of
+    the answer. Returns the span of tokens to forget, as indices in `pieces`, and the text that is left; None if there is none.
     """
     answer_start = len(read) - sum(map(len, pieces))
     if read[answer_start:] != "".join(pieces):

@@ -155,7 +155,7 @@ def test_a_step_is_what_its_call_asks_for(ran):
     model, ids, more = make("llama_gqa"), prompt(1, 24), prompt(1, 6, seed=2)
     found = []
     with kvpatch.patched(model, "h2o", 0.5) as patch, torch.no_grad():
-        for steps in (SimpleNamespace(running=lambda *_: nullcontext()), generate_steps.GenerateSteps(patch._state)):
+        for steps in (SimpleNamespace(with_graphs=lambda *_: nullcontext()), generate_steps.GenerateSteps(patch._state)):
             cache = patch.new_cache()
             model(ids, past_key_values=cache)
             with steps.with_graphs(model, cache):
