@@ -16,16 +16,22 @@ SHOWN = 4  # positions that an error lists
 
 
 def check_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise under strict=True if q [B,H*G,Q,D], k or v [B,H,Q,D] is not finite, padding apart; before the cache changes."""
+    """Raise KVPatchError if q [B,H*G,Q,D], k or v [B,H,Q,D] is not finite for a token that is not padding.
+
+    `_run_call` calls it under strict=True in each layer of each pass, before the cache changes.
+    """
     for name, tensor in (("queries", q), ("keys", k), ("values", v)):
         _refuse_bad(call, name, ~tensor.isfinite().all(-1), call.positions_BQ[:, None], "This layer's cache is as before.")
 
 
 def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
-    """Raise under strict=True, after a layer's pass, if its output or the policy's state per key has a number not finite."""
+    """Raise KVPatchError if the layer's output, or a number that the policy stores with a key (`state_view`), is not finite.
+
+    `_run_call` calls it under strict=True at the end of each layer of each pass.
+    """
     bad_BHQ = ~out_BHGQD.isfinite().all(-1).flatten(1, 2)
     _refuse_bad(call, "probabilities (attention's output)", bad_BHQ, call.positions_BQ[:, None], "")
-    if not call.slots.is_initialized:
+    if not call.slots.is_initialized:  # the layer has no buffers, so no state
         return
     positions_BHT = call.slots.view()[2]
     for name, tensor in call.slots.state_view().items():
@@ -35,14 +41,20 @@ def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
 
 
 def check_value(call: Call, value_BHT: Tensor) -> None:
-    """Raise under strict=True, at an eviction, if the score's value() is NaN for a token, but all state it reads is finite."""
+    """Raise KVPatchError if the score's value() is NaN for a token although all state that it reads is finite.
+
+    Under strict=True `Policy.eviction_keys` calls it, as `context.watch`, with the scores of an eviction.
+    """
     given = [tensor for tensor in call.slots.state_view().values() if tensor.is_floating_point()]
     if all(bool(tensor.isfinite().all()) for tensor in given):  # else check_outcome names it
         _refuse_bad(call, "scores (of value())", value_BHT.isnan(), call.slots.view()[2], "")
 
 
 def check_cache(cache: TextState) -> None:
-    """Raise under strict=True, after a pass's last layer, if the cache breaks its invariants: that is a defect of kvpatch."""
+    """Raise KVPatchError if the cache breaks its invariants: that is a defect of kvpatch.
+
+    `_run_call` calls it under strict=True after the last layer of each pass.
+    """
     try:
         invariants.check_cache(cache)
     except InvalidError as error:
@@ -53,10 +65,10 @@ def check_cache(cache: TextState) -> None:
 
 
 def _refuse_bad(call: Call, what: str, bad_BHT: Tensor, positions: Tensor, advice: str) -> None:
-    """Raise KVPatchError, for a check of strict=True, if `bad_BHT` marks a token that is not padding; positions [B,1|H,T].
+    """Raise KVPatchError if `bad_BHT` marks a token that is not padding (positions [B,1|H,T] >= 0); else do nothing.
 
-    The message names batch rows, positions and heads. T: tokens of the pass, or used slots. what: the numbers that were
-    checked. advice: a sentence that the message adds, or "".
+    `check_inputs`, `check_outcome` and `check_value` call it for each tensor. The message names batch rows, positions and
+    heads. T: tokens of the pass, or used slots. what: the numbers that were checked. advice: a sentence to add, or "".
     """
     bad_BHT = bad_BHT & (positions >= 0)
     if not bool(bad_BHT.any()):

@@ -31,10 +31,11 @@ def attend(
     bound_adapter: BoundAdapter,
     reads: bool = False,
 ) -> Tensor:
-    """Attend in one layer: write new tokens to the cache, and evict what the policy chooses. Each patched layer calls it.
+    """Attend in one layer: write new tokens to the cache, and evict what the policy chooses.
 
-    q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The first columns may belong to a prompt: they
-    attend together. Each later column is a decode step. Autocast is off here, so that scores, norms and statistics stay
+    The patched forward of each attention module calls it once per pass, except in layers that have a bound step (short decode
+    step). q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The first columns may belong to a prompt:
+    they attend together. Each later column is a decode step. Autocast is off here, so that scores, norms and statistics stay
     float32; q, k and v arrive in autocast's dtype. reads: the attention module computes no keys, and attends to those of an
     earlier layer, `layer` (reading.py).
     """
@@ -47,16 +48,17 @@ def attend(
 
 
 def is_autocasting(device: str) -> bool:
-    """Tell if weights are cast as they are used on a type of device."""
+    """Tell if torch.autocast is on for a type of device ("cuda", "cpu")."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _attend_writing(
     cache: TextState | ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter
 ) -> Tensor:
-    """Attend in a layer that computes its own keys. Inference mode is off while a cache is written.
+    """Attend in a layer that computes keys: write them to the cache, and evict. `attend` calls it with autocast off.
 
-    The cache is a ReplayPass if recorded texts are read again in one pass, for training; then nothing is written.
+    Inference mode is off while a cache is written. `cache` is a ReplayPass if recorded texts are read again in one pass, for
+    training; then nothing is written.
     """
     if isinstance(cache, ReplayPass):
         return cache.attend(layer, q, k, v, bound_adapter)
@@ -74,8 +76,9 @@ def _attend_layer(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor,
 def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run a pass in one layer: attend, store new keys and values, evict, and count the layer as done; return [B,Q,H*G*D].
 
-    In a decode step the first layer also makes bound steps (functions that save Python time) for later layers (bound_step.py).
-    A scratch cache is dropped after this pass: the caller wants none, or trains. `stack`: layers that score and evict together.
+    `_attend_writing` calls it in each layer that writes keys. In a decode step the first layer also makes bound steps (objects
+    that save Python time) for later layers (bound_step.py). A `scratch` cache is dropped after this pass, as the user asked for
+    none. `unfinished`: an earlier pass was interrupted. `stack`: layers that score and evict together.
     """
     cache, layer, slots = call.cache, call.layer, call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: a cache keeps its first one
@@ -104,7 +107,11 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Run a pass of a prompt or several tokens: the prompt's columns at once, then a step per column; return [B,H,G,Q,D]."""
+    """Run a pass of a prompt or several tokens in one layer; return [B,H,G,Q,D]. `_run_call` calls it.
+
+    The first P columns, a prompt's, attend at once. Each later column is a decode step (tokens that assisted decoding
+    verifies).
+    """
     P, Q = call.now.prompt, k.shape[2]
     repeat = call.now.repeat  # unless None, these columns repeat a part of the prompt, for scores by a second reading
     read: Callable[..., Tensor] = blockwise.read_in_blocks if call.now.blocks else prefill.read_prompt
@@ -117,11 +124,11 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 
 def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:
-    """Return a Call, the object that stands for one layer in one forward pass. Each layer begins with this.
+    """Return a Call, the object that stands for one layer in one forward pass. `_attend_writing` begins each layer with this.
 
-    To save Python time, a decode step takes the layer's Call of the last step and sets it to this pass. A prompt, and a step
-    that torch.compile traces, get a new Call. It is kept for later steps unless the step is traced, the cache is dropped after
-    this pass, or the pass reads a part of the prompt a second time.
+    To save Python time, a decode step takes the layer's Call of the last step and sets it to this pass by `begin`. A prompt,
+    and a step that torch.compile traces, get a new Call. `find_steps(cache).calls` keeps it for later steps unless the step is
+    traced, the cache is dropped after this pass (`scratch`), or the pass reads a part of the prompt again (`repeat`).
     """
     now = cache.running
     call = None if now.prompt or now.traced else find_steps(cache).calls.get(layer)
@@ -136,12 +143,13 @@ def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter
 
 
 def _find_stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
-    """Return the stack by which a decode step's layers observe and evict together, or None if each layer does so alone.
+    """Return the stack by which a decode step's layers score and evict together, or None if each layer does so alone.
 
-    A stack joins the layers' positions and scores in one tensor. It is built at the first layer, once no layer will need more
-    slots (`settled`), and kept in the cache's `steps`. It is dropped when batch rows are reordered (`stack_due` then asks for a
-    new one). There is none where each layer is looked at by itself: `recording` for rollback, strict=True, `settings.record`
-    for replays, or `settings.read`, layers whose keys later layers use.
+    `_run_call` calls it in each layer of each decode step. A stack joins the layers' positions and scores in one tensor. It is
+    built at the first layer, once no layer will need more slots (`settled`), and kept as `steps.stack`. It is dropped when
+    batch rows are reordered (`stack_due` then asks for a new one), and here where each layer is looked at by itself:
+    `recording` for rollback, strict=True, `settings.record` for replays, or `settings.read`, layers whose keys later layers
+    use.
     """
     cache = call.cache
     if call.now.traced:

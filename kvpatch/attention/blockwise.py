@@ -17,9 +17,9 @@ from .layer_call import Call
 def read_in_blocks(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
     """Return the output [B,H,G,Q,D] of a prompt under `block=`: the layer reads and compresses one block after the other.
 
-    `attend.py` calls this in place of prefill.read_prompt, which runs here once per block. Blocks are counted in real tokens.
-    So each row's tokens are first moved before its padding, in the order `packing_BQ`, and the output is moved back.
-    block.prompt: number of columns of a block.
+    `_attend_columns` calls this in place of `read_prompt`, which runs here once per block and changes the layer. Blocks are
+    counted in real tokens. So each row's tokens are first moved before its padding, in the order `packing_BQ`, and the output
+    is moved back. block.prompt: number of columns of a block.
     """
     now = call.now
     if now.packing_BQ is not None:

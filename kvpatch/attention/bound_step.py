@@ -36,10 +36,11 @@ class BoundStep:
     """
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Keep what a layer's decode steps have in common, so that each step costs little Python time.
+        """Store what a layer's decode steps have in common, so that each step costs little Python time.
 
-        In each step the first layer calls `bind_steps`: that makes this object for a later layer, or keeps the old one.
+        In each decode step the first layer calls `bind_steps`: that makes this object for a later layer, or keeps the old one.
         `launched`: a kernel has run a step of this layer before. `find_kv`: weak reference; it tells if buffers were replaced.
+        `query`, `out`: shapes of a step's queries and output.
         """
         self.call, self.stack = call, stack
         self.attn, self.slots, self.geometry = call.bound_adapter.attn, call.slots, call.geometry
@@ -50,7 +51,7 @@ class BoundStep:
         self.query, self.out = (B, H, call.group, D), (B, 1, -1)
 
     def takes_call(self, attn: Any, q: Tensor) -> bool:
-        """Tell if this call is of the layer that was bound."""
+        """Tell if the step serves this call: of the bound attention module, in the same mode and dtype, without gradients."""
         return attn is self.attn and self.slots.mode is self.mode and q.dtype == self.dtype and not q.requires_grad
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -76,7 +77,10 @@ class Fused(BoundStep):
         self.norms_NB = None if stack is None or stack.norms_LNB is None else stack.norms_LNB[call.layer]
 
     def count(self, v: Tensor) -> None:
-        """Begin a step: count the token in `slots.seen`, and write its value's norms if the policy selects by such norms."""
+        """Begin the layer's decode step, for `__call__` of the subclasses: count the token in `slots.seen`.
+
+        If the policy selects by the norms of values, write those of the token to `norms_NB`, the stack's tensor.
+        """
         self.slots.seen += 1
         if self.norms_NB is not None:
             self.call.write_norms(v, self.norms_NB)
@@ -86,7 +90,7 @@ class FusedByTorch(Fused):
     """Writes key and value and attends; where the stack observes, the probabilities are left in its buffer."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Keep what the layer's decode steps have in common, and views of its buffers, which every step writes to."""
+        """Store what the layer's decode steps have in common, and views of its buffers. `bind_steps` makes it, once a stack."""
         super().__init__(call, stack)
         # observes: scores need the probabilities. slotted: a token goes into a free slot, else after the used columns
         self.observes, self.slotted = stack is not None and call.observes, self.mode.slotted
@@ -98,7 +102,10 @@ class FusedByTorch(Fused):
         self._view_buffers()
 
     def _view_buffers(self) -> None:
-        """Take views of the layer's key and value buffers, when the step is made and when the buffers have grown."""
+        """Set the views of the layer's key and value buffers, for `__init__`, and for `_write_token` once buffers have grown.
+
+        C: slots of a head. W: numbers stored per slot, D or fewer if rounded. codecs: encode and decode rounded numbers.
+        """
         N, kv = self.heads[0], self.slots.kv  # N is B*H
         self.kv, self.C, self.find_kv = kv, kv.width, weakref.ref(kv)
         self.keys_NCW, self.values_NCW = (entries.view(N, self.C, entries.shape[-1]) for entries in (kv.keys, kv.values))
@@ -107,7 +114,8 @@ class FusedByTorch(Fused):
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run the layer's decode step: count the token, write its key and value, and return the output [B,1,H*G*D].
 
-        If scores need the probabilities, they go to the stack's buffer, from which it updates the scores of all layers.
+        The patched attention module calls it in place of `attend`. If scores need the probabilities, torch.softmax writes them
+        to the stack's buffer `p_NGT`, from which the last layer updates the scores of all. W: numbers stored per slot.
         """
         self.count(v)
         T = self._write_token(cache, k, v)
@@ -126,7 +134,7 @@ class FusedByTorch(Fused):
     def _write_token(self, cache: TextState, k: Tensor, v: Tensor) -> int:
         """Write a token's key and value to free slots, or after the used columns; return the number of columns to attend to.
 
-        The attention module calls the bound step once a pass, and the step begins with this.
+        `FusedByTorch.__call__` begins with it. In the second case `slots.used` grows, and full buffers are replaced by larger.
         """
         slots = self.slots
         if self.slotted:  # each head has a free slot, and all columns are in use
@@ -147,9 +155,9 @@ class FusedByKernels(Fused):
     """Kernels write, attend, add to the statistics and may name the victims."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Keep what the layer's decode steps have in common, and the `rule` by which kernels update scores and choose victims.
+        """Store what the layer's decode steps have in common, and the `rule` by which kernels update scores and choose victims.
 
-        Without a stack (layers joined to evict at once) the layer neither scores nor evicts.
+        `bind_steps` makes it. Without a stack (layers joined to evict at once) the layer neither scores nor evicts.
         """
         super().__init__(call, stack)
         kernels, acts = backend("triton"), stack is not None
@@ -159,8 +167,9 @@ class FusedByKernels(Fused):
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run the layer's decode step in Triton's kernels; return the output [B,1,H*G*D].
 
-        The kernels write the token, too, into each head's slot `mode.free_BH`: a free slot, or the column after the used ones.
-        tau: temperature of Keyformer's softmax with noise. newest_B: the token's position.
+        The patched attention module calls it in place of `attend`. The kernels write the token, too, into each head's slot
+        `mode.free_BH`: a free slot, or the column after the used ones, which `open_column` makes room for. tau: temperature of
+        Keyformer's softmax with noise. newest_B: the token's position.
         """
         slots, stack = self.slots, self.stack
         tau: float | Tensor = 1.0
@@ -177,11 +186,11 @@ class FusedByKernels(Fused):
 def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
     """Make a bound step (a short decode step, to save Python time) for each layer between the first, which runs, and the last.
 
-    The first layer calls this in each decode step. The attention modules find the bound steps in `steps.running`, and call them
-    in place of attend.attend. The last layer has none: attend.attend ends the pass there.
+    `_run_call` calls it in the first layer of each decode step. The attention modules find the bound steps in `steps.running`,
+    which this sets, and call them in place of `attend`. The last layer has none: `attend` ends the pass there. It makes none at
+    all where a step needs more than that: a log for rollback, torch.compile, checks, autocast, gradients.
     """
     now, cache = first.now, first.cache
-    # a log for rollback, torch.compile, checks and the like need all that attend.attend does
     needs_full_step = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered
     if needs_full_step or cache.settings.record or first.bound_adapter.autocast or torch.is_grad_enabled():
         return
@@ -191,7 +200,10 @@ def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
 
 
 def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | None) -> BoundStep | None:
-    """Return a layer's bound step (short decode step), made anew if its stack, mode or buffers changed; None before it ran."""
+    """Return a layer's bound step (short decode step) for `bind_steps`; None if the layer has not run yet.
+
+    `steps.bound` keeps it. It is made anew if its Call, stack, mode or buffers changed, or a kernel was launched meanwhile.
+    """
     call = steps.calls.get(layer)
     if call is None:
         return None
@@ -207,7 +219,10 @@ def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | No
 
 
 def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
-    """Return a stacked layer's bound step: fused (few calls) if the stack's backend can, else by decode.run_step."""
+    """Make a stacked layer's bound step for `_bind_layer`: Fused (few calls) if the stack's backend can, else Unbound.
+
+    An Unbound step calls `run_step`. slotted: tokens go into free slots of each head.
+    """
     slotted, kernels = call.slots.mode.slotted, stack.backend == "triton"
     # a number stored with each token that depends on its key: each layer writes it. One of positions the stack writes for all.
     writes_state = call.policy.stores and not call.policy.entry_by_position
@@ -217,9 +232,10 @@ def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
 
 
 def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
-    """Return the bound step of a layer in no stack: fused (few calls) if tokens are only appended, else by decode.run_step.
+    """Make the bound step of a layer in no stack: Fused (few calls) if tokens are only appended, else Unbound.
 
-    `shows`: later layers attend to this layer's keys, too. Appending: the mode where tokens are appended and none is evicted.
+    `_bind_layer` calls it. An Unbound step calls `run_step`. `shares_keys`: later layers attend to this layer's keys, too.
+    Appending: the mode where tokens are appended and none is evicted.
     """
     slots = call.slots
     stores_state = call.policy.stores or call.policy.keeps_norms  # numbers that the policy stores with each token
@@ -234,7 +250,8 @@ def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
 def _is_plain_softmax(call: Call) -> bool:
     """Tell if FusedByTorch can run a layer's steps: a softmax of scaled products, without masks (ALiBi, window, empty slots).
 
-    Also, keys and scores are of the same dtype (no 16-bit numbers), and keys are read from storage without a copy.
+    `_bind_stacked` and `_bind_alone` ask. Also, keys and scores must be of the same dtype (no 16-bit numbers), and keys are
+    read from storage without a copy (`in_place`). `plain`: the model caps no logits and has no other variant of attention.
     """
     slots, geometry = call.slots, call.geometry
     masked = slots.holes or geometry.slopes_HG is not None or geometry.sliding is not None

@@ -66,9 +66,10 @@ class PromptEnd:
         return self.call.rule.weighs and not self.call.now.keeps_all
 
     def count(self, everyone: Parallel) -> None:
-        """Set tokens per head: `held` now, `fixed` outside the budget, `keep` at most. First step where a prompt or block ends.
+        """Set tokens per head: `held` now, `fixed` outside the budget, `keep` at most.
 
-        It waits for the device if the host does not know how many tokens heads hold. everyone: the processes with these heads.
+        `_compress_group` begins with it. It waits for the device if the host does not know how many tokens heads hold.
+        everyone: the processes that hold the layer's heads. budget_n_B: tokens of each row that a share `k` refers to.
         """
         self.budget_B = _list_budgets(self.call)
         self.held, self.fixed = _count_held(self.call, self.past, everyone)
@@ -76,7 +77,7 @@ class PromptEnd:
         self.keep = [list(map(sum, zip(row, budgets, strict=True))) for row, budgets in zip(self.fixed, budget_BH, strict=True)]
 
     def least(self, share: Adaptive) -> list[list[int]]:
-        """Return how many tokens each head keeps before heads share the rest of their budget, by row."""
+        """Return how many tokens each head keeps in any case, by row, before `_share_budget` divides the rest by scores."""
         least_B = list(map(share.least, self.budget_B, self.nominal_B))
         return [[n + least for n in row] for row, least in zip(self.fixed, least_B, strict=True)]
 
@@ -87,14 +88,17 @@ class PromptEnd:
         return slots.positions[:, :, : slots.used] < 0 if slots.holes else None
 
     def make_context(self) -> None:
-        """Set `context`, which scores read to decide whom to evict. Called before sort keys or counts are asked for."""
+        """Set `context`, which scores read, if tokens must go: `_compress_group` calls it before it asks for sort keys.
+
+        -1 stands for a prompt's end instead of a decode step's column. `watch`: called with the scores, to check for NaN.
+        """
         self.context = self.call.eviction_context(find_newest(self.call), -1)
         self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _warn_of_scores, self.call)
 
     def key_by_score(self) -> Tensor:
         """Set and return `keys`: the tokens' sort keys [B,H,T] by score, lowest evicted first.
 
-        Called where the number of tokens that each head keeps depends on scores, before that number is known.
+        `_share_budget` and `count_by_scores` call it: the number of tokens that a head keeps then depends on scores.
         """
         self.context.keep_BH1 = None  # a selection such as TwoStage then ranks by score alone, too
         self.keys = self.call.policy.eviction_keys(self.context, self.empty)
@@ -103,7 +107,8 @@ class PromptEnd:
     def count_by_scores(self) -> list[list[int]]:
         """Return how many tokens each head keeps, by row, under a budget that follows from scores (such as a share of them).
 
-        It also sets `slots.lost_BH1`, the sum of evicted tokens' scores. A row without tokens in this block keeps all it has.
+        `_compress_group` calls it if `weighs`. It also sets `slots.lost_BH1`, the sum of evicted tokens' scores, `keys` and
+        `context.keep_BH1`. A batch row without tokens in this block keeps all it has.
         """
         keys, slots = self.key_by_score(), self.call.slots
         self.context.keep_BH1 = _fill_counts(self.call, self.keep)[..., None]
@@ -114,7 +119,8 @@ class PromptEnd:
     def key_for_eviction(self, count: list[list[int]], everyone: Parallel) -> Tensor:
         """Return the tokens' sort keys [B,H,T], lowest evicted first, once it is known how many (`count`) each head keeps.
 
-        `keys`, by score alone, serve unless the policy has a selection (such as TwoStage), which needs that number.
+        `_compress_group` calls it for each layer. `keys`, by score alone, serve if `key_by_score` has set them and the policy
+        has no selection (such as TwoStage), which needs that number, `context.keep_BH1`.
         """
         policy = self.call.policy
         if self.keys is not None and policy.selection is None:
@@ -126,9 +132,10 @@ class PromptEnd:
 def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> None:
     """End a prompt in a layer that has attended to it: evict down to its budget, and move the kept tokens to new buffers.
 
-    Layers that share one budget wait until the last of them has come here. If the prompt is to be read a second time, all
-    layers wait, and the second reading calls `finish`. nominal_B: tokens of each row that the policy protects. The host waits
-    for the device only if heads share a budget by their scores, or if it cannot know how many tokens they hold (`_count_held`).
+    `read_prompt` calls it once per layer. Layers that share one budget (`together`) wait in `now.waiting` until the last of
+    them has come here. If the prompt is to be read a second time (`reread_BN`), all layers wait, and `read_again` calls
+    `finish`. nominal_B: tokens of each row that the policy protects. The host waits for the device only if heads share a budget
+    by their scores, or if it cannot know how many tokens they hold (`_count_held`).
     """
     # of the queries only the shape of a decode step's is kept, to choose a backend by
     now, end = call.now, PromptEnd(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
@@ -147,7 +154,8 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
 def finish(cache: TextState, now: Forward) -> None:
     """Evict in all layers that wait in `now.waiting`: those that share one budget together, the others one by one.
 
-    Called when the last layer of a shared budget has attended to the prompt, or when the prompt was read a second time.
+    `end_prompt` calls it when the last layer of a shared budget has attended to the prompt, `read_again` when the prompt was
+    read a second time. Empties `now.waiting`.
     """
     together = [end for end in now.waiting if end.call.layer in cache.settings.together]
     for group in (*([end] for end in now.waiting if end not in together), *([together] if together else [])):
@@ -156,10 +164,11 @@ def finish(cache: TextState, now: Forward) -> None:
 
 
 def finish_group(group: list[PromptEnd]) -> None:
-    """End a prompt, block or edit in one layer, or in all layers that share a budget: evict down to it.
+    """End a prompt, block or edit in one layer, or in all layers that share a budget: evict down to it, if they evict at all.
 
-    Also records which tokens were evicted, for a replay (such texts read again in training), and chooses the backends of the
-    decode steps that follow (`choose_step_backends`). _count_move: adds the bytes of old and new buffers to the report's peak.
+    `end_prompt`, `finish` and `end_edit` call it. Also records which tokens were evicted, for a replay (such texts read again
+    in training), and chooses the backends of the decode steps that follow (`final`: no other block of the prompt does).
+    _count_move: adds the bytes of old and new buffers to the report's peak.
     """
     if group[0].call.evicts:
         _compress_group(group)
@@ -175,8 +184,11 @@ def finish_group(group: list[PromptEnd]) -> None:
 def _compress_group(group: list[PromptEnd]) -> None:
     """Evict down to the budget in a single layer, or in layers whose heads share one, and move kept tokens to new buffers.
 
-    Numbers of tokens are lists by batch row and head: those that a head holds now (`held`), keeps (`count`), and may hold while
-    decoding (`keep`). Heads have budgets of their own, share one (`share`), or keep what their scores require (`weighs`).
+    `finish_group` calls it as a prompt, block or edit ends. Numbers of tokens are lists by batch row and head: those that a
+    head holds now (`held`), keeps (`count`), and may hold while decoding (`keep`). Each head has a budget, or heads share one
+    (`share`), or keep what their scores require (`weighs`). over_B: rows that must evict. keeps_all: none does (later turns, if
+    only the first is evicted). scored: sort keys are needed. order: the sort keys, or positions if tokens only move past empty
+    slots (`holes`).
     """
     call = group[-1].call
     now, share = call.now, group[-1].share
@@ -217,7 +229,8 @@ def _compress_group(group: list[PromptEnd]) -> None:
 def _share_budget(group: list[PromptEnd], share: Adaptive, everyone: Parallel) -> list[list[int]]:
     """Divide a shared budget by scores: return how many tokens each head of the layers keeps, by row. Waits for the device.
 
-    It compares the sort keys of all heads, also of those on other processes (`everyone`). FIRST: the key of an empty slot.
+    `_compress_group` calls it once a group. It sets each PromptEnd's `keys`, and compares the sort keys of all heads, also of
+    those on other processes (`everyone`). FIRST: the key of an empty slot. N: all heads of all layers.
     """
     device = group[0].call.slots.positions.device
     keys = [everyone.gather_heads(end.key_by_score(), empty=FIRST).to(device) for end in group]
@@ -240,7 +253,10 @@ def _join_rows(layers: list[list[list[int]]]) -> list[list[int]]:
 
 @contextmanager
 def _count_move(call: Call) -> Iterator[None]:
-    """Count, around a with-block that moves a layer to new buffers, the bytes of both for a report's peak: both then exist."""
+    """Add the bytes of a layer's old and new buffers to the cache's meter, for the report's peak memory.
+
+    `finish_group` and `_compress_group` wrap it around the code that moves a layer: old and new buffers then both exist.
+    """
     old_nbytes = call.slots.kv.nbytes
     yield
     call.cache.meter.count(old_nbytes, old_nbytes, call.slots.kv.nbytes)
@@ -249,8 +265,9 @@ def _count_move(call: Call) -> Iterator[None]:
 def _keep_all(call: Call) -> None:
     """End a prompt of a layer that never evicts: round its keys and values (`bits=`), and move them to buffers with spare room.
 
-    Then set the layer's mode: tokens of decode steps are appended. If torch.compile compiles these steps, buffers keep their
-    size: tokens go into the empty slots (`holes`) at the end of each head's buffer, from slot `used` on.
+    `finish_group` calls it. Then the layer's mode is set: tokens of decode steps are appended. If torch.compile compiles these
+    steps (`room`), buffers keep their size: tokens go into the empty slots (`holes`) at the end of each head's buffer, from
+    slot `used` on.
     """
     slots = call.slots
     if not call.now.final:  # another block of the prompt follows
@@ -267,9 +284,10 @@ def _keep_all(call: Call) -> None:
 def _count_held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], list[list[int]]]:
     """Return how many tokens each head holds (`held`), and how many of them are outside the budget (`fixed`), by row.
 
-    The budget does not count the prompt if only generated tokens are evicted, nor earlier turns of a chat if they are kept:
-    then tokens before the position `fixed_end_B` of a row are outside. past: slots in use before the prompt that ends.
-    everyone: the processes whose heads are counted.
+    `PromptEnd.count` calls it. It waits for the device if heads may hold different numbers. The budget does not count the
+    prompt if only generated tokens are evicted, nor earlier turns of a chat if they are kept: then tokens before the position
+    `fixed_end_B` of a row are outside. past: slots in use before the prompt that ends. everyone: the processes whose heads are
+    counted.
     """
     slots, now = call.slots, call.now
     B, H, _ = slots.positions.shape
@@ -312,9 +330,10 @@ def _compress_layer(
 ) -> None:
     """End a prompt in one layer: move kept tokens to new buffers; set its mode (where next tokens go) and heads' budgets.
 
-    count: tokens that each head keeps, those with the greatest `order`; if `order` is None, all. uneven: heads may hold
-    different numbers, perhaps only because of heads on other processes. This process then runs the eviction at every step as
-    they do, because a score may need all processes to take part. scored: `order` are sort keys by score, not positions.
+    `_compress_group` calls it for each layer of the group. If another block of the prompt follows (not `final`), the tokens are
+    moved alone. count: tokens that each head keeps, those with the greatest `order`; if `order` is None, all. uneven: heads may
+    hold different numbers, perhaps only because of heads on other processes. This process then runs the eviction at every step
+    as they do, because a score may need all processes to take part. scored: `order` are sort keys by score, not positions.
     keep: the most tokens of each head while decoding.
     """
     slots, now = call.slots, call.now
@@ -336,6 +355,7 @@ def _compress_layer(
     values = _find_values(call, index, kept)
     slots.holes, longest = kept is not None, max(counts)
     evicting = evicts or not now.final
+    # a need (what the policy gathers in the layer) drops its notes if nothing will read them
     for need in call.needs:
         need.end(call, slots.state, evicting)
     if not now.final:  # the next block is appended
@@ -359,8 +379,9 @@ def _compress_layer(
 def _start_evicting(call: Call, kept: Tensor | None, counts: list[int], goals: list[int] | None, filling: int) -> None:
     """Set, after a prompt, the mode of a layer that evicts while decoding: tokens take free slots, or those of evicted ones.
 
-    counts: tokens that each head has. goals: number of tokens at which it evicts. filling: decode steps until all heads evict.
-    `kv.appends`: the storage can append a column to all heads at once. `first_BH`: each head's slot for the next token.
+    `_compress_layer` calls it. Heads of equal size below their budget are first appended to (`start_filling`). counts: tokens
+    that each head has. goals: number of tokens at which it evicts. filling: decode steps until all heads evict. `kv.appends`:
+    the storage can append a column to all heads at once. `first_BH`: each head's slot for the next token.
     """
     slots, compiled = call.slots, call.cache.request.room is not None
     if filling and not (slots.holes or compiled):
@@ -376,7 +397,8 @@ def _start_evicting(call: Call, kept: Tensor | None, counts: list[int], goals: l
 def _start_keeping(call: Call, kept: Tensor | None, counts: list[int]) -> None:
     """Set the mode of a layer that keeps all later tokens: they go into empty slots of each head, or after the used columns.
 
-    Called where a prompt ends. counts: tokens of each head. `kv.appends`: the storage can append a column to all heads at once.
+    `_compress_layer` calls it for policies that evict at prompts alone. counts: tokens of each head. `kv.appends`: the storage
+    can append a column to all heads at once. `room`: torch.compile compiles the steps, and buffers keep their size.
     """
     slots, held = call.slots, max(counts)
     if kept is not None and not slots.kv.appends:
@@ -391,9 +413,9 @@ def _start_keeping(call: Call, kept: Tensor | None, counts: list[int]) -> None:
 def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tensor | None:
     """Return new values [B,H,K,D] for kept tokens. They make up for the tokens that a prompt's end is about to evict.
 
-    None if the policy has no merging (such new values), or if nothing is evicted. A head whose new values are not all finite
-    keeps its old ones and gets a 1 in slots.unfitted_BH. index: slots of the kept tokens; real: False where a head has fewer
-    than others. slots.graph: keys and values with their autograd graph, if this pass computes gradients.
+    `_compress_layer` calls it. None if the policy has no merging (such new values), or if nothing is evicted. A head whose new
+    values are not all finite keeps its old ones and gets a 1 in slots.unfitted_BH. index: slots of the kept tokens; real: False
+    where a head has fewer than others. slots.graph: keys and values with their autograd graph, if this pass computes gradients.
     """
     slots, merging = call.slots, call.policy.merging
     if merging is None or index is None:
@@ -410,14 +432,17 @@ def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tenso
 
 
 def _move_kept(call: Call, index: Tensor | None, kept: Tensor | None, values: Tensor | None, layout: Layout) -> None:
-    """Move, as a prompt ends, the tokens at `index` (where `kept`; None: all) to new slots; write `values` unless None."""
+    """Move the tokens at slots `index` (where `kept`; None: all) to new slots; write `values` unless None.
+
+    `_compress_layer` calls it once a layer as a prompt or block ends.
+    """
     call.slots.allocate(index, kept, layout)
     if values is not None:
         call.slots.replace_values(values, kept)
 
 
 def _count_spare(call: Call, tokens: int) -> int:
-    """Return how many free slots a head gets for coming tokens as a prompt ends.
+    """Return how many free slots a head of so many tokens gets for coming ones, for `_keep_all` and `_compress_layer`.
 
     `room` if torch.compile compiles the steps (slots for all of them); else a few, or `new_tokens` if fewer are generated.
     """
@@ -428,10 +453,11 @@ def _count_spare(call: Call, tokens: int) -> int:
 
 
 def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
-    """Store in `slots.mass_BH`, for reports, the share of all observed attention that the kept tokens have received.
+    """Store in `slots.mass_BH` the share of all observed attention that the kept tokens have received (`Report` shows it).
 
-    Called where a prompt ends. index: slots of the kept tokens [B,H,K]; kept: False where a head has fewer, None: nowhere.
-    The state "sum" is the attention that each token received from all queries; "observed", from an observation window.
+    `_compress_layer` calls it once a layer; it does nothing if the policy keeps no such sums. index: slots of the kept tokens
+    [B,H,K]; kept: False where a head has fewer, None: nowhere. The state "sum" is the attention that each token received from
+    all queries; "observed", from an observation window.
     """
     slots = call.slots
     name = "sum" if "sum" in slots.state else "observed"
@@ -450,7 +476,8 @@ def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
 def set_limits(call: Call) -> list[int]:
     """Set `slots.limits`, how many tokens (sinks, recent ones ...) each row protects in its budget; return their totals by row.
 
-    Called where a prompt ends, before its attention is computed. sizes: a tuple for each row; its last number is the total.
+    `read_prompt` calls it in each layer that evicts, before attention. sizes: a tuple for each row; its last number is the
+    total. `fixed_B`: tokens before this position are outside the budget, as a whole prompt (n_B) if only decoding evicts.
     `protect=` marks some tokens, `quota=` gives each "span" (part of the text) a number of tokens to keep. `rule.weighs`: the
     budget follows from scores, so that it may be as small as `rule.least`.
     """
@@ -478,9 +505,10 @@ def set_limits(call: Call) -> list[int]:
 
 
 def _set_quotas(call: Call) -> list[int]:
-    """Set the state "quota" as a prompt ends: at each token, how many its span of the text keeps (`quota=`).
+    """Set the state "quota": at each token, how many tokens its span (part of the text that the user named) keeps (`quota=`).
 
-    Returns for each row the number of tokens that all its spans keep. sizes_B: by row, the budget and the prompt's length.
+    `set_limits` calls it. Returns for each row the number of tokens that all its spans keep. sizes_B: by row, the budget and
+    the prompt's length.
     """
     slots, sizes_B = call.slots, (_list_budgets(call), call.now.budget_n_B)
     span, held = slots.state["span"][:, :, : slots.used], slots.positions[:, :, : slots.used] >= 0
@@ -489,7 +517,7 @@ def _set_quotas(call: Call) -> list[int]:
 
 
 def _warn_of_cut_sizes(call: Call) -> None:
-    """Warn once, where a prompt ends, of protected sizes (such as sinks=) that are cut to fit the smallest budget of a row."""
+    """Warn once of protected sizes (such as sinks=) that are cut to fit the smallest budget of a row, for `set_limits`."""
     settings, evicts_once = call.settings, call.policy.schedule == "prompt"
     # rows that evict: those whose n tokens exceed the budget b. Others do so later, unless the policy evicts at prompts alone.
     rows = [(b, n) for b, n in zip(_list_budgets(call), call.now.budget_n_B, strict=True) if n > b or not evicts_once]
@@ -506,7 +534,10 @@ def _warn_of_cut_sizes(call: Call) -> None:
 
 
 def _warn_of_scores(call: Call, value_BHT: Tensor) -> None:
-    """Warn once of scores that are NaN. Called with the scores of each layer where a prompt ends; nothing waits for the GPU."""
+    """Warn once of scores that are NaN; `say_if` does not wait for the GPU.
+
+    `Policy.eviction_keys` calls it, as `context.watch`, with the scores of each layer as a prompt ends.
+    """
     notices = call.settings.notices
     if "nan" in notices.said:
         return
@@ -522,14 +553,15 @@ def _warn_of_scores(call: Call, value_BHT: Tensor) -> None:
 
 
 def _list_budgets(call: Call) -> list[int]:
-    """Return the tokens that each row may hold beside those kept outside the budget."""
+    """Return the tokens of a head that each row may hold beside those kept outside the budget, from the prompts' lengths."""
     return [call.settings.tokens(call.layer, n) for n in call.now.budget_n_B]
 
 
 def find_newest(call: Call) -> Tensor:
     """Return the position [B,1,1] from which tokens' ages count as a prompt ends: that of a row's newest token.
 
-    If the pass is an edit (tokens read into the middle of a text), that of the edit's last token.
+    If the pass is an edit (tokens read into the middle of a text), that of the edit's last token. `PromptEnd.make_context`
+    and what reads a prompt call it. n_B: tokens of each row so far.
     """
     edit = call.now.edit
     return call.now.copy([(n if edit is None else edit.stop) - 1 for n in call.now.n_B], call.slots.positions.device)[

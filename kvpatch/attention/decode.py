@@ -24,11 +24,11 @@ from .stacked import LayerStack
 def run_step(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, stack: LayerStack | None = None) -> Tensor:
     """Run a decode step in one layer: write the token at column `t` of the pass, attend, observe and evict.
 
-    To observe is to add the step's attention probabilities to the sums that scores read. Returns the output [B,H,G,D]. With a
-    `stack` (layers joined for scoring and eviction), the first of its layers writes the new token's position for all layers,
-    and the last one observes and evicts for all. Without one, this layer does so for itself. `entry`: numbers that the policy
-    stores with the token. `evicted_by_kernels`: kernels have evicted
-    already. `shares_keys`: later layers attend to this layer's keys, too.
+    `_run_call`, `_attend_columns` and `Unbound` steps call it. To observe is to add the step's attention probabilities to the
+    sums that scores read. Returns the output [B,H,G,D]. With a `stack` (layers joined for scoring and eviction), the first of
+    its layers writes the new token's position for all layers, and the last one observes and evicts for all. Without a stack,
+    this layer does so for itself. `entry`: numbers that the policy stores with the token. `evicted_by_kernels`: kernels have
+    evicted already. `shares_keys`: later layers attend to this layer's keys, too.
     """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
     newest_B11 = positions_B1[:, None]
@@ -79,9 +79,10 @@ _NOTHING = None, None, None
 def _run_torch(
     call: Call, q_BHGD: Tensor, positions_B1: Tensor, name: str, stack: LayerStack | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Attend in a decode step that Triton does not run, by torch or a flash kernel; the slots hold the new token already.
+    """Attend in a decode step that Triton does not run, by torch or a flash kernel, once `run_step` has written the token.
 
-    Returns the output, the probabilities if the policy needs them (else None), and the keys' positions.
+    Returns the output, the probabilities if the policy needs them (else None), and the keys' positions. Writes nothing but the
+    probabilities to the stack's `buffer`. ragged_step: attention over heads of unequal lengths; None if it is refused.
     """
     keys, out, p_BHGT = call.keys(call.slots.used), None, None
     if call.settings.renumbered:
@@ -97,10 +98,10 @@ def _run_torch(
 
 
 def _begin_step(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-    """Begin a decode step of a layer in no stack: make room for the token and count it. The caller then writes the token.
+    """Begin a decode step of a layer in no stack: make room for the token and count it; `run_step` then writes the token.
 
     Returns the state (numbers that the policy stores) to be written with its key. recording: steps are logged, for rollback.
-    `cache.shared`: a score that all layers share.
+    traced: torch.compile compiles the step, whose room and counts were seen to before. `cache.shared`: a sum of all layers.
     """
     slots = call.slots
     if not call.now.traced:
@@ -122,10 +123,10 @@ def _end_step(
 ) -> None:
     """End a decode step: add its attention to the layer's sums, show it to the policy's `needs`, evict, and record evictions.
 
-    The needs (what the policy asks a layer to gather) keep their numbers in notes; what a step overwrites goes to the undo log.
-    evicted_by_kernels: kernels have evicted, and chosen the next token's slots. new: queries, key and value of the token;
-    None for stacked layers. `steppers`: each need that reads decode steps, with its method. `need.rows`: rows of attention that
-    it reads.
+    `run_step` calls it once a layer, or once a stack. The needs (what the policy asks a layer to gather) keep their numbers in
+    notes; what a step overwrites goes to the undo log. evicted_by_kernels: kernels have evicted, and chosen the next token's
+    slots. new: queries, key and value of the token; None for stacked layers. `steppers`: each need that reads decode steps,
+    with its method. `need.rows`: rows of attention that it reads.
     """
     if p_BHGT is not None and call.policy.needs.sums:
         _add_statistics(call, p_BHGT, positions_BHT, newest_B11, t)
@@ -148,7 +149,10 @@ def _end_step(
 
 
 def choose_backend(call: Call, q_BHGD: Tensor) -> str:
-    """Return the name of the backend that is to run a layer's decode step, and record it with the reason for the report."""
+    """Return the name of the backend that is to run a layer's decode step, and record it with the reason in `cache.choice`.
+
+    `run_step` calls it in each layer without a stack, `_find_stack` and `_bind_alone` before a step.
+    """
     if call.no_kernels is not None:  # the reason why no kernel can serve the policy
         call.cache.choice.record(_name_task(call), "torch", call.no_kernels)
         return "torch"
@@ -159,9 +163,10 @@ def choose_backend(call: Call, q_BHGD: Tensor) -> str:
 
 
 def choose_step_backends(call: Call, q_BHGD: Tensor) -> None:
-    """Choose the backends of the coming decode steps as a prompt ends, since a step that torch.compile traces cannot choose.
+    """Choose the backends of the coming decode steps, since a step that torch.compile traces cannot choose.
 
-    The cases that may come: with gradients or without them, and with empty slots to mask (`padding`) or without.
+    `finish_group` calls it for each layer as a prompt ends. It does so only if tokens go into free slots (`slotted`). The cases
+    that may come: with gradients or without them, and with empty slots to mask (`padding`) or without.
     """
     if call.slots.mode.slotted:
         task, case = _describe_case(call, q_BHGD)
@@ -190,9 +195,10 @@ def _run_kernels(
 ) -> tuple[Tensor, bool] | None:
     """Run a step in Triton's kernels, which write, attend and observe; return the output, and if they have evicted too.
 
-    Returns None if the kernels cannot be launched. All is then as before, but free slots may hold the new token's state, which
-    the caller overwrites as it runs the step in torch. Of stacked layers only the first tries: a failure in a later one is
-    raised, since the layers before it have changed. `rule.moves`: a head's budget follows the text, and torch evicts.
+    `run_step` calls it where Triton was chosen. It returns None if the kernels cannot be launched. All is then as before, but
+    free slots may hold the new token's state (`entry`), which `run_step` overwrites. Of stacked layers only the first tries: a
+    failure in a later one is raised, since the layers before it have changed. `rule.moves`: a head's budget follows the text,
+    and torch evicts. attempt: runs `step`, and puts the tensors `restored` back if its launch fails.
     """
     slots, observes = call.slots, call.observes
     appends = not slots.mode.slotted
@@ -226,7 +232,10 @@ def _run_kernels(
 
 
 def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B11: Tensor, t: int) -> None:
-    """Add a decode step's attention probabilities, as torch computed them, to the sums by which tokens are scored."""
+    """Add a decode step's attention probabilities to the layer's sums (`slots.state`), by which tokens are scored.
+
+    `_end_step` calls it if torch computed the probabilities. tau: temperature of Keyformer's softmax with noise.
+    """
     policy, (B, H, _, T) = call.policy, p_BHGT.shape
     n_keys = UNCOUNTED
     if "count" in policy.needs.statistics:  # a score divides by the number of keys that the new token attends to
@@ -238,7 +247,10 @@ def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B1
 
 
 def _evicts_nothing(call: Call) -> bool:
-    """Tell if it is certain that no head evicts at this step. Tracing, and heads on other processes, may leave it open."""
+    """Tell if it is certain that no head evicts at this step, for `_evict_over_budget`.
+
+    `mode.due`: some head may. With empty slots (`holes`) a traced step, and heads on other processes, leave it open.
+    """
     slots = call.slots
     return not (slots.mode.due or (slots.holes and (slots.traced or call.parallel)))
 
@@ -246,9 +258,10 @@ def _evicts_nothing(call: Call) -> bool:
 def _evict_over_budget(call: Call, newest_B11: Tensor, t: int) -> None:
     """Evict the tokens over each head's budget, if some are due at this step, and set the slots for the next token.
 
-    Changes the layer's positions and mode in place; `mode.count` counts the new token in the mode. t: column of the pass.
-    `rule.moves`: a budget that follows the text, under which a head evicts none, one or several tokens. `every`: heads wait to
-    evict so many at once. `holes`: slots may be empty.
+    `_end_step` calls it once a layer, or once a stack, unless kernels have evicted. Changes the layer's positions and mode in
+    place; `mode.count` counts the new token in the mode. t: column of the pass. `rule.moves`: a budget that follows the text,
+    under which a head evicts none, one or several tokens. `every`: heads wait to evict so many at once. `holes`: slots may be
+    empty.
     """
     slots, every = call.slots, call.policy.every
     if _evicts_nothing(call):

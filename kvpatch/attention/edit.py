@@ -21,10 +21,10 @@ class Hidden:
     """Tokens of a layer after an edit, which its queries do not see, and their state. Their columns are empty until `show`."""
 
     def __init__(self, slots: SlotLayer, edit: Edit) -> None:
-        """Hide tokens from an edit's queries: those that follow it in the text. Called before the layer attends.
+        """Hide tokens from an edit's queries: those that follow it in the text. `read_prompt` does so before it attends.
 
         An edit reads new tokens into the middle of a text. Positions and state are copied, and the hidden tokens' slots are
-        marked as empty (position -1), until `show`.
+        marked as empty (position -1, `holes`) in the layer, until `show`.
         """
         self.slots, self.holes = slots, slots.holes
         self.positions = slots.positions.clone()
@@ -34,7 +34,7 @@ class Hidden:
         slots.holes, slots.contiguous = True, False
 
     def show(self) -> None:
-        """Put the hidden tokens' positions and state back into the layer, once an edit's queries have attended.
+        """Put the hidden tokens' positions and state back into the layer; `read_prompt` calls it after the edit's attention.
 
         `floor`: columns that crop() cannot remove, here all. State that came up meanwhile is 0 for the hidden tokens.
         """
@@ -69,16 +69,16 @@ class EditEnd(PromptEnd):
         return self.call.policy.every - 1
 
     def count(self, everyone: Parallel) -> None:
-        """Set `held` (tokens of each head), `fixed` (zeros: all count) and `keep` (its old budget). Called as an edit ends."""
+        """Set `held` (tokens of each head), `fixed` (zeros: all count) and `keep` (its old budget), for `_compress_group`."""
         slots = self.call.slots
         self.held = (slots.positions[:, :, : slots.used] >= 0).sum(-1).tolist()
         self.fixed = [[0] * len(row) for row in self.held]
         self.keep = slots.own_budget_BH1[..., 0].tolist()
 
     def make_context(self) -> None:
-        """Set `context`, which scores read as an edit ends: ages count from the newest token of the text.
+        """Set `context`, which scores read as `_compress_group` ends an edit: ages count from the newest token of the text.
 
-        But the protected recent tokens, those after `recent_B11`, count from the edit's last token.
+        But the protected recent tokens, those after `recent_B11`, count from the edit's last token (`find_newest`).
         """
         now, slots = self.call.now, self.call.slots
         newest_B11 = now.copy([n - 1 for n in now.n_B], slots.positions.device)[:, None, None]
@@ -86,19 +86,20 @@ class EditEnd(PromptEnd):
         self.context.recent_B11 = find_newest(self.call) - slots.own_limits.newest
 
     def key_by_score(self) -> Tensor:
-        """Set and return `keys`, the tokens' sort keys [B,H,T] (lowest evicted first) by score, to count what heads keep."""
+        """Set and return `keys`, sort keys [B,H,T] by score (lowest evicted first); `count_by_scores` counts what heads keep."""
         self.keys = self._protect_after_edit(super().key_by_score())
         return self.keys
 
     def key_for_eviction(self, count: list[list[int]], everyone: Parallel) -> Tensor:
-        """Return the tokens' sort keys [B,H,T], lowest evicted first, once it is known how many (`count`) each head keeps."""
+        """Return the tokens' sort keys [B,H,T], lowest evicted first; `_compress_group` has found how many each head keeps."""
         return self._protect_after_edit(super().key_for_eviction(count, everyone))
 
     def _protect_after_edit(self, keys: Tensor) -> Tensor:
         """Return sort keys (lowest evicted first), raised for sinks, `protect=` and tokens after the edit. These tokens stay.
 
-        Each head held these before the edit, so its budget has room for them. It may have none for the other tokens that the
-        policy protects: they get lower keys, the lowest those farthest from the edit.
+        `key_by_score` and `key_for_eviction` apply it to the keys of a prompt's end. Each head held these before the edit, so
+        its budget has room for them. It may have none for the other tokens that the policy protects: they get lower keys, the
+        lowest those farthest from the edit.
         """
         edit, context = self.call.now.edit, self.context
         assert edit is not None
@@ -112,18 +113,22 @@ class EditEnd(PromptEnd):
 
 
 def end_edit(call: Call, past: int, q_BHGQD: Tensor) -> None:
-    """End an edit (tokens read into the middle of a text) in a layer: evict down to each head's old budget, in new buffers."""
+    """End an edit (tokens read into the middle of a text) in a layer: evict down to each head's old budget, in new buffers.
+
+    `read_prompt` calls it. past: slots in use before the edit's tokens. `needs.sums`: sums of attention that scores read.
+    """
     if call.evicts and call.policy.needs.sums:
         _count_unseen(call, past, q_BHGQD.shape[3])
     finish_group([EditEnd(call, past, [], q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))])
 
 
 def _count_unseen(call: Call, past: int, new: int) -> None:
-    """Correct the state "unseen" after an edit (`new` tokens read into the middle of a text), for scores that are means.
+    """Correct the state "unseen" in place after an edit (`new` tokens read into the middle of a text), for `end_edit`.
 
-    Such a score divides a token's attention by the number of queries that saw it, taken to be the positions after it, less
-    "unseen". Queries after the edit were computed before its tokens, and never saw them: "unseen" of these tokens grows. Tokens
-    before the edit were seen by its queries, but the text grew by `opened` positions alone: there it falls by the difference.
+    A score that is a mean divides a token's attention by the number of queries that saw it, taken to be the positions after it,
+    less "unseen". Queries after the edit were computed before its tokens, and never saw them: "unseen" of these tokens grows.
+    Tokens before the edit were seen by its queries, but the text grew by `opened` positions alone: there it falls by the
+    difference.
     """
     edit, positions, unseen = call.now.edit, call.slots.positions, call.slots.statistic("unseen")
     assert edit is not None

@@ -40,8 +40,9 @@ class Call(LayerRead):
     ) -> None:
         """Bind a layer of `cache` to its attention module for the pass `now`; later decode steps reuse the Call by `begin`.
 
-        group: query heads per KV head. The first Call of a layer also sets `slots.geometry`. `policy`, `rule`: the layer's
-        eviction policy and budget. `shows`: later layers attend to this layer's keys, too.
+        `_bind_call` makes it, and `read_in_blocks` one per block. The first Call of a layer also sets `slots.geometry`. group:
+        query heads per KV head. `policy`, `rule`: the layer's eviction policy and budget. `shares_keys`: later layers attend to
+        this layer's keys, too. `readers`, `steppers`: needs (what the policy gathers) that read prompts, and decode steps.
         """
         # the cache owns its calls, which must not keep it alive; a traced pass makes calls of its own
         self._find_cache: Callable[[], TextState | None] = (lambda: cache) if now.traced else weakref.ref(cache)
@@ -65,7 +66,7 @@ class Call(LayerRead):
         self.begin(now)
 
     def begin(self, now: Forward) -> None:
-        """Set `now`, `positions_BQ` and `rows_BQ` to another pass, before the layer runs in it; all else stays as it is.
+        """Set `now`, `positions_BQ` and `rows_BQ` to another pass, as `_bind_call` or a bound step begins it in the layer.
 
         A layer with a sliding window of the model's (`bounds`) evicts by that alone: it ignores options such as `protect=`.
         rows_BQ: positions of the queries; they differ from positions_BQ where padding attends, as in the unpatched model.
@@ -85,7 +86,7 @@ class Call(LayerRead):
         return cache
 
     def copy_for_stack(self, slots: SlotLayer, layer_B: Tensor) -> Call:
-        """Return a copy of this Call for all layers, joined along the batch (`slots`). layer_B [B]: the layer of each row."""
+        """Return a copy of this Call for a LayerStack: `slots` joins all layers along the batch. layer_B: the layer of a row."""
         other = copy.copy(self)
         other.slots, other.layer_B = slots, layer_B
         return other
@@ -107,7 +108,10 @@ class Call(LayerRead):
         return (self.slots.mode.evicts and self.policy.needs.rows != "none") or self.policy.remembers
 
     def entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> dict[str, Tensor]:
-        """Return by name the state to be written with a prompt's tokens, for score, selection, `protect=` and `quota=`."""
+        """Return by name the state to be written with a prompt's tokens, for score, selection, `protect=` and `quota=`.
+
+        `_write_columns` and `_borrow` call it. In a layer that never evicts: none. span_BQ: each token's part of the text.
+        """
         if not self.evicts:
             return {}
         entry = self.slots.make_blanks(k_BHQD.shape[2])  # zeros, where the slot may hold an evicted token's marks
@@ -119,7 +123,10 @@ class Call(LayerRead):
         return entry
 
     def score_entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> dict[str, Tensor]:
-        """Return by name what the score and its needs store with new tokens, from keys and values as the cache rounds them."""
+        """Return by name what the score and its needs store with new tokens: for `entry`, `step_entry` and `LayerStack.begin`.
+
+        `cached`: keys and values as the cache rounds them.
+        """
         key_codec, value_codec = self.slots.kv.codecs
         return self.policy.entry(self._describe_tokens(key_codec.cached(k_BHQD), value_codec.cached(v_BHQD), positions_BQ))
 
@@ -130,9 +137,9 @@ class Call(LayerRead):
     def selection_entry(self, v_BHQD: Tensor) -> dict[str, Tensor]:
         """Return the state "norm" of new tokens: the norms of their values after the output projection; or no state at all.
 
-        For policies that choose by norms in decode steps, or after the last layer (layers that share a budget), when accelerate
-        may have offloaded this layer's weights. Others compute norms as a prompt ends, for the tokens in question alone.
-        `cached`: the values as the cache rounds them.
+        `entry` and `step_entry` call it. Policies have this state (`keeps_norms`) if they choose by norms in decode steps, or
+        after the last layer (layers that share a budget), when accelerate may have offloaded this layer's weights. Others
+        compute norms as a prompt ends, for the tokens in question alone. `cached`: the values as the cache rounds them.
         """
         if not self.evicts or not self.policy.keeps_norms:
             return {}
@@ -141,7 +148,8 @@ class Call(LayerRead):
     def write_norms(self, v_BH1D: Tensor, out_NB: Tensor) -> None:
         """Write the norms ||v W_O|| of a decoded token's value to out_NB [H*G,B], by query head; the policy selects by them.
 
-        Each layer of a stack (layers that evict together) calls this as its decode step begins.
+        `Fused.count` and `LayerStack.begin` call it in each layer of a stack (layers that evict together) as its decode step
+        begins. head_values: the values by head, as W_O takes them.
         """
         assert isinstance(self.policy.selection, TwoStage)
         v_BN1D = self.bound_adapter.head_values(self.slots.kv.codecs[1].cached(v_BH1D))
@@ -151,7 +159,9 @@ class Call(LayerRead):
     def _project_norms(self, v_BHQD: Tensor, wanted: Tensor | None) -> Tensor:
         """Return the norms of values after the output projection, ||v W_O|| [B,H,Q], the mean over a group of query heads.
 
-        For selections that weigh tokens by these norms. wanted: True for the values whose norms are needed; None: all.
+        `selection_entry` and `_stored_norms` call it, for a TwoStage selection. wanted: True for the values whose norms are
+        needed, the others get any number; None: all. head_values: the values by head as W_O takes them, more than H for some
+        models.
         """
         assert isinstance(self.policy.selection, TwoStage)
         norm, H = self.policy.selection.norm, v_BHQD.shape[1]
@@ -163,16 +173,20 @@ class Call(LayerRead):
         return norms if per_head == 1 else norms.unflatten(1, (H, per_head)).mean(2)
 
     def head_norms(self, v_BHTD: Tensor) -> Tensor:
-        """Return ||v W_O|| of each query head [B,H,G,T], for a second reading that scores tokens by their share of outputs."""
+        """Return ||v W_O|| of each query head [B,H,G,T]; `reread_chunk` scores tokens by their share of outputs (`by_outputs`).
+
+        head_values: the values by head as W_O takes them, more than H for some models.
+        """
         v_BNTD = self.bound_adapter.head_values(v_BHTD)
         group = self.group * v_BHTD.shape[1] // v_BNTD.shape[1]
         rows = self._output_rows(v_BNTD, group).flatten(0, 1)[:, None]
         return projected_norms(v_BNTD.repeat_interleave(group, 1), rows, 2).unflatten(1, (-1, self.group))
 
     def _output_rows(self, like_BNTD: Tensor, group: int) -> Tensor:
-        """Return the output projection W_O by query head, for norms of values.
+        """Return the output projection W_O by query head, for the norms of values (`write_norms`, `_project_norms`).
 
-        If it is no plain weight (LoRA, quantized, offloaded), the adapter applies it to unit vectors; `slots` keeps the result.
+        If it is no plain weight (LoRA, quantized, offloaded), the adapter applies it to unit vectors (`worked_out`), and
+        `slots.output_rows` keeps the result. Else it is a view of the weight [N,G,D,E].
         """
         rows = self.slots.output_rows
         if rows is None:
@@ -181,7 +195,7 @@ class Call(LayerRead):
         return rows
 
     def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-        """Return by name the state to be written with one decoded token, for score and selection; `entry` is for prompts."""
+        """Return by name the state that `_begin_step` has written with one decoded token, for score and selection."""
         if not self.evicts:
             return {}
         entry = {**self.selection_entry(v_BH1D), **self.slots.make_blanks()}
@@ -190,9 +204,10 @@ class Call(LayerRead):
         return {**self.entry_ahead(k_BH1D, positions_B1), **entry}
 
     def entry_ahead(self, like_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-        """Return the state of a decoded token that follows from its position alone, computed for AHEAD steps at once.
+        """Return the state of a decoded token that follows from its position alone, for `step_entry` and stacked layers.
 
-        That saves time in decode steps. `slots.ahead`: the state of these tokens, and `seen` at the first of them.
+        It is computed for AHEAD steps at once, to save time. `slots.ahead` keeps `seen` (tokens read) at the first of them, and
+        their state; `_write_columns` drops it at the next prompt.
         """
         slots = self.slots
         if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
@@ -203,11 +218,12 @@ class Call(LayerRead):
         return {name: tensor[:, :, offset : offset + 1] for name, tensor in slots.ahead[1].items()}
 
     def keys(self, past: int, contents: bool = True) -> Keys:
-        """Return the keys and values of the used slots, in the form that backends attend to. Changes nothing.
+        """Return the keys and values of the used slots, in the form that backends attend to, when a prompt or step attends.
 
-        past: number of slots that were used before the prompt's columns. contents: False if only shapes are asked for, to
-        choose a backend: storage that is not in place is then not copied. grown: slots that each head has taken since its
-        buffers were made; None if heads differ, or in a traced step.
+        Changes nothing; the tensors are views, or unpacked copies of rounded storage. past: number of slots that were used
+        before the prompt's columns. contents: False if only shapes are asked for, to choose a backend: storage that is not in
+        place is then not copied. grown: slots that each head has taken since its buffers were made; None if heads differ, or in
+        a traced step.
         """
         slots = self.slots
         keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline_view()
@@ -215,10 +231,11 @@ class Call(LayerRead):
         return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown, slots.kv.codecs)
 
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
-        """Describe an attention task of this layer, to choose a backend for it. scores: the policy's sums are needed too.
+        """Describe an attention task of this layer; `attend_to` and `choose_backend` choose a backend by the Case.
 
-        In the Case, `fresh`: the policy draws noise for each pair of query and key; `special`: variants such as capped logits
-        or "chunk", attention inside chunks of the text.
+        scores: the policy's sums of attention are needed too. Fields of the Case, if not plain: `past`: earlier tokens are
+        held; `fresh`: the policy draws noise for each pair of query and key; `special`: variants such as capped logits or
+        "chunk", attention inside chunks of the text.
         """
         T = keys.positions_BHT.shape[-1]
         sliding, special = self.geometry.sliding, self.geometry.special
@@ -248,8 +265,8 @@ class Call(LayerRead):
         """Return queries and keys with the positions that attention uses; as they are unless positions="renumbered".
 
         Then a token's position is its rank among the tokens that its head holds: keys are cached without positions and get them
-        here before each attention, as do the queries. later_BQ: tokens after each query, all of them held; None if the queries
-        are those of the new tokens.
+        here, as do the queries, before each attention (`read_prompt`, `_run_torch`, `logits`). The cache does not change.
+        later_BQ: tokens after each query, all of them held; None if the queries are those of the new tokens.
         """
         if not self.settings.renumbered:
             return q_BHGQD, keys
@@ -279,10 +296,11 @@ class Call(LayerRead):
         return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k, codecs=codecs)
 
     def share_keys(self, keys: Keys, copied: bool = False) -> None:
-        """Keep in `now.shared_keys` the keys that these queries see: later layers without keys attend to them too (reading.py).
+        """Append to `now.shared_keys` the keys that these queries see: later layers without keys attend to them (reading.py).
 
-        Positions are copied, since this layer's eviction changes them. copied: keys and values are copied too, since this pass
-        overwrites them; else they stay until the next token takes their slot.
+        `read_prompt` calls it once, `run_step` at each step, before this layer evicts. Positions are copied, since this layer's
+        eviction changes them. copied: keys and values are copied too, since this pass overwrites them; else they stay until the
+        next token takes their slot.
         """
         if copied:
             keys = replace(keys, k_BHTD=keys.k_BHTD.clone(), v_BHTD=keys.v_BHTD.clone())
@@ -290,9 +308,11 @@ class Call(LayerRead):
         self.now.shared_keys.setdefault(self.layer, []).append(keys)
 
     def eviction_context(self, newest_B11: Tensor, t: int) -> EvictionContext:
-        """Return, at an eviction, all that the policy's score and scope (protected tokens) read.
+        """Return all that the policy's score and scope (protected tokens) read at an eviction.
 
-        t: column of the token in a decode step, -1 where a prompt ends. recent_B11: tokens after this position are protected.
+        `PromptEnd.make_context` and `_evict_over_budget` call it. Its tensors are views of the layer's, except sums that layers
+        share. t: column of the token in a decode step, -1 where a prompt ends. recent_B11: tokens after this position are
+        protected.
         """
         slots, limits = self.slots, self.slots.own_limits
         positions, state = self.positions_BHT, slots.state_view()
@@ -322,17 +342,23 @@ class Call(LayerRead):
         )
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor that is the same for all layers of this device, made by the first of them."""
+        """Return a tensor that is the same in this pass for all layers of this device, made by the first of them."""
         return self.now.once(name, self.device, make)
 
     def note_evictions(self, newest_B11: Tensor) -> None:
-        """Note after an eviction from which position on evicted tokens are unseen, if the patch keeps a record for replays."""
+        """Note in `cache.lifetimes` from which position on evicted tokens are unseen, if the patch keeps a record for replays.
+
+        `finish_group` and `_end_step` call it after the layer has evicted.
+        """
         lifetimes, slots = self.cache.lifetimes, self.slots
         if lifetimes is not None:
             lifetimes.note_evictions(self.layer, slots.positions[:, :, : slots.used], newest_B11 + 1)
 
     def rotated_back(self, x_BHTD: Tensor, positions_BHT: Tensor) -> Tensor:
-        """Return queries or keys with their rotation undone, in the dtype of scores, for scores that leave positions out."""
+        """Return queries or keys with their rotation undone, in the dtype of scores, for scores that leave positions out.
+
+        `plain_keys` and `QueryMoments.read` call it. `now.table`: cosines and sines; None if nothing was rotated.
+        """
         x_BHTD = x_BHTD.to(accumulator(x_BHTD.dtype))
         if self.now.table is None:  # no rotary positions
             return x_BHTD
@@ -359,7 +385,8 @@ class Call(LayerRead):
     def statistic(self, name: str) -> Tensor:
         """Return the state tensor `name` [B,H,T] of the used slots, for a policy's need to read or to add to; zeros at first.
 
-        Raises KVPatchError (by check_state) if no part of the policy keeps such a state.
+        It is a view: the need's `read` or `step` changes the layer's state through it. Raises KVPatchError (by check_state) if
+        no part of the policy keeps such a state.
         """
         slots = self.slots
         if name not in slots.state:
@@ -373,7 +400,8 @@ class Call(LayerRead):
     def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
         """Return the mean rotary matrix [B,1,1,D,D] of each row's next `future` positions; None without rotary positions.
 
-        For scores by the attention that keys can expect from later queries. The first layer computes it for all.
+        `QueryMoments.view` calls it, for scores by the attention that keys can expect from later queries. The first layer
+        computes it for all. n_B: tokens of each row so far.
         """
         now = self.now
         if now.table is None:
@@ -385,8 +413,8 @@ class Call(LayerRead):
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, first_B1: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [B,H,G,W,T] of stored queries, and the candidates: the tokens before `first_B1`, bool [B,H,T].
 
-        Called at an eviction by policies that store a layer's last queries, of the tokens at `positions_BW`, and score by their
-        attention. Where a query does not see a candidate, the logit is the lowest number of its dtype.
+        LastQueries calls it at an eviction: W queries of the tokens at `positions_BW`, which the layer has stored, score the
+        others by their attention. Where a query does not see a candidate, the logit is the lowest number of its dtype.
         """
         slots, geometry = self.slots, self.geometry
         (k, v), positions = self.held(), self.positions_BHT
@@ -407,8 +435,9 @@ class Call(LayerRead):
     ) -> tuple[Tensor, Tensor]:
         """Compute the attention of W queries, whose positions follow those of all used slots, over these slots.
 
-        Refitting calls it where a prompt ends, to fit new values of the tokens to be kept. Returns the outputs over all slots
-        that a query sees, and the log-sum-exp over those of `kept_BHT` alone: +inf, for weights of 0, where it sees none.
+        `_RefitAttention.of` calls it as a prompt ends, to fit new values of the tokens to be kept. Returns the outputs
+        [B,H,G,W,D] over all slots that a query sees, and the log-sum-exp [B,H,G,W] over those of `kept_BHT` alone: +inf, for
+        weights of 0, where it sees none. Changes nothing.
         """
         x, seen = self._find_logits(q_BHGWD, k_BHTD, positions_BW, self.positions_BHT)
         x_kept, sees_kept = _mask_seen(x, seen & kept_BHT[:, :, None, None])
@@ -420,16 +449,18 @@ class Call(LayerRead):
     def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
         """Return the attention [B,H,G,W,M] that queries pay to M kept slots, those at `index_BHM`.
 
-        Refitting (new values of kept tokens make up for evicted ones) calls it where a prompt ends, block by block. k_BHMD: the
-        slots' keys. lse_BHGW: log-sum-exp of each query over all kept slots, from `attend_to_slots`.
+        `_RefitAttention.iterate_blocks` calls it for each block of kept slots as a prompt ends, to fit new values that make up
+        for evicted tokens. k_BHMD: the slots' keys. lse_BHGW: log-sum-exp of each query over all kept slots, from
+        `attend_to_slots`. Changes nothing.
         """
         x, seen = self._find_logits(q_BHGWD, k_BHMD, positions_BW, self.positions_BHT.gather(2, index_BHM))
         return (x - lse_BHGW[..., None]).masked_fill(~seen, -torch.inf).exp()
 
     def _find_logits(self, q_BHGWD: Tensor, k: Tensor, positions: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits [B,H,G,W,M] of W queries with M keys, to refit values, and which keys each query sees (bool).
+        """Return the logits [B,H,G,W,M] of W queries with M keys, and which keys each query sees (bool).
 
-        positions [B,W] are those of the queries, at [B,H,M] those of the keys; -1 for a query or key that does not count.
+        `attend_to_slots` and `weigh_slots` call it, to refit values. positions [B,W] are those of the queries, at [B,H,M] those
+        of the keys; -1 for a query or key that does not count.
         """
         key_positions, rows = at[:, :, None, None], positions[:, None, None, :, None]
         seen = keep_in_window((key_positions >= 0) & (rows >= 0), self.geometry.sliding, key_positions, rows)
@@ -443,7 +474,7 @@ class Call(LayerRead):
     def mask_visible(self, newest_B11: Tensor) -> Tensor:
         """Return which used slots later queries can see, bool [B,H,T]: those with a token that a sliding window still reaches.
 
-        For merging, where a prompt ends: new values of kept tokens make up for those evicted tokens alone.
+        `_find_values` calls it as a prompt ends: new values of kept tokens make up for those evicted tokens alone.
         """
         positions, sliding = self.positions_BHT, self.geometry.sliding
         live = positions >= 0
@@ -456,10 +487,11 @@ class Call(LayerRead):
         return slots.positions if slots.used == slots.positions.shape[2] else slots.positions[:, :, : slots.used]
 
     def _stored_norms(self, known: Tensor, out: Tensor | None) -> Tensor:
-        """Return norms of projected values [B,H,T] for an eviction that weighs values: stored ones, or computed now.
+        """Return norms of projected values [B,H,T]: those stored with the tokens, or computed now, which costs a product.
 
-        Norms may be any numbers for tokens that are kept in any case: those chosen already, by score (`known`), and protected
-        ones; and for empty slots (`out` marks protected and empty slots).
+        A TwoStage selection calls it at an eviction, as `context.norms`. Norms may be any numbers for tokens that are kept in
+        any case: those chosen already, by score (`known`), and protected ones; and for empty slots (`out` marks protected and
+        empty slots).
         """
         if "norm" in self.slots.state:
             return self.slots.state_view()["norm"]
@@ -469,9 +501,9 @@ class Call(LayerRead):
     def sums(self, rows: ProbabilityRows, rows_BQ: Tensor, tau: float | Tensor) -> dict[str, Tensor]:
         """Return by name what the attention probabilities of a block of query rows add to the policy's sums per key [N,M].
 
-        Called for each block of a prompt, and for a decode step. N of the B*H heads, M key columns. `add` stores the result.
-        rows_BQ: positions of all query rows. tau: temperature of Keyformer's softmax with noise. Block: all that a
-        statistic of policies/statistics.py may read.
+        `_make_observer` calls it for each block of a prompt, `_add_statistics` for a decode step. Changes nothing; `add` stores
+        the result. N of the B*H heads, M key columns (lo to hi). rows_BQ: positions of all query rows. tau: temperature of
+        Keyformer's softmax with noise. Block: all that a statistic of policies/statistics.py may read.
         """
         slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
         if isinstance(tau, Tensor) and tau.ndim:  # one temperature per batch row, where rows are at different steps
@@ -506,8 +538,9 @@ class Call(LayerRead):
     def add(self, sums: dict[str, Tensor]) -> None:
         """Add what a forward pass sums up of attention probabilities per key, `sums` [B,H,T] by name, to the layer's totals.
 
-        The policy computes its scores from these totals, tensors of `slots.state`. Each is first multiplied by its decay. A sum
-        that layers share (`across_layers`) goes to `cache.shared` instead.
+        `_attend_and_sum` and `_add_statistics` call it. The policy computes its scores from these totals, tensors of
+        `slots.state`, which change in place. Each is first multiplied by its decay. A sum that layers share (`across_layers`)
+        goes to `cache.shared` instead.
         """
         slots = self.slots
         for attention_sum in self.policy.needs.sums:
@@ -523,16 +556,20 @@ class Call(LayerRead):
             total.add_(increment)
 
     def _find_decay(self, total: Tensor, decay: float) -> float | Tensor:
-        """Return the factor of a total before a pass adds to it: `decay`, but 1 for batch rows without tokens in this block."""
+        """Return by what `add` multiplies a total before it adds: `decay`, but 1 for batch rows without tokens in this block.
+
+        rows_B: tokens of each row in the prompt (or block); empty in a decode step.
+        """
         if min(self.now.rows_B, default=1) > 0:
             return decay
         has_token = self.now.copy(self.now.rows_B, total.device)[:, None, None] > 0
         return torch.where(has_token, decay, 1.0).to(total.dtype)
 
     def _add_shared(self, increment: Tensor, positions: Tensor, decay: float) -> None:
-        """Add `increment` [B,H,T] to `cache.shared`, the sum that all layers share, in place.
+        """Add `increment` [B,H,T] to `cache.shared`, the sum that all layers share; `add` calls it once a layer and pass.
 
-        Its columns are original positions, since layers hold different tokens.
+        Its columns are original positions + 1, since layers hold different tokens. It changes in place, or is replaced by a
+        longer tensor as the text grows. seen: tokens read so far.
         """
         cache = self.cache
         B, H, _ = positions.shape
@@ -548,7 +585,10 @@ class Call(LayerRead):
         shared.scatter_(-1, index, total)
 
     def _find_shared_score(self, like: Tensor) -> Tensor:
-        """Return `cache.shared`, a sum per original position that all layers share, zeros at first, on the layer's device."""
+        """Return `cache.shared`, a sum per original position that all layers share. Sets it: zeros at first, on this device.
+
+        `_add_shared` and `eviction_context` call it.
+        """
         cache = self.cache
         if cache.shared is None:
             size = (*like.shape[:2], self.slots.seen + 1)
@@ -559,13 +599,16 @@ class Call(LayerRead):
 
 
 def _mask_seen(x_BHGWT: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits with -inf for unseen keys, except in rows that see none, which would be NaN; and which rows see any."""
+    """Return logits with -inf for unseen keys, for `attend_to_slots`; and which query rows see any key.
+
+    Rows that see none stay as they are: the softmax over -inf alone would be NaN.
+    """
     sees_any = seen.any(-1, keepdim=True)
     return x_BHGWT.masked_fill(~seen & sees_any, -torch.inf), sees_any
 
 
 def _rank_positions(positions_BHT: Tensor) -> Tensor:
-    """Return each token's rank among its head's tokens, its position under positions="renumbered". Empty slots get 0."""
+    """Return each token's rank among its head's tokens, by which `Call.renumber` rotates its key. Empty slots get 0."""
     order = positions_BHT.argsort(-1)
     count = torch.arange(positions_BHT.shape[-1], device=positions_BHT.device).expand_as(order)
     ranks = torch.empty_like(order).scatter_(-1, order, count)
