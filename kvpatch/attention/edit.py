@@ -86,7 +86,7 @@ class EditEnd(PromptEnd):
         self.context.recent_B11 = find_newest(self.call) - slots.own_limits.newest
 
     def key_by_score(self) -> Tensor:
-        """Set and return `keys`, sort keys [B,H,T] by score (lowest evicted first); `count_by_scores` counts what heads keep."""
+        """Set and return `keys`, sort keys [B,H,T] by score, lowest evicted first, by which `count_by_scores` counts."""
         self.keys = self._protect_after_edit(super().key_by_score())
         return self.keys
 

@@ -86,7 +86,7 @@ class Call(LayerRead):
         return cache
 
     def copy_for_stack(self, slots: SlotLayer, layer_B: Tensor) -> Call:
-        """Return a copy of this Call for a LayerStack: `slots` joins all layers along the batch. layer_B: the layer of a row."""
+        """Return a copy of this Call for a LayerStack: `slots` joins all layers along the batch. layer_B: each row's layer."""
         other = copy.copy(self)
         other.slots, other.layer_B = slots, layer_B
         return other
@@ -413,8 +413,8 @@ class Call(LayerRead):
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, first_B1: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [B,H,G,W,T] of stored queries, and the candidates: the tokens before `first_B1`, bool [B,H,T].
 
-        LastQueries calls it at an eviction: W queries of the tokens at `positions_BW`, which the layer has stored, score the
-        others by their attention. Where a query does not see a candidate, the logit is the lowest number of its dtype.
+        `LastQueries.view` calls it at an eviction: W queries of the tokens at `positions_BW`, which the layer has stored, score
+        the others by their attention. Where a query does not see a candidate, the logit is the lowest number of its dtype.
         """
         slots, geometry = self.slots, self.geometry
         (k, v), positions = self.held(), self.positions_BHT

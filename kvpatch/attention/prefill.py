@@ -25,11 +25,12 @@ from .layer_call import Call
 def read_prompt(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
     """Read the pass's prompt columns into the layer, and return their output [B,H,G,Q,D].
 
-    Keys and values are written, the queries attend to all that the layer then holds, the policy's needs read the pass, and if
-    the prompt (or block) ends here the layer is compressed to its budget. attend.py calls this, and blockwise.py per block.
-    `lender`: the store of all tokens under lossless=True. `shows`: later layers attend to these keys, too. plain_BHGQD: queries
-    without positions, if attention numbers the kept tokens anew (positions="renumbered"). `readers`: needs that read prompts.
-    now.edit: the pass reads tokens into the middle of a text.
+    `_attend_columns` calls it, and `read_in_blocks` once per block. Keys and values are written, the queries attend to all that
+    the layer then holds, the policy's needs (what it gathers in the layer) read the pass, and if the prompt (or block) ends
+    here the layer is compressed to its budget. `lender`: the store of all tokens under lossless=True. `shares_keys`: later
+    layers attend to these keys, too. plain_BHGQD: queries without positions, if attention numbers the kept tokens anew
+    (positions="renumbered"). `readers`: needs that read prompts. now.edit: the pass reads tokens into the middle of a text.
+    rows_BQ: positions of the queries. `meter`: bytes of keys and values.
     """
     slots, now = call.slots, call.now
     positions_BQ, rows_BQ = call.positions_BQ[:, : now.prompt], call.rows_BQ[:, : now.prompt]
@@ -76,8 +77,9 @@ def read_prompt(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> 
 def _write_columns(call: Call, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> None:
     """Write a prompt's columns into the layer before they attend, and set the layer's fields that describe its columns.
 
-    `floor`: columns that cannot be cropped. `contiguous`: columns are in text order without gaps. `ahead`: state computed for
-    coming decode steps. `adopt` takes the tensors themselves as storage, `append` copies them.
+    `read_prompt` calls it. `floor`: columns that cannot be cropped. `contiguous`: columns are in text order without gaps.
+    `ahead`: state computed for coming decode steps. `adopt` takes the tensors themselves as storage, `append` copies them.
+    `gapped`: some padding follows a token of its row.
     """
     slots, now, past = call.slots, call.now, call.slots.used
     with torch.no_grad():
@@ -96,7 +98,7 @@ def _write_columns(call: Call, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Ten
 def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
     """Give the new entries to the store of all tokens (lossless=True), and append all earlier tokens' entries to the layer.
 
-    Called before a prompt's columns are written. The end of the prompt evicts earlier tokens again, down to the budget.
+    `read_prompt` calls it before a prompt's columns are written; `end_prompt` evicts earlier tokens again, down to the budget.
     """
     assert call.now.lender is not None
     earlier = call.now.lender.exchange(call.layer, k_BHQD, v_BHQD)
@@ -110,8 +112,9 @@ def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
 def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:
     """Return the attention of a prompt's queries over `keys`, by the chosen backend, or by torch if that cannot do it.
 
-    Nothing but `choice`, the record of backends, changes. noise: Triton also returns the log-sum-exp of the logits with noise,
-    for Keyformer's scores. `padding.attends`: padding after a row's tokens attends to them, as in the unpatched model.
+    `read_prompt` and `reread_chunk` call it. Nothing but `choice`, the record of backends, changes. noise: Triton also returns
+    the log-sum-exp of the logits with noise, for Keyformer's scores. `padding.attends`: padding after a row's tokens attends to
+    them, as in the unpatched model. find_misfit: why flash cannot serve these keys, or None.
     """
     choice, case, padding = call.cache.choice, call.case("prompt", q_BHGQD, keys), call.now.padding
     name = choice.of("prompt", case)
@@ -143,9 +146,10 @@ def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: N
 def _attend_and_sum(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
     """Attend as `attend_to` does, and add the attention that each key gets to the layer's sums, from which scores follow.
 
-    Called for policies that score by the attention of all of a prompt's queries. The sums come from a kernel after attention,
-    from torch block by block (`observe`), or from torch with the output in the same blocks (`fuses`). Long prompts are sampled
-    if the policy says so. "gumbel": the sum of Keyformer's softmax with noise.
+    `read_prompt` calls it for policies that score by the attention of all of a prompt's queries. The sums come from a kernel
+    after attention, from torch block by block (`observe`), or from torch with the output in the same blocks (`fuses`, on a
+    CPU). Prompts of more than READ tokens are sampled if the policy says so. "gumbel": the sum of Keyformer's softmax with
+    noise. "count": the sum that also needs how many keys each query sees.
     """
     sampled = any(attention_sum.sampled for attention_sum in call.policy.needs.sums)
     if sampled and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
@@ -181,12 +185,15 @@ def _attend_and_sum(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) ->
 
 
 def _find_spans(call: Call, name: str, rows_BQ: Tensor) -> Tensor:
-    """Return the tensor that describes a pass's rows to a backend's kernels; the first layer makes it for all."""
+    """Return the tensor by which a backend's kernels know a pass's query rows; the first layer makes it for all."""
     return call.once(f"spans of {rows_BQ.shape[1]} rows", functools.partial(backend(name).spans, rows_BQ))
 
 
 def _find_noise(call: Call, keys: Keys) -> Noise:
-    """Return Keyformer's noise of all keys, for a prompt's sum "gumbel"; ones (exp(0)) if its distribution is "none"."""
+    """Return Keyformer's noise of all keys, for a prompt's sum "gumbel" in `_attend_and_sum`.
+
+    "noise": the state that the policy stores with each key, exp(noise) for each query head; if it stores none, exp(0).
+    """
     weights_BHTG = call.slots.state_view().get("noise")
     if weights_BHTG is None:
         weights_BHTG = torch.ones(*keys.positions_BHT.shape, call.group, device=keys.positions_BHT.device)
@@ -194,7 +201,10 @@ def _find_noise(call: Call, keys: Keys) -> Noise:
 
 
 def _find_temperature(call: Call) -> float:
-    """Return the temperature of the softmax with noise (Keyformer's) while a prompt is read: that of decode step 0."""
+    """Return the temperature of the softmax with noise (Keyformer's) while a prompt is read: that of decode step 0.
+
+    new_tokens: how many generate() will decode, over which the temperature rises; None: unknown.
+    """
     tau = call.policy.needs.temperature(0, call.cache.request.new_tokens)
     assert isinstance(tau, int | float)
     return tau
@@ -203,7 +213,8 @@ def _find_temperature(call: Call) -> float:
 def _make_observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, Tensor], Observer]:
     """Return zeros for the policy's sums [B,H,T] by name, and a function that adds a block of probabilities to them.
 
-    torch computes a prompt's probabilities block by block: some heads (n0 to n1 of B*H), some queries, keys lo to hi.
+    `_attend_and_sum` and `_sum_rows` give the function to `torch_backend.observe`, and then read the sums. torch computes a
+    prompt's probabilities block by block: some heads (n0 to n1 of B*H), some queries, keys lo to hi.
     """
     tau, dtype = _find_temperature(call), accumulator(keys.k_BHTD.dtype)
     shape, names = keys.k_BHTD.shape[:3], call.policy.needs.statistics
@@ -219,7 +230,8 @@ def _make_observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, T
 def _attend_and_sample(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) -> Attended:
     """Attend as `attend_to` does, and add the policy's sums, estimated from a sample of the rows, to the layer's state.
 
-    Called for long prompts in layers without a sliding window; a window bounds the cost of all rows anyway.
+    `_attend_and_sum` calls it for long prompts in layers without a sliding window; a window bounds the cost of all rows anyway.
+    The newest ROWS rows are all read, earlier ones (R of them) are sampled.
     """
     attended = attend_to(call, q_BHGQD, keys, rows_BQ)
     call.cache.choice.record("statistics", "torch", "kernels read all rows of a prompt, scores='sampled' some")
@@ -236,7 +248,10 @@ def _attend_and_sample(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor)
 def _sum_rows(
     call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, lse_BHGQ: Tensor | None, column_BR: Tensor
 ) -> dict[str, Tensor]:
-    """Return the policy's sums [B,H,T] by name over a sample of a prompt's rows, those at `column_BR`; -1 stands for none."""
+    """Return the policy's sums [B,H,T] by name over a sample of a prompt's rows, those at `column_BR`; -1 stands for none.
+
+    `_attend_and_sample` calls it for older and for newest rows. Changes nothing. pick_rows: queries and log-sum-exp of R rows.
+    """
     index_BR = column_BR.clamp(min=0)
     read_BR = rows_BQ.gather(1, index_BR).masked_fill(column_BR < 0, -1)
     q, lse_BHGR = pick_rows(q_BHGQD, lse_BHGQ, index_BR)
@@ -257,9 +272,10 @@ def _score_by_window(
 ) -> Tensor:
     """Return each used slot's score [B,H,T]: the attention that an observation window's rows pay it, summed or folded.
 
-    The policy's needs call it as PromptRead.attention where they read a prompt. fold: a function of each block of rows that
-    takes the place of their sum; join: "sum" or "max", by which its results for the blocks are joined. `limits.observed`: size
-    of the window at the end of the prompt, whose own tokens get no score by a fold.
+    `WindowAttention.read` calls it as `PromptRead.attention`, for the last W rows of a prompt. fold: a function of each block
+    of rows that takes the place of their sum; join: "sum" or "max", by which its results for the blocks are joined.
+    `limits.observed`: size of the window at the end of the prompt, whose tokens get no score by a fold. Changes nothing but
+    `choice`, the record of backends.
     """
     choice, arguments = call.cache.choice, (q_BHGWD, keys, rows_BW, call.geometry, lse_BHGW)
     if fold is not None:

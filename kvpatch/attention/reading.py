@@ -26,8 +26,9 @@ def attend_to_shared_keys(
 ) -> Tensor:
     """Attend in a layer without keys of its own, over the keys that queries of its source, an earlier `layer`, saw.
 
-    Called for each such layer of a pass; changes nothing. q [B,H*G,Q,D] -> [B,Q,H*G*D]; q may be of the last columns of the
-    pass alone. k and v [B,H,N,D] are of all its new tokens; the source has written them.
+    `attend` calls it for each such layer of a pass; the cache does not change. q [B,H*G,Q,D] -> [B,Q,H*G*D]; q may be of the
+    last columns of the pass alone, from `first` on. k and v [B,H,N,D] are of all its new tokens; the source has written them.
+    `shared_keys`: by `share_keys`, the keys of the prompt's P columns, then those of each later column.
     """
     if isinstance(cache, ReplayPass):
         return _attend_replay(cache, layer, q, k, v, bound_adapter)
@@ -51,7 +52,8 @@ def attend_to_shared_keys(
 def _attend_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, first: int) -> Tensor:
     """Return the output [B,H,G,Q,D] of a prompt's columns from `first` on, over the `keys` that another layer's queries saw.
 
-    first: above 0 if the model runs its layers without keys on the last columns alone.
+    `attend_to_shared_keys` calls it. first: above 0 if the model runs its layers without keys on the last columns alone; the
+    first query then sees `first` more keys than `past`.
     """
     rows_BQ = call.rows_BQ[:, first : call.now.prompt]
     if not first:
@@ -60,7 +62,10 @@ def _attend_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, first: int) -> Tenso
 
 
 def _attend_replay(cache: ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    """Attend in a replay, in a layer without keys of its own. Columns that the model left out are padded here, and cut off."""
+    """Attend in a replay (recorded texts read again, for training), in a layer without keys, for `attend_to_shared_keys`.
+
+    Queries of the first columns, which the model left out, are padded with zeros, and their output is cut off.
+    """
     missing = k.shape[2] - q.shape[2]
     out = cache.attend(layer, torch.nn.functional.pad(q, (0, 0, missing, 0)), k, v, bound_adapter)
     return out[:, missing:]

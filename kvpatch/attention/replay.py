@@ -31,9 +31,10 @@ class ReplayPass:
     def __init__(
         self, settings: CacheSettings, record: Record, text_B: Tensor, positions_BQ: Tensor, padded: bool, ordered: bool
     ) -> None:
-        """Set up the replay of recorded texts as the decoder's forward begins. record: which tokens were evicted when.
+        """Set up the replay of recorded texts: `kvpatch.replay` has the decoder's pre-hook make it, once per forward.
 
-        text_B: the recorded text of each row. padded: some columns are padding. ordered: none of it is between tokens.
+        record: which tokens were evicted when. text_B: the recorded text of each row. padded: some columns are padding.
+        ordered: no padding is between tokens. `first_N`: of each text, the position of the first eviction.
         """
         self.settings, self.record, self.text_B, self.positions_BQ = settings, record, text_B, positions_BQ
         self.padded, self.ordered, self.choice = padded, ordered, Choice(settings.backend)
@@ -43,8 +44,9 @@ class ReplayPass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
         """Attend in a layer of a replay: each query sees the keys that the recorded run still held then. Changes nothing.
 
-        q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. A replay reads recorded texts again in one pass,
-        as in training; the death of a key is the position at which it was evicted.
+        `_attend_writing` and `_attend_replay` call it. q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D].
+        A replay reads recorded texts again in one pass, as in training; the death of a key is the position at which it was
+        evicted. Kernels know deaths; if they cannot serve the case, torch masks.
         """
         q, k = q.to(v.dtype), k.to(v.dtype)
         positions_BQ, H, Q = self.positions_BQ.to(q.device), k.shape[1], q.shape[2]
@@ -60,7 +62,10 @@ class ReplayPass:
         return rearrange(out, "b h g q d -> b q (h g d)")
 
     def _by_kernels(self, q_BHGQD: Tensor, keys: Keys, positions_BQ: Tensor, geometry: Geometry) -> Tensor | None:
-        """Return the output [B,H,G,Q,D] of kernels that hide each key from its death (eviction) on; None: torch computes it."""
+        """Return the output [B,H,G,Q,D] of kernels that hide each key from its death (eviction) on, for `attend`.
+
+        None if no kernel serves the case, or its first launch fails: then torch computes it. Gradients flow through `_Kernels`.
+        """
         _, _, group, Q, head_dim = q_BHGQD.shape
         case = Case(
             device=q_BHGQD.device.type, dtype=q_BHGQD.dtype, head_dim=head_dim, group=group, padding=self.padded,
@@ -76,7 +81,10 @@ class ReplayPass:
         )
 
     def _find_deaths(self, layer: int, positions_BQ: Tensor) -> Tensor:
-        """Return each column's death, the position [B,H,Q] of the first query that no longer saw its token; NEVER if none."""
+        """Return each column's death, the position [B,H,Q] of the first query that no longer saw its token; NEVER if none.
+
+        `attend` calls it in each layer. `text_B` chooses each row's text in the record; tokens after its end never die.
+        """
         deaths_BHT = self.record.deaths[layer].to(positions_BQ.device)[self.text_B.to(positions_BQ.device)]
         T = deaths_BHT.shape[-1]
         index_BHQ = positions_BQ.clamp(0, T - 1)[:, None].expand(-1, deaths_BHT.shape[1], -1)
@@ -90,7 +98,7 @@ class _Kernels(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, name: str, case: Case
     ) -> Tensor:
-        """Attend in a layer of a replay by kernels, and save what the gradients need (autograd calls `backward` for them)."""
+        """Attend in a layer of a replay by kernels (`_by_kernels` applies it), and save in `ctx` what `backward` needs."""
         attended = backend(name).attend(q, keys, rows_BQ, geometry)
         ctx.save_for_backward(q, k, v, attended.out, attended.lse)
         ctx.rest = keys.positions_BHT, keys.deaths_BHT, keys.holes, keys.ordered, rows_BQ, geometry, name, case
@@ -99,19 +107,25 @@ class _Kernels(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v of a replay in training, by kernels, or by torch if these cannot be launched."""
+        """Return the gradients of q, k and v of a replay in training, by kernels, or by torch if these cannot be launched.
+
+        Autograd calls it. A failed launch is noted in `refusals.known`. None: for the six other arguments of `forward`.
+        """
         (q, k, v, out, lse), (positions, deaths, holes, ordered, rows_BQ, geometry, name, case) = ctx.saved_tensors, ctx.rest
         keys = Keys(k, v, positions, holes, 0, ordered, deaths_BHT=deaths)
         run = functools.partial(backend(name).gradients, q, keys, rows_BQ, geometry, Attended(out, lse), grad)
         gradients = refusals.attempt(f"{name} replay gradients", case, run, backend(name).advice)
-        if gradients is None:  # note it, so that later replays choose torch for forward, too
+        if gradients is None:  # later replays choose torch for forward, too
             refusals.known[f"{name} replay", case] = refusals.known[f"{name} replay gradients", case]
             gradients = _gradients_by_torch(q, keys, rows_BQ, geometry, grad)
         return *gradients, None, None, None, None, None
 
 
 def _by_torch(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, whole: int = 0) -> Tensor:
-    """Return a replay's output [B,H,G,Q,D]: the first `whole` queries see all before them, others not what was evicted."""
+    """Return a replay's output [B,H,G,Q,D]: the first `whole` queries see all before them, others not what was evicted.
+
+    `ReplayPass.attend` calls it where no kernel can, `_gradients_by_torch` once more. deaths_BHT: when keys were evicted.
+    """
     outs, n = [], whole
     if n:
         first = replace(keys.columns(0, n), past=0, holes=False, ordered=True, deaths_BHT=None)
@@ -122,7 +136,10 @@ def _by_torch(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, 
 
 
 def _gradients_by_torch(q: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, grad: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of q, keys and values by torch, which computes the attention anew, for `_Kernels.backward`."""
+    """Return the gradients of q, keys and values by torch, which computes the attention anew, for `_Kernels.backward`.
+
+    Gradients of padding's output are set to 0.
+    """
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in (q, keys.k_BHTD, keys.v_BHTD)]
         out = _by_torch(leaves[0], replace(keys, k_BHTD=leaves[1], v_BHTD=leaves[2]), rows_BQ, geometry)

@@ -20,9 +20,10 @@ from .layer_call import Call
 def reread_chunk(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> Tensor:
     """Return the output [B,H,G,Q,D] of rows that repeat a chunk of the prompt; the rows' keys and values are not kept.
 
-    Called in each layer for policies that read a prompt twice (KVzip). The layer's slots stay as they are, but the scores of
-    the chunk's tokens rise. Attention to the chunk and to the rows' own keys is computed first. Its log-sum-exp gives the
-    probabilities for scores. It also weighs this output where that over the rest of the prompt (`part.rest`) is joined to it.
+    `_attend_columns` calls it in each layer, for each chunk, for policies that read a prompt twice (KVzip). The layer's slots
+    stay as they are, but the scores of the chunk's tokens rise. Attention to the chunk and to the repeating rows is computed
+    first. Its log-sum-exp gives the probabilities for scores, and the weight with which the output over the rest of the prompt
+    (`part.rest`) is joined to it. by_outputs: probabilities are multiplied by norms of values (`head_norms`) and by `factors`.
     """
     held = call.keys(call.slots.used)
     if call.shares_keys:
@@ -54,7 +55,7 @@ def reread_chunk(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_
 
 
 def _join_keys(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
-    """Return `keys` followed by the keys and values of the repeated tokens, as the queries of a second reading see them."""
+    """Return `keys` followed by the keys and values of the repeated tokens, which the queries of `reread_chunk` see."""
     return replace(
         keys,
         k_BHTD=torch.cat([keys.k_BHTD, k_BHQD], 2),
@@ -64,7 +65,10 @@ def _join_keys(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
 
 
 def _raise_scores(call: Call, part: _Part, most_BHGM: Tensor) -> None:
-    """Raise in place each score of the repeated chunk's tokens to the greatest attention that any row and query head paid."""
+    """Raise in place each score of the repeated chunk's tokens to the greatest attention that any row and query head paid.
+
+    `reread_chunk` calls it. most_BHGM: the greatest over the rows, for the M keys shown. "repeated": the state of the scores.
+    """
     scores, most = call.slots.state["repeated"], most_BHGM.amax(2).masked_fill(~part.inside_BHM, 0.0)
     scores.scatter_reduce_(-1, part.index_BHM, most.to(scores.dtype), "amax")
     call.cache.choice.record("statistics", "torch", "kernels read a prompt's rows once, this score reads it twice")
@@ -87,7 +91,8 @@ class _Part:
     def of(cls, call: Call, repeat: Repeat, held: Keys) -> _Part:
         """Divide the keys `held` by a layer into the repeated chunk with the sinks (`shown`), and all others (`rest`).
 
-        Called for each layer and chunk of a second reading.
+        `reread_chunk` calls it for each layer and chunk. The tensors are copies, or views where slots are positions: then the
+        chunk is columns start to stop. Else M slots of each head are gathered, fewer tokens padded with position -1.
         """
         sinks, T = call.policy.scope.sinks, held.past
         start, stop = max(repeat.start_B), max(repeat.stop_B)

@@ -33,7 +33,7 @@ class LayerStack:
     """
 
     def __init__(self, cache: TextState, call: Call, backend: str) -> None:
-        """Join the layers' positions and state along the batch as a decode step begins; layers keep views of joined tensors.
+        """Join the layers' positions and state along the batch, for `of`; the layers then hold views of the joined tensors.
 
         norms_LNB: norms of the new token's values; offset_LN: each layer's first slot in the flattened slots; buffer_N: memory
         for the probabilities of a step, allocated at the first one.
@@ -58,7 +58,10 @@ class LayerStack:
         self.share_free()
 
     def _join_layers(self, first: SlotLayer) -> SlotLayer:
-        """Return a layer without keys, whose rows have the positions, scores and free slots of all layers, to evict at once."""
+        """Return a layer without keys, whose rows have the positions, scores and free slots of all layers, for `__init__`.
+
+        On it `_end_step` scores and evicts for all layers at once. It copies the tensors. filling: decode steps to the budget.
+        """
         slots, layers = _JoinedLayer(self.layers, first), self.layers
         slots.dtype, slots.device, slots.geometry = first.dtype, first.device, first.geometry
         slots.contiguous, slots.used, slots.seen = False, first.used, first.seen
@@ -76,7 +79,10 @@ class LayerStack:
 
     @classmethod
     def of(cls, cache: TextState, call: Call, backend: str) -> LayerStack | None:
-        """Stack the layers of `cache` as a decode step begins; None if they differ, or cannot score and evict as one."""
+        """Stack the layers of `cache`, as `_find_stack` asks in a decode step; None if they differ, or cannot act as one.
+
+        why_not: the policy's features that exclude a stack. `slotted`: tokens go into free slots, here all in use.
+        """
         first = cache.layers[0]
         if why_not("stack", cache.settings.combine()) is not None:
             return None
@@ -96,9 +102,10 @@ class LayerStack:
         return cls(cache, call, backend) if alike else None
 
     def share_free(self) -> None:
-        """Give each layer its part of the stack's free slots, after the stack has evicted: the next token goes there.
+        """Give each layer its part of the stack's free slots, where its next token goes; sets their `mode` and `free_at`.
 
-        local_LN: the same slots as indices into the layer's flattened slots. If tokens are appended instead, layers get counts.
+        `run_step` calls it after the stack has evicted. local_LN: the same slots as indices into the layer's flattened slots.
+        If tokens are appended instead, layers get counts.
         """
         if not self.slots.mode.slotted:
             for layer in self.layers:
@@ -112,7 +119,8 @@ class LayerStack:
     def begin(self, call: Call, k_BH1D: Tensor, v_BH1D: Tensor) -> dict[str, Tensor]:
         """Begin a layer's part of a decode step: count the new token; return the state that its score derives from its key.
 
-        The first layer also writes the token's position, and what depends on it alone, for all layers.
+        `run_step` calls it in each layer. The first layer also writes the token's position, and the state that follows from
+        the position alone (`entry_by_position`), for all layers.
         """
         if call.layer == 0:
             self._open_step(call)
@@ -124,7 +132,7 @@ class LayerStack:
         return call.score_entry(k_BH1D, v_BH1D, call.positions_BQ)
 
     def _open_step(self, call: Call) -> None:
-        """Begin a decode step of all layers; the first one calls this. Sets `newest_B`, `newest_B11` and `tau`.
+        """Begin a decode step of all layers: `begin` calls it in the first. Sets `newest_B`, `newest_B11` and `tau`.
 
         It writes the new token's position, unless kernels do, and the state that follows from the position alone.
         """
@@ -141,7 +149,7 @@ class LayerStack:
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))
 
     def close(self) -> None:
-        """End a decode step of all layers, before the stack evicts: write norms of the token's values, and count its column.
+        """Write norms of the token's values for all layers, and count its column; `run_step` then lets the stack evict.
 
         `mode.adds`: 1 if the token was appended after the used columns, 0 if it went into a free slot.
         """
@@ -151,16 +159,16 @@ class LayerStack:
         self.slots.used += self.slots.mode.adds
 
     def leave_kernels(self, backend: str) -> None:
-        """Go on with another backend in the midst of a step, after the first layer's kernel could not be launched."""
+        """Go on with another backend, as `run_step` could not launch the first layer's kernel; write the token's position."""
         self.backend = backend
         self.slots.write_position(self.call.positions_BQ)
 
     def view_probabilities(self, call: Call, dtype: torch.dtype) -> Tensor:
         """Return a layer's view [B,H,G,T] of the buffer for the attention probabilities of all layers in a decode step.
 
-        Each layer's step in torch calls this and writes its softmax there. After the last layer the stack adds the whole buffer
-        to its scores' sums. The first call allocates it; `p_BHGT` is the part of the present T columns. `mode.adds`: columns
-        that this step appends, 0 or 1.
+        `_run_torch` and FusedByTorch call it in each layer, whose softmax is written there. After the last layer the stack adds
+        the whole buffer to its scores' sums. The first call allocates it; `p_BHGT` is the part of the present T columns.
+        `mode.adds`: columns that this step appends, 0 or 1.
         """
         T = self.slots.used + self.slots.mode.adds
         if self.p_BHGT is None or self.p_BHGT.shape[-1] != T:
@@ -180,6 +188,7 @@ class _JoinedLayer(SlotLayer):
         self.layers, self.floor = layers, like.floor
 
     def move_entries(self, into_BHM: Tensor, out_BHM: Tensor) -> None:
+        """Move keys and values in each layer from columns `out_BHM` to `into_BHM`; `drop` calls it when several are evicted."""
         L = len(self.layers)
         for layer, into, out in zip(self.layers, into_BHM.chunk(L), out_BHM.chunk(L), strict=True):
             layer.move_entries(into, out)

@@ -35,7 +35,10 @@ class Steps(BoundSteps):
 
 
 def find_steps(cache: TextState) -> Steps:
-    """Return `cache.steps`, in which a cache keeps Calls, bound steps and stacked layers for the next step; made at first."""
+    """Return `cache.steps`, in which a cache keeps Calls, bound steps and stacked layers for the next step.
+
+    `_bind_call`, `_find_stack` and `bind_steps` call it; the first call makes and stores it.
+    """
     steps = cache.steps
     if steps is None:
         steps = cache.steps = Steps()
