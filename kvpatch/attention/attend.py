@@ -76,7 +76,7 @@ def _attend_layer(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor,
 def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run a pass in one layer: attend, store new keys and values, evict, and count the layer as done; return [B,Q,H*G*D].
 
-    `_attend_writing` calls it in each layer that writes keys. In a decode step the first layer also makes bound steps (objects
+    `_attend_layer` calls it in each layer that writes keys. In a decode step the first layer also makes bound steps (objects
     that save Python time) for later layers (bound_step.py). A `scratch` cache is dropped after this pass, as the user asked for
     none. `unfinished`: an earlier pass was interrupted. `stack`: layers that score and evict together.
     """
@@ -124,7 +124,7 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 
 def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter: BoundAdapter) -> Call:
-    """Return a Call, the object that stands for one layer in one forward pass. `_attend_writing` begins each layer with this.
+    """Return a Call, the object that stands for one layer in one forward pass. `_attend_layer` begins each layer with this.
 
     To save Python time, a decode step takes the layer's Call of the last step and sets it to this pass by `begin`. A prompt,
     and a step that torch.compile traces, get a new Call. `find_steps(cache).calls` keeps it for later steps unless the step is

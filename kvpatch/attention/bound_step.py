@@ -90,7 +90,7 @@ class FusedByTorch(Fused):
     """Writes key and value and attends; where the stack observes, the probabilities are left in its buffer."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
-        """Store what the layer's decode steps have in common, and views of its buffers. `bind_steps` makes it, once a stack."""
+        """Store what the layer's decode steps have in common, and views of its buffers. `bind_steps` makes it."""
         super().__init__(call, stack)
         # observes: scores need the probabilities. slotted: a token goes into a free slot, else after the used columns
         self.observes, self.slotted = stack is not None and call.observes, self.mode.slotted
@@ -104,7 +104,7 @@ class FusedByTorch(Fused):
     def _view_buffers(self) -> None:
         """Set the views of the layer's key and value buffers, for `__init__`, and for `_write_token` once buffers have grown.
 
-        C: slots of a head. W: numbers stored per slot, D or fewer if rounded. codecs: encode and decode rounded numbers.
+        C: slots of a head. W: numbers stored per slot (packed if rounded). codecs: encode and decode rounded numbers.
         """
         N, kv = self.heads[0], self.slots.kv  # N is B*H
         self.kv, self.C, self.find_kv = kv, kv.width, weakref.ref(kv)

@@ -96,7 +96,10 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
 else:  # unseen by them, or every misspelt name would be of type Any
 
     def __getattr__(name: str) -> Any:
-        """Import a name, or a module of this package, where it is first used."""
+        """Import a name of `_HOME`, or a module of this package; Python calls it where kvpatch.policies.NAME is first used.
+
+        `globals` keeps the value of a name, so that the next use does not come here.
+        """
         if name in _MODULE:
             value = globals()[name] = getattr(import_module(f".{_MODULE[name]}", __name__), name)
             return value

@@ -46,7 +46,9 @@ class Adaptive:
         return max(share(float(self.floor), budget), nominal)
 
     def counts(self, key_BNT: Tensor, least_BN: Tensor, total_B1: Tensor) -> Tensor:
-        """Divide tokens over heads by score, where a prompt or block ends: return how many each may keep, int64 [B,N].
+        """Divide tokens over heads by score: return how many each may keep, int64 [B,N].
+
+        `_share_budget` calls it as a prompt or block ends. Heads on other processes are among the N.
 
         Args:
             key_BNT: eviction keys (numbers that sort tokens: the lowest is evicted first) of the N heads that share the budget;
@@ -54,6 +56,7 @@ class Adaptive:
             least_BN: tokens that each head receives in any case.
             total_B1: tokens of all N heads together.
         """
+        # tokens that each head keeps in any case rank above all others
         granted = mask_top(key_BNT, least_BN[..., None], None)
         key_BNT = key_BNT.masked_fill(granted & (key_BNT > FIRST), LAST)  # LAST ranks above every score
         B, N, T = key_BNT.shape

@@ -27,8 +27,8 @@ class Batched:
     def map_rows(self: Owner, change: Callable[[Tensor], Tensor]) -> Owner:
         """Return a copy of this part of a cache's state, with every tensor replaced by `change(tensor)`.
 
-        `change` reorders, repeats or drops batch rows (axis 0). Called when a cache is copied or its rows change, as in beam
-        search; this object stays as it is.
+        `change` reorders, repeats or drops batch rows (axis 0), as in beam search. `SlotLayer.map_rows` calls it for a layer's
+        notes and limits (through `change_tensors`), LayerStack for limits. This object stays as it is.
         """
         new = copy.copy(self)
         new.change_rows(change)
@@ -36,7 +36,10 @@ class Batched:
 
     @classmethod
     def cat(cls: type[Owner], parts: Sequence[Owner]) -> Owner:
-        """Join parts of several caches' state (of one class) into one with the rows of all. Other fields: those of parts[0]."""
+        """Join objects of one class, from several caches, into a new one with the rows of all, as caches are concatenated.
+
+        Fields that are no tensors are those of parts[0]. concat.py calls it for the notes of layers.
+        """
         new = copy.copy(parts[0])
         for name, value in vars(parts[0]).items():
             if isinstance(value, Tensor):
@@ -44,13 +47,13 @@ class Batched:
         return new
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor of this object by `change(tensor)`, which acts along the first axis."""
+        """Replace every tensor of this object by `change(tensor)`, which acts on batch rows; `map_rows` does so to a copy."""
         for name, value in list(vars(self).items()):
             object.__setattr__(self, name, change_tensors(value, change))  # a frozen dataclass changes in its copy alone
 
 
 def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of `value`, state of a cache whose rows change, with `change` applied to each tensor in it.
+    """Return a copy of `value`, with `change` applied to each tensor in it, for `SlotLayer.map_rows` and `Slots.map_rows`.
 
     Lists, tuples, dictionaries and Batched objects are searched for tensors; `value` itself is not changed.
     """

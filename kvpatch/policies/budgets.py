@@ -50,14 +50,20 @@ def parse_bytes(text: str) -> int | None:
 
 
 def check_count(name: str, value: object, unit: str, least: int = 1) -> None:
-    """Raise KVPatchError unless a user's option is an int between `least` and MAX_POSITION; `unit` names what it counts."""
+    """Raise KVPatchError unless an option is an int between `least` and MAX_POSITION; `unit` names what it counts.
+
+    The methods `check` of scores, and functions that a user calls such as `Patch.new_cache`, begin with it.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_POSITION:
         most = f", at most {MAX_POSITION}" if isinstance(value, int) and value > MAX_POSITION else ""
         raise KVPatchError(f"{name}={value!r} must be a number of {unit}, at least {least}{most}.")
 
 
 def check_k(k: object, shown: str | None = None) -> None:
-    """Raise KVPatchError unless `k`, as a user gives it, is one budget: tokens, a share or a size. shown: for the error."""
+    """Raise KVPatchError unless `k`, as a user gives it, is one budget: tokens, a share or a size. `parse_k` calls it.
+
+    shown: the option and its value as the error shows them, such as "k[3]=0"; None: "k=" and the value.
+    """
     shown = f"k={k!r}" if shown is None else shown
     if isinstance(k, bool) or not isinstance(k, int | float | str):
         raise KVPatchError(f"{shown} is not a budget. {_WANTED}")
@@ -74,7 +80,10 @@ def check_k(k: object, shown: str | None = None) -> None:
 
 
 def as_python(k: object) -> object:
-    """Convert a user's number or array of numpy or torch, such as k=, to Python's numbers; return other values unchanged."""
+    """Convert a user's number or array of numpy or torch, such as k=, to Python's numbers; return other values unchanged.
+
+    `parse_k` and `Budget.parse` begin with it. A tensor on the meta device has no values, and stays.
+    """
     if not hasattr(k, "tolist") or getattr(k, "is_meta", False):
         return k
     return k.tolist()
@@ -107,7 +116,7 @@ def parse_k(k: object, where: str = "k") -> int | float | str:
 
 
 def says_one_token(k: object) -> bool:
-    """Tell whether a valid `k`, or its entry for some layer, is the int 1: patched() then warns, since 1.0 may be meant."""
+    """Tell whether a valid `k`, or its entry for some layer, is the int 1: `patched` then warns, since 1.0 may be meant."""
     k = as_python(k)
     if isinstance(k, Rule):
         return False
@@ -115,7 +124,10 @@ def says_one_token(k: object) -> bool:
 
 
 def read_number(text: str) -> int | float | str:
-    """Convert a budget given as text, such as `--k 50%`, to tokens or a share, unchecked. Other texts, as sizes, stay."""
+    """Convert a budget given as text, such as `--k 50%`, to tokens or a share, for `parse_k`, which then checks it.
+
+    Other texts, such as sizes ("2GiB"), come back as they are.
+    """
     digits, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
     if digits.isdecimal() and not percent and len(digits) < 20:
         return int(digits)
@@ -176,7 +188,8 @@ class Rule:
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
         """Count the tokens [B,H,1] that each head keeps at an eviction; and sum the scores of all it has evicted, or None.
 
-        Called where a prompt or block ends, and at decode steps, for budgets that depend on scores or on the text so far.
+        For budgets that depend on scores or on the text so far: `PromptEnd.count_by_scores` calls it as a prompt or block ends,
+        `_evict_over_budget` at decode steps.
 
         keys_BHT: eviction keys (the lowest goes first): LAST for protected tokens, FIRST for empty slots.
         """
@@ -236,7 +249,7 @@ class HeadSizes(Rule):
         return [size.tokens(n) if size.evicts else MAX_POSITION for size in self._as_sizes]
 
     def check(self, policy: Any, heads: int) -> None:
-        """Refuse a list whose length is not the layer's number of KV heads; called before the model is patched."""
+        """Raise KVPatchError, before `patched` acts, for a list whose length is not the layer's number of KV heads."""
         if len(self.sizes) != heads:
             raise KVPatchError(
                 f"k={self}: a list of length {len(self.sizes)} for a layer that has {heads} KV heads: give k[layer][head], one "
@@ -261,10 +274,7 @@ class Budget:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """The Rule of each layer: how many tokens its KV heads keep.
-
-        Made once of `per_layer`: a Rule, a number, or one per head.
-        """
+        """The Rule of each layer: how many tokens its KV heads keep; made once, of a Rule, a number, or one per head."""
         return tuple(
             one if isinstance(one, Rule) else HeadSizes(one) if isinstance(one, tuple) else Size(one) for one in self.per_layer
         )
@@ -280,7 +290,7 @@ class Budget:
         extra: int = 0,
         fixed: int = 0,
     ) -> Budget:
-        """Check `k`, as the user gives it, and convert sizes in bytes to tokens: before a model is patched, or for a plan.
+        """Check `k`, as the user gives it, and convert sizes in bytes to tokens, for `patched` and `plan`.
 
         Args:
             k: what `parse_k` takes, or a Rule such as `Mass`, or a sequence of these, one per layer; or a table k[layer][head].
@@ -326,7 +336,7 @@ class Budget:
     def tokens(self, layer: int, n: int) -> int:
         """Return the tokens, at least 1, that a KV head of `layer` may keep for a batch row with a prompt of `n` tokens.
 
-        See `Rule.tokens` where heads keep different numbers.
+        `Rule.tokens` says which number that is where heads keep different ones.
         """
         return self.rules[layer].tokens(n)
 
@@ -349,7 +359,7 @@ def _find_byte_size(k: object) -> str:
 def _parse_layer(
     k: object, where: str, bytes_per_token: int, fixed: int, extra: int
 ) -> int | float | tuple[int | float, ...] | Rule:
-    """Check one layer's entry of a list `k` for Budget.parse: return its budget, or a tuple of one per head.
+    """Check one layer's entry of a list `k` for `Budget.parse`: return its budget in tokens, or a tuple of one per head.
 
     where: names the entry in errors, as "k[3]". bytes_per_token, fixed, extra: as in Budget.parse, for an entry in bytes.
     """
@@ -370,7 +380,7 @@ def _parse_layer(
 
 
 def _count_tokens(k: int | float | str, bytes_per_token: int, reserved: int, fixed: int, extra: int) -> int | float:
-    """Convert a budget in bytes to tokens, for Budget.parse; other budgets stay. KVPatchError if the bytes hold no token.
+    """Convert a budget in bytes to tokens, for `Budget.parse`; other budgets stay. KVPatchError if the bytes hold no token.
 
     reserved: bytes of sliding-window layers. fixed: bytes that do not grow with the tokens. extra: tokens that a head may hold
     over its budget between evictions.

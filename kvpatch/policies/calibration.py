@@ -33,13 +33,16 @@ class CalibratedScore(Score):
         return (Calibrated(self.calibrated, self.calibration),)
 
     def read_calibration(self, new: NewTokens) -> Tensor:
-        """Return the layer's first calibrated statistic [H,...], for the heads of this process; read when tokens are cached."""
+        """Return the layer's first calibrated statistic [H,...], for the heads of this process, those from `new.first` on.
+
+        `entry` of QueryFilter and Learned calls it for the tokens of each pass. `calibrated`: names of the statistics.
+        """
         assert self.calibration is not None and isinstance(new.layer, int)
         H = new.k_BHQD.shape[1]
         return self.calibration.of(new.layer, self.calibrated[0], new.k_BHQD)[new.first : new.first + H]
 
     def check(self) -> None:
-        """Refuse anything but a Calibration or None, when a policy is made."""
+        """Raise KVPatchError if `calibration` is neither a Calibration nor None. `Policy.__post_init__` calls it."""
         if self.calibration is not None and not isinstance(self.calibration, Calibration):
             raise KVPatchError(
                 f"calibration={self.calibration!r:.60} is no calibration: give kvpatch.load_calibration(path) of a file that "
@@ -107,7 +110,7 @@ class TriAttention(CalibratedScore):
         check_count("reach", self.reach, "positions")
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return, at an eviction, how much queries at coming positions will attend to each key, as calibrated: [B,H,T]."""
+        """Return how much queries at coming positions will attend to each key, as calibrated, [B,H,T], for `eviction_keys`."""
         keys = context.view(Held)[0]
         keys = keys.to(accumulator(keys.dtype))
         # mean and norm: of queries; pairs: channels that rotate together; turn: each pair's angle per position
@@ -125,7 +128,7 @@ class TriAttention(CalibratedScore):
         return _standardize_scores(x, context).amax(2)
 
     def _read_statistics(self, context: EvictionContext, keys: Tensor) -> list[Tensor]:
-        """Return the calibrated statistics of the layer, in the order of `calibrated`, at an eviction.
+        """Return the calibrated statistics of the layer, in the order of `calibrated`, for `value`. keys: for device and dtype.
 
         Those with an axis of heads ("H") are cut to the heads of this process.
         """
@@ -137,7 +140,7 @@ class TriAttention(CalibratedScore):
 
 
 def _standardize_scores(x_BHGT: Tensor, context: EvictionContext) -> Tensor:
-    """Scale each query head's logits to mean 0 and deviation 1 at an eviction, so that heads of a group can be compared.
+    """Scale each query head's logits to mean 0 and deviation 1, so that `TriAttention.value` can compare heads of a group.
 
     Mean and deviation leave out empty slots, and the prompt where a policy evicts generated tokens alone.
     """
@@ -173,7 +176,10 @@ class WholeHeads(CalibratedScore, Recency):
     calibrated: ClassVar[tuple[str, ...]] = ("area",)
 
     def budget(self, k: object, policy: Any, bounds: Sequence[int | None]) -> object:
-        """Return budgets k[layer][head] by which a share `k` of heads keeps every token, before patching; k=1.0 stays 1.0."""
+        """Return budgets k[layer][head] by which a share `k` of heads keeps every token; k=1.0 stays 1.0.
+
+        `patched` calls it by `Policy.budget`. Raises KVPatchError for another k, or a policy that this does not go with.
+        """
         part = None if is_list(k) or isinstance(k, Rule) else parse_k(k)
         if not isinstance(part, float):
             raise KVPatchError(

@@ -45,7 +45,7 @@ class KeyDiff(Score):
     needs = (Held(),)
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return minus the cosine of each key to the mean direction of the head's keys, [B,H,T], when tokens are evicted."""
+        """Return minus the cosine of each key to the mean direction of the head's keys, [B,H,T], for `eviction_keys`."""
         keys = context.view(Held)[0]
         direction = F.normalize(keys.to(accumulator(keys.dtype)), dim=-1)
         if context.empty:
@@ -86,14 +86,14 @@ class Cur(Score):
         return {name: t.to(dtype).square().sum(-1) for name, t in (("key_square", new.k_BHQD), ("value_square", new.v_BHQD))}
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return, at an eviction, each token's share of its window's squared norms [B,H,T], keys and values combined."""
+        """Return each token's share of its window's squared norms [B,H,T], keys and values combined, for `eviction_keys`."""
         order, _ = sort_by_position(context.positions_BHT)
         K, V = (self._compare_neighbours(context.state[name], order, context) for name in ("key_square", "value_square"))
         combined = {"product": K * V, "mean": (K + V) / 2, "key": K, "value": V}[self.combine]
         return torch.empty_like(combined).scatter_(-1, order, combined)
 
     def _compare_neighbours(self, square: Tensor, order: Tensor, context: EvictionContext) -> Tensor:
-        """Divide each token's squared norm by the sum over its window of neighbours, at an eviction: [B,H,T] in text order."""
+        """Divide each token's squared norm by the sum over its window of neighbours, for `value`: [B,H,T] in text `order`."""
         T = square.shape[-1]
         square = square.masked_fill(context.positions_BHT < 0, 0.0) if context.empty else square
         windows = F.pad(square.gather(-1, order), (0, -T % self.window)).unflatten(-1, (-1, self.window))
@@ -126,9 +126,10 @@ class LagKV(Score):
         check_count("lag", self.lag, "tokens")
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return each token's rank in its partition, where a prompt ends; 1 for sinks and from the last whole partition on.
+        """Return each token's rank in its partition; 1 for sinks and from the last whole partition on.
 
-        Partitions are `lag` tokens each, after the sinks (first tokens). With fewer than two, s[i] = i in text order.
+        `Policy.eviction_keys` calls it as a prompt ends. Partitions are `lag` tokens each, after the sinks (first tokens). With
+        fewer than two, s[i] = i in text order.
         """
         position = context.positions_BHT
         # each head's number of whole partitions, and each slot's place after the sinks, in text order
@@ -194,7 +195,7 @@ class Leverage(Score):
         return self._find_leverage(context, context.positions_BHT >= 0)
 
     def _find_leverage(self, context: EvictionContext, among_BHT: Tensor) -> Tensor:
-        """Return, at an eviction, the leverage [B,H,T] of each key among the keys of the tokens `among_BHT`; 0 for others."""
+        """Return, for `value`, the leverage [B,H,T] of each key among the keys of the tokens `among_BHT`; 0 for others."""
         keys, real = context.view(PlainKeys), among_BHT[..., None]
         keys = keys.masked_fill(~real, 0.0)
         keys = (keys - keys.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)).masked_fill(~real, 0.0)
@@ -207,7 +208,7 @@ class Leverage(Score):
         return (sketched * solved.transpose(-1, -2)).sum(-1).clamp_min(0).to(keys.dtype)
 
     def _draw_sketch(self, context: EvictionContext, H: int, D: int) -> Tensor:
-        """Draw a random matrix [D,sketch] for each head, which shortens its keys: the same at every eviction of a layer.
+        """Draw a random matrix [D,sketch] for each head, by which `_find_leverage` shortens keys: always the same for a layer.
 
         Each entry's number follows from its head, row and column (`at`).
         """
@@ -249,16 +250,17 @@ class Compactor(Leverage):
         return PlainKeys(), Held(), ChunkAttention(self.chunk)
 
     def check(self) -> None:
-        """Refuse options out of range, when a policy is made."""
+        """Raise KVPatchError for an option out of range. `Policy.__post_init__` calls it."""
         super().check()
         check_count("chunk", self.chunk, "tokens")
         if isinstance(self.blend, bool) or not isinstance(self.blend, int | float) or not 0 <= self.blend < math.inf:
             raise KVPatchError(f"blend={self.blend!r} must be a number, 0 or more, that the leverage is multiplied by.")
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return the score [B,H,T] at an eviction: attention inside chunks, smoothed, plus `blend` times the leverage of keys.
+        """Return the score [B,H,T]: attention inside chunks, smoothed, plus `blend` times the leverage of keys.
 
-        Both are standardized over the candidates: tokens that are neither sinks nor protected recent ones.
+        `Policy.eviction_keys` calls it as a prompt ends. Both are standardized over the candidates: tokens that are neither
+        sinks nor protected recent ones.
         """
         position = context.positions_BHT
         among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)  # the candidates
@@ -272,7 +274,7 @@ class Compactor(Leverage):
 
 
 def _standardize_among(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
-    """Scale a part of Compactor's score to mean 0, deviation 1 over tokens `among_BHT` of all heads, at an eviction.
+    """Scale a part of `Compactor.value` to mean 0, deviation 1 over tokens `among_BHT` of all heads.
 
     Processes that share the layer's heads exchange their scores: all must call this.
     """
@@ -285,7 +287,10 @@ def _standardize_among(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> 
 
 
 def sort_by_position(positions_BHT: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort slots into text order, for scores of neighbours or packing: indices [B,H,T], empty slots last; counts [B,H,1]."""
+    """Sort slots into text order, for scores of neighbours and `SlotLayer.pack`: indices [B,H,T], empty slots last.
+
+    Also returns how many slots of each head hold a token, [B,H,1].
+    """
     real = positions_BHT >= 0
     last = torch.iinfo(positions_BHT.dtype).max
     return positions_BHT.masked_fill(~real, last).argsort(-1), real.sum(-1, keepdim=True)

@@ -124,7 +124,9 @@ class EvictionContext:
     _mean: Tensor | None = field(default=None, repr=False)
 
     def view(self, kind: type[Viewed[View]]) -> View:
-        """Return what a need (what a score or scope declares that it reads) gives at an eviction: keys, values for view(Held).
+        """Return what a need (what a score or scope declares that it reads) gives, such as keys and values for view(Held).
+
+        `Score.value` and `Scope.mask` call it at an eviction. `needs`: those of the policy.
 
         Raises:
             KVPatchError: neither the score nor the scope declares it.
@@ -137,7 +139,7 @@ class EvictionContext:
 
     @property
     def rows_seen(self) -> Tensor:
-        """Number c of query rows that could see each token so far [B,H,T]: it divides sums into means, at an eviction."""
+        """Number c of query rows that could see each token so far [B,H,T], by which `mean` divides sums. Computed once."""
         if self._rows_seen is None:
             next_B11, positions = self.newest_B11 + 1, self.positions_BHT
             until = next_B11 if self.sliding is None else torch.minimum(next_B11, find_end(self.sliding, positions))
@@ -217,7 +219,7 @@ class Limits(Batched):
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]], device: torch.device) -> Limits:
-        """Make the protected sizes of a batch, where a prompt ends. rows: of each row what Scope.limits returns.
+        """Make the protected sizes of a batch, for `set_limits` when a prompt ends. rows: what `Scope.limits` returns.
 
         SIZES and FLAGS are names of fields: numbers of tokens or positions by row, and whether some row has one above zero.
         """
@@ -230,7 +232,7 @@ class Limits(Batched):
 
     @classmethod
     def cat(cls, parts: Sequence[Limits]) -> Limits:
-        """Concatenate the rows of several limits (protected sizes), when caches are joined.
+        """Concatenate the rows of several limits (protected sizes), as `EvictingCache.concatenate` joins caches.
 
         SIZES are the tensors by row. FLAGS: is a size above zero in some row? deviation_count: a number if all rows agree.
         """
@@ -267,7 +269,10 @@ class Block:
 
     @property
     def group_NRM(self) -> Tensor:
-        """Probabilities summed over the query heads that share a KV head; computed once for all statistics of the block."""
+        """Probabilities [N,R,M] summed over the query heads that share a KV head; computed once for all statistics.
+
+        N heads of all batch rows, R query rows of the block, M keys.
+        """
         if self._group_NRM is None:  # no cached_property: torch.compile does not trace its lock
             self._group_NRM = self.p_NGRM.sum(1)
         return self._group_NRM

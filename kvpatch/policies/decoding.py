@@ -95,7 +95,7 @@ class RecentScore(Score):
         check_pooling(self.kernel, self.pooling)
 
     def _pool_scores(self, score_BHT: Tensor, candidate_BHT: Tensor, context: EvictionContext) -> Tensor:
-        """Pool scores [B,H,T], at an eviction, over neighbouring candidates: tokens before the last queries. 0 for others."""
+        """Pool scores [B,H,T] over neighbouring candidates (tokens before the last queries), for `value`. 0 for others."""
         if self.pooling is None:
             return score_BHT
         order, _ = sort_by_position(context.positions_BHT)  # candidates first
@@ -130,7 +130,7 @@ class Redundancy(RecentScore):
     alike: float | None = 0.5
 
     def check(self) -> None:
-        """Refuse options out of range, when a policy is made."""
+        """Raise KVPatchError for an option out of range. `Policy.__post_init__` calls it."""
         super().check()
         if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 <= self.weight <= 1:
             raise KVPatchError(f"weight={self.weight!r} must be in [0, 1]: the share of the attention in the score.")
@@ -144,7 +144,7 @@ class Redundancy(RecentScore):
         return self.weight * attention - (1 - self.weight) * self._find_redundancy(context)
 
     def _find_redundancy(self, context: EvictionContext) -> Tensor:
-        """Return, at an eviction, how much each key repeats others [B,H,T]: the softmax of its mean cosine to the others."""
+        """Return, for `value`, how much each key repeats others [B,H,T]: the softmax of its mean cosine to the others."""
         keys, position = context.view(Held)[0], context.positions_BHT
         keys, real = keys.to(accumulator(keys.dtype)), position >= 0
         unit = (keys / (torch.linalg.vector_norm(keys, dim=-1, keepdim=True) + _TINY)).masked_fill(~real[..., None], 0.0)

@@ -50,7 +50,7 @@ class ExpectedAttention(Score):
         return Held(), QueryMoments(self.future, self.covariance)
 
     def check(self) -> None:
-        """Refuse options out of range, when a policy is made."""
+        """Raise KVPatchError for an option out of range. `Policy.__post_init__` calls it."""
         check_count("future", self.future, "positions")
         if isinstance(self.eps, bool) or not isinstance(self.eps, int | float) or not 0 <= self.eps < math.inf:
             raise KVPatchError(f"eps={self.eps!r} must be a number, 0 or more, that is added to the expected attention.")
@@ -58,7 +58,10 @@ class ExpectedAttention(Score):
             raise KVPatchError(f"covariance={self.covariance!r} must be True, or False for the mean query alone.")
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return (attention expected of coming queries + eps) * norm of the value, [B,H,T], where a prompt ends."""
+        """Return (attention expected of coming queries + eps) * norm of the value, [B,H,T].
+
+        `Policy.eviction_keys` calls it as a prompt ends. Views: Held gives keys and values, QueryMoments a mean and covariance.
+        """
         keys, values = context.view(Held)
         dtype = accumulator(keys.dtype)
         # sinks are kept in any case; empty slots are at position -1
@@ -68,7 +71,7 @@ class ExpectedAttention(Score):
 
 
 def _expect_attention(queries: Queries, keys_BHTD: Tensor, context: EvictionContext, outside: Tensor) -> Tensor:
-    """Return, where a prompt ends, the attention [B,H,T] expected of coming queries, averaged over the group's query heads.
+    """Return, for `ExpectedAttention.value`, the attention [B,H,T] expected of coming queries, the mean over a group's heads.
 
     queries: their mean and covariance, already scaled; slopes are ALiBi's. outside: True at sinks and empty slots, which get
     0; a row that is all outside becomes uniform, and has nothing to rank.

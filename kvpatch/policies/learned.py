@@ -16,7 +16,7 @@ LEAST = 1e-4
 
 
 def list_features(k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> Tensor:
-    """Return the features [B,H,Q,F] from which Learned scores tokens, when they are cached, and when weights are fitted.
+    """Return the features [B,H,Q,F] of tokens, for `Learned.entry` as they are cached, and for `kvpatch learn` to fit weights.
 
     Args:
         k_BHQD: keys, with or without their rotation.

@@ -36,7 +36,9 @@ class Rotation:
 
     @classmethod
     def of(cls, matrix_at: Callable[[int], Tensor], count: int) -> Rotation | None:
-        """Find the pairs of channels and their angles in a model's rotations, for a calibration; None if nothing is turned.
+        """Find the pairs of channels and their angles in a model's rotations, for `kvpatch calibrate`; None if none is turned.
+
+        P: pairs. A pair (a, b) shows in the matrix of position 1 as an entry above the diagonal.
 
         Args:
             matrix_at: matrix_at(p) returns the matrix [D,D] of position p: row d is what the d-th unit vector becomes.
@@ -93,9 +95,9 @@ class Calibration:
         return f"<Calibration {self.digest[:16]}>"
 
     def of(self, layer: int, name: str, like: Tensor) -> Tensor:
-        """Return a layer's statistic `name` for all heads, on `like`'s device, in the dtype of scores. A score calls this.
+        """Return a layer's statistic `name` for all heads, on `like`'s device; float32 in the dtype of scores.
 
-        The converted tensor is kept in `_placed`, for the next call.
+        `read_calibration` and TriAttention call it. The converted tensor is kept in `_placed`, for the next call.
         """
         statistic = self.layers[layer][name]
         key = layer, name, like.device, accumulator(like.dtype) if statistic.dtype == torch.float32 else statistic.dtype
@@ -162,7 +164,10 @@ class Measure:
     adds_up: bool = True
 
     def add_piece(self, sums: Totals | None, sample: Sample) -> Totals:
-        """Return totals `sums` plus those of a text's next piece (`sample`), in a calibration: on the CPU, in float64."""
+        """Return totals `sums` plus those of a text's next piece (`sample`): on the CPU, floats in float64.
+
+        `_add_piece` calls it for each layer and piece in `kvpatch calibrate` and `learn`. `of`: what this piece adds.
+        """
         if sums is not None and not self.adds_up:  # every piece gives the same
             return sums
         piece = tuple(x.double().cpu() if x.is_floating_point() else x.cpu() for x in self.of(sample))
@@ -175,16 +180,16 @@ def measure_pairs(x: Tensor, pairs_P2: Tensor) -> Tensor:
 
 
 def _sum_products(sample: Sample) -> Totals:
-    """Return, for a calibration's "direction", the sums of q q^T [H,D,D] and q [H,D] over a piece of text, by KV head."""
+    """Return, for "direction" (a row of MEASURES), the sums of q q^T [H,D,D] and q [H,D] over a piece of text, by KV head."""
     assert sample.q_HGQD is not None
     q = sample.q_HGQD.flatten(1, 2).float()
     return q.transpose(1, 2) @ q, q.sum(1)
 
 
 def _find_direction(sums: Totals) -> Tensor:
-    """Return a calibration's "direction" from the sums over its text: first right singular vectors of queries [H,D].
+    """Return "direction" (a row of MEASURES) from the sums of `_sum_products`: first right singular vectors of queries [H,D].
 
-    Each is turned to the side of its queries' mean.
+    `kvpatch calibrate` ends with it. Each is turned to the side of its queries' mean.
     """
     products, total = sums
     first = torch.linalg.eigh(products).eigenvectors[..., -1]  # in ascending order
@@ -211,9 +216,9 @@ def _divide_sums(sums: Totals) -> Tensor:
 
 
 def _sum_areas(sample: Sample) -> Totals:
-    """Return, for "area" (attention that a window would miss), a piece's number of queries, and the sum of areas [H].
+    """Return, for "area" (a row of MEASURES: attention that a window would miss), a piece's queries and the sum of areas [H].
 
-    The first tokens are left out of both.
+    `Measure.add_piece` calls it. The first tokens are left out of both.
     """
     assert sample.q_HGQD is not None and sample.area_HT is not None
     _, G, Q, _ = sample.q_HGQD.shape
@@ -235,14 +240,20 @@ def _take_sums(sums: Totals) -> Tensor:
 
 
 def _sum_regression(sample: Sample) -> Totals:
-    """Return X^T X [H,F,F] and X^T y [H,F] of a piece of text, for `kvpatch learn`. x: tokens' features, y: what is learned."""
+    """Return, for "weight" (a row of MEASURES), X^T X [H,F,F] and X^T y [H,F] of a piece of text that `kvpatch learn` reads.
+
+    x: the tokens' features. y: the logarithm of their scores by a second reading, which is learned.
+    """
     assert sample.x_HTF is not None and sample.y_HT is not None
     x, y = sample.x_HTF.double(), sample.y_HT.double()
     return x.transpose(1, 2) @ x, (x * y[..., None]).sum(1)
 
 
 def _solve_regression(sums: Totals) -> Tensor:
-    """Return, for `kvpatch learn`, least-squares weights [H,F] by the sums, with a ridge in units of each feature's size."""
+    """Return least-squares weights [H,F] from the sums of `_sum_regression`, with a ridge in units of each feature's size.
+
+    `kvpatch learn` ends with it. size: the root of a feature's sum of squares.
+    """
     products, total = sums
     size = products.diagonal(dim1=-2, dim2=-1).sqrt()
     size = torch.where(size > 0, size, 1.0)

@@ -82,9 +82,10 @@ class Merge(Merging):
             raise KVPatchError(f"threshold={given!r} must be a cosine in [0, 1], below which nothing is merged.")
 
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
-        """Return the kept values [B,H,K,D] where a prompt ends; evicted ones are averaged into those of like keys. Pure.
+        """Return new values [B,H,K,D] of the kept tokens; evicted ones are averaged into those of like keys. Pure.
 
-        Each evicted token that later queries could see (live) goes to the kept token with the greatest cosine of their keys.
+        `_find_values` calls it as a prompt or block ends. Each evicted token that later queries could see (live) goes to the
+        kept token with the greatest cosine of their keys.
         """
         dtype, D, index_BHK = accumulator(v_BHTD.dtype), v_BHTD.shape[-1], kept.index_BHK
         evicted_BHT = kept.live_BHT & ~kept.stays_BHT

@@ -44,7 +44,7 @@ class Share(Rule):
     moves: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse a share or an origin out of range, as soon as the budget is made."""
+        """Raise KVPatchError for a share or an origin (`of`) out of range, as soon as the user makes the budget."""
         if isinstance(self.part, bool) or not isinstance(self.part, int | float) or not 0.0 < self.part <= 1.0:
             raise KVPatchError(f"Share({self.part!r}): give a share in (0, 1], such as Share(0.5).")
         if self.of != "seen":
@@ -113,7 +113,7 @@ class Mass(Rule):
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse a share or bounds out of range, as soon as the budget is made."""
+        """Raise KVPatchError for a share or bounds out of range, as soon as the user makes the budget."""
         if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0.0 < self.share <= 1.0:
             raise KVPatchError(f"Mass({self.share!r}): give a share of the scores' sum in (0, 1], such as Mass(0.95).")
         for name in ("floor", "ceiling"):
@@ -141,7 +141,7 @@ class Mass(Rule):
         return min(max(1, share(self.floor, n)), self.tokens(n))
 
     def check(self, policy: Any, heads: int) -> None:
-        """Refuse policies that do not go with this budget (the table served.REFUSED), before the model is patched.
+        """Raise KVPatchError for policies that do not go with this budget (by the table REFUSED), before `patched` acts.
 
         Without a ceiling, refuse a protected size that is a share of the budget, too.
         """
@@ -154,8 +154,9 @@ class Mass(Rule):
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the tokens [B,H,1] that each head keeps, and the sum of the scores that it has evicted so far, or None.
 
-        Called at each eviction: counts the fewest best tokens that have `share` of all scores, evicted ones included, as they
-        were. keys_BHT: eviction keys, which sort tokens by score, protected ones first (selection.py).
+        `PromptEnd.count_by_scores` and `_evict_over_budget` call it: it counts the fewest best tokens that have `share` of all
+        scores, evicted ones included, as they were. has_sums: scores are sums over the text, to which steps add. keys_BHT:
+        eviction keys, which sort tokens by score, protected ones first (selection.py).
         """
         # reached: sum of the best scores up to each token; held: of all tokens; lost: of evicted ones, if scores are sums
         weight = _weigh_tokens(score, context, keys_BHT)
@@ -217,7 +218,7 @@ class Threshold(Rule):
 
 
 def _clamp_counts(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:
-    """Clamp counts of tokens to keep, at an eviction: no fewer than are protected, no more than a later query can see.
+    """Clamp counts of tokens to keep, for `kept` of Mass and Threshold: at least the protected, at most what can be seen.
 
     keys_BHT: eviction keys: LAST for protected tokens, below 0 for empty slots and tokens that left a sliding window.
     """
@@ -226,7 +227,10 @@ def _clamp_counts(count_BH1: Tensor, keys_BHT: Tensor) -> Tensor:
 
 
 def _weigh_tokens(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Tensor:
-    """Return the scores [B,H,T] that Mass adds up at an eviction; 0 for tokens that a budget by scores leaves out."""
+    """Return the scores [B,H,T] that `Mass.kept` adds up; 0 for tokens that a budget by scores leaves out.
+
+    keys_BHT: below 0 for empty slots and tokens that left a sliding window. limits.prompt: end of a prompt that is kept whole.
+    """
     counted = keys_BHT >= 0
     if (dead := context.dead_BHT) is not None:  # out of a sliding window; protected ones too
         counted = counted & ~dead
@@ -241,7 +245,7 @@ def _weigh_tokens(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Ten
 
 
 def _check_sizes(rule: Rule, policy: Any, also: str = "") -> None:
-    """Raise KVPatchError, before patching, for a protected size that is a share of this budget, which is no token count.
+    """Raise KVPatchError, for `check`, if a protected size is a share of this budget, which is no number of tokens.
 
     also: another remedy, for the message. scope.ranked: name of the option for tokens that are protected by rank.
     """

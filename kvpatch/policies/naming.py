@@ -29,7 +29,7 @@ class Division(NamedTuple):
 
 
 def split_combination(name: str) -> tuple[list[str], str]:
-    """Split the name of a combination, before its parts are looked up: the combinations, outermost first, and the policy.
+    """Split the name of a combination for `check_policy` and `find_division`: combinations, outermost first, and the policy.
 
     Example:
         >>> split_combination("critical(adaptive(roco))")
@@ -43,7 +43,7 @@ def split_combination(name: str) -> tuple[list[str], str]:
 
 
 def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -> Division:
-    """Look up how a named policy divides its budget over heads and layers; for `kvpatch.plan`, without torch.
+    """Look up how a named policy divides its budget over heads and layers; `kvpatch.plan` begins with it, without torch.
 
     name: of a policy in the table FACTS, or a combination of one. schedule: what the user asks for, or None for the policy's
     default. options: those that the user has set. In the Division, `shared` tells which heads share one budget, `protects` the
@@ -72,7 +72,7 @@ def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -
 
 
 def suggest_policy(name: object, known: Collection[str]) -> str:
-    """Return ``" Did you mean 'refit(h2o)'?"`` for an error about an unknown policy or combination; "" if none is near."""
+    """Return ``" Did you mean 'refit(h2o)'?"`` for the error of `refuse_name` about an unknown policy; "" if none is near."""
     combinations, base = [], str(name)
     while (call := _CALL.fullmatch(base)) is not None:
         combinations.append(find_nearest(call[1], COMBINATIONS))
@@ -82,7 +82,7 @@ def suggest_policy(name: object, known: Collection[str]) -> str:
 
 
 def check_policy(name: str, options: Collection[str] | None = None) -> None:
-    """Refuse a misspelt policy or option without importing torch, as commands do at once; get_policy() checks the rest.
+    """Refuse a misspelt policy or option without importing torch: commands call it at once; `get_policy` checks the rest.
 
     Raises:
         KVPatchError: no policy of this name, or it has none of the `options` of that name.
@@ -97,7 +97,7 @@ def check_policy(name: str, options: Collection[str] | None = None) -> None:
 
 
 def check_options(policy: str, options: Collection[str], known: Collection[str]) -> None:
-    """Raise KVPatchError for an option given by a user that is not among the policy's (`known`); before a policy is made."""
+    """Raise KVPatchError for an option of a user that is not among the policy's (`known`), for `patched` and `with_options`."""
     for option in options:
         if option not in known:
             raise KVPatchError(

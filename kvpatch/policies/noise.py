@@ -26,7 +26,9 @@ def _mix_bits(h: Tensor) -> Tensor:
 
 
 def uniform(seed: int, layer: int | Tensor, head: Tensor, query: Tensor | int, key: Tensor) -> Tensor:
-    """Return random numbers for scores and samples, uniform in (0, 1), float32, in the broadcast shape of head, query, key.
+    """Return random numbers, uniform in (0, 1), float32, in the broadcast shape of head, query and key: a hash of these.
+
+    Random scores, Keyformer's noise and `sample_rows` take them; no generator's state changes.
 
     Args:
         seed: the policy's seed.

@@ -15,7 +15,7 @@ def on_device(values: Sequence[int] | Sequence[Sequence[int]], device: torch.dev
 
 
 def running_sum(weight: Tensor) -> Tensor:
-    """Return the cumulative sums [...,T] of weights >= 0, for a budget by scores (Mass) at an eviction.
+    """Return the cumulative sums [...,T] of weights >= 0, for `Mass.kept`, which counts tokens by the sum of their scores.
 
     A GPU adds floats in no fixed order. If deterministic algorithms are asked for, it adds whole parts of the total instead.
     """

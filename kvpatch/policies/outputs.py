@@ -37,10 +37,11 @@ class OutputChange(ObservationWindow):
         return (WindowAttention(self.window, self._reduce_rows, "sum", protected=True),)
 
     def _reduce_rows(self, rows: Observed) -> Tensor:
-        """Return, where a prompt ends, how far (squared) a window's outputs move if a key is lost, for each key: [N,M].
+        """Return how far (squared) a window's outputs move if a key is lost, for each key: [N,M].
 
-        The sum over rows t of (a / (1 - a))^2 |o_t - v_i|^2, with a the attention of row t to key i, multiplied out. N: KV
-        heads of all batch rows. L: rows of all query heads that share one.
+        `WindowAttention.read` has it called, as its `fold`, for each block of the window's rows as a prompt ends. The sum over
+        rows t of (a / (1 - a))^2 |o_t - v_i|^2, with a the attention of row t to key i, multiplied out. N: KV heads of all
+        batch rows. L: rows of all query heads that share one.
         """
         # differences of large numbers where a row looks at little else
         p_NGRM, v_NMD = rows.p_NGRM.double(), rows.values().double()

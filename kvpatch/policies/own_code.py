@@ -26,7 +26,7 @@ def is_own(part: object) -> bool:
 
 
 def call_value(score: Score, policy: str, context: EvictionContext) -> Tensor:
-    """Call `value` of a user's score, at an eviction; check and return the scores [B,H,T].
+    """Call `value` of a user's score for `Policy.eviction_keys`; check and return the scores [B,H,T].
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
@@ -40,7 +40,7 @@ def call_value(score: Score, policy: str, context: EvictionContext) -> Tensor:
 
 
 def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | None:
-    """Call `mask` of a user's scope, at an eviction; check and return the protected tokens, bool [B,H,T] or None.
+    """Call `mask` of a user's scope for `Policy.eviction_keys`; check and return the protected tokens, bool [B,H,T] or None.
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
@@ -58,9 +58,9 @@ def call_mask(scope: Scope, policy: str, context: EvictionContext) -> Tensor | N
 
 
 def call_entry(part: Score | AnyNeed, policy: str, new: NewTokens, taken: Collection[str]) -> dict[str, Tensor]:
-    """Call `entry` of a user's score or need as tokens are cached; check and return it. taken: names that others store under.
+    """Call `entry` of a user's score or need for `Policy.entry`, as tokens are cached; check and return it.
 
-    `entry` returns the numbers to store with each new token, by name.
+    `entry` returns the numbers to store with each new token, by name. taken: names that others store under.
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
@@ -85,7 +85,7 @@ def bind_passes(
     """Pair each need of a policy that defines `method` with a function that calls it, for layers to run in their passes.
 
     method: "read" for prompts, "step" for decode steps. A method of a user's own class is called by `_read_pass`, whose error
-    names the method. Called when a layer's Call (object of a layer in its passes) is made.
+    names the method. `Call.__init__` calls this. A Call stands for a layer in its passes.
     """
 
     def bind_method(need: AnyNeed) -> Callable[[Any], None]:
@@ -102,9 +102,10 @@ def _read_pass(need: AnyNeed, method: str, policy: str, run: Callable[[Any], Non
 
 
 def _run_method(where: str, wanted: str, hint: Callable[[Exception], str], method: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a user's method; an error in it becomes a KVPatchError that names the method.
+    """Call a user's method and return its result; an error in it becomes a KVPatchError that names the method.
 
-    where, wanted: the method and what it must return, for the message. hint: more to say about an error.
+    `call_value`, `call_mask`, `call_entry` and `_read_pass` call it. where, wanted: the method and what it must return, for the
+    message. hint: more to say about an error.
     """
     try:
         return method(*arguments)
@@ -130,7 +131,10 @@ def _describe_result(result: object) -> str:
 
 
 def _name_missing_need(error: Exception, context: EvictionContext) -> str:
-    """Return advice if a user's method read a missing key of `context.state`: what its class must declare or store."""
+    """Return advice if a user's method read a missing key of `context.state`: what its class must declare or store.
+
+    `call_value` and `call_mask` add it to their error; "" for other errors.
+    """
     if not isinstance(error, KeyError) or not error.args:
         return ""
     name, has = error.args[0], ", ".join(map(repr, context.state)) or "nothing"

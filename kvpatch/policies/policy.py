@@ -73,7 +73,10 @@ class Policy:
     needs: Needs = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the parts of a new policy, one by one and together, and gather what they need; the class lists the errors."""
+        """Check the parts of a new policy, one by one and together, and set `needs`, all that they read.
+
+        The class lists the errors. only_then: what a part does that other schedules do not allow, for the message.
+        """
         for name, kind, optional in _PARTS:
             part = getattr(self, name)
             if not isinstance(part, kind) and not (optional and part is None):
@@ -137,7 +140,7 @@ class Policy:
 
     @property
     def entry_by_position(self) -> bool:
-        """Tell whether the numbers stored with a token (`entry`) follow from its position: a step then has them in advance."""
+        """Tell whether the numbers stored with a token (`entry`) follow from its position: then `entry_ahead` makes them."""
         storing: list[Score | AnyNeed] = [need for need in self.needs if type(need).entry is not Need.entry]
         if type(self.score).entry is not Score.entry:
             storing.append(self.score)
@@ -185,7 +188,10 @@ class Policy:
         return self.weighs_values and (self.schedule != "prompt" or self.over_model)
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        """Return the numbers that the score and its needs store with tokens that enter the cache, by name. Changes nothing."""
+        """Return the numbers that the score and its needs store with tokens that enter the cache, by name. Changes nothing.
+
+        `score_entry` calls it as tokens are written, `entry_ahead` for coming ones. is_own: a user wrote the class.
+        """
         entries: dict[str, Tensor] = {}
         for part in sorted((*self.needs, self.score), key=own_code.is_own):  # a user's last: it is blamed for equal names
             if own_code.is_own(part):
@@ -202,7 +208,8 @@ class Policy:
     def eviction_keys(self, context: EvictionContext, empty: Tensor | None) -> Tensor:
         """Return the eviction keys, int64 [B,H,T]: the token with the lowest key is evicted first (see selection.py).
 
-        Called when tokens are evicted; sets context.value to the scores.
+        `PromptEnd` calls it as a prompt or block ends, `_evict_over_budget` at decode steps; sets `context.value` to the
+        scores.
 
         empty: bool [B,H,T], empty slots; they get the lowest key. None where there are none.
         """
@@ -235,7 +242,7 @@ _PARTS: tuple[tuple[str, type, bool], ...] = (
 
 
 def _explain_schedules(schedules: tuple[str, ...]) -> str:
-    """Return why a score allows these schedules alone, for an error about another schedule when a policy is made."""
+    """Return why a score allows these schedules alone, for the error of `Policy.__post_init__` about another schedule."""
     if "prompt" in schedules:
         return "scores tokens by the prompt's last rows, which a generated token does not have"
     if "both" in schedules:
@@ -244,7 +251,7 @@ def _explain_schedules(schedules: tuple[str, ...]) -> str:
 
 
 def _check_members(score: Score) -> None:
-    """Raise KVPatchError, when a policy is made, for a score that has no method `value`."""
+    """Raise KVPatchError, for `Policy.__post_init__`, if a score that evicts has no method `value`."""
     if score.evicts and type(score).value is Score.value:
         raise KVPatchError(
             f"Score {type(score).__name__} has no method value, which returns a number for each cached token [B,H,T], higher "

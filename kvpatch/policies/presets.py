@@ -156,7 +156,7 @@ def refit(base: str | Policy, **options: Any) -> Policy:
 
 
 def _combine_parts(prefix: str, base: str | Policy, **part: Any) -> Policy:
-    """Return a copy of `base`, named prefix_base, in which `part` replaces parts; for critical(), adaptive() and the like.
+    """Return a copy of `base`, named prefix_base, in which `part` replaces parts; `critical` and the like call it.
 
     Raises KVPatchError if the base never evicts, or has a part of another class in a place that one of `part` takes.
     """

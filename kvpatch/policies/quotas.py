@@ -29,7 +29,7 @@ MESSAGES = "messages"  # the word of `quota=` for the messages of a chat
 def read_quota(quota: Any) -> list[Span] | Tensor:
     """Convert a user's `quota=` (spans of a prompt, each to keep its share of the budget) to pairs or an int64 tensor.
 
-    Called when a policy is made, and as a prompt is read.
+    `Scope.check` calls it as a policy is made, `number_columns` as a prompt is read.
 
     Args:
         quota: (start, stop) for each span, or the number of its span for each token, [n] or [B,n], -1 for none.
@@ -55,7 +55,7 @@ def read_quota(quota: Any) -> list[Span] | Tensor:
 
 
 def _say_forms(what: str) -> str:
-    """Write the error text for a `quota=` of another form; what: begins it, as "quota=3"."""
+    """Return the error text of `read_quota` for a value of another form; what: begins it, as "quota=3"."""
     return (
         f"{what}: give spans of the prompt, such as [(0, 40), (40, 90)], or the number of its span for each token, [n] or "
         "[B, n], -1 for none."
@@ -63,7 +63,7 @@ def _say_forms(what: str) -> str:
 
 
 def _read_spans(quota: Any) -> list[Span] | None:
-    """Return `quota=` as spans if it is a list of pairs; None if it is something else. Raises KVPatchError for bad pairs."""
+    """Return `quota=` as spans if it is a list of pairs, for `read_quota`; else None. Raises KVPatchError for bad pairs."""
     if not isinstance(quota, list | tuple):
         return None
     if not quota:
@@ -81,7 +81,9 @@ def _read_spans(quota: Any) -> list[Span] | None:
 
 
 def number_columns(quota: Any, B: int, columns: int, device: torch.device) -> Tensor:
-    """Return the span number of each column of a prompt by `quota=`, as it is read: int64 [B,columns]; -1 for none.
+    """Return the span number of each column of a prompt by `quota=`, int64 [B,columns]; -1 for none.
+
+    `mark_spans` calls it before a prompt is read. Numbers given for fewer rows count for their copies too (beams).
 
     Raises:
         KVPatchError: spans end after the prompt, or the numbers have another shape.
@@ -108,8 +110,8 @@ def number_columns(quota: Any, B: int, columns: int, device: torch.device) -> Te
 def encode_spans(numbers_BN: Tensor, real_BN: Tensor) -> Tensor:
     """Encode each token's span (a part with a share of the budget) as an int64 [B,N], stored with the token as `span`.
 
-    Called as a prompt is read. The lower 32 bits are the span's number of tokens, those above its number from 1 on; 0 is no
-    span. numbers_BN: of spans, -1 for none. real_BN: False for padding (no span).
+    `mark_spans` calls it before a prompt is read. The lower 32 bits are the span's number of tokens, those above its number
+    from 1 on; 0 is no span. numbers_BN: of spans, -1 for none. real_BN: False for padding (no span).
     """
     numbers = torch.where(real_BN, numbers_BN + 1, 0)
     ascending, order = numbers.sort(-1)
@@ -121,7 +123,7 @@ def encode_spans(numbers_BN: Tensor, real_BN: Tensor) -> Tensor:
 def find_quotas(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> Tensor:
     """Return for each token [B,H,T] its span's quota: how many tokens of the span a head keeps at least.
 
-    Of |s| tokens of a span these are floor(budget * |s| / total). Called where a prompt or block ends.
+    Of |s| tokens of a span these are floor(budget * |s| / total). `_set_quotas` stores them as a prompt or block ends.
 
     span: as encode_spans makes it. budget_B: tokens that a head may keep. total_B: tokens that the budget is for.
     """
@@ -131,10 +133,10 @@ def find_quotas(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -
 
 
 def count_quotas(span: Tensor, held: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -> list[int]:
-    """Sum for each row the quotas (see find_quotas) of all spans of which a head holds a token, where a prompt or block ends.
+    """Sum for each row the quotas (see find_quotas) of all spans of which a head holds a token.
 
-    By this number the limit of protected tokens is raised. span: [B,H,T], as encode_spans makes it. held: bool [B,H,T], False
-    for empty slots.
+    `set_limits` raises the limit of protected tokens by this number as a prompt or block ends. span: [B,H,T], as encode_spans
+    makes it. held: bool [B,H,T], False for empty slots.
     """
     sums = []
     for span_HT, held_HT, budget, total in zip(span, held, budget_B, total_B, strict=True):
@@ -144,7 +146,7 @@ def count_quotas(span: Tensor, held: Tensor, budget_B: Sequence[int], total_B: S
 
 
 def protect_shares(context: EvictionContext, keys: Tensor, protected: Tensor | None, dead: Tensor | None) -> Tensor | None:
-    """Return `protected` with tokens added until each span of `quota=` has its share; called when tokens are evicted.
+    """Return `protected` with tokens added until each span of `quota=` has its share, for `Policy.eviction_keys`.
 
     Where fewer tokens of a span are protected than its quota, those of its highest keys are added. If all spans together lack
     more tokens than are left of the budget, each span's lack is cut in proportion, rounded down.

@@ -58,8 +58,8 @@ class Refit(Merging):
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
         """Return new values [B,H,K,D] of kept tokens, by which attention to these gives about the outputs over all tokens.
 
-        Solved for queries of a second reading of the prompt. Called where a prompt ends, before the evicted tokens go. Pure;
-        NaN where a head's equations have no solution.
+        Solved for queries of a second reading of the prompt, which RepeatQueries has noted. `_find_values` calls it as a prompt
+        ends, before the evicted tokens go. Pure; NaN where a head's equations have no solution.
         """
         kept_BHKD = kept.gather(v_BHTD)
         queries = layer.notes.get(RepeatQueries.name)
@@ -101,7 +101,7 @@ class _RefitAttention:
 
     @classmethod
     def of(cls, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead, asked: RepeatedQueries) -> _RefitAttention:
-        """Attend from `asked`, queries of a second reading, to all tokens, where a prompt ends, before any is evicted."""
+        """Attend from `asked`, queries of a second reading, to all tokens, for `Refit.values`, before any is evicted."""
         (B, H, G, W, _), stays_BHT = asked.q_BHGWD.shape, kept.stays_BHT
         v_BHTD = v_BHTD.to(accumulator(v_BHTD.dtype))
         blocks = [  # some queries at a time
@@ -114,7 +114,8 @@ class _RefitAttention:
     def iterate_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of the kept tokens, and each query's attention to them, [B,H,N,M]; over all slices it sums to one.
 
-        N: queries of all query heads that share a KV head. real: False where a head keeps fewer tokens than others.
+        `Refit.values` iterates twice, since all slices at once take too much memory. N: queries of all query heads that share a
+        KV head. real: False where a head keeps fewer tokens than others.
         """
         kept, queries = self.kept, self.asked
         for tokens in _split_blocks(kept.index_BHK.shape[2], self.lse_BHGW.numel(), self.out_BHND):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def list_steps_to_eviction(counts: Iterable[int], goals: Iterable[int]) -> tuple[int, ...]:
-    """Return in how many decode steps a layer's heads evict next, without repeats. Called once its slots have changed.
+    """Return in how many decode steps a layer's heads evict next, without repeats. `SlotLayer.update_pace` calls it.
 
     counts: tokens that each head holds. goals: the count at which each head evicts: its budget and `every`, the number of
     tokens that it evicts at once.
@@ -26,7 +26,7 @@ def list_steps_to_eviction(counts: Iterable[int], goals: Iterable[int]) -> tuple
 
 
 def advance_waits(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int, ...]:
-    """Return what `list_steps_to_eviction` would return `steps` decode steps later; a layer calls this as steps are taken.
+    """Return what `list_steps_to_eviction` would return `steps` decode steps later; `Evicting.count` calls it at each step.
 
     A wait that is over evicts, and begins again at `every`, the number of tokens that are evicted at once.
 
@@ -40,8 +40,8 @@ def advance_waits(waiting: tuple[int, ...], steps: int, every: int) -> tuple[int
 def list_moves(gone_BHM: Tensor, used: int) -> tuple[Tensor, Tensor]:
     """Return columns to fill and columns to move there, [B,H,M] each, so that the first `used` - M hold all tokens that stay.
 
-    Called when M tokens of each head are evicted at once. gone_BHM: columns of these tokens, all different within a head. A
-    column among the last M is paired with itself.
+    `SlotLayer.drop` calls it when M tokens of each head are evicted at once. gone_BHM: columns of these tokens, all different
+    within a head. A column among the last M is paired with itself.
     """
     B, H, M = gone_BHM.shape
     empty = torch.zeros(B, H, used, dtype=torch.uint8, device=gone_BHM.device).scatter_(2, gone_BHM, 1)

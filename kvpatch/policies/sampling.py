@@ -17,7 +17,7 @@ ROWS, READ = 16, 1024
 
 
 def sample_rows(rows_BQ: Tensor, seed: int, layer: int) -> tuple[Tensor, Tensor]:
-    """Choose about READ query rows whose attention is summed (scores="sampled"), as a layer reads a prompt. Pure.
+    """Choose about READ query rows whose attention `_attend_and_sample` sums (scores="sampled"), as a prompt is read. Pure.
 
     Rows are cut into blocks of ROWS: the newest is taken, and of every r before it one at random.
 

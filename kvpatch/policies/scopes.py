@@ -21,7 +21,7 @@ TURNS = ("all", "each", "first")
 
 
 def check_size(name: str, value: object) -> None:
-    """Refuse an option, as a policy is made, unless it is a number of tokens (int >= 0) or share of the budget (float <= 1)."""
+    """Raise KVPatchError, for `Scope.check`, unless an option is tokens (int >= 0) or a share of the budget (float <= 1)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise KVPatchError(f"{name}={value!r} must be a number of tokens (int) or a share of the budget (float).")
     if isinstance(value, float) and value > 1.0:
@@ -33,7 +33,7 @@ SYSTEM = "system"  # the word of `protect=` for the system message of a chat
 
 
 def fit_window(score: Score, room: int) -> int:
-    """Return how many newest tokens are protected because a score reads their queries (its window), where a prompt ends.
+    """Return how many newest tokens are protected because a score reads their queries (its window), for `Scope.limits`.
 
     A window that would fill `room`, the tokens of the budget left for it, takes half of that, rounded up, so that the score
     chooses the rest. A window of the last queries (LastQueries), by which decode steps evict too, may fill it.
@@ -86,7 +86,7 @@ class Scope:
     ranked: ClassVar[str] = "protected"  # the option that `deviation` is
 
     def check(self) -> None:
-        """Raise KVPatchError for an option out of range, when a policy is made."""
+        """Raise KVPatchError for an option out of range. `Policy.__post_init__` calls it."""
         if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or self.sinks < 0:
             raise KVPatchError(f"sinks={self.sinks!r} must be a number of tokens, 0 or more.")
         check_size("recent", self.recent)
@@ -111,7 +111,7 @@ class Scope:
         """Return the sizes of a batch row's protected parts, clamped inside the budget, in the order of context.SIZES.
 
         first and prompt (here `fixed`): positions below which all tokens are kept; numbers of newest tokens, of tokens by
-        deviation, of window rows, of all protected tokens. Called where a prompt or block ends, before eviction. Pure.
+        deviation, of window rows, of all protected tokens. `set_limits` calls it as a prompt or block ends. Pure.
 
         Args:
             budget: tokens that a head may keep.
@@ -146,10 +146,10 @@ class Scope:
         return first, newest, fixed, deviation, observed, budget - free + newest + deviation
 
     def list_cut_sizes(self, budget: int, score: Score) -> Iterator[tuple[str, int, int, int]]:
-        """Yield (option, size asked for, size that `limits` cuts it to, budget that would not cut it), for a warning in a run.
+        """Yield (option, size asked for, size that `limits` cuts it to, budget that would not cut it).
 
-        These are protected sizes that the budget has no room for. Sizes that are given as shares of the budget always fit; too
-        large a `protect=` is an error of `limits`.
+        `_warn_of_cut_sizes` warns of these protected sizes, which the budget has no room for. Sizes that are given as shares of
+        the budget always fit; too large a `protect=` is an error of `limits`.
         """
         sinks = min(self.sinks, budget)
         window = protected_rows(score)
@@ -166,7 +166,7 @@ class Scope:
                 yield name, size, fits.get(name, budget - taken), taken + size + 1
 
     def mask(self, context: EvictionContext) -> Tensor | None:
-        """Return the protected tokens as a bool mask [B,H,T], or None if there are none; called when tokens are evicted."""
+        """Return the protected tokens as a bool mask [B,H,T], or None if there are none, for `Policy.eviction_keys`."""
         position, limits = context.positions_BHT, context.limits
         protected = context.state.get("protect")
         if limits.any_newest:
@@ -207,7 +207,7 @@ class DeviationScope(Scope):
         """Return True for the tokens that this eviction must not drop, bool [B,H,T].
 
         These are the `limits.deviation` tokens whose attention varies most between query rows, and those that Scope protects. A
-        prompt that the policy keeps whole (`any_prompt`: in some row) does not count among the former.
+        prompt that the policy keeps whole (`any_prompt`) is not among the former. `Policy.eviction_keys` calls it.
         """
         position, limits = context.positions_BHT, context.limits
         mean, n_rows = context.mean, context.rows_seen
@@ -248,7 +248,8 @@ class RangeScope(Scope):
     def mask(self, context: EvictionContext) -> Tensor | None:
         """Return True for the tokens that this eviction must not drop, bool [B,H,T].
 
-        These are the `limits.deviation` tokens whose values have the largest range, and those that Scope protects.
+        These are the `limits.deviation` tokens whose values have the largest range, and those that Scope protects, for
+        `Policy.eviction_keys`.
         """
         position, limits, values = context.positions_BHT, context.limits, context.view(Held)[1]
         ranked = score_keys(values.amax(-1) - values.amin(-1), position, signed=False)
@@ -270,7 +271,7 @@ class AllBut:
 def protect_tensor(protect: Any) -> Tensor:
     """Convert a user's `protect=` to a tensor: bool for a mask, int64 for token ids; for AllBut the ids that it leaves out.
 
-    Called when a policy is made, and as a prompt is read.
+    `Scope.check` calls it as a policy is made, `mark_protected` as a prompt is read.
 
     Raises:
         KVPatchError: anything else, or nothing to protect.

@@ -29,9 +29,10 @@ Value = TypeVar("Value", bound=Callable[..., Tensor])
 
 
 def kernel_value(form: Form | Callable[[Any], Form]) -> Callable[[Value], Value]:
-    """Decorate a score's `value`: say from which numbers a fused decode kernel computes the same scores.
+    """Decorate a score's `value`, as its class is defined: say from which numbers a decode kernel computes the same scores.
 
-    The declaration belongs to the decorated function: if a subclass overrides `value`, torch calls it instead.
+    `kernel_source` reads the declaration, an attribute of the function. The declaration belongs to the decorated function: if a
+    subclass overrides `value`, torch calls it instead.
 
     form: name of a tensor in context.state, "mean" (context.mean) or "recency" (the position); None: no kernel can, and torch
     calls `value`; or a function of the score that returns one of these.
@@ -85,7 +86,7 @@ class Score:
         return form(self) if callable(form) else form
 
     def budget(self, k: object, policy: Any, bounds: Sequence[int | None]) -> object:
-        """Return the budget of a policy with this score where the user asks for `k`, before a model is patched.
+        """Return the budget of a policy with this score where the user asks for `k`: here `k`; `patched` calls it.
 
         bounds: sliding windows of layers, as in `Budget.parse`.
         """
@@ -130,7 +131,7 @@ class Random(Score):
 
 
 def draw_anew(context: EvictionContext) -> Tensor:
-    """Draw a uniform number for each token [B,H,T], anew at every eviction, for random scores. A hash: no generator changes."""
+    """Draw a uniform number for each token [B,H,T], other ones at every eviction, for `value` of random scores. Pure: a hash."""
     H = context.positions_BHT.shape[1]
     head = context.parallel.first(H) + torch.arange(H, device=context.positions_BHT.device)
     return noise.uniform(context.seed, context.layer, head[None, :, None], context.newest_B11, context.positions_BHT)
@@ -292,7 +293,10 @@ class Last(Score):
 
     @kernel_value(lambda score: "observed" if score.heads == "each" else None)
     def value(self, context: EvictionContext) -> Tensor:
-        """Return the newest row's attention [B,H,T], per KV head or averaged over the layer's, when tokens are evicted."""
+        """Return the newest row's attention [B,H,T], per KV head or averaged over the layer's, for `Policy.eviction_keys`.
+
+        "observed": what WindowAttention has written. everyone: the processes that share the layer's heads.
+        """
         last = context.state["observed"]
         if self.heads == "each":
             return last
@@ -312,7 +316,7 @@ class Last(Score):
 
 
 def check_pooling(kernel: object, pooling: object) -> None:
-    """Refuse a score, when a policy is made, unless `kernel` is an odd number of tokens and `pooling` "max", "avg" or None."""
+    """Raise KVPatchError, for `check`, unless `kernel` is an odd number of tokens and `pooling` "max", "avg" or None."""
     if type(kernel) is not int or not 1 <= kernel <= MAX_POSITION or kernel % 2 == 0:
         raise KVPatchError(f"kernel={kernel!r} must be an odd number of tokens, 1 to {MAX_POSITION}, so that lengths stay.")
     if pooling not in ("max", "avg", None):
@@ -351,7 +355,10 @@ class ObservationWindow(Score):
         check_pooling(self.kernel, self.pooling)
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return the window's attention, pooled over neighbouring tokens, [B,H,T], where a prompt ends."""
+        """Return the window's attention, pooled over neighbouring tokens, [B,H,T].
+
+        `Policy.eviction_keys` calls it as a prompt ends. "observed": what WindowAttention has written.
+        """
         score, position = context.state["observed"], context.positions_BHT
         if self.pooling is None:
             return score
@@ -367,7 +374,7 @@ class ObservationWindow(Score):
         return (position >= 0) & before if context.empty else before
 
     def _pool_scores(self, score: Tensor, position: Tensor, context: EvictionContext) -> Tensor:
-        """Pool scores [B,H,T], in text order, over `kernel` neighbouring tokens outside the window, where a prompt ends."""
+        """Pool scores [B,H,T], in text order, over `kernel` neighbouring tokens outside the window, for `value`."""
         candidate = self._may_pool(position, context)
         if self.pooling == "avg":
             return F.avg_pool1d(score * candidate, self.kernel, stride=1, padding=self.kernel // 2)
@@ -399,7 +406,10 @@ class Defensive(ObservationWindow):
         return (WindowAttention(self.window, self._reduce_rows, "max", protected=True),)
 
     def _reduce_rows(self, rows: Observed) -> Tensor:
-        """Return the greatest pooled probability that a window's rows give each key, by KV head, where a prompt ends: [N,M]."""
+        """Return the greatest pooled probability that a window's rows give each key, by KV head: [N,M].
+
+        `WindowAttention.read` has it called, as its `fold`, for each block of the window's rows as a prompt ends.
+        """
         candidate_NM = rows.candidate_NM  # True for tokens before the window
         p_NGRM = rows.p_NGRM * candidate_NM[:, None, None]
         if self.pooling is None:
@@ -412,7 +422,7 @@ class Defensive(ObservationWindow):
         return (pooled * (total / pooled_total.clamp_min(torch.finfo(pooled.dtype).tiny))).amax((1, 2))
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return, where a prompt ends, the greatest pooled attention [B,H,T], but no less than its mean before the window."""
+        """Return the greatest pooled attention [B,H,T], but no less than its mean before the window, for `eviction_keys`."""
         score, position = context.state["observed"], context.positions_BHT
         candidate = self._may_pool(position, context)
         mean = score.masked_fill(~candidate, 0.0).sum(-1, keepdim=True) / candidate.sum(-1, keepdim=True).clamp(min=1)

@@ -28,7 +28,7 @@ LAST, FIRST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
 
 
 def score_keys(score: Tensor, positions: Tensor, signed: bool) -> Tensor:
-    """Return int64 keys in [0, 2**62) that sort by (score, position), for `eviction_keys`; called at every eviction.
+    """Return int64 keys in [0, 2**62) that sort by (score, position), for `Policy.eviction_keys`.
 
     Args:
         score: float tensor; NaN ranks lowest, regardless of its sign and payload.
@@ -45,7 +45,7 @@ def score_keys(score: Tensor, positions: Tensor, signed: bool) -> Tensor:
 
 
 def eviction_keys(keys: Tensor, *, protected: Tensor | None, dead: Tensor | None, empty: Tensor | None) -> Tensor:
-    """Return score keys with those of protected, dead and empty slots moved to the ends, at every eviction. Pure.
+    """Return score keys with those of protected, dead and empty slots moved to the ends, for `Policy.eviction_keys`. Pure.
 
     Args:
         keys: result of `score_keys`.
@@ -61,7 +61,7 @@ def eviction_keys(keys: Tensor, *, protected: Tensor | None, dead: Tensor | None
 
 
 def select_top(keys: Tensor, count_BH: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None]:
-    """Select the tokens that each head keeps, where a prompt or block ends.
+    """Select the tokens that each head keeps; `_compress_layer` calls it as a prompt or block ends.
 
     Args:
         keys: eviction keys [B,H,T], slots in text order.
@@ -85,7 +85,8 @@ def select_top(keys: Tensor, count_BH: Tensor, counts: list[int]) -> tuple[Tenso
 def find_victims(keys: Tensor, empty: Tensor | None, count: int) -> Tensor:
     """Return the slots [B,H,count] of the tokens that a decode step evicts from each head: those of the lowest keys.
 
-    keys: eviction keys [B,H,T], computed without `empty`. empty: bool mask of empty slots, which are skipped.
+    `_evict_over_budget` calls it. keys: eviction keys [B,H,T], computed without `empty`. empty: bool mask of empty slots, which
+    are skipped.
     """
     if empty is not None:
         keys = keys.masked_fill(empty, LAST)
@@ -95,7 +96,7 @@ def find_victims(keys: Tensor, empty: Tensor | None, count: int) -> Tensor:
 
 
 def mask_top(keys: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
-    """Return True for the tokens with the highest keys of each head, bool [B,H,T], for scopes and selections at an eviction.
+    """Return True for the tokens with the highest keys of each head, bool [B,H,T], for scopes, selections and shared budgets.
 
     Args:
         keys: eviction or score keys (the module says what they are) [B,H,T], all different within a head.
@@ -132,7 +133,7 @@ class Selection:
     def eviction_keys(
         self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
     ) -> Tensor:
-        """Return eviction keys [B,H,T] whose top `context.keep_BH1` are the kept set; called when tokens are evicted.
+        """Return eviction keys [B,H,T] whose top `context.keep_BH1` are the kept set, for `Policy.eviction_keys`.
 
         Args:
             context: with `keep_BH1`, which is None where heads are about to share a budget by score, and `norms`, which returns
@@ -167,7 +168,7 @@ class Chunked(Selection):
     only_then: ClassVar[str] = "keeps whole chunks of a prompt, which a generated token is not part of"
 
     def check(self) -> None:
-        """Refuse options out of range, when a policy is made."""
+        """Raise KVPatchError for an option out of range. `Policy.__post_init__` calls it."""
         if type(self.size) is not int or not 1 <= self.size <= MAX_POSITION:
             raise KVPatchError(f"size={self.size!r} must be a number of tokens, 1 to {MAX_POSITION}.")
         if not isinstance(self.together, bool):
@@ -178,7 +179,7 @@ class Chunked(Selection):
     ) -> Tensor:
         """Return eviction keys (int64, the lowest goes first) by the mean score of each token's chunk, then by position.
 
-        Called where a prompt ends; see the base for the arguments.
+        `Policy.eviction_keys` calls it as a prompt ends; the base class explains the arguments.
         """
         position, everyone = context.positions_BHT, context.parallel
         candidate = position >= 0
@@ -218,7 +219,7 @@ class TwoStage(Selection):
     weighs_values: ClassVar[bool] = True
 
     def check(self) -> None:
-        """Refuse options out of range, when a policy is made."""
+        """Raise KVPatchError for an option out of range. `Policy.__post_init__` calls it."""
         for name, value in (("alpha", self.alpha), ("eps", self.eps)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise KVPatchError(f"{name}={value!r} must be a number in [0, 1].")
@@ -230,8 +231,8 @@ class TwoStage(Selection):
     ) -> Tensor:
         """Return eviction keys (the lowest goes first): the first stage's tokens, by score, rank as protected; others by bound.
 
-        The bound is (share of the scores + eps) * norm of the projected value. Called at each eviction. first: eviction keys by
-        score alone; returned as they are where heads are about to share a budget.
+        The bound is (share of the scores + eps) * norm of the projected value. `Policy.eviction_keys` calls it. first: eviction
+        keys by score alone; returned as they are where heads are about to share a budget (`keep_BH1` is None).
         """
         if context.keep_BH1 is None:
             return first
@@ -256,7 +257,10 @@ class TwoStage(Selection):
 
 
 def _one_for_all(count: Tensor) -> int | None:
-    """Return the value of all entries of `count`, by which mask_top is faster; None if they differ or lie on a device."""
+    """Return the value of all entries of `count`, by which `mask_top` is faster in `TwoStage.eviction_keys`.
+
+    None if they differ, lie on a device (reading them would wait), or torch.compile traces.
+    """
     if not at_hand(count) or torch.compiler.is_compiling():
         return None
     low, high = count.aminmax()

@@ -73,7 +73,7 @@ def refuse(path: str, asked: FeatureSet) -> None:
 
 
 def refuse_pairs(asked: FeatureSet) -> None:
-    """Raise KVPatchError if two features asked for in one call of patched() do not go together, when the patch is made.
+    """Raise KVPatchError if two features asked for together do not go together: as a policy is made, and by `patched`.
 
     Also raises if what a user's need (what a score reads) declares in `refuses` is no feature. Changes nothing.
     """
@@ -87,10 +87,11 @@ def refuse_pairs(asked: FeatureSet) -> None:
 
 
 def why_not(path: str, asked: FeatureSet, always: bool = False) -> str | None:
-    """Return why a feature that is asked for does not go with `path`, or None: for an error, or to do without `path`.
+    """Return why a feature that is asked for does not go with `path`, or None.
 
-    path: a feature of the table REFUSED, as "kernels": for each, the features it excludes with a sentence; NEED stands for what
-    the policy's needs refuse. always: look at that even if nothing is evicted.
+    `refuse` and `refuse_pairs` raise it as an error; `Call.__init__` and `LayerStack.of` do without `path` then. path: a
+    feature of the table REFUSED, as "kernels": for each, the features it excludes with a sentence; NEED stands for what the
+    policy's needs (what its score reads) refuse. always: look at that even if nothing is evicted.
     """
     name, why = repr(asked.policy.name), asked.policy.needs.refusal(path) if asked.acts or always else None
     why = why and why.replace("{name}", name)
@@ -164,7 +165,10 @@ FEATURES: dict[str, Callable[[FeatureSet], object]] = {
 
 
 def _has_protect(it: FeatureSet, masked: bool) -> bool:
-    """Tell whether an evicting policy has `protect=` as a mask over columns (masked) or as token ids: two rows of FEATURES."""
+    """Tell whether an evicting policy has `protect=` as a mask over columns (masked) or as token ids.
+
+    Two rows of FEATURES call it, as `why_not` looks them up. protect_tensor: a bool tensor for a mask, int64 for ids.
+    """
     protect = it.policy.scope.protect
     if protect is None or isinstance(protect, str):  # a kind of tokens, before the model says which
         return False

@@ -33,7 +33,7 @@ class Pyramid:
             raise KVPatchError(f"beta={self.beta!r} must be a number of at least 1: the last layer gets budget / beta.")
 
     def split(self, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
-        """Divide a budget over layers, where a prompt ends: the tokens per KV head of each; they sum to n_layers * budget.
+        """Divide a budget over layers, for `Sloped.tokens`: the tokens per KV head of each; they sum to n_layers * budget.
 
         Args:
             budget: tokens per KV head of each layer under the uniform budget.
@@ -73,9 +73,10 @@ class Sloped(Rule):
         return self.pyramid.split(self.uniform.tokens(n), self.n_layers, self.last, most)[self.layer]
 
     def highest(self, n: int, H: int, new: int | None = 0) -> list[int]:
-        """Return the most tokens of each of H heads after any prompt of up to `n` tokens, by which memory is reserved.
+        """Return the most tokens of each of H heads after any prompt of up to `n` tokens.
 
-        A layer's budget is largest after the shortest or the longest prompt; rounding adds at most a token.
+        `count_tokens` and the worker of vLLM reserve memory by it. A layer's budget is largest after the shortest or the
+        longest prompt; rounding adds at most a token.
         """
         return [max(self.tokens(1), self.tokens(n)) + 1] * H
 
@@ -84,7 +85,7 @@ class Sloped(Rule):
 def _split_budget(beta: int | float, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
     """Divide n_layers * budget, for Pyramid.split, along a line from the first layer to the last, which gets budget / beta.
 
-    Called where a prompt ends. least: tokens that each layer gets in any case. most: of the first layer; None: no bound. The
+    The result is cached. least: tokens that each layer gets in any case. most: of the first layer; None: no bound. The
     line is of Fractions, so that all processes round alike: up in the layers with the largest remainders.
     """
     last = max(budget / Fraction(beta), Fraction(min(least, budget)))

@@ -44,7 +44,7 @@ def kernel_of(name: str) -> str | None:
 
 
 def check_names(names: tuple[str, ...], of: str) -> None:
-    """Raise KVPatchError, when a policy is made, for a name that is not in STATISTICS. of: the policy, for the message."""
+    """Raise KVPatchError, for `Policy.__post_init__`, if a name is not in STATISTICS. of: the policy, for the message."""
     for name in names:
         if not callable(STATISTICS.get(name)):
             raise KVPatchError(
@@ -67,7 +67,7 @@ def _sum_squares(block: Block, need: Any) -> Tensor:
 def _count_rows(block: Block, need: Any) -> Tensor:
     """Count the rows and query heads of a block that give a key [N,M] more than an even share (1 / number of keys).
 
-    The statistic "count", called for each block of a prompt's rows and at decode steps, where no kernel computes it.
+    The statistic "count": `Call.sums` calls it for a block of a prompt's rows or a decode step where no kernel computes it.
     """
 
     def count(rows: slice) -> Tensor:
@@ -80,7 +80,8 @@ def _count_rows(block: Block, need: Any) -> Tensor:
 def _sum_noisy(block: Block, need: Any) -> Tensor:
     """Sum softmax((x + noise) / tau), [N,M], from p = softmax(x): it is proportional to (p * exp(noise)) ** (1 / tau).
 
-    need: NoisySums. Called for each block of a prompt's rows and at decode steps, where no kernel computes it.
+    The statistic "gumbel": `Call.sums` calls it for a block of a prompt's rows or a decode step where no kernel computes it.
+    need: the NoisySums. fresh: each query draws noise; else exp(noise) is stored with each key (`noise_NMG`).
     """
     p, weight = block.p_NGRM, None
     if need.fresh:
@@ -110,7 +111,7 @@ def _sum_area(block: Block, need: Any) -> Tensor:
     """Sum over rows and group, [N,M], each probability times the share of windows that would miss the key.
 
     A row at position p could have a window of its 0 to p newest tokens; (p - key + 1) / (p + 1) of these lengths do not reach
-    the key. For a calibration of WholeHeads.
+    the key. The statistic "area": `Call.sums` calls it as `kvpatch calibrate` reads a text, for WholeHeads.
     """
     _, row_NR, key_NM = block.place()
 
@@ -125,7 +126,7 @@ def _sum_area(block: Block, need: Any) -> Tensor:
 def _add_pieces(block: Block, increment: Callable[[slice], Tensor]) -> Tensor:
     """Add up the increments [N,M] of a few rows at a time on a CPU, where a whole block's temporary tensors are slow to make.
 
-    increment(rows): computes the sum over a slice of the block's rows.
+    `_count_rows`, `_sum_noisy` and `_sum_area` call it. increment(rows): computes the sum over a slice of the block's rows.
     """
     n, G, R, M = block.p_NGRM.shape
     size = max(1, _AT_ONCE // max(n * G * M, 1)) if block.p_NGRM.device.type == "cpu" else R

@@ -124,7 +124,7 @@ USES = (
 
 
 def find_use(key: str) -> Use:
-    """Find a use (a policy and budget that suit it) by its key, for defaults of commands; raise KVPatchError for others."""
+    """Find a use (a policy and budget that suit it) by its key, for the commands' default policy; KVPatchError for others."""
     for use in USES:
         if use.key == key:
             return use

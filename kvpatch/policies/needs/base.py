@@ -66,7 +66,8 @@ class LayerRead(Protocol):
     def statistic(self, name: str) -> Tensor:
         """Return the layer's tensor `name` [B,H,T] of numbers beside the used slots, for a need to read or write.
 
-        A need is what a score or scope reads. A tensor that a need lists in its `states` begins as zero.
+        A need is what a score or scope reads; its `read`, `step` and `view` call this. A tensor that it lists in its `states`
+        begins as zero.
 
         Raises:
             KVPatchError: no score's or need's entry() stores it with tokens, and no need has it among its `states`.
@@ -89,7 +90,7 @@ class LayerRead(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return outputs [B,H,G,W,D] of queries that follow all used slots, and log-sum-exps [B,H,G,W] over kept slots alone.
 
-        For Refit, which finds new values for kept tokens where a prompt ends, before the others go. kept_BHT: bool, slots that
+        `Refit.values` finds new values for kept tokens by it as a prompt ends, before the others go. kept_BHT: bool, slots that
         stay. k_BHTD, v_BHTD: of the used slots. positions_BW: of the queries. A query that sees no slot, such as one at
         position -1, has output 0. One that sees no kept slot has a log-sum-exp of infinity, so that it gives weights of 0.
         """
@@ -97,7 +98,8 @@ class LayerRead(Protocol):
     def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
         """Return the attention [B,H,G,W,M] that queries of `attend_to_slots` give to slots `index_BHM`. k_BHMD: keys of these.
 
-        For Refit. lse_BHGW: the log-sum-exps of attend_to_slots, by which the attention to all kept slots sums to one.
+        `Refit.values` reads it as a prompt ends. lse_BHGW: the log-sum-exps of `attend_to_slots`, by which the attention to all
+        kept slots sums to one.
         """
 
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, first_B1: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,16 +231,17 @@ class Need(Generic[View]):
         return {}
 
     def read(self, prompt: PromptRead) -> None:
-        """Read a prompt, or a piece of one: called once a layer has attended to it; may change the layer's notes and states."""
+        """Read a prompt, or a piece of one, for `read_prompt`, after attention; may change the layer's notes and states."""
 
     def read_again(self, layer: LayerRead, q_BHGQD: Tensor, positions_BQ: Tensor, repeated_B: Sequence[int]) -> None:
         """Read the queries of a chunk that repeats a part of the prompt (KVzip's second reading); may change `layer.notes`.
 
-        Called once a layer has attended; the repeated tokens are not cached. repeated_B: tokens that each row repeats in all.
+        `reread_chunk` calls it in each layer; the repeated tokens are not cached. repeated_B: tokens that each row repeats in
+        all.
         """
 
     def step(self, step: StepRead) -> None:
-        """Read a decode step for a score or scope, once the layer has attended; may change what this need keeps.
+        """Read a decode step once the layer has attended; may change what this need keeps. `_end_step` calls it.
 
         That is its memory in `layer.notes` and the tensors named in `states`. Not called for a need that reads attention
         (`rows`) where decode steps evict nothing.
@@ -249,9 +252,10 @@ class Need(Generic[View]):
         raise NotImplementedError(f"{type(self).__name__} has no view")
 
     def end(self, layer: LayerRead, state: dict[str, Tensor], evicts: bool) -> None:
-        """Remove what this need keeps of a layer (note and tensors) if no later step reads it; once a prompt's end has evicted.
+        """Remove what this need keeps of a layer (note and tensors) if no later step reads it.
 
-        state: the layer's tensors beside the keys. evicts: whether more of this text may be evicted.
+        `_compress_layer` calls it as a prompt or block ends, once the tokens that stay are chosen. lasts: tensors stay. state:
+        the layer's tensors beside the keys. evicts: whether more of this text may be evicted.
         """
         if evicts:
             return
@@ -265,7 +269,7 @@ class Need(Generic[View]):
         return {}
 
     def saved(self, sizes: Mapping[str, int]) -> dict[str, tuple[int | None, ...]]:
-        """Return the shape of each tensor of this need's note (memory between passes), by field, to check a loaded cache.
+        """Return the shape of each tensor of this need's note (memory between passes), by field; `load` checks a file by it.
 
         None: any size. sizes: of axes by letter; a field's name ends with its axes, as in q_BHGWD.
         """

@@ -25,7 +25,7 @@ class Calibrated(Need[None]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Features (by names in served.py) that a policy which reads a calibration excludes, with the reason for the error."""
+        """Features (by names in served.py) that a calibration excludes, with the reason that `why_not` puts in an error."""
         return {
             "renumbered": "whose calibration is of keys at original positions",
             "vllm": "it needs a calibration, which these settings cannot hold: use 'key_diff'",

@@ -33,7 +33,7 @@ class OpenChunks(Note):
         return self.q_BHGCD.movedim(3, 1)[b, at_BM].movedim(1, 3), self.k_BHCD.movedim(2, 1)[b, at_BM].movedim(1, 2)
 
     def take_newest(self, count: int, start_B1: Tensor) -> OpenChunks:
-        """Return the `count` newest queries and keys of each text, which wait for the prompt's next piece.
+        """Return the `count` newest queries and keys of each text, which `ChunkAttention.read` keeps for the next piece.
 
         Those before position `start_B1` get position -1: they belong to no chunk that is open.
         """
@@ -63,9 +63,10 @@ class ChunkAttention(Need[Tensor]):
         return {"local": new.k_BHQD.new_zeros(new.k_BHQD.shape[:3], dtype=accumulator(new.k_BHQD.dtype))}
 
     def read(self, prompt: PromptRead) -> None:
-        """Add the attention that tokens get inside whole chunks to the layer's tensor "local", after each piece of a prompt.
+        """Add the attention that tokens get inside whole chunks to the layer's tensor "local", in place.
 
-        Tokens of a chunk that is not complete wait in the layer's notes for the next piece; the prompt's end completes it.
+        `read_prompt` calls it after each piece of a prompt. C: rows at hand, M: those of the chunks attended at once. Tokens of
+        a chunk that is not complete wait in the layer's notes for the next piece; the prompt's end completes it.
         """
         layer, size, sinks, positions_BQ = prompt.layer, self.size, prompt.sinks, prompt.positions_BQ
         columns_BQ = (prompt.past + torch.arange(positions_BQ.shape[1], device=positions_BQ.device)).expand_as(positions_BQ)
@@ -102,8 +103,8 @@ class ChunkAttention(Need[Tensor]):
 def _attend_in_chunks(rows: OpenChunks, at_BM: Tensor, real_BM: Tensor, size: int) -> Tensor:
     """Return the attention [B,H,M] that tokens at the columns `at_BM` get from all rows of their chunk.
 
-    Called after each piece of a prompt. Query heads that share a KV head are averaged. real_BM: columns that hold a token;
-    the others get 0 and give none.
+    `ChunkAttention.read` calls it for `together` chunks of `size` columns. Query heads that share a KV head are averaged.
+    real_BM: columns that hold a token; the others get 0 and give none. In the einsum n: chunks, r: queries, m: keys of one.
     """
     q, k = rows.take_columns(at_BM)
     dtype = accumulator(q.dtype)

@@ -37,7 +37,7 @@ class Needs(tuple[AnyNeed, ...]):
     """
 
     def __init__(self, needs: Iterable[AnyNeed]) -> None:
-        """Note, when a policy is made, which needs are sums of attention, and how many rows of a prompt all of them read."""
+        """Set `sums` (needs that are sums of attention), `statistics` (their names) and `rows` (of a prompt that they read)."""
         self.sums = tuple(need for need in self if isinstance(need, Sums))
         self.statistics = tuple(one.key for one in self.sums)
         kinds = [need.rows for need in self]
@@ -45,7 +45,7 @@ class Needs(tuple[AnyNeed, ...]):
 
     @classmethod
     def of(cls, parts: Iterable[Any]) -> Needs:
-        """Collect what the score, scope and merging of a policy declare that they read (`needs`), when the policy is made.
+        """Collect what the score, scope and merging of a policy declare that they read (`needs`), for `Policy.__post_init__`.
 
         Raises KVPatchError for a `needs` of another type, for two that contradict each other, and for an attribute that scores
         had in earlier versions (_FORMER).
@@ -85,7 +85,7 @@ class Needs(tuple[AnyNeed, ...]):
         return tuple(name for need in self for name in need.states)
 
     def check_state(self, name: str, known: Iterable[str]) -> None:
-        """Raise KVPatchError if a layer is asked for a tensor that none of the policy's needs keeps up to date.
+        """Raise KVPatchError if `Call.statistic` is asked for a tensor that none of the policy's needs keeps up to date.
 
         known: names of the numbers that entry() stores with tokens.
         """

@@ -28,15 +28,15 @@ class NewestQueries(Note):
 
     @classmethod
     def make_empty(cls, width: int, like_BHGQD: Tensor, dtype: torch.dtype) -> NewestQueries:
-        """Make the object that will hold a layer's last `width` queries, without any yet, where its first prompt is read."""
+        """Make the object for a layer's last `width` queries, still without any, as `LastQueries.read` reads the first prompt."""
         (B, H, G, _, D), device = like_BHGQD.shape, like_BHGQD.device
         positions = torch.full((B, width), -1, dtype=torch.long, device=device)
         return cls(torch.zeros(B, H, G, width, D, dtype=dtype, device=device), positions)
 
     def read(self, q_BHGQD: Tensor, positions_BQ: Tensor) -> NewestQueries:
-        """Return a new object that also has the last queries of a prompt, or a piece of it, just read. Position -1: padding.
+        """Return a new object that also has the last queries of a prompt, or a piece of it, for `LastQueries.read`.
 
-        The query at position p is kept in column p modulo W.
+        Position -1: padding. The query at position p is kept in column p modulo W.
         """
         W = self.positions_BW.shape[1]
         positions, index = positions_BQ.topk(min(W, positions_BQ.shape[1]), dim=1)
@@ -49,14 +49,20 @@ class NewestQueries(Note):
         return NewestQueries(wider.q_BHGWD[:, :, :, :W].contiguous(), wider.positions_BW[:, :W].contiguous())
 
     def restore(self, overwritten: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Write queries [B,H,G,Q,D] and positions [B,Q] to columns [B,Q] of this object: at a decode step, or to undo one."""
+        """Write queries [B,H,G,Q,D] and positions [B,Q] to columns [B,Q] of this object, in place.
+
+        The name is for `restore_step`, which undoes a decode step by it; `LastQueries.step` writes new queries by it.
+        """
         column_BQ, q_BHGQD, positions_BQ = overwritten
         index = column_BQ[:, None, None, :, None].expand(q_BHGQD.shape)
         self.q_BHGWD.scatter_(3, index, q_BHGQD.to(self.q_BHGWD.dtype))
         self.positions_BW.scatter_(1, column_BQ, positions_BQ)
 
     def overwritten_by(self, positions_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return column (position modulo W), query and position that a decode step will overwrite, for `restore` to undo it."""
+        """Return column (position modulo W), query and position that a decode step will overwrite, for `restore` to undo it.
+
+        `_end_step` logs them if steps may be rolled back.
+        """
         column, (B, H, G, _, D) = positions_B1 % self.positions_BW.shape[1], self.q_BHGWD.shape
         index = column[:, None, None, :, None].expand(B, H, G, 1, D)
         return column, self.q_BHGWD.gather(3, index), self.positions_BW.gather(1, column)
@@ -64,7 +70,7 @@ class NewestQueries(Note):
     def find_contradiction(self, seen_B11: Tensor) -> Tensor:
         """Return True [B,W] for held queries that cannot be: of tokens not yet seen, or in a wrong column.
 
-        Called when a cache is checked. All are True if no query is held.
+        `check_cache` asks, under strict=True and for a loaded cache. All are True if no query is held.
         """
         width, held = self.positions_BW.shape[1], self.positions_BW >= 0
         placed = (self.positions_BW % width == torch.arange(width, device=held.device)) | (self.positions_BW == -1)
@@ -86,7 +92,7 @@ class LastLogits:
     counted_BW: Tensor
 
     def mean(self, p_BHWT: Tensor) -> Tensor:
-        """Average the last queries' attention p_BHWT, for a score: [B,H,T]; 0 for tokens not before these queries.
+        """Average the last queries' attention p_BHWT, for Redundancy and the like: [B,H,T]; 0 for tokens not before these.
 
         Queries whose own tokens the budget has no room for do not count.
         """
@@ -116,7 +122,7 @@ class LastQueries(Need[LastLogits]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Features (by names in served.py) that a policy which reads last queries excludes, with the reason for the error."""
+        """Features (by names in served.py) that last queries exclude, with the reason that `why_not` puts in an error."""
         return {
             "insert": "it keeps a layer's last queries by their positions",
             "vllm": "it keeps a layer's last queries, for which a request claims no pages: use 'h2o'",
@@ -128,7 +134,7 @@ class LastQueries(Need[LastLogits]):
         notes[self.name] = note.read(q, prompt.positions_BQ)
 
     def step(self, step: StepRead) -> None:
-        """Write the query of a decode step, once the layer has attended, over the oldest query in the layer's note."""
+        """Write the query of a decode step over the oldest query in the layer's note. `_end_step` calls it."""
         note = step.layer.notes.get(self.name)
         if note is None:  # steps evict nothing
             return
@@ -137,7 +143,7 @@ class LastQueries(Need[LastLogits]):
         note.restore((column, step.q_BHGD.detach()[:, :, :, None], step.positions_B1))
 
     def view(self, context: EvictionContext) -> LastLogits:
-        """Return the logits of the layer's last queries for the tokens before them, for a score, when tokens are evicted.
+        """Return the logits of the layer's last queries for the tokens before them, as a score asks by `EvictionContext.view`.
 
         `protected`: the budget keeps the tokens of these queries, of which it may have room for fewer (`limits.observed`).
         """

@@ -42,10 +42,10 @@ class LastUses(WindowAttention):
         return {"last_use": last, "interval": torch.ones_like(last)} if self.intervals else {"last_use": last}
 
     def step(self, step: StepRead) -> None:
-        """Note the tokens that a decode step used (attention > alpha): write its position to their state "last_use".
+        """Write a decode step's position to the state "last_use" of the tokens that it used (attention > alpha), in place.
 
-        With `intervals`, "interval" is the longest time between two uses. "observed": this step's attention, which super().step
-        writes. The layer has attended.
+        `_end_step` calls it. With `intervals`, "interval" is the longest time between two uses. "observed": this step's
+        attention, which super().step writes.
         """
         super().step(step)
         layer, newest_B11 = step.layer, step.positions_B1[:, None]

@@ -41,7 +41,7 @@ class NoisySums(Sums):
         return self.resample and self.noise in ("gumbel", "gaussian")
 
     def check(self) -> None:
-        """Refuse options out of range, when a policy is made."""
+        """Raise KVPatchError for an option out of range. `Policy.__post_init__` calls it."""
         if self.noise not in ("gumbel", "gaussian", "constant", "none"):
             raise KVPatchError(f"noise={self.noise!r} must be 'gumbel', 'gaussian', 'constant' or 'none'.")
         if not (isinstance(self.tau, tuple | list) and len(self.tau) == 2 and all(map(_is_temperature, self.tau))):
@@ -54,7 +54,7 @@ class NoisySums(Sums):
             raise KVPatchError(f"damping={self.decay!r} must be in [0, 1]; 1.0 does not damp.")
 
     def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
-        """Return the temperature tau that divides a pass's noisy logits before their softmax; a tensor if `step` is one.
+        """Return the temperature tau that divides noisy logits before their softmax, for a prompt or a decode step.
 
         Args:
             step: number of the decode step; 0 for the rows of the prompt.
@@ -68,13 +68,16 @@ class NoisySums(Sums):
         return first + min(step, length) * (last - first) / length
 
     def draw_for_rows(self, block: Block) -> Tensor:
-        """Draw noise [N,G,R,M] for each query and key of a block of rows that is summed, where each query draws its own."""
+        """Draw noise [N,G,R,M] for each query and key of a block of rows, for `_sum_noisy` under resample=True."""
         head, row, key = block.place()
         head, row, key = head[:, :, None, None], row[:, None, :, None], key[:, None, None, :]
         return self._distribute_noise(noise.uniform(block.seed, block.layer, head, row, key))
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
-        """Return exp(noise) of keys that enter the cache, to store with them; {} without noise, or if queries draw theirs."""
+        """Return exp(noise) of keys that enter the cache, to store with them, for `Policy.entry`.
+
+        {} without noise, or if each query draws noise (`fresh`).
+        """
         if self.noise == "none" or self.fresh:
             return {}
         (B, H, Q), G, device = new.k_BHQD.shape[:3], new.group, new.k_BHQD.device

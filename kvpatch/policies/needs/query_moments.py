@@ -30,7 +30,7 @@ class Moments(Note):
 
     @classmethod
     def of(cls, q_BHGQD: Tensor, counted_BQ: Tensor, spread: bool) -> Moments:
-        """Compute the moments of a prompt's (or piece's) queries where `counted_BQ` is True: their number and mean.
+        """Compute the moments of a prompt's queries where `counted_BQ` is True, for `QueryMoments.read`: number and mean.
 
         With `spread`, also the sum of outer products of deviations from the mean: the covariance times their number.
         """
@@ -41,7 +41,7 @@ class Moments(Note):
         return cls(count, mean, deviation.transpose(-1, -2) @ deviation if spread else None)
 
     def join_parts(self, other: Moments) -> Moments:
-        """Return the moments of both sets of queries, joined as pieces of a prompt are (Chan, Golub and LeVeque, 1979)."""
+        """Return the moments of both sets of queries, two pieces of a prompt in `QueryMoments.read` (Chan et al., 1979)."""
         total = self.count_B1111 + other.count_B1111
         share = other.count_B1111 / total.clamp(min=1)
         apart = other.mean_BHG1D - self.mean_BHG1D
@@ -54,7 +54,7 @@ class Moments(Note):
     def rotate_moments(self, rotation_B11DD: Tensor | None, factor: float) -> Queries:
         """Return mean and covariance of `factor` times the queries, rotated by each row's matrix to coming positions.
 
-        Called for the score where a prompt ends. rotation_B11DD: the mean rotation of those positions; None: the model has
+        `QueryMoments.view` calls it as a prompt ends. rotation_B11DD: the mean rotation of those positions; None: the model has
         none.
         """
         mean, spread = self.mean_BHG1D * factor, self.spread_BHGDD
@@ -106,7 +106,10 @@ class QueryMoments(Need[Queries]):
         return ROTATED
 
     def read(self, prompt: PromptRead) -> None:
-        """Add the queries of a prompt, or a piece of one, to the moments in the layer's notes, once it has attended."""
+        """Add the queries of a prompt, or a piece of one, to the moments in the layer's notes. `read_prompt` calls it.
+
+        They are counted without their rotation, in pieces of _AT_ONCE, and without padding and the sinks (first tokens).
+        """
         layer = prompt.layer
         pieces = zip(prompt.q_BHGQD.detach().split(_AT_ONCE, 3), prompt.positions_BQ.split(_AT_ONCE, 1), strict=True)
         for q, positions in pieces:
@@ -116,7 +119,7 @@ class QueryMoments(Need[Queries]):
             layer.notes[self.name] = new if earlier is None else earlier.join_parts(new)
 
     def view(self, context: EvictionContext) -> Queries:
-        """Return the distribution of coming queries for a score, where a prompt ends: the moments at future positions."""
+        """Return the distribution of coming queries, for `ExpectedAttention.value`: the moments at future positions."""
         layer = context.layer_read
         moments = layer.notes[self.name]
         queries = moments.rotate_moments(layer.mean_rotation(self.future, moments.mean_BHG1D), layer.scale)
@@ -132,8 +135,8 @@ _AT_ONCE = 2048  # queries that are held without rotation at a time
 def mean_rotation(rotate: Callable[[Tensor, Tensor], Tensor], places_BF: Tensor, like: Tensor) -> Tensor:
     """Return the mean [B,1,D,D] of the rotations at positions `places_BF`: row d is what the d-th unit vector becomes.
 
-    For scores that expect queries at coming positions, where a prompt ends, and for calibrations. rotate: applies positions
-    [B,1,F] to vectors [B,D,F,D]. like: for dtype, device and D.
+    `Call.mean_rotation` asks for coming positions as a prompt ends, `kvpatch calibrate` for single ones. F: positions. rotate:
+    applies positions [B,1,F] to vectors [B,D,F,D]. like: for dtype, device and D.
     """
     (B, F), D = places_BF.shape, like.shape[-1]
     unit = torch.eye(D, dtype=like.dtype, device=like.device)[None, :, None]

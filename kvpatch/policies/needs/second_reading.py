@@ -39,7 +39,7 @@ class Rereading(Need[View]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Features (by names in served.py) that a policy which reads prompts twice excludes, with the reason for the error."""
+        """Features (by names in served.py) that a second reading excludes, with the reason that `why_not` puts in an error."""
         return {
             "block": "policy {name} evicts after a second reading of the whole prompt. Leave it out, or feed the text in "
             "pieces.",
@@ -55,7 +55,7 @@ class Rereading(Need[View]):
         self._split_instruction()
 
     def cut_pieces(self, ids: list[int]) -> Iterator[tuple[int, int, list[int]]]:
-        """Cut a prompt, once read, into pieces to read again: yield (start, stop, token ids to feed) for each.
+        """Cut a prompt into pieces that the model reads again before it is evicted: yield (start, stop, token ids to feed).
 
         These are an instruction to repeat, which for later pieces ends with the tokens before the piece; then ids[start:stop].
         """
@@ -71,7 +71,10 @@ class Rereading(Need[View]):
         return Repetition(self.chunk, first + close, later + close).count_tokens(n)
 
     def _split_instruction(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the instruction's token ids: before the first piece, before later ones, and between either and the text."""
+        """Return the instruction's token ids: before the first piece, before later ones, and between either and the text.
+
+        `check` calls it, for the KVPatchError about other values, and `cut_pieces`.
+        """
         given = self.instruction.tolist() if isinstance(self.instruction, Tensor) else self.instruction
         if isinstance(given, Sequence) and not isinstance(given, str):
             if all(map(_is_id, given)):
@@ -141,10 +144,10 @@ class RepeatQueries(Rereading[RepeatedQueries]):
         prompt.layer.notes.pop(self.name, None)  # of a reading that was interrupted
 
     def read_again(self, layer: LayerRead, q_BHGQD: Tensor, positions_BQ: Tensor, repeated_B: Sequence[int]) -> None:
-        """Add every m-th query of a chunk of the second reading to the layer's notes, once the layer has attended; for Refit.
+        """Add every m-th query of a chunk of the second reading to the layer's notes, from which `Refit.values` takes them.
 
-        m is such that about `queries` of a row's tokens are taken. positions_BQ: -1 for padding. repeated_B: tokens that each
-        row repeats in all.
+        `reread_chunk` calls it in each layer. m is such that about `queries` of a row's tokens are taken. positions_BQ: -1 for
+        padding. repeated_B: tokens that each row repeats in all.
         """
         every_B = [max(math.ceil(n / self.queries), 1) for n in repeated_B]  # m
         column = torch.arange(positions_BQ.shape[1], device=positions_BQ.device)

@@ -52,9 +52,10 @@ class WindowAttention(Need[Tensor]):
         return self.width if self.protected else 0
 
     def read(self, prompt: PromptRead) -> None:
-        """Write, where a prompt ends, the attention that its last `width` rows give to the layer's tensor "observed" [B,H,T].
+        """Write the attention that a prompt's last `width` rows give each key to the layer's tensor "observed" [B,H,T].
 
-        An earlier piece of the prompt leaves its last queries in the layer's notes instead, for the next piece.
+        `read_prompt` calls it; it writes as the prompt ends (`ends`). An earlier piece of the prompt leaves its last queries in
+        the layer's notes instead, for the next piece.
         """
         layer, q_BHGQD, rows_BW, lse = prompt.layer, prompt.q_BHGQD, prompt.rows_BQ, prompt.lse_BHGQ
         # put the queries that waited before this piece's, and take the last W
@@ -98,7 +99,10 @@ def _make_now(name: str, make: Callable[[], Tensor]) -> Tensor:
 
 
 def pick_rows(q_BHGQD: Tensor, lse_BHGQ: Tensor | None, index_BR: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Pick a prompt's queries at columns `index_BR`, [B,H,G,R,D], and their log-sum-exps, to read attention of some rows."""
+    """Pick a prompt's queries at R columns of each row, [B,H,G,R,D], and their log-sum-exps, to compute attention of some rows.
+
+    `WindowAttention.read` and `_sum_rows` (of a sample) call it.
+    """
     b = torch.arange(len(index_BR), device=index_BR.device)[:, None]
     q = rearrange(rearrange(q_BHGQD.detach(), "b h g q d -> b q h g d")[b, index_BR], "b r h g d -> b h g r d")
     return q, None if lse_BHGQ is None else rearrange(lse_BHGQ[b, :, :, index_BR], "b r h g -> b h g r")
