@@ -31,7 +31,7 @@ class ReplayPass:
     def __init__(
         self, settings: CacheSettings, record: Record, text_B: Tensor, positions_BQ: Tensor, padded: bool, ordered: bool
     ) -> None:
-        """Set up the replay of recorded texts: `kvpatch.replay` has the decoder's pre-hook make it, once per forward.
+        """Set up the replay of recorded texts; `begin_replay` makes it as each forward inside `kvpatch.replay` begins.
 
         record: which tokens were evicted when. text_B: the recorded text of each row. padded: some columns are padding.
         ordered: no padding is between tokens. `first_N`: of each text, the position of the first eviction.

@@ -131,7 +131,7 @@ class Random(Score):
 
 
 def draw_anew(context: EvictionContext) -> Tensor:
-    """Draw a uniform number for each token [B,H,T], other ones at every eviction, for `value` of random scores. Pure: a hash."""
+    """Draw a uniform number for each token [B,H,T], other ones at every eviction, for `value` of random scores. A pure hash."""
     H = context.positions_BHT.shape[1]
     head = context.parallel.first(H) + torch.arange(H, device=context.positions_BHT.device)
     return noise.uniform(context.seed, context.layer, head[None, :, None], context.newest_B11, context.positions_BHT)

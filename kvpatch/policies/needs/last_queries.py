@@ -28,7 +28,7 @@ class NewestQueries(Note):
 
     @classmethod
     def make_empty(cls, width: int, like_BHGQD: Tensor, dtype: torch.dtype) -> NewestQueries:
-        """Make the object for a layer's last `width` queries, still without any, as `LastQueries.read` reads the first prompt."""
+        """Make the object for a layer's last `width` queries, still empty, as `LastQueries.read` reads the first prompt."""
         (B, H, G, _, D), device = like_BHGQD.shape, like_BHGQD.device
         positions = torch.full((B, width), -1, dtype=torch.long, device=device)
         return cls(torch.zeros(B, H, G, width, D, dtype=dtype, device=device), positions)
