@@ -41,7 +41,7 @@ def attend(
     """
     run = reading.attend_to_shared_keys if reads else _attend_writing
     if is_autocasting(q.device.type):
-        bound_adapter.autocast = True
+        bound_adapter.autocast = True  # the adapter's products with weights then cast as the model's do
         with torch.autocast(q.device.type, enabled=False):
             return run(cache, layer, q, k, v, bound_adapter)
     return run(cache, layer, q, k, v, bound_adapter)
@@ -100,7 +100,7 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if cache.settings.strict:
         anomaly.check_outcome(call, out.view(B, heads // call.group, call.group, Q, -1))
     slots.graph = None  # drop keys and values with their autograd graph, which only this pass needs
-    passes.end_layer(cache, layer)
+    passes.end_layer(cache, layer)  # after the last layer it ends the pass
     if cache.settings.strict and layer == len(cache.layers) - 1 and not (cache.scratch or cache.unfinished):
         anomaly.check_cache(cache)
     return out_BQE
@@ -130,7 +130,7 @@ def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter
     and a step that torch.compile traces, get a new Call. `find_steps(cache).calls` keeps it for later steps unless the step is
     traced, the cache is dropped after this pass (`scratch`), or the pass reads a part of the prompt again (`repeat`).
     """
-    now = cache.running
+    now = cache.running  # the pass in progress
     call = None if now.prompt or now.traced else find_steps(cache).calls.get(layer)
     if call is not None and call.bound_adapter.attn is bound_adapter.attn and call.device == q.device:
         call.bound_adapter.autocast = bound_adapter.autocast
@@ -152,7 +152,7 @@ def _find_stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
     use.
     """
     cache = call.cache
-    if call.now.traced:
+    if call.now.traced:  # torch.compile compiles the step
         return None
     steps = find_steps(cache)
     if call.now.recording or cache.settings.strict or cache.settings.record or cache.settings.read:

@@ -47,7 +47,7 @@ class BoundStep:
         self.find_kv = weakref.ref(call.slots.kv)
         self.launched = call.launched
         self.dtype, self.mode = call.slots.dtype, call.slots.mode
-        (B, H, _), D = call.slots.positions.shape, call.slots.kv.sizes[0]
+        (B, H, _), D = call.slots.positions.shape, call.slots.kv.sizes[0]  # D: size of a key
         self.query, self.out = (B, H, call.group, D), (B, 1, -1)
 
     def takes_call(self, attn: Any, q: Tensor) -> bool:
@@ -109,7 +109,7 @@ class FusedByTorch(Fused):
         N, kv = self.heads[0], self.slots.kv  # N is B*H
         self.kv, self.C, self.find_kv = kv, kv.width, weakref.ref(kv)
         self.keys_NCW, self.values_NCW = (entries.view(N, self.C, entries.shape[-1]) for entries in (kv.keys, kv.values))
-        self.key_codec, self.value_codec = kv.codecs[0].of(slice(None)), kv.codecs[1].of(slice(None))
+        self.key_codec, self.value_codec = kv.codecs[0].of(slice(None)), kv.codecs[1].of(slice(None))  # of all heads
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run the layer's decode step: count the token, write its key and value, and return the output [B,1,H*G*D].
@@ -119,7 +119,7 @@ class FusedByTorch(Fused):
         """
         self.count(v)
         T = self._write_token(cache, k, v)
-        if not self.observes and self.key_codec.exact:
+        if not self.observes and self.key_codec.exact:  # no rounding, no probabilities: torch's fused attention
             keys, values = (t if T == self.C else t.narrow(2, 0, T) for t in (self.kv.keys, self.kv.values))
             return F.scaled_dot_product_attention(q.view(self.query), keys, values, scale=self.geometry.scale).reshape(self.out)
         p_NGT, keys_NTW, values_NTW = self.p_NGC, self.keys_NCW, self.values_NCW
@@ -128,7 +128,7 @@ class FusedByTorch(Fused):
         if self.observes and p_NGT is None:
             assert self.stack is not None
             p_NGT = self.stack.view_probabilities(self.call, self.dtype).flatten(0, 1)
-        x = dot(q.reshape(self.heads) * self.geometry.scale, keys_NTW, self.key_codec)
+        x = dot(q.reshape(self.heads) * self.geometry.scale, keys_NTW, self.key_codec)  # logits; dot and mix decode
         return mix(torch.softmax(x, -1, out=p_NGT), values_NTW, self.value_codec, self.dtype).reshape(self.out)
 
     def _write_token(self, cache: TextState, k: Tensor, v: Tensor) -> int:
@@ -178,7 +178,7 @@ class FusedByKernels(Fused):
             newest_B, tau = stack.newest_B, stack.tau
         else:
             newest_B = cache.running.positions_on(slots.device)[:, 0]
-            self.mode.free_BH = cache.running.index_column(slots.used, slots.positions)
+            self.mode.free_BH = cache.running.index_column(slots.used, slots.positions)  # the next column
             slots.open_column({})
         return self.step(q.view(self.query), k, v, slots, newest_B, self.geometry, self.rule, tau).view(self.out)
 
@@ -194,7 +194,7 @@ def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
     needs_full_step = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered
     if needs_full_step or cache.settings.record or first.bound_adapter.autocast or torch.is_grad_enabled():
         return
-    steps = find_steps(cache)
+    steps = find_steps(cache)  # where the cache keeps Calls and bound steps from pass to pass
     between = [_bind_layer(steps, layer, q_BHGD, stack) for layer in range(1, len(cache.layers) - 1)]
     steps.now, steps.running = now, [None, *between, None]
 
@@ -239,7 +239,7 @@ def _bind_alone(call: Call, q_BHGD: Tensor) -> BoundStep:
     """
     slots = call.slots
     stores_state = call.policy.stores or call.policy.keeps_norms  # numbers that the policy stores with each token
-    scores = call.observes or slots.statistics or (call.evicts and stores_state)
+    scores = call.observes or slots.statistics or (call.evicts and stores_state)  # statistics: sums of attention
     if not isinstance(slots.mode, Appending) or scores or call.shares_keys:
         return Unbound(call, None)
     if decode.choose_backend(call, q_BHGD) == "triton":  # its first launch, which may fail, is decode.run_step's

@@ -338,7 +338,7 @@ def _compress_layer(
     """
     slots, now = call.slots, call.now
     # plan: do decode steps evict (`evicts`), any number of tokens (`moves`), and do heads differ in when they begin to
-    keep = [[call.rule.bound(n) for n in row] for row in keep]
+    keep = [[call.rule.bound(n) for n in row] for row in keep]  # a budget that follows the text has no bound
     counts, keeps = ([n for row in rows for n in row] for rows in (count, keep))
     room = [k - n for k, n in zip(keeps, counts, strict=True)]  # tokens that each head may still add
     evicts = now.final and call.policy.schedule != "prompt"
@@ -359,13 +359,13 @@ def _compress_layer(
     for need in call.needs:
         need.end(call, slots.state, evicting)
     if not now.final:  # the next block is appended
-        _move_kept(call, index, kept, values, Layout([longest + now.reserve]))
+        _move_kept(call, index, kept, values, Layout([longest + now.reserve]))  # room for the next block
         return
     slots.keep_BH1 = _fill_counts(call, keep)[..., None].clone()  # a copy, since the layer may write to it
     # move the kept tokens to new buffers, and set the mode in which decode steps go on
     every = call.policy.every
     goals = [k + every for k in keeps] if evicts else None  # slots of each head at which it evicts
-    exactly = call.cache.request.room is not None or every > 1
+    exactly = call.cache.request.room is not None or every > 1  # buffers cannot grow later
     layout = plan(counts, goals, lambda tokens: max(_count_spare(call, tokens), slots.waiting_slots), exactly)
     _move_kept(call, index, kept, values, layout)
     if moves:
@@ -499,7 +499,7 @@ def set_limits(call: Call) -> list[int]:
             (*size[:-1], min(b, size[-1] + more))
             for size, b, more in zip(sizes, _list_budgets(call), _set_quotas(call), strict=True)
         )
-    slots.limits = cache.limits(sizes, device)
+    slots.limits = cache.limits(sizes, device)  # one object for all layers of equal sizes
     _warn_of_cut_sizes(call)
     return [size[-1] for size in sizes]
 

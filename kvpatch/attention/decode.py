@@ -36,7 +36,7 @@ def run_step(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int,
         k_BH1D, v_BH1D = k_BH1D.detach(), v_BH1D.detach()
     # begin: make room for the token, and find the backend
     if stack is not None:
-        entry, name = stack.begin(call, k_BH1D, v_BH1D), stack.backend
+        entry, name = stack.begin(call, k_BH1D, v_BH1D), stack.backend  # the first layer begins the step for all
     else:
         entry, name = _begin_step(call, k_BH1D, v_BH1D, positions_B1), choose_backend(call, q_BHGD)
     # write the token and attend, by Triton or by torch
@@ -69,7 +69,7 @@ def run_step(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int,
             t,
             evicted_by_kernels,
         )
-        stack.share_free()
+        stack.share_free()  # to the layers
     return out
 
 
@@ -105,7 +105,7 @@ def _begin_step(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor
     """
     slots = call.slots
     if not call.now.traced:
-        slots.make_room()
+        slots.make_room()  # larger buffers if a head has no free slot
         if call.now.recording:
             slots.log_undo(call.cache.shared)
         slots.seen += 1
@@ -139,11 +139,11 @@ def _end_step(
                 log[-1].notes[need.name] = note.overwritten_by(step.positions_B1)
             run(step)
     if evicted_by_kernels:
-        call.slots.follow_kernels()
+        call.slots.follow_kernels()  # counts the token
     elif call.evicting:
         _evict_over_budget(call, newest_B11, t)
     else:
-        call.slots.advance()
+        call.slots.advance()  # the slot after the new token's is free next
     if call.evicts:
         call.note_evictions(newest_B11)
 
@@ -206,7 +206,7 @@ def _run_kernels(
         evicting = call.evicting and not (appends or call.rule.moves or call.shares_keys)
         if appends:
             slots.mode.free_BH = call.now.index_column(slots.used, slots.positions)
-            slots.open_column(entry)
+            slots.open_column(entry)  # writes the state, counts the column as used
         else:
             slots.write_entry(entry)
             if call.now.recording:
@@ -220,7 +220,7 @@ def _run_kernels(
             out = step()
         else:
             restored = (slots.positions, slots.mode.free_BH, *slots.state.values())  # if the launch fails
-            out = call.cache.choice.attempt(*_describe_case(call, q_BHGD), step, restored)
+            out = call.cache.choice.attempt(*_describe_case(call, q_BHGD), step, restored)  # None if the launch fails
     call.launched = out is not None
     if out is None:
         slots.used -= appends  # give the opened column back
@@ -284,9 +284,9 @@ def _evict_over_budget(call: Call, newest_B11: Tensor, t: int) -> None:
     victims_BHE = find_victims(call.policy.eviction_keys(context, None), empty, every)  # slots
     if not slots.holes:
         if every > 1:
-            slots.drop(victims_BHE)
+            slots.drop(victims_BHE)  # last tokens move into the columns of the dropped
         else:
-            slots.free(victims_BHE[..., 0])
+            slots.free(victims_BHE[..., 0])  # the next token goes there
         return
     # heads below budget have empty slots for the next token, and evict nothing
     over_BH = (positions >= 0).sum(-1) >= slots.own_budget_BH1[..., 0] + every

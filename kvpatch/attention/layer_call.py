@@ -286,11 +286,11 @@ class Call(LayerRead):
             return q_BHGQD, replace(keys, positions_BHT=places.masked_fill(positions < 0, -1))
         table = self.now.table
         q = self.bound_adapter.rotate(q_BHGQD.flatten(1, 2), q_ranks.repeat_interleave(self.group, 1), table)
-        codec, codecs = keys.codecs[0], (EXACT[0], keys.codecs[1])
+        codec, codecs = keys.codecs[0], (EXACT[0], keys.codecs[1])  # the new keys are not rounded
         if keys.head_offsets is None:
             k = self.bound_adapter.rotate(codec.decode(keys.k_BHTD), ranks, table)
         else:  # keys of all heads lie end to end [F,D]
-            head, column = keys.head_offsets.places()
+            head, column = keys.head_offsets.places()  # of each entry: its head, of B*H, and its place in that
             k = codec.of(head).decode(keys.k_BHTD[:, None])[:, 0]
             k = self.bound_adapter.rotate(k[None, None], ranks.flatten(0, 1)[head, column][None, None], table)[0, 0]
         return q.reshape(q_BHGQD.shape), replace(keys, k_BHTD=k, codecs=codecs)
@@ -336,9 +336,9 @@ class Call(LayerRead):
             parallel=self.settings.parallel,
             keep_BH1=slots.keep_BH1,
             lost_BH1=slots.lost_BH1,
-            norms=self._stored_norms,
+            norms=self._stored_norms,  # called by a TwoStage selection
             needs=self.needs,
-            layer_read=self,
+            layer_read=self,  # what the views of needs read
         )
 
     def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -424,7 +424,7 @@ class Call(LayerRead):
             later_BW = positions_BW.amax(1, keepdim=True) - positions_BW
             q_BHGWD, keys = self.renumber(q_BHGWD, keys, positions_BW, later_BQ=later_BW)
             k, positions = keys.k_BHTD, keys.positions_BHT
-        x = window_logits(q_BHGWD, k, positions, positions_BW, geometry)
+        x = window_logits(q_BHGWD, k, positions, positions_BW, geometry)  # without a mask
         key_positions, rows = self.positions_BHT[:, :, None, None], positions_BW[:, None, None, :, None]
         seen = keep_in_window(candidate[:, :, None, None], geometry.sliding, key_positions, rows)
         # the least number rather than -inf: a query that sees no candidate is not NaN
@@ -533,7 +533,7 @@ class Call(LayerRead):
             seed=self.settings.seed,
             grouped="squares" in self.policy.needs.statistics,
         )
-        return {total.key: STATISTICS[total.key](block, total) for total in self.policy.needs.sums}
+        return {total.key: STATISTICS[total.key](block, total) for total in self.policy.needs.sums}  # one function each
 
     def add(self, sums: dict[str, Tensor]) -> None:
         """Add what a forward pass sums up of attention probabilities per key, `sums` [B,H,T] by name, to the layer's totals.
@@ -548,7 +548,7 @@ class Call(LayerRead):
             if attention_sum.across_layers:
                 self._add_shared(increment, self.positions_BHT, attention_sum.decay)
                 continue
-            total = slots.statistic(attention_sum.key)
+            total = slots.statistic(attention_sum.key)  # [B,H,C], zeros at first
             if total.shape[2] != increment.shape[2]:  # buffers have columns for coming tokens
                 total = total[:, :, : increment.shape[2]]
             if attention_sum.decay != 1.0:

@@ -34,7 +34,7 @@ def read_prompt(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> 
     """
     slots, now = call.slots, call.now
     positions_BQ, rows_BQ = call.positions_BQ[:, : now.prompt], call.rows_BQ[:, : now.prompt]
-    slots.begin_prompt()
+    slots.begin_prompt()  # tokens are appended from now on
     # write the columns
     if now.lender is not None:
         _borrow(call, k_BHQD, v_BHQD)

@@ -72,7 +72,7 @@ class ReplayPass:
             alibi=geometry.slopes_HG is not None, window=geometry.sliding is not None and geometry.sliding < Q, gradients=True,
             special=geometry.special, value_dim=keys.v_BHTD.shape[-1],
         )  # fmt: skip
-        name = self.choice.of("replay", case)
+        name = self.choice.of("replay", case)  # and records the choice
         if name == "torch":
             return None
         inputs = q_BHGQD, keys.k_BHTD, keys.v_BHTD

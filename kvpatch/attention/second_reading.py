@@ -30,7 +30,7 @@ def reread_chunk(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_
         call.share_keys(_join_keys(call, held, k_BHQD, v_BHQD))
     for reader in call.needs:  # a need (what the policy reads) may keep these queries
         reader.read_again(call, q_BHGQD, call.positions_BQ, repeat.tokens_B)
-    need = call.policy.needs.find(SecondReading)
+    need = call.policy.needs.find(SecondReading)  # None for Refit, which only keeps queries
     if not call.evicts or need is None:
         return prefill.attend_to(call, q_BHGQD, _join_keys(call, held, k_BHQD, v_BHQD), call.rows_BQ).out
     by_outputs = need.by_outputs

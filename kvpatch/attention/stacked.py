@@ -70,7 +70,7 @@ class LayerStack:
         if first.mode.slotted:  # tokens go into free slots, else they are appended until heads reach their budget
             slots.mode = Evicting(torch.cat([layer.mode.free_BH for layer in layers]))
         else:
-            slots.mode = Filling(first.mode.filling)
+            slots.mode = Filling(first.mode.filling)  # filling: steps until then
         # all C slots are in use when heads evict: `every` tokens at once
         slots.keep_BH1 = torch.full((len(slots.positions), 1, 1), self.C - first.every, device=first.device)
         if first.limits is not None:
@@ -142,7 +142,7 @@ class LayerStack:
         self.slots.seen += 1
         if self.backend != "triton":
             self.slots.write_position(self.call.positions_BQ)
-        if blank := self.slots.make_blanks():
+        if blank := self.slots.make_blanks():  # zeros for state that few tokens have
             self.slots.write_entry(blank)
         if self.call.policy.entry_by_position:
             like = torch.empty(1, device=self.slots.device).expand(len(self.slots.positions), self.H, 1, 1)
