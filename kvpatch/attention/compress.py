@@ -338,7 +338,7 @@ def _compress_layer(
     """
     slots, now = call.slots, call.now
     # plan: do decode steps evict (`evicts`), any number of tokens (`moves`), and do heads differ in when they begin to
-    keep = [[call.rule.bound(n) for n in row] for row in keep]  # a budget that follows the text has no bound
+    keep = [[call.rule.bound(n) for n in row] for row in keep]  # at most, while decoding
     counts, keeps = ([n for row in rows for n in row] for rows in (count, keep))
     room = [k - n for k, n in zip(keeps, counts, strict=True)]  # tokens that each head may still add
     evicts = now.final and call.policy.schedule != "prompt"
@@ -365,7 +365,7 @@ def _compress_layer(
     # move the kept tokens to new buffers, and set the mode in which decode steps go on
     every = call.policy.every
     goals = [k + every for k in keeps] if evicts else None  # slots of each head at which it evicts
-    exactly = call.cache.request.room is not None or every > 1  # buffers cannot grow later
+    exactly = call.cache.request.room is not None or every > 1  # all spare slots at once
     layout = plan(counts, goals, lambda tokens: max(_count_spare(call, tokens), slots.waiting_slots), exactly)
     _move_kept(call, index, kept, values, layout)
     if moves:

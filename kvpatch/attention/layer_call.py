@@ -218,7 +218,7 @@ class Call(LayerRead):
         return {name: tensor[:, :, offset : offset + 1] for name, tensor in slots.ahead[1].items()}
 
     def keys(self, past: int, contents: bool = True) -> Keys:
-        """Return the keys and values of the used slots, in the form that backends attend to, when a prompt or step attends.
+        """Return the keys and values of the used slots, in the form that backends attend to, for `read_prompt` and `run_step`.
 
         Changes nothing; the tensors are views, or unpacked copies of rounded storage. past: number of slots that were used
         before the prompt's columns. contents: False if only shapes are asked for, to choose a backend: storage that is not in

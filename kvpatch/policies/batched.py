@@ -38,7 +38,7 @@ class Batched:
     def cat(cls: type[Owner], parts: Sequence[Owner]) -> Owner:
         """Join objects of one class, from several caches, into a new one with the rows of all, as caches are concatenated.
 
-        Fields that are no tensors are those of parts[0]. concat.py calls it for the notes of layers.
+        Fields that are no tensors are those of parts[0]. `EvictingCache.concatenate` comes here for the notes of layers.
         """
         new = copy.copy(parts[0])
         for name, value in vars(parts[0]).items():

@@ -134,7 +134,7 @@ class TriAttention(CalibratedScore):
         """
         assert self.calibration is not None and isinstance(context.layer, int)
         H = keys.shape[1]
-        first = context.parallel.first(H)
+        first = context.parallel.first(H)  # index of this process's first head
         statistics = {name: self.calibration.of(context.layer, name, keys) for name in self.calibrated}
         return [x[first : first + H] if MEASURES[name].shape[0] == "H" else x for name, x in statistics.items()]
 

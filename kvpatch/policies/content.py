@@ -154,7 +154,7 @@ class LagKV(Score):
     def _rank_tokens(self, tensors: list[Tensor]) -> Tensor:
         """Rank tokens in each partition but the last, by deviation relative to the next one's range: [B,H,(P-1)*lag].
 
-        tensors: keys, values [B,H,P*lag,D], in text order.
+        `value` calls it. tensors: keys, values [B,H,P*lag,D] in text order, of P partitions of `lag` tokens.
         """
         shares = []
         for tensor in tensors:
@@ -264,7 +264,7 @@ class Compactor(Leverage):
         """
         position = context.positions_BHT
         among = (position >= context.limits.first.clamp(min=0)) & (position <= context.recent_B11)  # the candidates
-        attention = context.view(ChunkAttention)
+        attention = context.view(ChunkAttention)  # [B,H,T], inside chunks
         size = torch.linalg.vector_norm(context.view(Held)[1], dim=-1, dtype=attention.dtype)
         order, _ = sort_by_position(position)
         weight = (attention * size).masked_fill(~among, 0.0).gather(-1, order)

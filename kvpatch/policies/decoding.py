@@ -148,7 +148,7 @@ class Redundancy(RecentScore):
         keys, position = context.view(Held)[0], context.positions_BHT
         keys, real = keys.to(accumulator(keys.dtype)), position >= 0
         unit = (keys / (torch.linalg.vector_norm(keys, dim=-1, keepdim=True) + _TINY)).masked_fill(~real[..., None], 0.0)
-        total = (unit @ unit.sum(2)[..., None]).squeeze(-1) - unit.square().sum(-1)
+        total = (unit @ unit.sum(2)[..., None]).squeeze(-1) - unit.square().sum(-1)  # of the cosines to all others
         if self.alike is not None:
             total = total - _sum_last_repeats(unit, position, self.alike)
         return (total / real.sum(-1, keepdim=True)).masked_fill(~real, -torch.inf).softmax(-1)

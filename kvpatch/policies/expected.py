@@ -62,7 +62,7 @@ class ExpectedAttention(Score):
 
         `Policy.eviction_keys` calls it as a prompt ends. Views: Held gives keys and values, QueryMoments a mean and covariance.
         """
-        keys, values = context.view(Held)
+        keys, values = context.view(Held)  # of the slots [B,H,T,D]
         dtype = accumulator(keys.dtype)
         # sinks are kept in any case; empty slots are at position -1
         outside = context.positions_BHT < context.limits.first

@@ -23,7 +23,7 @@ def list_features(k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> Tenso
         v_BHQD: values; F is their size and 4 more.
         positions_BQ: int64; -1 for padding.
     """
-    k, v = (tensor.to(accumulator(tensor.dtype)) for tensor in (k_BHQD, v_BHQD))
+    k, v = (tensor.to(accumulator(tensor.dtype)) for tensor in (k_BHQD, v_BHQD))  # accumulator: at least float32
     log_position = positions_BQ.clamp(min=0).to(v.dtype).log1p()[:, None].expand(v.shape[:3])
     sizes = torch.linalg.vector_norm(k, dim=-1), torch.linalg.vector_norm(v, dim=-1)
     return torch.cat([v, torch.stack([*sizes, log_position, torch.ones_like(log_position)], -1)], -1)

@@ -180,7 +180,7 @@ def measure_pairs(x: Tensor, pairs_P2: Tensor) -> Tensor:
 
 
 def _sum_products(sample: Sample) -> Totals:
-    """Return, for "direction" (a row of MEASURES), the sums of q q^T [H,D,D] and q [H,D] over a piece of text, by KV head."""
+    """Return the sums of q q^T [H,D,D] and q [H,D] over a piece of text, for `Measure.add_piece` of the row "direction"."""
     assert sample.q_HGQD is not None
     q = sample.q_HGQD.flatten(1, 2).float()
     return q.transpose(1, 2) @ q, q.sum(1)

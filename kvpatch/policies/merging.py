@@ -88,7 +88,7 @@ class Merge(Merging):
         kept token with the greatest cosine of their keys.
         """
         dtype, D, index_BHK = accumulator(v_BHTD.dtype), v_BHTD.shape[-1], kept.index_BHK
-        evicted_BHT = kept.live_BHT & ~kept.stays_BHT
+        evicted_BHT = kept.live_BHT & ~kept.stays_BHT  # live: later queries could see the token
         unit = k_BHTD.to(dtype)
         unit = unit / torch.linalg.vector_norm(unit, dim=-1, keepdim=True).clamp_min(_EPS)
         kept_unit = kept.gather(unit).flip(2)  # newest first: of equal cosines max() takes the first

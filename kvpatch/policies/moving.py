@@ -149,7 +149,7 @@ class Mass(Rule):
         refuse("weighed budget", FeatureSet(policy, k=self))
         if self.ceiling is None:
             _check_sizes(self, policy, "add a ceiling, which it is then a share of: k=Mass(0.95, ceiling=0.5)")
-        refuse("Mass", FeatureSet(policy, k=self))
+        refuse("Mass", FeatureSet(policy, k=self))  # raises by the table REFUSED
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the tokens [B,H,1] that each head keeps, and the sum of the scores that it has evicted so far, or None.

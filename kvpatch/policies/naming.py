@@ -54,7 +54,7 @@ def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -
     """
     check_policy(name, options)
     combinations, base = split_combination(name)
-    policy = match_name(base, FACTS)
+    policy = match_name(base, FACTS)  # in any spelling
     if policy is None:
         raise KVPatchError(f"Policy {base!r} is none of the table: give one of {', '.join(FACTS)}.")
     fact = FACTS[policy]
@@ -75,7 +75,7 @@ def suggest_policy(name: object, known: Collection[str]) -> str:
     """Return ``" Did you mean 'refit(h2o)'?"`` for the error of `refuse_name` about an unknown policy; "" if none is near."""
     combinations, base = [], str(name)
     while (call := _CALL.fullmatch(base)) is not None:
-        combinations.append(find_nearest(call[1], COMBINATIONS))
+        combinations.append(find_nearest(call[1], COMBINATIONS))  # None if none is near
         base = call[2]
     parts = [*combinations, find_nearest(base, known)]
     return "" if None in parts else f" Did you mean {'('.join(map(str, parts)) + ')' * len(combinations)!r}?"
@@ -89,7 +89,7 @@ def check_policy(name: str, options: Collection[str] | None = None) -> None:
     """
     combinations, name = split_combination(name)
     if (known_as := match_name(name, FACTS)) is None:
-        if name in _list_registered():
+        if name in _list_registered():  # a policy that the program has registered
             return
         raise refuse_name(name, FACTS)
     known = {**FACTS[known_as].list_options(), **{key: None for outer in combinations for key in COMBINATIONS[outer].options}}

@@ -31,7 +31,7 @@ def call_value(score: Score, policy: str, context: EvictionContext) -> Tensor:
     Raises:
         KVPatchError: the method raised an error, or returned anything else.
     """
-    where = _name_method(score, "value(context)", policy)
+    where = _name_method(score, "value(context)", policy)  # for messages
     wanted = f"a float tensor {_format_shape(context.positions_BHT, 'B,H,T')}, the shape of context.positions_BHT"
     result = _run_method(where, wanted, lambda error: _name_missing_need(error, context), score.value, context)
     if not isinstance(result, Tensor) or result.shape != context.positions_BHT.shape:

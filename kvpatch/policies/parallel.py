@@ -39,7 +39,8 @@ class Parallel:
     def gather_heads(self, own_BH: Tensor, empty: int | None = None) -> Tensor:
         """Gather the [B,H,...] of all processes into [B,size*H,...], heads in order, for decisions over all heads of a layer.
 
-        All processes must call it, and wait for each other; one alone gets its tensor back. empty: fills each last axis up to
+        `_share_budget` and scores of whole layers call it, in all processes, which wait for each other. One alone gets its
+        tensor back. empty: fills each last axis up to
         the longest of any process; None promises that the axes are equally long.
         """
         if self.size == 1:

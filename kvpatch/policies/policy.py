@@ -84,19 +84,19 @@ class Policy:
         if not isinstance(self.name, str) or not self.name:
             raise KVPatchError(f"name={self.name!r} is no name of a policy: give a text such as 'my_policy'.")
         if self.schedule not in SCHEDULES:
-            meant = suggest(self.schedule, SCHEDULES)
+            meant = suggest(self.schedule, SCHEDULES)  # the nearest name, for the message
             raise KVPatchError(f"schedule={self.schedule!r} must be one of {', '.join(map(repr, SCHEDULES))}.{meant}")
         if self.schedule not in self.score.schedules:
             why, use = _explain_schedules(self.score.schedules), " or ".join(map(repr, self.score.schedules))
             raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {why}; use schedule={use}.")
-        _check_members(self.score)
+        _check_members(self.score)  # it defines value()
         object.__setattr__(self, "needs", Needs.of((self.score, self.scope, *([self.merging] if self.merging else []))))
         check_count("every", self.every, "tokens that decode steps evict at once")
         for part in (self.over_heads, self.selection, self.merging):
             if part is not None and self.schedule not in part.schedules:
                 use = " or ".join(map(repr, part.schedules))
                 raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {part.only_then}; use schedule={use}.")
-        refuse_pairs(FeatureSet(self))
+        refuse_pairs(FeatureSet(self))  # features that exclude each other
         for one in (*self._list_parts(), *self.needs):
             one.check()
         check_names(self.needs.statistics, self.name)

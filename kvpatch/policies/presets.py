@@ -160,7 +160,7 @@ def _combine_parts(prefix: str, base: str | Policy, **part: Any) -> Policy:
 
     Raises KVPatchError if the base never evicts, or has a part of another class in a place that one of `part` takes.
     """
-    policy = base if isinstance(base, Policy) else get_policy(base)
+    policy = base if isinstance(base, Policy) else get_policy(base)  # a name is looked up
     if not policy.evicts:
         raise KVPatchError(f"{prefix}({policy.name!r}): {policy.name!r} never evicts, so there is nothing to combine.")
     for name, does in (("over_heads", "shares a budget by"), ("selection", "selects by"), ("merging", "changes values by")):

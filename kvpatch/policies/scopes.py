@@ -210,7 +210,7 @@ class DeviationScope(Scope):
         prompt that the policy keeps whole (`any_prompt`) is not among the former. `Policy.eviction_keys` calls it.
         """
         position, limits = context.positions_BHT, context.limits
-        mean, n_rows = context.mean, context.rows_seen
+        mean, n_rows = context.mean, context.rows_seen  # of attention; query rows that could see each token
         # variances rank tokens as their square roots do
         variance = (context.state["squares"] / n_rows).sub_(mean * mean).clamp_min_(0)
         ranked = score_keys(variance, position, signed=False)

@@ -96,7 +96,7 @@ def find_victims(keys: Tensor, empty: Tensor | None, count: int) -> Tensor:
 
 
 def mask_top(keys: Tensor, count_B11: Tensor, count: int | None) -> Tensor:
-    """Return True for the tokens with the highest keys of each head, bool [B,H,T], for scopes, selections and shared budgets.
+    """Return True for the tokens with the highest keys of each head, bool [B,H,T]: for `DeviationScope.mask` and others.
 
     Args:
         keys: eviction or score keys (the module says what they are) [B,H,T], all different within a head.

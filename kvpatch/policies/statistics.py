@@ -113,7 +113,7 @@ def _sum_area(block: Block, need: Any) -> Tensor:
     A row at position p could have a window of its 0 to p newest tokens; (p - key + 1) / (p + 1) of these lengths do not reach
     the key. The statistic "area": `Call.sums` calls it as `kvpatch calibrate` reads a text, for WholeHeads.
     """
-    _, row_NR, key_NM = block.place()
+    _, row_NR, key_NM = block.place()  # positions of query rows and of keys
 
     def weigh(rows: slice) -> Tensor:
         row_NR1 = row_NR[:, rows, None]

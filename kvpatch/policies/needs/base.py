@@ -273,7 +273,7 @@ class Need(Generic[View]):
 
         None: any size. sizes: of axes by letter; a field's name ends with its axes, as in q_BHGWD.
         """
-        letters = {"1": 1, **sizes, **self.sizes}
+        letters = {"1": 1, **sizes, **self.sizes}  # size of each axis
         named = [] if self.note is None else [field.name for field in fields(self.note)]  # type: ignore[arg-type]
         return {name: tuple(letters.get(letter) for letter in name.rpartition("_")[2]) for name in named}
 

@@ -92,7 +92,7 @@ class LastLogits:
     counted_BW: Tensor
 
     def mean(self, p_BHWT: Tensor) -> Tensor:
-        """Average the last queries' attention p_BHWT, for Redundancy and the like: [B,H,T]; 0 for tokens not before these.
+        """Average the last queries' attention p_BHWT, as `Redundancy.value` asks: [B,H,T]; 0 for tokens not before these.
 
         Queries whose own tokens the budget has no room for do not count.
         """

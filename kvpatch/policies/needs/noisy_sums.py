@@ -54,7 +54,7 @@ class NoisySums(Sums):
             raise KVPatchError(f"damping={self.decay!r} must be in [0, 1]; 1.0 does not damp.")
 
     def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
-        """Return the temperature tau that divides noisy logits before their softmax, for a prompt or a decode step.
+        """Return the temperature tau that divides noisy logits before their softmax, for `Needs.temperature`.
 
         Args:
             step: number of the decode step; 0 for the rows of the prompt.
@@ -69,7 +69,7 @@ class NoisySums(Sums):
 
     def draw_for_rows(self, block: Block) -> Tensor:
         """Draw noise [N,G,R,M] for each query and key of a block of rows, for `_sum_noisy` under resample=True."""
-        head, row, key = block.place()
+        head, row, key = block.place()  # numbers of query heads, positions of rows and keys
         head, row, key = head[:, :, None, None], row[:, None, :, None], key[:, None, None, :]
         return self._distribute_noise(noise.uniform(block.seed, block.layer, head, row, key))
 

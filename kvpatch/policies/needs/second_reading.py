@@ -55,7 +55,7 @@ class Rereading(Need[View]):
         self._split_instruction()
 
     def cut_pieces(self, ids: list[int]) -> Iterator[tuple[int, int, list[int]]]:
-        """Cut a prompt into pieces that the model reads again before it is evicted: yield (start, stop, token ids to feed).
+        """Cut a prompt into pieces that the model reads again (`read_again`): yield (start, stop, token ids to feed).
 
         These are an instruction to repeat, which for later pieces ends with the tokens before the piece; then ids[start:stop].
         """
