@@ -53,7 +53,7 @@ def check_value(call: Call, value_BHT: Tensor) -> None:
 def check_cache(cache: TextState) -> None:
     """Raise KVPatchError if the cache breaks its invariants: that is a defect of kvpatch.
 
-    `_run_call` calls it under strict=True after the last layer of each pass.
+    `_run_call` calls it under strict=True after the last layer of each pass. Changes nothing.
     """
     try:
         invariants.check_cache(cache)

@@ -195,10 +195,10 @@ class Call(LayerRead):
         return rows
 
     def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-        """Return by name the state that `_begin_step` has written with one decoded token, for score and selection."""
+        """Return by name the state that is written with one decoded token, for score and selection. `_begin_step` asks for it."""
         if not self.evicts:
             return {}
-        entry = {**self.selection_entry(v_BH1D), **self.slots.make_blanks()}
+        entry = {**self.selection_entry(v_BH1D), **self.slots.make_blanks()}  # blanks: zeros for state that few tokens have
         if not self.policy.entry_by_position or self.now.traced:  # the state depends on the key, or cannot be kept for later
             return {**self.score_entry(k_BH1D, v_BH1D, positions_B1), **entry}
         return {**self.entry_ahead(k_BH1D, positions_B1), **entry}

@@ -110,7 +110,7 @@ class TriAttention(CalibratedScore):
         check_count("reach", self.reach, "positions")
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return how much queries at coming positions will attend to each key, as calibrated, [B,H,T], for `eviction_keys`."""
+        """Return how much coming queries will attend to each key [B,H,T]. `Policy.eviction_keys` calls it at each eviction."""
         keys = context.view(Held)[0]
         keys = keys.to(accumulator(keys.dtype))
         # mean and norm: of queries; pairs: channels that rotate together; turn: each pair's angle per position
@@ -128,9 +128,9 @@ class TriAttention(CalibratedScore):
         return _standardize_scores(x, context).amax(2)
 
     def _read_statistics(self, context: EvictionContext, keys: Tensor) -> list[Tensor]:
-        """Return the calibrated statistics of the layer, in the order of `calibrated`, for `value`. keys: for device and dtype.
+        """Return the calibrated statistics of the layer, in the order of `calibrated`, for `value` at an eviction.
 
-        Those with an axis of heads ("H") are cut to the heads of this process.
+        Those with an axis of heads ("H") are cut to the heads of this process. keys: for device and dtype.
         """
         assert self.calibration is not None and isinstance(context.layer, int)
         H = keys.shape[1]
@@ -142,7 +142,8 @@ class TriAttention(CalibratedScore):
 def _standardize_scores(x_BHGT: Tensor, context: EvictionContext) -> Tensor:
     """Scale each query head's logits to mean 0 and deviation 1, so that `TriAttention.value` can compare heads of a group.
 
-    Mean and deviation leave out empty slots, and the prompt where a policy evicts generated tokens alone.
+    That is at an eviction. Mean and deviation leave out empty slots, and the prompt where a policy evicts generated tokens
+    alone.
     """
     counted = context.positions_BHT >= (context.limits.prompt.clamp(min=0) if context.limits.any_prompt else 0)
     counted = counted[:, :, None]

@@ -45,7 +45,7 @@ class KeyDiff(Score):
     needs = (Held(),)
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return minus the cosine of each key to the mean direction of the head's keys, [B,H,T], for `eviction_keys`."""
+        """Return minus each key's cosine to the head's mean key [B,H,T]. `Policy.eviction_keys` calls it at each eviction."""
         keys = context.view(Held)[0]
         direction = F.normalize(keys.to(accumulator(keys.dtype)), dim=-1)
         if context.empty:
@@ -86,14 +86,14 @@ class Cur(Score):
         return {name: t.to(dtype).square().sum(-1) for name, t in (("key_square", new.k_BHQD), ("value_square", new.v_BHQD))}
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return each token's share of its window's squared norms [B,H,T], keys and values combined, for `eviction_keys`."""
+        """Return each token's share of its window's squared norms [B,H,T], for `Policy.eviction_keys` at each eviction."""
         order, _ = sort_by_position(context.positions_BHT)
         K, V = (self._compare_neighbours(context.state[name], order, context) for name in ("key_square", "value_square"))
         combined = {"product": K * V, "mean": (K + V) / 2, "key": K, "value": V}[self.combine]
         return torch.empty_like(combined).scatter_(-1, order, combined)
 
     def _compare_neighbours(self, square: Tensor, order: Tensor, context: EvictionContext) -> Tensor:
-        """Divide each token's squared norm by the sum over its window of neighbours, for `value`: [B,H,T] in text `order`."""
+        """Divide each squared norm by the sum over the token's window, for `value` at an eviction: [B,H,T] in text `order`."""
         T = square.shape[-1]
         square = square.masked_fill(context.positions_BHT < 0, 0.0) if context.empty else square
         windows = F.pad(square.gather(-1, order), (0, -T % self.window)).unflatten(-1, (-1, self.window))
@@ -195,7 +195,7 @@ class Leverage(Score):
         return self._find_leverage(context, context.positions_BHT >= 0)
 
     def _find_leverage(self, context: EvictionContext, among_BHT: Tensor) -> Tensor:
-        """Return, for `value`, the leverage [B,H,T] of each key among the keys of the tokens `among_BHT`; 0 for others."""
+        """Return, for `value` as a prompt ends, the leverage [B,H,T] of each key among those of `among_BHT`; 0 for others."""
         keys, real = context.view(PlainKeys), among_BHT[..., None]
         keys = keys.masked_fill(~real, 0.0)
         keys = (keys - keys.sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)).masked_fill(~real, 0.0)
@@ -276,7 +276,7 @@ class Compactor(Leverage):
 def _standardize_among(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
     """Scale a part of `Compactor.value` to mean 0, deviation 1 over tokens `among_BHT` of all heads.
 
-    Processes that share the layer's heads exchange their scores: all must call this.
+    That is as a prompt ends. Processes that share the layer's heads exchange their scores: all must call this.
     """
     x = x_BHT.nan_to_num(0.0)  # one NaN would make all heads NaN
     among = everyone.gather_heads(among_BHT.to(x.dtype), empty=0)

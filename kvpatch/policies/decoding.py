@@ -95,7 +95,7 @@ class RecentScore(Score):
         check_pooling(self.kernel, self.pooling)
 
     def _pool_scores(self, score_BHT: Tensor, candidate_BHT: Tensor, context: EvictionContext) -> Tensor:
-        """Pool scores [B,H,T] over neighbouring candidates (tokens before the last queries), for `value`. 0 for others."""
+        """Pool scores [B,H,T] over neighbouring candidates (tokens before the last queries), for `value` at an eviction."""
         if self.pooling is None:
             return score_BHT
         order, _ = sort_by_position(context.positions_BHT)  # candidates first
@@ -144,7 +144,7 @@ class Redundancy(RecentScore):
         return self.weight * attention - (1 - self.weight) * self._find_redundancy(context)
 
     def _find_redundancy(self, context: EvictionContext) -> Tensor:
-        """Return, for `value`, how much each key repeats others [B,H,T]: the softmax of its mean cosine to the others."""
+        """Return, for `value` at an eviction, how much each key repeats others [B,H,T]: the softmax of its mean cosine."""
         keys, position = context.view(Held)[0], context.positions_BHT
         keys, real = keys.to(accumulator(keys.dtype)), position >= 0
         unit = (keys / (torch.linalg.vector_norm(keys, dim=-1, keepdim=True) + _TINY)).masked_fill(~real[..., None], 0.0)

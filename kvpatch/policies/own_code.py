@@ -26,7 +26,7 @@ def is_own(part: object) -> bool:
 
 
 def call_value(score: Score, policy: str, context: EvictionContext) -> Tensor:
-    """Call `value` of a user's score for `Policy.eviction_keys`; check and return the scores [B,H,T].
+    """Call `value` of a user's score for `Policy.eviction_keys`, at each eviction; check and return the scores [B,H,T].
 
     Raises:
         KVPatchError: the method raised an error, or returned anything else.

@@ -41,7 +41,7 @@ from .slopes import Pyramid
 
 
 def critical(base: str | Policy, **options: Any) -> Policy:
-    """Replace the selection of `base` by CriticalKV's two stages [CriticalKV Algorithm 1].
+    """Return a copy of `base` that selects tokens by CriticalKV's two stages [CriticalKV Algorithm 1].
 
     Args:
         base: a policy or the name of one.
@@ -57,7 +57,7 @@ def critical(base: str | Policy, **options: Any) -> Policy:
 
 
 def adaptive(base: str | Policy, **options: Any) -> Policy:
-    """Let the heads of a layer share the budget of `base` according to their scores [AdaKV].
+    """Return a copy of `base` under which the heads of a layer share one budget according to their scores [AdaKV].
 
     Args:
         base: a policy or the name of one.
@@ -73,7 +73,7 @@ def adaptive(base: str | Policy, **options: Any) -> Policy:
 
 
 def global_topk(base: str | Policy, **options: Any) -> Policy:
-    """Let the heads of all layers share one budget of `base` according to their scores.
+    """Return a copy of `base` under which the heads of all layers share one budget according to their scores.
 
     Args:
         base: a policy or the name of one.
@@ -90,7 +90,7 @@ def global_topk(base: str | Policy, **options: Any) -> Policy:
 
 
 def pyramid(base: str | Policy, **options: Any) -> Policy:
-    """Let the budgets of `base` fall linearly from the first layer to the last [PyramidKV].
+    """Return a copy of `base` whose budgets fall linearly from the first layer to the last [PyramidKV].
 
     Args:
         base: a policy or the name of one.
@@ -106,7 +106,7 @@ def pyramid(base: str | Policy, **options: Any) -> Policy:
 
 
 def chunked(base: str | Policy, **options: Any) -> Policy:
-    """Keep whole chunks of the prompt by the mean of their scores under `base` [ChunkKV].
+    """Return a copy of `base` that keeps whole chunks of the prompt by the mean of their scores [ChunkKV].
 
     Args:
         base: a policy or the name of one; its schedule becomes "prompt".
@@ -122,7 +122,7 @@ def chunked(base: str | Policy, **options: Any) -> Policy:
 
 
 def merged(base: str | Policy, **options: Any) -> Policy:
-    """Fold the values that `base` evicts at a prompt's end into the kept tokens whose keys are most alike [MergingPress].
+    """Return a copy of `base` that folds evicted values, as a prompt ends, into kept tokens with like keys [MergingPress].
 
     Args:
         base: a policy or the name of one; its schedule becomes "prompt".
@@ -138,7 +138,7 @@ def merged(base: str | Policy, **options: Any) -> Policy:
 
 
 def refit(base: str | Policy, **options: Any) -> Policy:
-    """Replace the values that `base` keeps at a prompt's end, to keep attention's outputs [Attention Matching].
+    """Return a copy of `base` that refits kept values, as a prompt ends, to keep attention's outputs [Attention Matching].
 
     The values are solved by regression over queries of a second reading of the prompt (as `kvzip` reads it): see Refit.
 
@@ -246,7 +246,7 @@ def get_policy(name: str) -> Policy:
 
 
 def register_policy(name: str, policy: Policy, *, exist_ok: bool = False) -> None:
-    """Register a policy under a name, for `patched(model, policy=name)` and the command line.
+    """Add a policy to the table POLICIES under a name, for `patched(model, policy=name)` and the command line.
 
     Args:
         name: an identifier.
@@ -275,7 +275,7 @@ def register_policy(name: str, policy: Policy, *, exist_ok: bool = False) -> Non
 
 
 def unregister_policy(name: str) -> None:
-    """Remove a policy from the registry, so that `patched` and the command line no longer know its name.
+    """Remove a policy from the table POLICIES, so that `patched` and the command line no longer know its name.
 
     Raises:
         KVPatchError: there is no policy of that name.

@@ -21,7 +21,7 @@ TURNS = ("all", "each", "first")
 
 
 def check_size(name: str, value: object) -> None:
-    """Raise KVPatchError, for `Scope.check`, unless an option is tokens (int >= 0) or a share of the budget (float <= 1)."""
+    """Raise KVPatchError, as `Scope.check` does, unless an option is tokens (int >= 0) or a budget's share (float <= 1)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise KVPatchError(f"{name}={value!r} must be a number of tokens (int) or a share of the budget (float).")
     if isinstance(value, float) and value > 1.0:
@@ -166,7 +166,7 @@ class Scope:
                 yield name, size, fits.get(name, budget - taken), taken + size + 1
 
     def mask(self, context: EvictionContext) -> Tensor | None:
-        """Return the protected tokens as a bool mask [B,H,T], or None if there are none, for `Policy.eviction_keys`."""
+        """Return the protected tokens as a bool mask [B,H,T], or None. `Policy.eviction_keys` calls it at each eviction."""
         position, limits = context.positions_BHT, context.limits
         protected = context.state.get("protect")
         if limits.any_newest:

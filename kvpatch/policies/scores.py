@@ -131,7 +131,7 @@ class Random(Score):
 
 
 def draw_anew(context: EvictionContext) -> Tensor:
-    """Draw a uniform number for each token [B,H,T], other ones at every eviction, for `value` of random scores. A pure hash."""
+    """Draw a uniform number for each token [B,H,T], for `value` of random scores; other ones at every eviction. A pure hash."""
     H = context.positions_BHT.shape[1]
     head = context.parallel.first(H) + torch.arange(H, device=context.positions_BHT.device)
     return noise.uniform(context.seed, context.layer, head[None, :, None], context.newest_B11, context.positions_BHT)
@@ -293,9 +293,10 @@ class Last(Score):
 
     @kernel_value(lambda score: "observed" if score.heads == "each" else None)
     def value(self, context: EvictionContext) -> Tensor:
-        """Return the newest row's attention [B,H,T], per KV head or averaged over the layer's, for `Policy.eviction_keys`.
+        """Return the newest row's attention [B,H,T], per KV head or averaged over the layer's.
 
-        "observed": what WindowAttention has written. everyone: the processes that share the layer's heads.
+        `Policy.eviction_keys` calls it at each eviction. "observed": what WindowAttention has written. everyone: the processes
+        that share the layer's heads.
         """
         last = context.state["observed"]
         if self.heads == "each":
@@ -316,7 +317,7 @@ class Last(Score):
 
 
 def check_pooling(kernel: object, pooling: object) -> None:
-    """Raise KVPatchError, for `check`, unless `kernel` is an odd number of tokens and `pooling` "max", "avg" or None."""
+    """Raise KVPatchError unless `kernel` is an odd number and `pooling` "max", "avg" or None, for `ObservationWindow.check`."""
     if type(kernel) is not int or not 1 <= kernel <= MAX_POSITION or kernel % 2 == 0:
         raise KVPatchError(f"kernel={kernel!r} must be an odd number of tokens, 1 to {MAX_POSITION}, so that lengths stay.")
     if pooling not in ("max", "avg", None):
@@ -374,7 +375,7 @@ class ObservationWindow(Score):
         return (position >= 0) & before if context.empty else before
 
     def _pool_scores(self, score: Tensor, position: Tensor, context: EvictionContext) -> Tensor:
-        """Pool scores [B,H,T], in text order, over `kernel` neighbouring tokens outside the window, for `value`."""
+        """Pool scores [B,H,T], in text order, over `kernel` neighbouring tokens outside the window, as `value` asks."""
         candidate = self._may_pool(position, context)
         if self.pooling == "avg":
             return F.avg_pool1d(score * candidate, self.kernel, stride=1, padding=self.kernel // 2)
@@ -422,7 +423,7 @@ class Defensive(ObservationWindow):
         return (pooled * (total / pooled_total.clamp_min(torch.finfo(pooled.dtype).tiny))).amax((1, 2))
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return the greatest pooled attention [B,H,T], but no less than its mean before the window, for `eviction_keys`."""
+        """Return the greatest pooled attention [B,H,T], but no less than its mean, for `Policy.eviction_keys`."""
         score, position = context.state["observed"], context.positions_BHT
         candidate = self._may_pool(position, context)
         mean = score.masked_fill(~candidate, 0.0).sum(-1, keepdim=True) / candidate.sum(-1, keepdim=True).clamp(min=1)

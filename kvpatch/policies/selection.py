@@ -28,7 +28,7 @@ LAST, FIRST = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
 
 
 def score_keys(score: Tensor, positions: Tensor, signed: bool) -> Tensor:
-    """Return int64 keys in [0, 2**62) that sort by (score, position), for `Policy.eviction_keys`.
+    """Return int64 keys in [0, 2**62) that sort by (score, position), for `Policy.eviction_keys` at each eviction.
 
     Args:
         score: float tensor; NaN ranks lowest, regardless of its sign and payload.
@@ -45,7 +45,7 @@ def score_keys(score: Tensor, positions: Tensor, signed: bool) -> Tensor:
 
 
 def eviction_keys(keys: Tensor, *, protected: Tensor | None, dead: Tensor | None, empty: Tensor | None) -> Tensor:
-    """Return score keys with those of protected, dead and empty slots moved to the ends, for `Policy.eviction_keys`. Pure.
+    """Return score keys with protected, dead and empty slots moved to the ends, for `Policy.eviction_keys` at each eviction.
 
     Args:
         keys: result of `score_keys`.
@@ -133,7 +133,7 @@ class Selection:
     def eviction_keys(
         self, context: EvictionContext, score: Tensor, first: Tensor, protected: Tensor | None, dead: Tensor | None
     ) -> Tensor:
-        """Return eviction keys [B,H,T] whose top `context.keep_BH1` are the kept set, for `Policy.eviction_keys`.
+        """Return eviction keys [B,H,T] whose top `context.keep_BH1` are the kept set; `Policy.eviction_keys` asks each time.
 
         Args:
             context: with `keep_BH1`, which is None where heads are about to share a budget by score, and `norms`, which returns

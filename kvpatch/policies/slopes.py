@@ -83,10 +83,11 @@ class Sloped(Rule):
 
 @functools.lru_cache(maxsize=1024)
 def _split_budget(beta: int | float, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
-    """Divide n_layers * budget, for Pyramid.split, along a line from the first layer to the last, which gets budget / beta.
+    """Divide n_layers * budget along a line from the first layer to the last, which gets budget / beta, for `Pyramid.split`.
 
-    The result is cached. least: tokens that each layer gets in any case. most: of the first layer; None: no bound. The
-    line is of Fractions, so that all processes round alike: up in the layers with the largest remainders.
+    The result is cached, as each layer asks as a prompt ends. least: tokens that each layer gets in any case. most: of the
+    first layer; None: no bound. The line is of Fractions, so that all processes round alike: up in the layers with the largest
+    remainders.
     """
     last = max(budget / Fraction(beta), Fraction(min(least, budget)))
     if most is not None:  # the first layer gets 2 * budget - last

@@ -124,7 +124,10 @@ USES = (
 
 
 def find_use(key: str) -> Use:
-    """Find a use (a policy and budget that suit it) by its key, for the commands' default policy; KVPatchError for others."""
+    """Return a use (a policy and budget that suit it) by its key; KVPatchError for others.
+
+    The command line calls it at import, for its default policies.
+    """
     for use in USES:
         if use.key == key:
             return use

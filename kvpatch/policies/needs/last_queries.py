@@ -143,7 +143,7 @@ class LastQueries(Need[LastLogits]):
         note.restore((column, step.q_BHGD.detach()[:, :, :, None], step.positions_B1))
 
     def view(self, context: EvictionContext) -> LastLogits:
-        """Return the logits of the layer's last queries for the tokens before them, as a score asks by `EvictionContext.view`.
+        """Return the logits of the layer's last queries for the tokens before them, as `Redundancy.value` asks at an eviction.
 
         `protected`: the budget keeps the tokens of these queries, of which it may have room for fewer (`limits.observed`).
         """

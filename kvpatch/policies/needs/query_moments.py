@@ -119,7 +119,7 @@ class QueryMoments(Need[Queries]):
             layer.notes[self.name] = new if earlier is None else earlier.join_parts(new)
 
     def view(self, context: EvictionContext) -> Queries:
-        """Return the distribution of coming queries, for `ExpectedAttention.value`: the moments at future positions."""
+        """Return the moments of queries at coming positions, for `ExpectedAttention.value` as a prompt ends."""
         layer = context.layer_read
         moments = layer.notes[self.name]
         queries = moments.rotate_moments(layer.mean_rotation(self.future, moments.mean_BHG1D), layer.scale)
