@@ -195,7 +195,7 @@ class Call(LayerRead):
         return rows
 
     def step_entry(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
-        """Return by name the state that is written with one decoded token, for score and selection. `_begin_step` asks for it."""
+        """Return by name the state that is written with one decoded token, for score and selection; `_begin_step` calls it."""
         if not self.evicts:
             return {}
         entry = {**self.selection_entry(v_BH1D), **self.slots.make_blanks()}  # blanks: zeros for state that few tokens have
