@@ -142,7 +142,7 @@ class TriAttention(CalibratedScore):
 def _standardize_scores(x_BHGT: Tensor, context: EvictionContext) -> Tensor:
     """Scale each query head's logits to mean 0 and deviation 1, so that `TriAttention.value` can compare heads of a group.
 
-    That is at an eviction. Mean and deviation leave out empty slots, and the prompt where a policy evicts generated tokens
+    It does so at each eviction. Mean and deviation leave out empty slots, and the prompt where a policy evicts generated tokens
     alone.
     """
     counted = context.positions_BHT >= (context.limits.prompt.clamp(min=0) if context.limits.any_prompt else 0)

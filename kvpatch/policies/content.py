@@ -276,7 +276,7 @@ class Compactor(Leverage):
 def _standardize_among(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
     """Scale a part of `Compactor.value` to mean 0, deviation 1 over tokens `among_BHT` of all heads.
 
-    That is as a prompt ends. Processes that share the layer's heads exchange their scores: all must call this.
+    It does so as a prompt ends. Processes that share the layer's heads exchange their scores: all must call this.
     """
     x = x_BHT.nan_to_num(0.0)  # one NaN would make all heads NaN
     among = everyone.gather_heads(among_BHT.to(x.dtype), empty=0)

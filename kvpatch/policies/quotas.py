@@ -146,7 +146,7 @@ def count_quotas(span: Tensor, held: Tensor, budget_B: Sequence[int], total_B: S
 
 
 def protect_shares(context: EvictionContext, keys: Tensor, protected: Tensor | None, dead: Tensor | None) -> Tensor | None:
-    """Return `protected` with tokens added until each span of `quota=` has its share: for `Policy.eviction_keys`.
+    """Return `protected` with tokens added until each span of `quota=` has its share; `Policy.eviction_keys` calls it.
 
     Where fewer tokens of a span are protected than its quota, those of its highest keys are added. If all spans together lack
     more tokens than are left of the budget, each span's lack is cut in proportion, rounded down.

@@ -21,7 +21,7 @@ TURNS = ("all", "each", "first")
 
 
 def check_size(name: str, value: object) -> None:
-    """Raise KVPatchError, as `Scope.check` does, unless an option is tokens (int >= 0) or a budget's share (float <= 1)."""
+    """Raise KVPatchError, called by `Scope.check`, unless `value` is tokens (int >= 0) or a budget's share (float <= 1)."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
         raise KVPatchError(f"{name}={value!r} must be a number of tokens (int) or a share of the budget (float).")
     if isinstance(value, float) and value > 1.0:
