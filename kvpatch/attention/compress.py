@@ -87,12 +87,17 @@ class PromptEnd:
         slots = self.call.slots
         return slots.positions[:, :, : slots.used] < 0 if slots.holes else None
 
+    @property
+    def newest_B11(self) -> Tensor:
+        """Position from which scores count ages: that of each row's newest token."""
+        return find_newest(self.call)
+
     def make_context(self) -> None:
         """Set `context`, which scores read, if tokens must go: `_compress_group` calls it before it asks for sort keys.
 
         -1 stands for a prompt's end instead of a decode step's column. `watch`: called with the scores, to check for NaN.
         """
-        self.context = self.call.eviction_context(find_newest(self.call), -1)
+        self.context = self.call.eviction_context(self.newest_B11, -1)
         self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _warn_of_scores, self.call)
 
     def key_by_score(self) -> Tensor:

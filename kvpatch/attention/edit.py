@@ -75,15 +75,16 @@ class EditEnd(PromptEnd):
         self.fixed = [[0] * len(row) for row in self.held]
         self.keep = slots.own_budget_BH1[..., 0].tolist()
 
-    def make_context(self) -> None:
-        """Set `context`, which scores read as `_compress_group` ends an edit: ages count from the newest token of the text.
+    @property
+    def newest_B11(self) -> Tensor:
+        """Position from which scores count ages: that of the text's newest token, not of the edit's."""
+        now = self.call.now
+        return now.copy([n - 1 for n in now.n_B], self.call.slots.positions.device)[:, None, None]
 
-        But the protected recent tokens, those after `recent_B11`, count from the edit's last token (`find_newest`).
-        """
-        now, slots = self.call.now, self.call.slots
-        newest_B11 = now.copy([n - 1 for n in now.n_B], slots.positions.device)[:, None, None]
-        self.context = self.call.eviction_context(newest_B11, -1)
-        self.context.recent_B11 = find_newest(self.call) - slots.own_limits.newest
+    def make_context(self) -> None:
+        """Set `context`, for `_compress_group`. Recent tokens that the policy protects count from the edit's last token."""
+        super().make_context()
+        self.context.recent_B11 = find_newest(self.call) - self.call.slots.own_limits.newest
 
     def key_by_score(self) -> Tensor:
         """Set and return `keys`, sort keys [B,H,T] by score, lowest evicted first, by which `count_by_scores` counts."""

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -118,6 +119,18 @@ def test_strict_raises_where_value_is_nan(where):
             model(ids, past_key_values=cache)
             for step in range(4):
                 model(ids[:, step : step + 1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_nan_scores_where_an_edit_ends(caplog, monkeypatch, strict):
+    model, ids = make("llama_gqa"), prompt(1, 20)
+    refused = pytest.raises(kvpatch.KVPatchError, match=r"the scores \(of value\(\)\) of layer 0")
+    with kvpatch.patched(model, Policy("mine", Nan(99)), 12, strict=strict) as patch:
+        cache = model(ids).past_key_values
+        monkeypatch.setattr(Nan, "value", lambda self, context: torch.full(context.positions_BHT.shape, torch.nan))
+        with refused if strict else nullcontext():
+            patch.replace(cache, (4, 16), prompt(1, 12, seed=3))
+    assert strict or "policy 'mine' gave NaN scores" in said(caplog)[0]
 
 
 class SlowArrival:
