@@ -101,7 +101,7 @@ class EvictingCache(TextState):
 
     def clone(self) -> EvictingCache:
         """Return an independent copy, for several questions after one context."""
-        self.catch_up()
+        self.catch_up()  # count the steps of compiled code
         with self.reading("clone()"):
             new = copy.deepcopy(self)
         new.record = copy.copy(self.record)  # of the passes over this cache, for reports
@@ -142,7 +142,7 @@ class EvictingCache(TextState):
         """
         checks.check_filled(self.seen_B is not None)
         index = checks.check_rows([rows] if type(rows) is int else rows, self.seen_B, "rows", "select_rows")
-        self.catch_up()
+        self.catch_up()  # count the steps of compiled code
         with self.reading("select_rows()"):
             new = self._copy_sharing()
             new._map_rows("select_rows()", lambda tensor: tensor[index.to(tensor.device), ...])
@@ -195,7 +195,7 @@ class EvictingCache(TextState):
             except BaseException:  # an error with the first tensor leaves the cache unchanged
                 self.end_change()
                 raise
-            self.drop_stack(due=False)
+            self.drop_stack(due=False)  # layers stacked for decoding get buffers of their own
             for layer in self.layers:
                 layer.map_rows(change)
             self.states.map_rows(change)
@@ -223,7 +223,10 @@ class EvictingCache(TextState):
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put row `beam_idx[i]` at row i, for beam search after each step. `lifetimes.lost` keeps dropped rows for replay()."""
+        """Put row `beam_idx[i]` at row i, for transformers, after each step of a beam search.
+
+        `lifetimes.lost`: dropped rows, for replay().
+        """
         self.check_finished()
         checks.check_beams(beam_idx, self.seen_B)
         lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.select_dropped(beam_idx, self.seen_B)
@@ -246,7 +249,7 @@ class EvictingCache(TextState):
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def _may_shrink(self, before_B: Tensor | None) -> bool:
-        """Tell, after rows were selected, if fewer slots may be enough: some head has empty ones (holes), and rows can differ.
+        """Tell `_map_rows` if fewer slots may be enough: some head has empty ones (holes), and rows can differ.
 
         before_B: lengths before. If they stay, beams may only have been reordered, unless rows may hold unequally many tokens.
         """

@@ -18,7 +18,7 @@ EMPTY = "The cache is empty, so that it has no rows yet: run a prompt through it
 
 
 def check_layer(name: str, layer: object, count: int) -> None:
-    """Raise KVPatchError unless the `layer` that a user gives a cache's method is the index of one of its `count` layers."""
+    """Raise KVPatchError unless `layer`, given to `get_seq_length` or `positions`, is an index of one of the `count` layers."""
     index = layer if type(layer) is int else read_whole(layer)
     if type(index) is not int or not -count <= index < count:
         raise KVPatchError(f"{name}={layer!r}: the cache has the layers 0 to {count - 1}, give one of these.")
@@ -48,9 +48,11 @@ def check_beams(beam_idx: object, seen_B: Tensor | None) -> None:
 
 
 def check_rows(indices: object, seen_B: Tensor | None, name: str = "indices", method: str = "batch_select_indices") -> Tensor:
-    """Check which rows the caller of a method keeps; return them as a tensor of indices, or a bool mask over the batch.
+    """Check the rows that a user keeps; return a tensor of indices, or a bool mask [B].
 
-    seen_B: tokens of each row; None before the first prompt. name, method: of the argument and its method, for errors.
+    `select_rows` and `batch_select_indices` call it.
+
+    seen_B: tokens of each row; None before the first prompt: then their number is not checked. name, method: for errors.
     """
     if isinstance(indices, list) and indices:
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # else _check_index names what was given
@@ -69,7 +71,7 @@ def check_rows(indices: object, seen_B: Tensor | None, name: str = "indices", me
 
 
 def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return the 1-D tensor by which a user selects or reorders rows; raise KVPatchError unless it has one of these dtypes."""
+    """Return the tensor by which `check_rows` or `check_beams` picks rows; raise KVPatchError unless it is 1-D of `dtypes`."""
     wanted = f"give an int64 tensor of row numbers{' or a bool mask' * (torch.bool in dtypes)}, such as torch.tensor([1, 0])."
     if not isinstance(value, Tensor):
         raise KVPatchError(f"{name}={value!r} is a {type(value).__name__}: {wanted}")
@@ -77,12 +79,15 @@ def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Ten
         raise KVPatchError(f"{name} has dtype {value.dtype}: {wanted}")
     if value.ndim != 1:
         raise KVPatchError(f"{name} has shape {list(value.shape)}: {wanted}")
-    check_real(name, value)
+    check_real(name, value)  # not on the meta device
     return value
 
 
 def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
-    """Raise KVPatchError if a row number that a user selects is below `low`, or not below B; numbers on a GPU are not read."""
+    """For `check_rows` and `check_beams`: raise KVPatchError if a row number is below `low`, or not below B.
+
+    A GPU's are not read.
+    """
     if not at_hand(index):
         return  # indexing the tensors with it checks this on the GPU, without a wait
     wrong = index[(index < low) | (index >= B)]
@@ -94,7 +99,10 @@ def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
 
 
 def read_whole(value: Any) -> Any:
-    """Return a whole number of any library (torch, numpy) as Python's int; anything else as it is, for the caller to refuse."""
+    """Return a whole number of any library (torch, numpy) as Python's int; anything else as it is, for the caller to refuse.
+
+    `count_removed` and `read_span` refuse the latter.
+    """
     value = as_python(value)
     try:
         return value if isinstance(value, bool) else operator.index(value)
@@ -103,7 +111,10 @@ def read_whole(value: Any) -> Any:
 
 
 def count_removed(tokens: object, seen: int) -> int:
-    """Return how many last tokens crop(tokens) takes back: -tokens; for a positive number all but the first `tokens`."""
+    """Return how many last tokens crop(tokens) takes back: -tokens; for a positive number all but the first `tokens`.
+
+    `editing.crop` and `LosslessCache.crop` call it. seen: columns read.
+    """
     number = read_whole(tokens.flatten()[0] if isinstance(tokens, Tensor) and tokens.numel() == 1 else tokens)
     if type(number) is not int:
         raise KVPatchError(

@@ -32,7 +32,7 @@ def check_compatible(caches: Sequence[TextState]) -> None:
 
 
 def _check_one(index: int, cache: TextState) -> None:
-    """Raise KVPatchError if a cache cannot be joined with any other. index: of the cache in concatenate()'s list."""
+    """For `check_compatible`: raise KVPatchError if a cache cannot be joined with any other. index: its place in the list."""
     if cache.turns.open:
         raise KVPatchError(f"Cache {index} is in the middle of a prompt: read it to its end, then concatenate.")
     if not cache.turns.count or cache.seen_B is None:
@@ -51,9 +51,10 @@ def _check_one(index: int, cache: TextState) -> None:
 
 
 def _check_same(index: int, first: TextState, cache: TextState) -> None:
-    """Raise KVPatchError if two caches to be joined differ in their settings or in the shapes of their layers."""
+    """For `check_compatible`: raise KVPatchError if two caches to be joined differ in their settings or in shapes of layers."""
     in_first, in_this = _list_sizes(first), _list_sizes(cache)
     sizes = ((name, in_first.get(name), in_this.get(name)) for name in dict.fromkeys((*in_first, *in_this)))
+    # list_differences(): (name, value of cache 0, value of this cache)
     for name, value_0, value in (*first.settings.list_differences(cache.settings), *sizes):
         if value_0 != value:
             raise KVPatchError(
@@ -63,11 +64,12 @@ def _check_same(index: int, first: TextState, cache: TextState) -> None:
 
 
 def _check_reader(index: int, first: TextState, cache: TextState) -> None:
-    """Raise KVPatchError if caches to be joined were read by two models, or weights have changed; adapters may differ.
+    """For `check_compatible`: raise KVPatchError if two models read the caches, or weights changed; adapters may differ.
 
-    `read_by`: a fingerprint of the model that has read a cache; None: not known.
+    `read_by`: a fingerprint (stamp) of the model that has read a cache; None: not known, and nothing is checked.
     """
     stamp, first_stamp = cache.read_by, first.read_by
+    # differs(): (what, there, here), or None if nothing differs
     changed = None if stamp is None or first_stamp is None else stamp.with_adapters(first_stamp.adapters).differs(first_stamp)
     if changed is not None:
         raise KVPatchError(
@@ -77,7 +79,7 @@ def _check_reader(index: int, first: TextState, cache: TextState) -> None:
 
 
 def _list_sizes(cache: TextState) -> dict[str, Any]:
-    """Return by name what joined caches must have in common: their number of layers, and each layer's sizes."""
+    """For `_check_same`: return by name what joined caches have in common: their number of layers, and each layer's sizes."""
     described: dict[str, Any] = {"number of layers": len(cache.layers)}
     for index, layer in enumerate(cache.layers):
         sizes = {"KV heads": layer.positions.shape[1], "head sizes": layer.kv.sizes}

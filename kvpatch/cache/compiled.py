@@ -36,7 +36,7 @@ NO_POSITIONS = "The text needs more positions than this model has; evicting toke
 def can_trace(cache: TextState, B: int, Q: int) -> bool:
     """Tell if torch.compile may trace a pass of B rows and Q columns: a decode step whose tensors keep shape and memory.
 
-    The decoder's pre-hook asks before such a pass; nothing changes.
+    `_begin_step` of hooks/decoder.py asks before each decode step, and `StepGraph` before it captures one. Changes nothing.
     """
     if cache.settings.untraced is not None:  # the reason that no step can be traced under these settings
         return False
@@ -62,9 +62,9 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
 def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | None, ids_B1: Tensor | None = None) -> None:
     """Begin a decode step that torch.compile traces, as passes.begin() begins other passes; its checks run on the device.
 
-    The decoder's pre-hook calls this. Sets `cache.now` (the pass in progress), marks each layer as `traced`, and writes the new
-    tokens' ids `ids_B1` to a ring buffer (the tape), from which the cache takes them later. max_positions: of the model, or
-    None. real_BT: the attention mask.
+    `_begin_step` of hooks/decoder.py calls this before the first layer. Sets `cache.now` (the pass in progress), marks each
+    layer as `traced`, and writes the new tokens' ids `ids_B1` to a ring buffer (the tape), from which the cache takes them
+    later. max_positions: of the model, or None. real_BT: the attention mask.
     """
     if real_BT is not None:
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
@@ -82,7 +82,10 @@ def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | No
 
 
 def end_step(cache: TextState) -> None:
-    """End a compiled step after the last layer: add 1 to counters that are tensors. `cache.catch_up()` updates others later."""
+    """For `end_pass`, after the last layer of a compiled step: add 1 to counters that are tensors.
+
+    `cache.catch_up()` updates others later.
+    """
     cache.lengths_B.add_(1)
     cache.counters.tensors.advance(1, 1, False)  # by one column and one decode step
     cache.now = None  # else its tensors would be outputs of the graph
@@ -90,7 +93,10 @@ def end_step(cache: TextState) -> None:
 
 
 def mark_static(cache: TextState) -> None:
-    """Tell torch.compile, after a prompt, that the cache's tensors keep their addresses: CUDA graphs need not copy them."""
+    """Tell torch.compile that the cache's tensors keep their addresses: CUDA graphs need not copy them.
+
+    `end_pass` calls it after a prompt.
+    """
     for holder in list_holders(cache):
         for value in holder.values():
             if isinstance(value, Tensor):
@@ -98,7 +104,7 @@ def mark_static(cache: TextState) -> None:
 
 
 def list_holders(cache: TextState) -> list[dict[str, Any]]:
-    """Return the attributes, by name, of every object that holds tensors of a compiled step, for CUDA graphs to find these."""
+    """Return the attributes, by name, of every object that holds tensors of a compiled step, for CUDA graphs (`StepGraph`)."""
     found: list[dict[str, Any]] = [vars(cache.counters.tensors), vars(cache), vars(cache.counters), vars(cache.rows)]
     for layer in cache.layers:
         offsets = layer.kv.head_offsets

@@ -46,7 +46,8 @@ def join_texts(caches: Sequence[Text], consume: bool) -> Text:
 def _take_layers(cache: TextState) -> Iterator[None]:
     """Guard a block that joins `cache` with others and empties its layers one by one (`consume=True`); then reset `cache`.
 
-    After an error the cache stays usable if no layer had been emptied.
+    `join_texts` calls it. After an error the cache stays usable if no layer had been emptied. `begin_change` marks the cache as
+    unfinished, so that its use raises an error meanwhile.
     """
     cache.begin_change("concatenate(consume=True)")
     cache.drop_stack()  # stacked layers are views of common tensors
@@ -61,7 +62,10 @@ def _take_layers(cache: TextState) -> Iterator[None]:
 
 
 def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
-    """Return a new cache with the rows of all, after `check_compatible`. consume: empty each given layer once it was joined."""
+    """For `join_texts`, after `check_compatible`: return a new cache with all rows.
+
+    consume: empty each given layer once it was joined.
+    """
     first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _make_blank(first)
     new.rows.joined = True  # rows are at different positions of their texts
@@ -88,7 +92,7 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
 
 
 def _make_blank(cache: Text) -> Text:
-    """Return an empty cache with the settings of `cache`, for the joined rows. Its layers are copied, then emptied."""
+    """For `_join_caches`: return an empty cache with the settings of `cache`. Its layers are copied, then emptied."""
     new = Unpicklable.__copy__(cache)
     new.layers = [copy.copy(layer) for layer in cache.layers]
     new.reset()
@@ -99,7 +103,7 @@ def _make_blank(cache: Text) -> Text:
 
 
 def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
-    """Set `new.counters` of a joined cache: the decode steps since the prompt, and how far each row is from that number.
+    """For `_join_caches`: set `new.counters`, the decode steps since the prompt, and how far each row is from that number.
 
     A policy may change a softmax temperature step by step, over a span of steps. Only then it keeps per row: `shortfall_B`, how
     many steps fewer the row has taken than the farthest, and `span_B`, that span.
@@ -132,9 +136,10 @@ class _JoinedLimits:
         self.known: dict[tuple[int, ...], Limits] = {}
 
     def join(self, parts: list[Limits]) -> Limits:
-        """Return the limits (protected sizes) of a joined layer. parts: the limits of the layers that are joined.
+        """For `_join_layer`: return the limits (protected sizes) of a joined layer.
 
-        The same `parts` give the same object: only layers that share it can be stacked, to take decode steps as one.
+        parts: the limits of the layers that are joined. The same `parts` give the same object: only layers that share it can be
+        stacked, to take decode steps as one.
         """
         key = tuple(map(id, parts))
         if key not in self.known:
@@ -146,7 +151,7 @@ class _JoinedLimits:
 
 
 def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _JoinedLimits) -> None:
-    """Fill the empty layer `new` with the rows of `parts`, the same layer of each joined cache, one after the other.
+    """Fill the empty layer `new` with the rows of `parts`, the same layer of each cache, for `_join_caches` and `lay_out_anew`.
 
     Keys and values stay where they are if the storage allows it (an engine's pages), else they are copied in text order. Also
     sets the mode, which says where the next token goes.
@@ -184,7 +189,7 @@ def lay_out_anew(cache: TextState, layer: SlotLayer, part: SlotLayer) -> None:
     """Replace a layer's slots by new ones without the tokens that an edit of the text removed. Changes `layer` in place.
 
     part: a copy of the layer in which the positions of these tokens are -1. The others are copied in text order to as many
-    slots as the end of a prompt would allocate.
+    slots as the end of a prompt would allocate. `forget`, `drop_last` and `put_in_order` edit texts by it.
     """
     new, before = copy.copy(part), layer.kv.nbytes
     new.reset()
@@ -201,7 +206,7 @@ def _list_goals(parts: list[SlotLayer]) -> list[int] | None:
 
 
 def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goals: list[int] | None) -> None:
-    """Give a joined layer empty buffers: `kv`, `positions`, and `state` (tensors per slot, such as sums of attention).
+    """For `_join_layer`: give `new` empty buffers: `kv`, `positions`, and `state` (the policy's tensors per slot).
 
     They are dense, or ragged (each head has its own number of slots) if dense ones waste too much. counts: tokens of each head.
     goals: slots of each head at its budget; None: nothing is evicted.
@@ -210,6 +215,7 @@ def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goa
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
     centres = [part.kv.centre for part in parts if part.kv.centre is not None]
     centre_BH1D = torch.cat(centres) if centres else None  # that keys of 8 or 4 bits are rounded around
+    # plan(): a layout, with spare slots for coming tokens; exactly: no fewer of them if it is ragged
     new.kv = slots.empty(like.kv, B, H, plan(counts, goals, new.count_spare, exactly=new.every > 1), centre_BH1D)
     C = new.kv.width
     new.positions = like.positions.new_full((B, H, C), -1)
@@ -220,7 +226,7 @@ def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goa
 
 
 def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
-    """Fill a joined layer with the rows of `parts` without copying a key or value: `joined` refers to all their memory.
+    """For `_join_layer`: take the rows of `parts` without copying a key or value: `joined` refers to all their memory.
 
     So each token keeps its slot index, and only positions and state are concatenated, padded to the joined width. A part that
     lacks a statistic gets zeros of it.
@@ -235,7 +241,7 @@ def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
 
 
 def _copy_tokens(new: SlotLayer, parts: list[SlotLayer]) -> None:
-    """Copy each head's tokens of the layers `parts`, which are joined, to its first slots in the new buffers, in text order."""
+    """For `_join_layer`: copy the tokens of the layers `parts` to each head's first slots in `new`, in text order."""
     # heads are numbered over the whole batch; find_begins(): where each one's slots begin among the flattened slots
     first_head, C = 0, new.positions.shape[2]
     for part in parts:
@@ -251,7 +257,7 @@ def _copy_tokens(new: SlotLayer, parts: list[SlotLayer]) -> None:
 
 
 def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: bool) -> None:
-    """Set the mode of a layer that was just filled: the next token is appended, goes into a free slot, or makes a head evict.
+    """For `_join_layer`: set the mode: the next token is appended, goes into a free slot, or makes a head evict.
 
     counts: tokens of each head. goals: slots of each head at its budget; None: nothing is evicted. moved: tokens fill the first
     slots of each head. `filling`: steps until all heads are at their budget. `holes`: some slots may be empty while a query

@@ -24,7 +24,7 @@ class DeviceCounters:
         self.tape_BN = torch.full((B, max(TAPE, room)), UNKNOWN, device=device)
 
     def write_tape(self, ids_B1: Tensor | None) -> None:
-        """Write the ids of a step under torch.compile to the tape, a ring of the newest ids, before `advance` counts it."""
+        """For `begin_step`: write a compiled step's ids to the tape, a ring of the newest ids, at its column."""
         place = (self.columns % self.tape_BN.shape[1]).view(1)
         if ids_B1 is None:
             self.tape_BN.index_fill_(1, place, UNKNOWN)
@@ -32,14 +32,17 @@ class DeviceCounters:
             self.tape_BN.index_copy_(1, place, ids_B1.long())
 
     def read_tape(self, start: int, count: int) -> Tensor:
-        """Return ids [B,count] of compiled steps from column `start` on, for the cache; UNKNOWN where they were overwritten."""
+        """Return the ids [B,count] of compiled steps from a column on, for `catch_up`; UNKNOWN where they were overwritten."""
         N = self.tape_BN.shape[1]
         place = torch.arange(start, start + count, device=self.tape_BN.device)
         ids_BQ = self.tape_BN[:, place % N]
         return ids_BQ if count <= N else ids_BQ.masked_fill(place < start + count - N, UNKNOWN)
 
     def advance(self, columns: int, steps: int, restart: bool) -> None:
-        """Add a pass that ends to the counters, in place. restart: it ended a prompt, from which decode steps are counted."""
+        """For `end_pass` and `end_step`: add a pass to the counters, in place.
+
+        restart: it ended a prompt, from which decode steps are counted.
+        """
         self.columns.add_(columns)
         if restart:
             self.steps.zero_()
@@ -69,7 +72,10 @@ class StepCounters:
         return self.device
 
     def keep_rows(self, columns: int) -> None:
-        """Set the counters to those of the remaining rows, after other rows were dropped. columns: of the longest row left."""
+        """For `_map_rows`, after rows were dropped: set the counters to those of the rows left.
+
+        columns: of the longest row left.
+        """
         if self.shortfall_B is None:
             self.steps = min(self.steps, columns)  # a row has taken no more steps than it has columns
         else:

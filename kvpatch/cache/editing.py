@@ -25,12 +25,12 @@ Span = tuple[int, int]
 
 
 def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
-    """Take spans of the text out of all layers of a cache. EvictingCache.forget, which describes the arguments, calls this.
+    """Take spans of the text out of all layers of a cache. `EvictingCache.forget`, which describes the arguments, calls this.
 
     Also notes these tokens as evicted for replays, and that crop() cannot go back over the edit.
     """
     check_state(cache, "forget()")
-    refuse("forget", cache.settings.combine())
+    refuse("forget", cache.settings.combine())  # raises if a combination of settings excludes it
     gone_BT = mark_gone(cache, spans, row, "forget()")
     # a position that is not below the row's number of tokens counts padding, too
     if cache.rows.gaps_B is not None and bool((cache.layers[0].positions.amax((1, 2)) >= cache.read_B).any()):
@@ -55,7 +55,10 @@ def refuse_reading(*args: object, **kwargs: object) -> NoReturn:
 
 
 def check_state(cache: TextState, what: str) -> None:
-    """Raise KVPatchError, before an edit of the text, for a cache that cannot be edited now. what: the call, for errors."""
+    """Raise KVPatchError if `forget` or `check_replaced` is to edit the text of a cache that cannot be edited now.
+
+    what: the call, for errors.
+    """
     checks.check_filled(cache.seen_B is not None)
     cache.check_finished()
     cache.catch_up()
@@ -71,9 +74,10 @@ def check_state(cache: TextState, what: str) -> None:
 
 
 def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -> Tensor:
-    """Check the spans of an edit, and mark their positions in each row's text: bool [B,T] on the CPU; nothing is taken out.
+    """Check spans, and mark their positions in each row's text: bool [B,T] on the CPU.
 
-    row: the only one that is edited, or None. Raises KVPatchError for spans that are not of the text. what: the call.
+    `forget` and `check_replaced` call it. row: the only one that is edited, or None. Raises KVPatchError for spans that are not
+    of the text. what: the call.
     """
     lengths, row, given = cache.read_B.tolist(), checks.read_whole(row), as_python(spans)
     if row is not None and (type(row) is not int or not 0 <= row < len(lengths)):
@@ -102,7 +106,10 @@ def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: st
 
 
 def read_span(span: object, empty: bool = False) -> Span:
-    """Return the span of forget() or replace() as (start, stop), or raise KVPatchError. empty: it may have no tokens."""
+    """Return the span (start, stop) of forget() or replace(), or raise KVPatchError; for `mark_gone` and `check_replaced`.
+
+    empty: it may have no tokens.
+    """
     wanted = "give (start, stop), positions of the text with stop left out, such as (12, 80)."
     given = as_python(span)
     ends = [checks.read_whole(end) for end in given] if isinstance(given, Sequence) and not isinstance(given, str) else []
@@ -117,7 +124,10 @@ def read_span(span: object, empty: bool = False) -> Span:
 
 
 def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
-    """Take the tokens whose positions an edit marks in `gone_BT` out of a layer; copies of the others go to new buffers."""
+    """Take the tokens at the positions that `gone_BT` marks out of a layer; copies of the others go to new buffers.
+
+    `forget` and `drop_last` call it.
+    """
     positions = layer.positions[:, :, : layer.used]
     clamped_BHT = positions.clamp(0, gone_BT.shape[1] - 1)
     gone_BHT = gone_BT[:, None].expand(-1, positions.shape[1], -1).gather(2, clamped_BHT) & (positions >= 0)
@@ -153,7 +163,7 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
         if cache.request.drafts:
             cache.reset()
             return
-        refuse("roll-back", settings.combine(crop=count))
+        refuse("roll-back", settings.combine(crop=count))  # raises if settings exclude it; else the steps were not recorded
         raise KVPatchError(
             f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
             "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."
@@ -191,7 +201,7 @@ def drop_last(cache: TextState, count: int) -> None:
 
 
 def can_crop(cache: TextState, count: int) -> bool:
-    """Tell if crop() can take back the last `count` tokens exactly: their steps were logged, or have changed no other token.
+    """Tell `crop` if it can take back the last `count` tokens exactly: their steps were logged, or have changed no other token.
 
     A policy `remembers` if its sums of attention include that of later tokens, and `revises` if later tokens of a prompt change
     what is stored with earlier ones.
@@ -205,7 +215,10 @@ def can_crop(cache: TextState, count: int) -> bool:
 
 
 def trim_slots(cache: TextState) -> None:
-    """Free the slots that dropped rows or cropped tokens have left empty; with room=, count them as free for coming tokens."""
+    """Free the slots that rows dropped by `_map_rows`, or tokens dropped by `crop`, have left empty.
+
+    With room=, buffers stay, and these slots count as free for coming tokens.
+    """
     for layer in cache.layers:
         if cache.request.room is None:
             layer.give_back_slots()

@@ -134,7 +134,10 @@ class Forward:
         return self.once(("column", index, shape), like_BHC.device, partial(like_BHC.new_full, shape, index))
 
     def once(self, name: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor that all layers of a device share in this pass. The first layer that asks for `name` makes it."""
+        """Return a tensor that all layers of a device share in this pass. The first layer that asks for `name` makes it.
+
+        Layers of one pass thus compute a mask or a rotation a single time.
+        """
         if (name, device) not in self._shared:
             self._shared[name, device] = make()
         return self._shared[name, device]
@@ -149,10 +152,11 @@ class Forward:
 
 
 def find_places(real_BQ: Tensor, before_B: Tensor, counts_padding: bool) -> Tensor:
-    """Return the position of each column of a pass [B,Q]; -1 before a row's first token. Called where it begins.
+    """Return the position of each column of a pass [B,Q]; -1 before a row's first token.
 
-    real_BQ: False for padding. before_B: each row's next position. counts_padding: padding after a token has its own position,
-    as in unpatched models that count columns (`CacheSettings.by_columns`); else it has that of the token before it.
+    `_read_pass` and `_read_prompt` call it where a pass begins, `_fill_layers` for a user's cache. real_BQ: False for padding.
+    before_B: each row's next position. counts_padding: padding after a token has its own position, as in unpatched models that
+    count columns (`CacheSettings.by_columns`); else it has that of the token before it.
     """
     counted = real_BQ.long()
     if counts_padding:
@@ -163,7 +167,7 @@ def find_places(real_BQ: Tensor, before_B: Tensor, counts_padding: bool) -> Tens
 def _describe_padding(real_B: list[int], columns: int) -> Padding | None:
     """Return the padding of a block of a prompt, in which each row's tokens come first; None if all columns are tokens.
 
-    real_B: tokens of each row in the block. columns: of the block.
+    `split_blocks` calls it. real_B: tokens of each row in the block. columns: of the block.
     """
     if min(real_B) == columns:
         return None
@@ -172,7 +176,7 @@ def _describe_padding(real_B: list[int], columns: int) -> Padding | None:
 
 
 def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[int], final: bool) -> list[Forward]:
-    """Split the prompt of a pass that begins into one Forward per block of `block` columns, and return them in order.
+    """For `passes.begin`: return one Forward per block of `block` columns of the prompt that is to be read, in order.
 
     Each layer reads and compresses them one by one. If some columns are padding, `now.packing_BQ` is set to the order of
     columns that puts each row's tokens first. before_B, after_B: tokens of each row before and after these columns. final: the

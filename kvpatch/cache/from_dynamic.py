@@ -47,7 +47,7 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
 def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_BT: Tensor | None) -> None:
     """Append a user's keys and values [B,H,T,D] to the layers of an empty cache, and set its rows' lengths and padding.
 
-    taken: of each layer; they are the last T of `seen` columns. mask_BT: False for padding.
+    `absorb` calls it. taken: of each layer; they are the last T of `seen` columns. mask_BT: False for padding.
     """
     cache.count_in(taken[0][0].dtype)
     for index, (layer, (keys, values)) in enumerate(zip(cache.layers, taken, strict=True)):
@@ -77,7 +77,10 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
 
 
 def _check_past(cache: TextState, past: Cache, ids_known: bool) -> None:
-    """Raise KVPatchError unless `past`, a user's cache, can be taken over and continued exactly. ids_known: see `absorb`."""
+    """Raise KVPatchError unless `past`, a user's cache, can be taken over and continued exactly. ids_known: see `absorb`.
+
+    `absorb` and `compress_past` call it.
+    """
     kind, settings = type(past).__name__, cache.settings
     if not isinstance(past, Cache):
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")

@@ -31,9 +31,9 @@ def slack(tokens: int) -> int:
 
 
 def is_wasteful(needs: list[int], least: int = 0) -> bool:
-    """Tell if dense slots (as many for every head) would waste too much where heads need `needs` slots.
+    """Tell `plan` if dense slots (as many for every head) would waste too much where heads need `needs` slots.
 
-    `plan` then makes ragged ones: each head has its own number. Wasting at most `least` slots per head is never too much.
+    It then plans ragged ones: each head has its own number. Wasting at most `least` slots per head is never too much.
     """
     waste = max(needs) * len(needs) - sum(needs)
     return waste * SPARE > sum(needs) and waste > least * len(needs)
@@ -42,7 +42,8 @@ def is_wasteful(needs: list[int], least: int = 0) -> bool:
 def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[int]:
     """Return how many slots to make per head when buffers are made or resized, for `counts` tokens and `more` to come.
 
-    goals: slots of each head at its budget, the most that it ever needs; None: nothing is evicted.
+    goals: slots of each head at its budget, the most that it ever needs; None: nothing is evicted. `plan`, `HeadOffsets` and
+    `give_back_slots` call it as they make or resize buffers.
     """
     if goals is None:
         return [count + more for count in counts]
@@ -50,7 +51,7 @@ def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[in
 
 
 def plan(counts: list[int], goals: list[int] | None, more: Callable[[int], int] = slack, exactly: bool = False) -> Layout:
-    """Plan each head's slots when a prompt ends or caches are joined: dense, or ragged if heads need too different numbers.
+    """Plan each head's slots as a prompt ends or caches are joined: dense, or ragged if heads need too different numbers.
 
     counts: tokens of each head. goals: slots of each head at its budget; None: nothing is evicted. more: returns how many
     coming tokens a head of so many tokens gets room for. exactly: a ragged layer gets room for all of these; else it starts

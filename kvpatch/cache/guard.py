@@ -35,9 +35,9 @@ class MutationGuard:
             raise KVPatchError(_UNFINISHED.format(next(iter(self.operations.values()))[0]))
 
     def begin_change(self, what: str) -> None:
-        """Mark that `what`, a pass, an edit or another change of the cache, has begun. `end_change` clears the mark.
+        """Mark that `what` has begun: a pass (`passes.begin`), or a change of the cache (`changing`).
 
-        An interrupt leaves it, and then only reset() clears it.
+        `end_change` clears the mark. An interrupt leaves it, and then only reset() clears it.
 
         Raises:
             KVPatchError: another operation is running, or was not finished.

@@ -43,7 +43,7 @@ class PinnedRows:
         self.rows_NE = torch.empty(0, width, dtype=dtype, device="cpu")
 
     def resize(self, count: int) -> None:
-        """Move the rows (keys and values of tokens) to memory that has room for `count`, when a layer's store is full."""
+        """Move the rows (keys and values of tokens) to memory that has room for `count`, when `append` finds it full."""
         self.wait()  # for copies to or from the device that still run
         old_NE = self.rows_NE
         self.rows_NE = torch.empty(count, old_NE.shape[1], dtype=old_NE.dtype, pin_memory=self.pinned, device="cpu")
@@ -62,14 +62,20 @@ class MappedRows:
     """Rows in a nameless temporary file, which is mapped into memory and deleted with this object."""
 
     def __init__(self, width: int, dtype: torch.dtype, folder: Path | None) -> None:
-        """Open a file for a layer's rows (keys and values of tokens), with none yet. folder: None for the system's."""
+        """For `HostLayer.begin`: open a file for a layer's rows (keys and values of tokens), with none yet.
+
+        folder: None for the system's.
+        """
         self.width, self.dtype = width, dtype
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the rows are used
         self._map: mmap.mmap | None = None
         self.rows_NE = torch.empty(0, width, dtype=dtype, device="cpu")
 
     def resize(self, count: int) -> None:
-        """Enlarge the file to `count` rows, when a layer's store is full. Raises KVPatchError if the folder has no room."""
+        """Enlarge the file to `count` rows, when `HostLayer.append` finds it full.
+
+        Raises KVPatchError if the folder has no room.
+        """
         size = count * self.width * self.dtype.itemsize
         try:
             _reserve(self._file.fileno(), size)
@@ -91,7 +97,10 @@ class MappedRows:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Set the size of a layer's file and reserve its room: a write to a mapped file on a full disk would kill the process."""
+    """Set a file's size and reserve its room: a write to a mapped file on a full disk would kill the process.
+
+    `MappedRows.resize` calls it.
+    """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
     else:
@@ -101,7 +110,8 @@ def _reserve(file: int, size: int) -> None:
 def find_free(folder: Path | None, device: torch.device) -> tuple[str, int | None]:
     """Return the place to which KV entries of layers on `device` are offloaded, as a phrase for errors, and its free bytes.
 
-    The place is a folder on disk, or host memory for a GPU. None: nothing tells the bytes. Called before tokens are read.
+    The place is a folder on disk, or host memory for a GPU. None: nothing tells the bytes. `LosslessCache.check_room` asks
+    before tokens are read.
     """
     if folder is not None or device.type == "cpu":
         place = folder or Path(tempfile.gettempdir())
@@ -136,7 +146,7 @@ class HostLayer(CacheLayerMixin):
         self.begin((H, K, value_states.shape[3]), key_states.dtype, key_states.device)
 
     def begin(self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        """Make the store, a file mapped to memory or pinned memory, before the first `append`.
+        """Make the store, a file mapped to memory or pinned memory, as `append` writes the first tokens, or for `copy`.
 
         sizes: KV heads, head size of keys, and of values. device: where keys and values are computed.
         """
@@ -149,7 +159,7 @@ class HostLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def append(self, k_1HQD: Tensor, v_1HQD: Tensor) -> None:
-        """Write the keys and values of Q more tokens after the rows in use, in a layer's attention; a full store grows."""
+        """Write the keys and values of Q more tokens after the rows in use, for `exchange`; a full store grows."""
         if not self.is_initialized:
             self.lazy_initialization(k_1HQD, v_1HQD)
         start, stop, dtype = self.length, self.length + k_1HQD.shape[2], self.store.rows_NE.dtype
@@ -171,14 +181,14 @@ class HostLayer(CacheLayerMixin):
         return held if count <= held else max(count, int(self.length * GROWTH), FEWEST)
 
     def keep(self, rows_N: Tensor) -> None:
-        """Keep these rows (tokens) alone, in their order, after the others were forgotten."""
+        """Keep these rows (tokens) alone, in their order, for `LosslessCache.forget`."""
         self.store.wait()
         self.store.rows_NE[: len(rows_N)] = self.used_TE[rows_N]
         self.length = len(rows_N)
         self.store.release()
 
     def view(self, rows_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [1,H,T,D] that rows hold, for attention to read or `append` to fill: views."""
+        """Return the keys and values [1,H,T,D] that rows hold, as views, for `exchange` to lend or `append` to fill."""
         H, K, V = self.sizes
         k_TE, v_TE = rows_TE.split([H * K, H * V], 1)
         return k_TE.unflatten(1, (H, K)).transpose(0, 1)[None], v_TE.unflatten(1, (H, V)).transpose(0, 1)[None]
@@ -198,7 +208,7 @@ class HostLayer(CacheLayerMixin):
         raise KVPatchError("This cache can be used only under the patch that made it, which is no longer in force.")
 
     def copy(self) -> HostLayer:
-        """Return a copy for clone(), with a store of its own, in a new file of the same folder if this one has a file."""
+        """Return a copy for `clone`, with a store of its own, in a new file of the same folder if this one has a file."""
         new = HostLayer(self.folder)
         if self.is_initialized:
             self.store.wait()
