@@ -223,10 +223,7 @@ class EvictingCache(TextState):
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put row `beam_idx[i]` at row i, for transformers, after each step of a beam search.
-
-        `lifetimes.lost`: dropped rows, for replay().
-        """
+        """Put row `beam_idx[i]` at row i, for beam search after each step. `lifetimes.lost` keeps dropped rows for replay()."""
         self.check_finished()
         checks.check_beams(beam_idx, self.seen_B)
         lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.select_dropped(beam_idx, self.seen_B)

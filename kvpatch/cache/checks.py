@@ -99,7 +99,7 @@ def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
 
 
 def read_whole(value: Any) -> Any:
-    """Return a whole number of any library (torch, numpy) as Python's int; anything else as it is, for the caller to refuse.
+    """Return a whole number of any library (torch, numpy) as Python's int; anything else as it is.
 
     `count_removed` and `read_span` refuse the latter.
     """

@@ -53,9 +53,9 @@ def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[in
 def plan(counts: list[int], goals: list[int] | None, more: Callable[[int], int] = slack, exactly: bool = False) -> Layout:
     """Plan each head's slots as a prompt ends or caches are joined: dense, or ragged if heads need too different numbers.
 
-    counts: tokens of each head. goals: slots of each head at its budget; None: nothing is evicted. more: returns how many
-    coming tokens a head of so many tokens gets room for. exactly: a ragged layer gets room for all of these; else it starts
-    with half.
+    `_compress_layer`, `_make_buffers` and `pack` call it. counts: tokens of each head. goals: slots of each head at its budget;
+    None: nothing is evicted. more: returns how many coming tokens a head of so many tokens gets room for. exactly: a ragged
+    layer gets room for all of these; else it starts with half.
     """
     # an evicting head needs a slot for the next token; while heads fill up, LEAST slots of waste per head are no reason
     fills = goals is not None and any(count + 1 < goal for count, goal in zip(counts, goals, strict=True))

@@ -22,7 +22,7 @@ from .state import TextState
 
 
 def check_cache(cache: TextState) -> None:
-    """Raise InvalidError if an invariant is broken, for EvictingCache.check_invariants, which lists them."""
+    """Raise InvalidError if an invariant is broken, for `EvictingCache.check_invariants`, and under strict=True."""
     cache.catch_up()
     check_state(cache)
     check_bytes(cache)
@@ -77,7 +77,10 @@ def check_bytes(cache: TextState) -> None:
 
 @contextmanager
 def _name_layer(index: int) -> Iterator[None]:
-    """Run checks of one layer in a block that puts its number in front of the message of an InvalidError."""
+    """Run checks of a layer in a block that puts its number in front of the message of an InvalidError.
+
+    `check_state` and `check_bytes` call it.
+    """
     try:
         yield
     except InvalidError as error:
@@ -85,9 +88,10 @@ def _name_layer(index: int) -> Iterator[None]:
 
 
 def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
-    """Raise InvalidError if layers that divide one budget (`together`) were given more than the settings allow them in all.
+    """Raise InvalidError if layers that divide one budget (`together`) got more than the settings allow.
 
-    Nothing is checked before the budget is divided, at a prompt's end, nor where one of these layers does not evict.
+    `check_state` calls it. Nothing is checked before the budget is divided, at a prompt's end, nor where one of these layers
+    does not evict.
     """
     layers = [index for index in cache.settings.together if index < len(cache.layers)]
     if cache.turns.open or not all(cache.layers[index].mode.evicts for index in layers):
@@ -103,9 +107,9 @@ def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
 
 
 def _bound_held(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, ever: bool) -> Tensor:
-    """Return, for the checks of budgets, the most tokens [B,H] that each head may hold now, or at any step (`ever`).
+    """Return the most tokens [B,H] that each head may hold now, or at any step (`ever`).
 
-    Where heads share a budget, each gets their mean.
+    `_check_budget` and `_check_common_budget` call it. Where heads share a budget, each gets their mean.
     """
     settings, H = cache.settings, layer.positions.shape[1]
     prompt_known = settings.policies[index].schedule == "decode"  # a layer keeps the prompt's length only then
@@ -119,7 +123,8 @@ def _bound_held(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, 
 def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
     """Raise InvalidError if the policy cannot have given a head its budget, or if a head holds more than its budget.
 
-    Called for each layer that evicts in decode steps. Heads may share the layer's budget: then their sum is checked.
+    `check_state` calls it for each layer that evicts in decode steps. Heads may share the layer's budget: then their sum is
+    checked.
     """
     keep_BH, policy = layer.own_budget_BH1[..., 0], cache.settings.policies[index]
     must(layer.own_limits.prompt <= seen_B[:, None, None], "limits are of a longer text")
@@ -147,7 +152,7 @@ class _LayerState:
         self.limit_BH = layer.kv.count_usable(layer.used, layer.mode.evicts).view_as(self.held_BH)  # slots in use
 
     def check(self, least: int, reading: bool) -> None:
-        """Raise InvalidError if the layer contradicts itself, between passes or just loaded.
+        """For `check_state`: raise InvalidError if the layer contradicts itself.
 
         least: tokens that each head must hold. reading: a prompt is not yet read to its end. Further checks depend on the
         layer's mode, which says where decode steps put tokens and if they evict.
@@ -275,14 +280,14 @@ class _LayerState:
 def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
     """Raise InvalidError if a layer has more slots than its tokens plus 1/16, or plus 8 per head if that is more.
 
-    A ragged layer's slots are compared in total with the tokens of all its heads. In dense slots every head counts as the
-    longest one: dense slots are used if heads differ from it by at most 1/50 on average or, below budget, by 8 slots. Where
-    tokens are appended, a column counts as held also in rows whose padding lies there.
+    `check_bytes` calls it. A ragged layer's slots are compared in total with the tokens of all its heads. In dense slots every
+    head counts as the longest one: dense slots are used if heads differ from it by at most 1/50 on average or, below budget, by
+    8 slots. Where tokens are appended, a column counts as held also in rows whose padding lies there.
 
     ahead: slots that each head may have free in any case, if room was asked for.
     """
     columns = None if layer.mode.slotted else layer.used
-    counts = layer.counts()
+    counts = layer.counts()  # tokens of each head
     if isinstance(layer.mode, Moving) and layer.mode.packed_BH is not None:  # heads that shrank since keep their slots
         counts = list(map(max, counts, layer.mode.packed_BH.flatten().tolist()))
     slots, (held, allowed) = sum(layer.kv.capacities()), layer.kv.bound(counts, columns, ahead)

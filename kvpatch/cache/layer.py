@@ -46,14 +46,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     """
 
     def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL, every: int = 1, latent: bool = False) -> None:
-        """Make a new cache's empty layer.
+        """Make an empty layer, for `TextState.__init__`.
 
         statistics: names of the policy's sums of attention, which `state` keeps per slot. bits: of each stored number. every:
         tokens that a head evicts at once. latent: a value is a part of its key, and not stored.
         """
         self.statistics, self.bits, self.every, self.latent = statistics, bits, every, latent
         self.storage: Callable[[Tensor, Tensor], Slots] | None = None  # of an engine, in place of buffers of the layer's own
-        self.record_past = False
+        self.record_past = False  # steps are logged for crop(), if `activate_past_recording()` sets it
         self.reset()
 
     def reset(self) -> None:
@@ -143,14 +143,17 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.positions.shape[0] if self.is_initialized else -1
 
     def copy_sharing(self) -> SlotLayer:
-        """Return a copy that shares all tensors, for `select_rows`; `map_rows` then gives the copy tensors of its own."""
+        """Return a copy that shares all tensors, for `EvictingCache._copy_sharing`.
+
+        `map_rows` then gives the copy tensors of its own.
+        """
         new = copy.copy(self)
         new.mode, new.state, new.notes = copy.copy(self.mode), dict(self.state), dict(self.notes)
         new.undo_log = deque(maxlen=UNDO_STEPS)
         return new
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor whose first axis is the batch by `change` of it, when rows of the cache change.
+        """Replace each tensor whose first axis is the batch by `change` of it, for `EvictingCache._map_rows`.
 
         `change` selects, reorders (beams) or repeats rows. The undo log and state computed ahead are dropped.
         """
@@ -176,7 +179,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.resize_slots([max(capacities([columns], most, self.count_spare(columns))[0], columns)])
 
     def resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
-        """Move used columns to larger or smaller buffers, as tokens come or go. Replaces `kv`, `positions` and `state`.
+        """Move used columns to larger or smaller buffers: `reserve`, `allocate` and `give_back_slots` replace `kv`,
+        `positions`, `state` so.
 
         goals: slots of each head at its budget, if heads have different numbers of slots.
         """
@@ -194,7 +198,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
         """Take the keys and values of a text's first prompt as storage, without a copy, and set positions and state.
 
-        entry: the tensors that the policy stores with tokens, by name. `allocate` copies kept tokens where the prompt ends.
+        entry: the tensors that the policy stores with tokens, by name. `_write_columns` calls it as the layer reads the prompt;
+        `allocate` copies kept tokens where that ends.
         """
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
         self.kv = self._make_slots(k_BHQD.detach(), v_BHQD.detach())
@@ -220,7 +225,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def statistic(self, name: str, like: Tensor | None = None) -> Tensor:
         """Return the tensor `name` that the policy keeps per slot, such as sums of attention, to be read or changed in place.
 
-        If there is none yet, it is made of zeros: one number a slot, or shaped as `like`.
+        Scores, `append` and `Call.add` ask for it. If there is none yet, `state` gets one of zeros: one number a slot, or
+        shaped as `like`.
         """
         if name not in self.state:
             # accumulator(): a dtype with enough bits for sums
@@ -229,7 +235,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.state[name]
 
     def _zero_statistics(self, start: int) -> None:
-        """Set the policy's sums of attention to zero for tokens just written: the used columns from `start` on."""
+        """Set the policy's sums of attention to zero for tokens just written, the used columns from `start` on.
+
+        `append`, `adopt` and `open_column` call it.
+        """
         for name in self.statistics:
             if name in self.state:  # a new one is zero
                 self.state[name][:, :, start : self.used].fill_(0)
@@ -240,6 +249,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """Write a decode step's token of each row, in place: into each head's free slot, or after the used columns.
 
         entry: what the policy stores with it, by name. positions_B1: None if stacked layers write them for all layers at once.
+        `run_step` calls it where torch, not a kernel, computes the step.
         """
         if self.mode.slotted:
             self.write_kv(k_BH1D, v_BH1D)
@@ -256,7 +266,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
 
     def open_column(self, entry: dict[str, Tensor]) -> None:
-        """Make room for a decoded token after the used columns and write its state (`entry`). A kernel then writes the rest."""
+        """Make room for a decoded token after the used columns and write its state (`entry`).
+
+        Before a kernel, which writes the rest.
+        """
         start = self.used
         self.reserve(start + 1, self._bound_columns())
         self.used += 1
@@ -265,7 +278,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(start)
 
     def write_position(self, positions_B1: Tensor) -> None:
-        """Write a decoded token's position, and zeros for the policy's sums, into each head's free slot or the next column."""
+        """Write a decoded token's position, and zeros for the policy's sums, into each head's free slot or the next column.
+
+        `write`, or a stack of layers calls it.
+        """
         if not self.mode.slotted:
             self.positions[:, :, self.used] = positions_B1
             for name in self.statistics:
@@ -281,7 +297,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.kv.write_at(self.free_rows(), *self.kv.encode_pair(k_BH1D, v_BH1D))
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
-        """Write what the policy stores with a decoded token (`entry`, tensors by name) into the slots that it goes to."""
+        """Write what the policy stores with a decoded token (`entry`, tensors by name) into its slots.
+
+        `write` and kernels call it.
+        """
         for name, tensor in entry.items():
             if not self.mode.slotted:
                 self.state[name][:, :, self.used : self.used + 1] = tensor
@@ -292,7 +311,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def make_blanks(self, tokens: int = 1) -> dict[str, Tensor]:
         """Return zeros [B,H,tokens], by name, for state that only marked tokens have, such as the spans of `quota=`.
 
-        Each decoded token writes them, for the slot that it goes to may still hold an evicted token's mark.
+        `Call.entry` and `Call.step_entry` add them to what new tokens write, for the slot that it goes to may still hold an
+        evicted token's mark.
         """
         # OWN_STATE: kinds of state per slot beside what a policy's score stores
         names = [kind.name for kind in OWN_STATE if kind.blank and kind.name in self.state]
@@ -343,11 +363,11 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def allocate(self, index_BHK: Tensor | None, kept_BHK: Tensor | None, layout: Layout) -> None:
         """End a prompt: allocate slots by `layout`, and move the tokens at `index_BHK` (None: all used) to each head's front.
 
-        kept_BHK: False where a head keeps fewer than K, so that the slot is empty; None: each keeps K. Keys, values, positions
-        and state are replaced; those of other tokens are gone.
+        `_move_kept` and `_keep_all` call it for each layer. kept_BHK: False where a head keeps fewer than K, so that the slot
+        is empty; None: each keeps K. Keys, values, positions and state are replaced; those of other tokens are gone.
         """
         if index_BHK is None:
-            self.round()
+            self.round()  # to the bits of the cache
             self.resize_slots([max(*layout.capacities, self.used)])
             return
         self._cut_graph(index_BHK)  # keys and values with their autograd history
@@ -367,9 +387,12 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.state["protect"][:, :, :K] &= kept_BHK
 
     def replace_values(self, values_BHKD: Tensor, kept_BHK: Tensor | None) -> None:
-        """Replace kept tokens' values by those of a merging policy, where a prompt or block ends. kept_BHK: False if empty."""
+        """For `_move_kept`, as a prompt or block ends: replace kept tokens' values by those of a merging policy.
+
+        kept_BHK: False if empty.
+        """
         columns = torch.arange(values_BHKD.shape[2], device=values_BHKD.device).expand(values_BHKD.shape[:3])
-        rows, values = self.kv.rows_of(columns), values_BHKD.detach().flatten(0, 2)
+        rows, values = self.kv.rows_of(columns), values_BHKD.detach().flatten(0, 2)  # indices into the flattened slots
         if kept_BHK is not None:
             filled = kept_BHK.flatten().nonzero().squeeze(1)
             rows, values = rows[filled], values[filled]
@@ -381,7 +404,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self._round_graph()
 
     def round(self) -> None:
-        """Round the keys and values in use to the cache's bits, where a prompt or a block of it ends and all are kept."""
+        """Round the keys and values in use to the cache's bits, for `allocate` and `_keep_all`, where all are kept."""
         self.kv.fix_centre(self.positions[:, :, : self.used])  # that keys are rounded around
         rounded = self.kv.close_columns(self.used)
         if rounded is not self.kv:  # in new buffers, of the used columns alone
@@ -392,7 +415,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     # ---- transitions ----
 
     def begin_prompt(self) -> None:
-        """Begin a prompt, or a piece of one, before its keys are written: tokens are now appended after the used columns.
+        """Begin a prompt, or a piece of one, before `read_prompt` writes its keys: tokens are now appended after the used
+        columns.
 
         Sets the mode, and storage that can be appended to in full precision. Some used columns may be empty.
         """
@@ -421,15 +445,17 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     ) -> None:
         """End a prompt of a layer that evicts: tokens go into free slots, and heads evict once they are at their budget.
 
-        steps: decode steps until all heads are at their budget. next_BH: slots for the first tokens; None: the first empty slot
-        of each head. counts: tokens of each head. goals: slots of each head at its budget. Both are computed if not given.
+        Sets `mode`, for `_start_evicting` and `_set_mode`. steps: decode steps until all heads are at their budget. next_BH:
+        slots for the first tokens; None: the first empty slot of each head. counts: tokens of each head. goals: slots of each
+        head at its budget. Both are computed if not given.
         """
         self._open_slots(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
 
     def start_moving(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """End a prompt of a layer whose budget changes with the text: tokens go into empty slots, heads evict down to it.
 
-        `pack` calls this, too, after it has moved tokens. counts, goals: as in `start_evicting`.
+        Sets `mode` (Moving), for `_compress_layer`, `_join_layer`, and `pack` after it has moved tokens. counts, goals: as in
+        `start_evicting`.
         """
         counts = self.counts() if counts is None else counts
         self.holes = True
@@ -457,13 +483,17 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return taken.flatten().tolist()
 
     def list_goals(self) -> list[int] | None:
-        """Return how many slots each head needs at its budget, to plan buffers; None if decode steps do not evict."""
+        """Return how many slots each head needs at its budget, to plan buffers (`make_room`, `pack`).
+
+        None if decode steps do not evict.
+        """
         if not self.mode.evicts or self.keep_BH1 is None:
             return None
         return [keep + self.every for keep in self.keep_BH1.flatten().tolist()]
 
     def measure_room(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Update, after slots were moved or emptied, how many tokens can be written before larger buffers are needed.
+        """After `make_room`, `give_back_slots` or a prompt's end: update how many tokens can be written before larger buffers
+        are needed.
 
         counts: tokens of each head. goals: slots of each head at its budget. Both are computed if they are not given. Sets the
         mode's `slack` (`slack` - `grown` tokens fit), `filling` (steps until heads are at their budget), and what
@@ -483,13 +513,13 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.update_pace(counts, goals)
 
     def update_pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Set in how many steps heads evict (`mode.waits`), if `every` > 1, once slots changed. See `measure_room`."""
+        """Set in how many steps heads evict (`mode.waits`), if `every` > 1, for `measure_room` and a loaded cache."""
         if isinstance(self.mode, Evicting) and self.every > 1:
             self.mode.every = self.every
             self.mode.waits = list_steps_to_eviction(counts or self.counts(), goals or self.list_goals() or ())
 
     def update_short_heads(self, goals: list[int] | None = None) -> list[bool]:
-        """Tell, after slots were moved or loaded, which heads are short: they have fewer slots than their budget needs.
+        """Tell `measure_room`, or as a cache is loaded, which heads are short: they have fewer slots than their budget needs.
 
         Sets the mode's `growing` (some head is short) and `unfilled` (all are). goals: see `list_goals`.
         """
@@ -506,7 +536,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return [self.used + self.mode.filling + 1] if self.mode.evicts else None
 
     def make_room(self) -> None:
-        """Move to larger buffers if some head may have no free slot left. Called before each decode step writes its token.
+        """Move to larger buffers if some head may have no free slot left. `_begin_step` of decode.py calls it in each step.
 
         `mode.growing`: some head has fewer slots than its budget needs; then `mode.slack` - `mode.grown` tokens still fit.
         """
@@ -516,6 +546,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if isinstance(mode, Moving) and not self.undo_log:  # pack() would invalidate the slots that the log names
             self.pack()
             return
+        # waiting_slots: that each head needs between evictions of `every` tokens
         wanted = self.kv.plan_slots(self.counts(), self.list_goals(), self.waiting_slots)
         self._move_slots([max(old, new) for old, new in zip(self.kv.capacities(), wanted, strict=True)])
         if mode.evicts:
@@ -523,7 +554,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.measure_room()
 
     def give_back_slots(self) -> None:
-        """Free empty slots beyond the spare ones that growth.py allows, after tokens were rolled back or rows dropped."""
+        """Free empty slots beyond the spare ones that growth.py allows, for `trim_slots`, or in a loaded cache."""
         if not self.is_initialized:
             return
         C = self.positions.shape[2]
@@ -550,7 +581,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.measure_room()
 
     def pack(self) -> None:
-        """Move each head's tokens, in text order, to new slots: more or fewer, as a budget that changes with the text needs."""
+        """Move each head's tokens, in text order, to new slots: more or fewer, as a moving budget needs.
+
+        `make_room` and `give_back_slots` call it. Replaces `kv`, `positions` and `state`; slot indices change.
+        """
         counts, goals = self.counts(), self.list_goals()
         with torch.inference_mode(False), torch.no_grad():
             (B, H, _), old = self.positions.shape, self.positions
@@ -569,7 +603,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.start_moving(counts, goals)
 
     def _move_slots(self, capacities: list[int]) -> None:
-        """Move a layer with free slots to buffers of these capacities, as room is made or given back; slot indices stay."""
+        """Move a layer with free slots to buffers of these capacities, for `make_room` and `give_back_slots`.
+
+        Slot indices stay.
+        """
         self.resize_slots(capacities, self.list_goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
@@ -590,7 +627,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.kv.count_taken(self.used, mode.slack - mode.grown) if isinstance(mode, Growing) else self.used
 
     def advance(self) -> None:
-        """Make the slot after the new token's the free one in each head, at the end of a decode step that evicts nothing."""
+        """Make the slot after the new token's the free one in each head, for `_end_step`, when a step evicted nothing."""
         if not self.mode.slotted:
             return
         self.set_free(self.mode.free_BH + 1)
@@ -603,9 +640,12 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.graph = (gather_entries(self.graph[0], index_BHK), gather_entries(self.graph[1], index_BHK))
 
     def _round_graph(self) -> None:
-        """Round `graph` (keys and values with autograd history) for the next block's attention; gradients pass unchanged."""
+        """Round `graph` (keys and values with autograd history) for the next block's attention; gradients pass unchanged.
+
+        `allocate`, `round` and `replace_values` call it.
+        """
         if self.graph is not None and not all(codec.exact for codec in self.kv.codecs):
-            keys, values = self.kv.numbers(self.used)
+            keys, values = self.kv.numbers(self.used)  # the stored keys and values, as they are after rounding
             with torch.enable_grad():
                 self.graph = (_pass_gradient(self.graph[0], keys), _pass_gradient(self.graph[1], values))
 
@@ -617,19 +657,22 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.free_BH = slot_BH
 
     def follow_kernels(self) -> None:
-        """End a decode step whose kernel has written the next free slots in place: drop cached indices, count the new token."""
+        """For `_end_step`, if a kernel has written the next free slots in place: drop cached indices, count the new token."""
         if not self.traced:
             self.refresh_free_slots()
             self.mode.count(1)
 
     def refresh_free_slots(self) -> None:
-        """Find the free slots anew after kernels have run, if heads still fill up: a kernel leaves a full head's old index."""
+        """Drop cached indices, and find free slots anew if heads still fill up: a kernel leaves a full head's old index.
+
+        `follow_kernels` and `catch_up` call it.
+        """
         self.free_at = None
         if self.mode.growing and self.mode.evicts:
             self.mode.free_BH = self.empty_slots()
 
     def free(self, slot_BH: Tensor) -> None:
-        """Evict, in a decode step, the token in one slot of each head; the next token goes into that slot."""
+        """For `_evict_over_budget`: evict the token in one slot of each head; the next token goes into that slot."""
         if self.mode.slotted:
             self.set_free(slot_BH)
         else:  # the budget is reached
@@ -638,7 +681,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.positions.view(-1).index_fill_(0, self.free_slots(), -1)
 
     def drop(self, gone_BHM: Tensor) -> None:
-        """Evict several tokens of each head at once (`every` > 1) in a decode step, those in the columns `gone_BHM`.
+        """For `_evict_over_budget`: evict several tokens of each head at once (`every` > 1), in the columns `gone_BHM`.
 
         Tokens in the last used columns move into the gaps; then M columns fewer are in use.
         """
@@ -667,7 +710,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     @property
     def settled(self) -> bool:
-        """True if coming decode steps need no more slots than there are. Only such layers are stacked, to step as one."""
+        """True if coming decode steps need no more slots than there are.
+
+        Only such layers are stacked (`LayerStack`), to step as one.
+        """
         mode = self.mode
         if not isinstance(mode, Filling):
             return mode.slotted
@@ -681,7 +727,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.undo_log.append(record_step(self, shared))
 
     def can_crop(self, tokens: int, remembers: bool) -> bool:
-        """Tell, for crop(), if the last `tokens` can be taken back: their steps were logged, or they were only appended.
+        """Tell `editing.can_crop` if the last `tokens` can be taken back: their steps were logged, or they were only appended.
 
         remembers: the policy's sums contain the attention of these tokens, which only the log can undo.
         """
@@ -690,7 +736,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return len(self.undo_log) >= tokens or (mode.croppable and not remembers and tokens <= croppable_tokens)
 
     def crop(self, tokens: int) -> Tensor | None:
-        """Roll back the last `tokens`, such as rejected drafts, by the undo log, or by cutting what was only appended.
+        """For `editing.crop`: roll back the last `tokens` by the undo log, or by cutting what was only appended.
 
         Returns the score that all layers share, as it was before these steps, if the log has it; else None.
         """

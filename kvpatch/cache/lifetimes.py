@@ -44,7 +44,10 @@ class Lifetimes(Batched):
         return sum(one.nbytes for one in (self.ids, *self.deaths) if one is not None)
 
     def note_ids(self, ids_BQ: Tensor, positions_BQ: Tensor, columns: int) -> None:
-        """Note the ids of a pass's tokens by position (-1: padding; else below `columns`) where it begins, for replays."""
+        """Note the ids of a pass's tokens by position (-1: padding.
+
+        Else below `columns`) as `passes.begin` begins it, for replays.
+        """
         if self.ids is None:
             self.ids = ids_BQ.new_zeros(len(ids_BQ), 0)
         self.ids = _widen_tensor(self.ids, columns + 1, 0)
@@ -54,7 +57,8 @@ class Lifetimes(Batched):
     def note_evictions(self, layer: int, positions_BHT: Tensor, seen_B11: Tensor) -> None:
         """Set the death of each token that a layer no longer holds, for replays: the tokens seen when it was evicted.
 
-        Called after each eviction. positions_BHT: of the held tokens, -1 in empty slots.
+        Called after each eviction (`finish_group`, `_end_step`, `forget`). positions_BHT: of the held tokens, -1 in empty
+        slots.
         """
         B, H, _ = positions_BHT.shape
         deaths = self.deaths[layer]
@@ -68,7 +72,8 @@ class Lifetimes(Batched):
         self.deaths[layer] = torch.where(gone, seen_B11.to(deaths.dtype), deaths)
 
     def crop(self, seen_B: Tensor) -> None:
-        """Forget deaths (evictions) after each row's first `seen_B` tokens, for a roll-back, which brings such tokens back."""
+        """Forget deaths (evictions) after each row's first `seen_B` tokens, for `editing.crop`, which brings such tokens back.
+        """
         for layer, deaths in enumerate(self.deaths):
             if deaths is not None:
                 late = deaths > seen_B.to(deaths.device)[:, None, None]
@@ -80,7 +85,10 @@ class Lifetimes(Batched):
         super().change_rows(change)
 
     def select_dropped(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
-        """Return the lifetimes and lengths of the beams that `index` drops in reordering: generate() may return them later."""
+        """Return lifetimes and lengths of the beams that `index` drops, or None: generate() may return them later.
+
+        `reorder_cache` calls it.
+        """
         dropped = torch.ones(len(seen_B), dtype=torch.bool, device="cpu").index_fill_(0, index.cpu().long(), False)
         if not dropped.any():
             return None
@@ -88,7 +96,7 @@ class Lifetimes(Batched):
 
     @staticmethod
     def join_parts(parts: Sequence[Lifetimes | None]) -> Lifetimes | None:
-        """Join the lifetimes (when each token was evicted) of caches that are concatenated; None if some cache has none."""
+        """For `_join_caches`: join the lifetimes (when each token was evicted) of caches; None if some cache has none."""
         present = [part for part in parts if part is not None]
         if len(present) < len(parts):
             return None
@@ -178,7 +186,10 @@ class Record:
 
 
 def check_same_model(recorded: dict[str, Any], wanted: dict[str, Any], what: str) -> None:
-    """Raise KVPatchError if a record to be replayed or joined is of another model than wanted. what: the wanted one's name."""
+    """For `Record.join` and replays: raise KVPatchError if a record is of another model than wanted.
+
+    what: the wanted one's name.
+    """
     for name in dict.fromkeys((*recorded, *wanted)):
         if recorded.get(name) != wanted.get(name):
             raise KVPatchError(

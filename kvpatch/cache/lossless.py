@@ -72,7 +72,10 @@ class LosslessCache(Unpicklable, Cache):
     # ---- passes ----
 
     def begin(self, ids: list[int]) -> EvictingCache:
-        """Begin a pass before the decoder runs; return a new budgeted cache for it. Drops what an interrupted pass left."""
+        """For `begin_pass`, before the decoder runs.
+
+        Return a new budgeted cache for it. Drops what an interrupted pass left.
+        """
         self.pending_ids, self._positions_1T = ids, None
         self._staged.clear()
         for layer in self.whole:
@@ -81,7 +84,9 @@ class LosslessCache(Unpicklable, Cache):
         return self.drafts
 
     def _make_drafts(self) -> EvictingCache:
-        """Return a budgeted cache for the next pass to fill: it counts the tokens read so far, but holds none of them."""
+        """Return a budgeted cache for `begin` and `crop`, to be filled by the next pass: it counts the tokens read so far, but
+        holds none of them.
+        """
         new, tokens = EvictingCache(self.settings), torch.tensor([self.ids], device="cpu")
         new.read_by = self.drafts.read_by
         for layer in new.layers:
@@ -120,7 +125,9 @@ class LosslessCache(Unpicklable, Cache):
         self.budgeted = now.budget_n_B[0] if now.budget_n_B else 0
 
     def end(self) -> None:
-        """End a pass: add its tokens to those read, and free the keys and values that were copied or mapped for it."""
+        """After the decoder has run: add its tokens to those read, and free the keys and values that were copied or mapped for
+        it.
+        """
         self._staged.clear()
         for layer in self.whole:
             layer.store.release()
@@ -147,7 +154,7 @@ class LosslessCache(Unpicklable, Cache):
         return self.whole[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
 
     def _bring_staged(self, layer: int, device: torch.device) -> Tensor:
-        """Return a layer's rows (keys and values) on a GPU for its attention, and start the copy of the next layer's."""
+        """Return a layer's rows (keys and values) on a GPU for `_bring`, and start the copy of the next layer's."""
         for i in (layer, layer + 1):
             if i < len(self.whole) and i not in self._staged:
                 self._staged[i] = self._stage(self.whole[i], device)
@@ -157,7 +164,10 @@ class LosslessCache(Unpicklable, Cache):
         return rows_TE
 
     def _stage(self, layer: HostLayer, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start to copy a layer's rows (keys and values) to a device while it works; return them, and an event at the end."""
+        """Start to copy a layer's rows (keys and values) to a device; return them, and an event at the end.
+
+        `_bring_staged` calls it.
+        """
         if device.type != "cuda":
             return layer.used_TE.to(device), None
         rows_TE = torch.empty_like(layer.used_TE, device=device)
@@ -229,7 +239,7 @@ class LosslessCache(Unpicklable, Cache):
         return any(tokens(layer, left) < tokens(layer, self.budgeted) for layer in range(self.settings.n_layers))
 
     def go_back(self, ids: Sequence[int]) -> None:
-        """Crop the cache, before a chat's answer, to what it shares with `ids`, less their last, which a pass must read."""
+        """For `Chat._generate`: crop the cache to what it shares with `ids`, less their last, which a pass must read."""
         pairs = zip(self.ids, ids[:-1], strict=False)
         common = next((i for i, (read, given) in enumerate(pairs) if read != given), min(len(self.ids), len(ids) - 1))
         if common < max(self.edited, 1):  # crop() cannot go back over an edit

@@ -15,7 +15,7 @@ from .state import TextState
 def mark_protected(
     cache: TextState, positions_BQ: Tensor, input_ids: Tensor | None, seen: int, within: int | None = None
 ) -> Tensor | None:
-    """Mark the columns of a pass that the user's `protect=` keeps from eviction, bool [B,Q]; called where it begins.
+    """Mark the columns of a pass that the user's `protect=` keeps from eviction, bool [B,Q]; for `_read_pass` and `begin_edit`.
 
     seen: columns before these. within: position of the first, for an edit of a text that was read.
 
@@ -54,7 +54,7 @@ def mark_protected(
 
 
 def mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | None:
-    """Return, where a pass begins, the span that each column is in, encoded as int64 [B,Q]; 0: in none.
+    """Return, for `_read_pass` and `begin_edit`, the span that each column is in, encoded as int64 [B,Q]; 0: in none.
 
     The option `quota=` names spans of a prompt that keep at least their share of the budget (policies/quotas.py). seen: columns
     before these. Without `quota=` the result is None.
@@ -86,9 +86,10 @@ def mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | No
 
 
 def _find_messages(cache: TextState, what: str, instead: str) -> Messages | None:
-    """Return the messages of a chat's prompt, for `what`; None for a later prompt that came without messages.
+    """Return the messages of a chat's prompt, to mark `what` (an option, for the error).
 
-    Raises KVPatchError if the first prompt has none. instead: what the user can do without messages.
+    None for a later prompt that came without messages. Raises KVPatchError if the first prompt has none. instead: what the user
+    can do without messages.
     """
     if cache.messages is None and not cache.turns.count:
         raise KVPatchError(

@@ -20,7 +20,7 @@ class Messages:
     starts: Sequence[int]
 
     def mark_system(self, columns: int) -> Tensor:
-        """Mark the system message's tokens among the text's first columns, for `protect=`: bool [columns] on the CPU."""
+        """Mark the system message's tokens among the text's first columns, for `mark_protected`: bool [columns] on the CPU."""
         marks = torch.zeros(columns, dtype=torch.bool, device="cpu")
         for role, start, stop in zip(self.roles, self.starts, self.starts[1:], strict=False):
             marks[start:stop] = role == "system"
@@ -31,7 +31,7 @@ class Messages:
         return int(self.mark_system(columns).sum())
 
     def number_messages(self, columns: int) -> Tensor:
-        """Return for each column the number of the message that it is in, int64 [columns], for `quota=`; -1 in answers."""
+        """Return for each column the number of the message that it is in, int64 [columns], for `mark_spans`; -1 in answers."""
         numbers = torch.full((columns,), -1, device="cpu")
         for number, (role, start, stop) in enumerate(zip(self.roles, self.starts, self.starts[1:], strict=False)):
             numbers[start:stop] = -1 if role == "assistant" else number

@@ -35,9 +35,9 @@ class ModelStamp:
         return self
 
     def differs(self, now: ModelStamp) -> Difference | None:
-        """Compare the model that has read a cache with `now`, the stamp of the model that is to go on. Called before it does.
+        """Compare the model that has read a cache with `now`, the stamp of the model that is to go on.
 
-        Returns what differs as (name, there, here); None if nothing visible does.
+        `check_reader` calls it before. Returns what differs as (name, there, here); None if nothing visible does.
         """
         if now is self:
             return None
@@ -60,7 +60,7 @@ class ModelStamp:
         return self if adapters == self.adapters else replace(self, adapters=adapters, acting=0)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> ModelStamp:
-        """Return the stamp of a cache's rows (model and adapters that read them) after `change` selects or repeats rows."""
+        """Return the stamp of a cache's rows (model and adapters that read them) for `_map_rows`, which `change`s rows."""
         if len(self.adapters) == 1:  # the same for all rows
             return self
         rows = change(torch.arange(len(self.adapters), device="cpu")).tolist()
@@ -68,9 +68,9 @@ class ModelStamp:
 
     @staticmethod
     def join_parts(stamps: Sequence[ModelStamp | None], counts: Sequence[int]) -> ModelStamp | None:
-        """Return one stamp for joined caches of `counts` rows each, which one model has read, perhaps under several adapters.
+        """Return one stamp for caches of `counts` rows each, which one model read, perhaps under several adapters.
 
-        None where the adapter of some row is not known, unless all known ones are the same.
+        `_join_caches` calls it. None where the adapter of some row is not known, unless all known ones are the same.
         """
         known = [stamp for stamp in stamps if stamp is not None]
         if len({stamp.adapters for stamp in known}) == 1 and len(known[0].adapters) == 1:  # the same for all rows

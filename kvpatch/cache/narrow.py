@@ -38,8 +38,8 @@ class ReadingSlots(DenseSlots):
     def fix_centre(self, positions_BHT: Tensor) -> None:
         """Set the centre that keys are rounded around, from the columns of the prompt (or block) that ends.
 
-        The layer calls this before it drops or rounds columns. Rows that hold tokens of earlier prompts keep their centre.
-        positions_BHT: of the used columns, -1 for padding.
+        `SlotLayer.allocate` and `SlotLayer.round` call this before they drop or round columns. Rows that hold tokens of earlier
+        prompts keep their centre. positions_BHT: of the used columns, -1 for padding.
         """
         # packed: the columns that were rounded before, of earlier prompts
         old_centre, W, T = self.centre, self.packed[0].shape[2], positions_BHT.shape[2]  # columns W to T are this prompt's
@@ -63,7 +63,7 @@ class ReadingSlots(DenseSlots):
         return self._round_entries(index_BHK).move_to_front(every, kept_BHK, layout)
 
     def _round_entries(self, index_BHK: Tensor) -> DenseSlots:
-        """Return slots with the columns at `index_BHK`, rounded, as a prompt ends; those in `packed` were rounded before."""
+        """For `move_to_front` and `close_columns`: return slots with the columns at `index_BHK`, rounded."""
         entries = []
         assert self.centre is not None, "the layer calls fix_centre() before it closes or moves columns"
         # keys, then values, which latent attention does not store
@@ -81,7 +81,7 @@ class ReadingSlots(DenseSlots):
 def make_prompt_slots(keys: Tensor, values: Tensor, bits: int, latent: bool = False) -> DenseSlots:
     """Make the slots of a first prompt from its columns [B,H,C,D]; if bits < 16, they are rounded where it ends.
 
-    latent: values are a part of their keys, and not stored.
+    `SlotLayer._make_slots` calls it. latent: values are a part of their keys, and not stored.
     """
     rounding = codecs(bits, keys.shape[-1], values.shape[-1], keys.dtype, latent)
     if bits == FULL:
@@ -92,7 +92,7 @@ def make_prompt_slots(keys: Tensor, values: Tensor, bits: int, latent: bool = Fa
 
 
 def open_slots(slots: Slots) -> Slots:
-    """Return slots that a prompt which begins appends to in full precision: rounded ones are unpacked."""
+    """For `begin_prompt`: return slots that a prompt is appended to in full precision; rounded ones are unpacked."""
     if all(codec.exact for codec in slots.codecs):
         return slots.move_to_buffers()
     keys, values = slots.numbers(slots.width)

@@ -31,7 +31,7 @@ class Notices:
         self._lock = threading.RLock()
 
     def say_if(self, flag: Tensor, name: str, message: str) -> None:
-        """Log a warning if `flag`, 0-d, which a pass has computed, is True. `look` logs it later if it comes from a GPU."""
+        """For `_warn_of_scores`: log a warning if `flag`, 0-d, is True. `look` logs it later if it comes from a GPU."""
         if flag.device.type != "cuda":
             if bool(flag):
                 self.say(name, message)
@@ -45,7 +45,10 @@ class Notices:
         self.watched.append(Watched(name, message, host, arrival))
 
     def look(self, wait: bool = False) -> None:
-        """Log the warnings whose flags have arrived from a GPU; `wait`: wait for all of them. Each pass calls this."""
+        """Log the warnings whose flags have arrived from a GPU; `wait`: wait for all of them.
+
+        `passes.begin` and reports call this.
+        """
         with self._lock:  # passes may run in several threads
             while self.watched and (wait or self.watched[0].arrival.query()):
                 notice = self.watched.pop(0)

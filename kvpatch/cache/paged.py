@@ -41,7 +41,7 @@ class Strips(NamedTuple):
 
 
 def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.device) -> Strips:
-    """Divide the pages that an engine gave each row, as numbers, among the row's heads, as new requests begin.
+    """Divide the pages that an engine gave each row, as numbers, among the row's heads, for `Requests._divide_pages`.
 
     Returns for each head its strips (the slots of one page for one head), and for each row how many a head has and where they
     begin if they follow each other in memory.
@@ -109,9 +109,10 @@ class PagedSlots(DenseSlots):
         return self._read_strips(1, self.width)
 
     def _read_strips(self, which: int, used: int) -> Tensor:
-        """For torch: return heads' first `used` keys (which=0) or values (1) [B,H,used,D], from strips (pages of one head).
+        """Return heads' first `used` keys (which=0) or values (1) [B,H,used,D], from strips (pages of one head).
 
-        The result is a view of the pool if all strips follow each other (`_together`), else a copy.
+        `keys`, `values` and `view`, which torch reads call it. The result is a view of the pool if all strips follow each other
+        (`_together`), else a copy.
         """
         (B, H, _), (_, _, P, D) = self.strips_BHN.shape, self.pool.shape
         if self._together is not None and used <= self.most:  # one slice of the pool
@@ -122,7 +123,9 @@ class PagedSlots(DenseSlots):
 
     @functools.cached_property
     def _together(self) -> slice | None:
-        """The strips (pages of one head) of all rows in the pool, if they follow each other, so that torch takes a view."""
+        """The strips (pages of one head) of all rows in the pool, if they follow each other, so that `_read_strips` takes a
+        view.
+        """
         heads, (n, first) = self.strips_BHN.shape[1], self.place_B2[0].tolist()  # strips of a head, and where they begin
         begins = range(first, first + len(self.place_B2) * n * heads, n * heads)
         follow = first > 0 and self.place_B2.tolist() == [[n, begin] for begin in begins]
@@ -148,9 +151,10 @@ class PagedSlots(DenseSlots):
 
     @functools.cached_property
     def _pool_memory(self) -> Memory:
-        """Addresses for kernels: the entries of the pool, and the first one of each head's run of strips, or of each strip.
+        """The entries of the pool, and the first one of each head's run of strips, or of each strip.
 
-        A strip is a page of one head; a run are strips that follow each other in memory.
+        `locate_entries`, addresses for kernels calls it. A strip is a page of one head; a run are strips that follow each other
+        in memory.
         """
         P, C = self.pool.shape[2], self.width
         # one address for each head if its slots are one piece of memory, else one for each strip of P slots
@@ -196,7 +200,7 @@ class PagedSlots(DenseSlots):
         return PromptSlots(keys, values, self.pool, self.strips)
 
     def join_in_place(self, others: list[Slots], width: int) -> PagedSlots | None:
-        """For concatenate(): return slots in the pages of these rows and `others`, uncopied; None if some are not in pages."""
+        """For `_join_layer`: return slots in the pages of these rows and `others`, uncopied; None if some are not in pages."""
         parts = [self, *(other for other in others if isinstance(other, PagedSlots))]
         if len(parts) <= len(others):
             return None
@@ -235,9 +239,9 @@ class PromptSlots(DenseSlots):
         return self._store_columns(gather_entries(self.keys, index_BHK), gather_entries(self.values, index_BHK), width)
 
     def _store_columns(self, k_BHKD: Tensor, v_BHKD: Tensor, width: int) -> PagedSlots:
-        """End a prompt: write columns to the rows' strips (a strip is a page of one head), and return their slots in the pages.
+        """Write columns to the rows' strips (a strip is a page of one head), and return their slots in the pages.
 
-        The rest of the last strip gets zeros.
+        `move_to_front` and `close_columns` call it. The rest of the last strip gets zeros.
         """
         K, (_, _, P, D) = k_BHKD.shape[2], self.pool.shape
         slots = PagedSlots(self.pool, Strips(self.strips_BHN, self.place_B2), max(min(width, self.strips_BHN.shape[2] * P), K))
