@@ -179,10 +179,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.resize_slots([max(capacities([columns], most, self.count_spare(columns))[0], columns)])
 
     def resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
-        """Move used columns to larger or smaller buffers: `reserve`, `allocate` and `give_back_slots` replace `kv`,
-        `positions`, `state` so.
+        """Move used columns to larger or smaller buffers. Replaces `kv`, `positions` and `state`.
 
-        goals: slots of each head at its budget, if heads have different numbers of slots.
+        `reserve`, `allocate` and `give_back_slots` call it. goals: slots of each head at its budget, if heads have different
+        numbers of slots.
         """
         with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
             self.kv = self.kv.resized(capacities, goals, self.used)
@@ -415,8 +415,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     # ---- transitions ----
 
     def begin_prompt(self) -> None:
-        """Begin a prompt, or a piece of one, before `read_prompt` writes its keys: tokens are now appended after the used
-        columns.
+        """Begin a prompt, or a piece of one, for `read_prompt`: tokens are now appended after the used columns.
 
         Sets the mode, and storage that can be appended to in full precision. Some used columns may be empty.
         """
@@ -492,12 +491,11 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return [keep + self.every for keep in self.keep_BH1.flatten().tolist()]
 
     def measure_room(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """After `make_room`, `give_back_slots` or a prompt's end: update how many tokens can be written before larger buffers
-        are needed.
+        """Update how many tokens can be written before larger buffers are needed.
 
-        counts: tokens of each head. goals: slots of each head at its budget. Both are computed if they are not given. Sets the
-        mode's `slack` (`slack` - `grown` tokens fit), `filling` (steps until heads are at their budget), and what
-        `update_short_heads` sets.
+        Called as `make_room` or `give_back_slots` has moved slots, and where a prompt ends (`_open_slots`). counts: tokens of
+        each head. goals: slots of each head at its budget. Both are computed if they are not given. Sets the mode's `slack`
+        (`slack` - `grown` tokens fit), `filling` (steps until heads are at their budget), and what `update_short_heads` sets.
         """
         mode = self.mode
         if isinstance(mode, Slotted):

@@ -72,7 +72,7 @@ class Lifetimes(Batched):
         self.deaths[layer] = torch.where(gone, seen_B11.to(deaths.dtype), deaths)
 
     def crop(self, seen_B: Tensor) -> None:
-        """Forget deaths (evictions) after each row's first `seen_B` tokens, for `editing.crop`, which brings such tokens back.
+        """Forget deaths (evictions) after each row's first `seen_B` tokens, for `editing.crop`, which brings the tokens back.
         """
         for layer, deaths in enumerate(self.deaths):
             if deaths is not None:

@@ -72,10 +72,7 @@ class LosslessCache(Unpicklable, Cache):
     # ---- passes ----
 
     def begin(self, ids: list[int]) -> EvictingCache:
-        """For `begin_pass`, before the decoder runs.
-
-        Return a new budgeted cache for it. Drops what an interrupted pass left.
-        """
+        """Begin a pass, for `begin_pass`; return a new budgeted cache for it. Drops what an interrupted pass left."""
         self.pending_ids, self._positions_1T = ids, None
         self._staged.clear()
         for layer in self.whole:
@@ -84,9 +81,7 @@ class LosslessCache(Unpicklable, Cache):
         return self.drafts
 
     def _make_drafts(self) -> EvictingCache:
-        """Return a budgeted cache for `begin` and `crop`, to be filled by the next pass: it counts the tokens read so far, but
-        holds none of them.
-        """
+        """Return a budgeted cache for the next pass to fill: it counts the tokens read, but has none. `begin` calls it."""
         new, tokens = EvictingCache(self.settings), torch.tensor([self.ids], device="cpu")
         new.read_by = self.drafts.read_by
         for layer in new.layers:
@@ -117,7 +112,8 @@ class LosslessCache(Unpicklable, Cache):
             )
 
     def lend(self) -> None:
-        """Let the pass over `drafts`, which has begun, read the earlier tokens from here: its layers call `exchange`."""
+        """Let the pass over `drafts`, which `_enter_decoder` has begun, read earlier tokens from here: layers call `exchange`.
+        """
         now = self.drafts.running  # the pass in progress
         now.lender = self
         if self.ids:  # new tokens after the first are drafts, which may be taken back: a share `k` does not count them
@@ -125,9 +121,7 @@ class LosslessCache(Unpicklable, Cache):
         self.budgeted = now.budget_n_B[0] if now.budget_n_B else 0
 
     def end(self) -> None:
-        """After the decoder has run: add its tokens to those read, and free the keys and values that were copied or mapped for
-        it.
-        """
+        """After the decoder: add the pass's tokens to those read, and free what was copied or mapped for it."""
         self._staged.clear()
         for layer in self.whole:
             layer.store.release()
@@ -136,7 +130,10 @@ class LosslessCache(Unpicklable, Cache):
         self.pending_ids, self.drafts.running.lender = [], None
 
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """In a layer's attention: store new keys and values; return those of earlier tokens and positions, on its device."""
+        """Store new keys and values; return those of earlier tokens and positions, on its device.
+
+        `_borrow`, in each layer calls it.
+        """
         stored, device = self.whole[layer], k_1HQD.device
         rows_TE = self._bring(layer, device) if stored.length else None  # copied to the device, or mapped
         stored.append(k_1HQD, v_1HQD)
@@ -154,7 +151,7 @@ class LosslessCache(Unpicklable, Cache):
         return self.whole[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
 
     def _bring_staged(self, layer: int, device: torch.device) -> Tensor:
-        """Return a layer's rows (keys and values) on a GPU for `_bring`, and start the copy of the next layer's."""
+        """Return a layer's rows (keys and values) on a GPU, for `_bring`, and start to copy the next layer's."""
         for i in (layer, layer + 1):
             if i < len(self.whole) and i not in self._staged:
                 self._staged[i] = self._stage(self.whole[i], device)
@@ -164,9 +161,9 @@ class LosslessCache(Unpicklable, Cache):
         return rows_TE
 
     def _stage(self, layer: HostLayer, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start to copy a layer's rows (keys and values) to a device; return them, and an event at the end.
+        """Start to copy a layer's rows (keys, values) to a device, for `_bring_staged`.
 
-        `_bring_staged` calls it.
+        Return them, and an event at its end.
         """
         if device.type != "cuda":
             return layer.used_TE.to(device), None

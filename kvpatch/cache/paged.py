@@ -123,8 +123,7 @@ class PagedSlots(DenseSlots):
 
     @functools.cached_property
     def _together(self) -> slice | None:
-        """The strips (pages of one head) of all rows in the pool, if they follow each other, so that `_read_strips` takes a
-        view.
+        """The strips (pages of one head) of all rows in the pool, if they follow each other, for `_read_strips` to take a view.
         """
         heads, (n, first) = self.strips_BHN.shape[1], self.place_B2[0].tolist()  # strips of a head, and where they begin
         begins = range(first, first + len(self.place_B2) * n * heads, n * heads)

@@ -31,12 +31,12 @@ def begin(
     repeatable: bool = False,
     merged_ids: Tensor | None = None,
 ) -> None:
-    """Begin a pass of Q columns, before the decoder runs: set `cache.now` to its Forward, and count its tokens in the cache.
+    """Begin a pass of Q columns, before the decoder runs: set `cache.now` to its Forward, and count its tokens.
 
-    `end_pass` ends it. The Forward tells positions of the new tokens, how many are of the prompt, and what the budget counts.
-    table: makes the rotary table for so many positions, if keys are cached without rotation or the score undoes rotations.
-    repeatable: computed alike with and without gradients, for gradient checkpointing. merged_ids: ids of tokens that are given
-    as embeddings, with images merged into them.
+    `_begin_pass` of hooks/decoder.py calls this. `end_pass` ends the pass. The Forward tells positions of the new tokens, how
+    many are of the prompt, and what the budget counts. table: makes the rotary table for so many positions, if keys are cached
+    without rotation or the score undoes rotations. repeatable: computed alike with and without gradients, for gradient
+    checkpointing. merged_ids: ids of tokens that are given as embeddings, with images merged into them.
 
     Raises:
         KVPatchError: a mask of the wrong length, a row of nothing but padding, padding among generated tokens, an
@@ -81,7 +81,7 @@ def begin(
 
 
 def begin_compression(cache: TextState, ids_BT: Tensor | None, table: Callable[[int], Any] | None = None) -> Forward:
-    """Begin a pass of no columns that ends the prompt of a cache that from_dynamic.absorb() filled; return it.
+    """For `compress_past`: begin a pass of no columns that ends the prompt of a cache that `absorb` filled; return it.
 
     ids_BT: the prompt's tokens, -1 for padding, if they are known. table: see `begin`.
     """
@@ -104,10 +104,11 @@ def begin_compression(cache: TextState, ids_BT: Tensor | None, table: Callable[[
 def begin_repeat(
     cache: TextState, whole: Forward, pieces: list[tuple[int, int, list[int]]], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Begin a pass that reads a chunk of the prompt again, for a policy that scores by it; return its ids and positions [B,Q].
+    """Begin a pass that reads a chunk of the prompt again, to score by it; return its ids and positions [B,Q].
 
-    whole: the pass that read the prompt's last tokens; the positions follow these. pieces: for each row the chunk's bounds
-    [start, stop) in tokens of the prompt, and the ids to feed: an instruction, then the chunk's.
+    Sets `cache.now`. `read_again` calls it. whole: the pass that read the prompt's last tokens; the positions follow these.
+    pieces: for each row the chunk's bounds [start, stop) in tokens of the prompt, and the ids to feed: an instruction, then the
+    chunk's.
     """
     Q, begin_B = max(len(tokens) for _, _, tokens in pieces), cache.turns.begin_B
     ids_BQ = torch.tensor([[*tokens, *[-1] * (Q - len(tokens))] for _, _, tokens in pieces], device="cpu")
@@ -125,9 +126,10 @@ def begin_repeat(
 def begin_edit(
     cache: TextState, edit: Edit, ids_BQ: Tensor, places_Q: Tensor, table: Callable[[int], Any] | None = None
 ) -> Forward:
-    """Begin a pass of patch.replace(), which reads tokens into a gap in the middle of the text; set `cache.now`, and return it.
+    """Begin the pass of patch.replace(), which reads tokens into a gap of the text (`_read_edit`).
 
-    ids_BQ: the tokens; places_Q: their positions, at which the cache holds nothing. table: see `begin`.
+    Set `cache.now`, and return it. ids_BQ: the tokens; places_Q: their positions, at which the cache holds nothing. table: see
+    `begin`.
     """
     cache.begin_change("edit")
     (B, Q), lengths_B = ids_BQ.shape, cache.lengths_B
@@ -154,7 +156,10 @@ def begin_edit(
 
 
 def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: int) -> None:
-    """Keep the ids of a pass's tokens: by them generate() notices later that it is given another text (hooks/texts.py)."""
+    """Keep the ids of a pass's tokens, by which generate() notices later that it is given another text (hooks/texts.py).
+
+    `begin` calls it.
+    """
     if not cache.keeps_ids:
         return
     if now.prompt and not cache.turns.open:
@@ -164,13 +169,13 @@ def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: in
 
 
 def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
-    """Begin a prompt, or a further piece of one that comes in several passes: note in `cache.turns` that it is open.
+    """For `begin` and `begin_compression`: begin a prompt, or a further piece of one; note in `cache.turns` that it is open.
 
     Layers that were stacked (to take decode steps as one) are separated, and undo logs cleared. Where the prompt ends, decode
     steps count anew.
     """
     turns, counters = cache.turns, cache.counters
-    cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)
+    cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)  # bytes allocated
     cache.drop_stack(due=cache.request.room is None if now.ends_prompt else cache.stack_due)
     _clear_undo_logs(cache)  # they do not lead back over a prompt
     if not turns.open:
@@ -186,7 +191,7 @@ def _clear_undo_logs(cache: TextState) -> None:
 
 
 def end_layer(cache: TextState, layer: int) -> None:
-    """Count a layer's part of a pass as done, after its attention has run; after the last layer the pass ends.
+    """For `_run_call`, after a layer's attention has run: if it was the last layer, end the pass.
 
     A scratch cache, of one pass without use_cache, is emptied layer by layer; only what reports need is kept.
     """
@@ -206,7 +211,9 @@ def outlasts(cache: TextState, now: Forward) -> bool:
 
 
 def end_pass(cache: TextState) -> None:
-    """End a pass, or the second reading after it: update the tensor counters of compiled steps, and allow the next use."""
+    """End a pass (`end_layer`), or the second reading after it (`read_again`): update the tensor counters of compiled steps,
+    and allow the next use.
+    """
     now, counters = cache.running, cache.counters
     cache.states.end_pass()  # detaches a hybrid's states from autograd
     now.shared_keys.clear()  # read by layers without keys of their own; the Forward stays until the next pass
@@ -247,7 +254,7 @@ def _read_pass(
     repeatable: bool,
     merged_ids: Tensor | None,
 ) -> tuple[Forward, list[int], Tensor]:
-    """Check the arguments of a pass that begins, as `begin` got them; the cache does not change.
+    """For `begin`: check its arguments, and describe the pass; the cache does not change.
 
     Returns its Forward, and the tokens of each row before it (if it has columns of a prompt) and after it [B].
     """
@@ -255,6 +262,7 @@ def _read_pass(
     settings, seen, recorded = cache.settings, cache.get_seq_length(), any(layer.record_past for layer in cache.layers)
     before = torch.zeros(B, dtype=torch.long, device=device) if cache.seen_B is None else cache.seen_B.to(device)
     prompt = _count_prompt_columns(cache, seen, Q)
+    # refuse(): raises if these settings exclude what is named
     # several generated tokens in one pass are drafts, which a policy that evicts (acts) may not support
     if settings.acts and 0 < prompt < Q:
         refuse("drafts with the prompt", settings.combine(drafts=Q - prompt))
@@ -305,7 +313,8 @@ class _Prompt(NamedTuple):
 def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor | None) -> _Prompt:
     """Read from the device, in one copy, where a prompt's padding lies and how many tokens each row has before and with it.
 
-    Nothing is read if no mask came and no row was padded. A row's last column may be padding, which the caller checks.
+    `_read_pass` calls it. Nothing is read if no mask came and no row was padded. A row's last column may be padding, which the
+    caller checks.
     """
     B, rows = len(before), cache.rows
     even = cache.seen_B is None or not (rows.padded or rows.joined or cache.turns.open)
@@ -334,7 +343,10 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
 
 
 def refuse_mask(mask: Tensor) -> None:
-    """Raise KVPatchError if a prompt's padding mask holds other numbers than ones and zeros."""
+    """Raise KVPatchError if a prompt's padding mask holds other numbers than ones and zeros.
+
+    `_read_prompt` and `check_padding_mask` call it.
+    """
     wrong = mask[(mask != 0) & (mask != 1)]
     if wrong.numel():
         raise KVPatchError(
@@ -343,14 +355,14 @@ def refuse_mask(mask: Tensor) -> None:
 
 
 def _count_gaps(cache: TextState, now: Forward, rows_BQ: Tensor) -> None:
-    """Count, as a pass begins, the padding columns after tokens, which the positions of these rows include from now on."""
+    """For `begin`: count the padding columns after tokens, which the positions of these rows include from now on."""
     gaps_B, rows = ((rows_BQ >= 0) & (now.positions_BQ < 0)).sum(-1), cache.rows
     rows.gaps_B = gaps_B if rows.gaps_B is None else rows.gaps_B.to(gaps_B.device) + gaps_B
     rows.by_columns = True  # positions count padding
 
 
 def check_batch(cache: TextState, B: int, Q: int, mask_BT: Tensor | None) -> None:
-    """Raise KVPatchError, where a pass begins, for a batch size other than the cache's, or a mask of the wrong length."""
+    """For `_read_pass`: raise KVPatchError for a batch size other than the cache's, or a mask of the wrong length."""
     if cache.seen_B is not None and len(cache.seen_B) != B:
         raise KVPatchError(
             f"The cache holds {len(cache.seen_B)} rows, but the input has {B}: give as many, or make them so with "
@@ -364,7 +376,7 @@ def check_batch(cache: TextState, B: int, Q: int, mask_BT: Tensor | None) -> Non
 
 
 def _count_prompt_columns(cache: TextState, seen: int, Q: int) -> int:
-    """Return, as a pass of Q columns begins, how many of them belong to a prompt (docs/policies/definitions.md, Budgets).
+    """For `_read_pass`: return how many of a pass's Q columns belong to a prompt (docs/policies/definitions.md, Budgets).
 
     seen: columns before them. The others are generated tokens.
     """
@@ -376,7 +388,7 @@ def _count_prompt_columns(cache: TextState, seen: int, Q: int) -> int:
 
 
 def _refuse_padding(real_BQ: Tensor) -> None:
-    """Raise KVPatchError if a pass that begins marks a generated token as padding."""
+    """For `_read_pass`: raise KVPatchError if a mask marks a generated token as padding."""
     message = "attention_mask marks a generated token as padding; pad prompts on the left, before their first token."
     if at_hand(real_BQ):
         if not bool(real_BQ.all()):
@@ -386,7 +398,10 @@ def _refuse_padding(real_BQ: Tensor) -> None:
 
 
 def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
-    """Raise KVPatchError if a prompt ends with an empty row, or one padded on the right. last_B: its last column is a token."""
+    """For `_read_pass`: raise KVPatchError if a prompt ends with an empty row, or one padded on the right.
+
+    last_B: its last column is a token.
+    """
     if min(n_B) == 0:
         later = " If its text comes in later pieces: generate(prefill_chunk_size=n), or a first piece with tokens of all rows."
         raise KVPatchError(
@@ -402,10 +417,10 @@ def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
 
 
 def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
-    """Set in `now`, as a prompt's pass begins, which tokens the budget counts and which are kept outside it, by option `turns`.
+    """Set in `now` which tokens the budget counts and which are kept outside it, by option `turns`.
 
-    In later prompts of a chat, "first" evicts nothing, "each" gives the prompt a budget of its own, and "all" budgets the whole
-    text. n_B: tokens of each row where the prompt ends.
+    `begin` and `begin_compression` call it. In later prompts of a chat, "first" evicts nothing, "each" gives the prompt a
+    budget of its own, and "all" budgets the whole text. n_B: tokens of each row where the prompt ends.
     """
     later, turns, begin_B = cache.turns.count > 0, cache.settings.policy.scope.turns, cache.turns.begin_B
     now.keeps_all = later and turns == "first"
@@ -418,10 +433,10 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
 
 
 def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: bool) -> Any:
-    """Return the rotary table of a pass where a key's position is its rank among the keys held (positions="renumbered").
+    """Return the rotary table where a key's position is its rank among the keys held (positions="renumbered").
 
-    It goes up to the highest rank that the pass can need; `cache.rotary` keeps it until that number changes. prompt: some of
-    the pass's Q columns are a prompt's.
+    `begin`, `begin_edit` and `end_pass` call it. It goes up to the highest rank that the pass can need; `cache.rotary` keeps it
+    until that number changes. prompt: some of the pass's Q columns are a prompt's.
     """
     ranks = _count_most_held(cache, Q, prompt)
     if cache.rotary is None or cache.rotary[0] != ranks:
@@ -430,7 +445,7 @@ def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: 
 
 
 def _count_most_held(cache: TextState, Q: int, prompt: bool) -> int:
-    """Return an upper bound of the tokens that one head holds in a pass of Q columns, for the rotary table's size."""
+    """Return an upper bound of the tokens that one head holds in a pass of Q columns, for `_rotary_table`."""
     most, now, settings = 1, cache.running, cache.settings
     # later prompts are counted with the generated tokens
     first_prompt = cache.turns.count == 0 and not settings.policy.over_heads

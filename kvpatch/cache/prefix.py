@@ -101,7 +101,10 @@ class Prefixes:
         return self._keep_fresh(max(beginnings, key=len, default=None))
 
     def _keep_fresh(self, prefix: Prefix | None) -> Prefix | None:
-        """Return a prefix that was looked up, or, if the model has changed since it was read, a new one, which replaces it."""
+        """Return the prefix found, or, if the model has changed since it was read, a new one, which replaces it.
+
+        `get` and `longest` call it.
+        """
         if prefix is None or self.renew is None:
             return prefix
         new = self.renew(prefix)

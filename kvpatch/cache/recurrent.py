@@ -35,7 +35,10 @@ class Stack:
     readers: tuple[tuple[int, int], ...] = ()
 
     def first(self, count: int) -> Stack:
-        """Return the Stack (table of the layers with keys or states) of a decoder that drafts with its first `count` layers."""
+        """Return the Stack (table of the layers with keys or states) of a decoder that drafts with its first `count` layers.
+
+        `CacheSettings.first_layers` calls it.
+        """
         attention = tuple(number for number in self.attention if number < count)
         # pairs: of a layer's number, and its count of states or the number of the layer whose keys it uses
         states, readers = (tuple(pair for pair in pairs if pair[0] < count) for pairs in (self.states, self.readers))
@@ -58,7 +61,9 @@ class RecurrentStates(Cache):
         return tuple(number for number, layer in enumerate(self.layers) if layer is not None)
 
     def _list_held(self) -> Iterator[tuple[str, dict[int, Any], int]]:
-        """Yield a recurrent state's name, the dictionary of transformers' layer that holds it, and its key, to read or set."""
+        """Yield a recurrent state's name, the dictionary of transformers' layer that holds it, and its key, for `tensors`,
+        `map_rows` and `kept`.
+        """
         for number in self.numbers:
             for kind in ("conv_states", "recurrent_states"):
                 table = getattr(self.layers[number], kind)
@@ -83,14 +88,20 @@ class RecurrentStates(Cache):
         self.map_rows(lambda state: state.detach() if state.requires_grad else state)
 
     def copy_sharing(self) -> RecurrentStates:
-        """Return a copy that shares all tensors, for `select_rows`; `map_rows` then gives the copy tensors of its own."""
+        """Return a copy that shares all tensors, for `EvictingCache._copy_sharing`.
+
+        `map_rows` then gives the copy tensors of its own.
+        """
         new = copy.copy(self)
         new.layers = [None if layer is None else _copy_sharing(layer) for layer in self.layers]
         return new
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Run a block that reads a chunk of the prompt a second time, and put all states back as they were."""
+        """Run a block that reads a chunk of the prompt a second time, and put all states back as they were.
+
+        `read_again` calls it.
+        """
         with torch.inference_mode(False):
             before = {name: state.clone() for name, state in self.tensors().items()}
         try:
@@ -116,7 +127,7 @@ class RecurrentStates(Cache):
         return states
 
     def fill_states(self, tensors: dict[str, Tensor]) -> None:
-        """Write states into this empty object, by name as `tensors` returns them; for joining and loading."""
+        """Write states into this empty object, by name as `tensors` returns them; for `join` and loading (`_restore_cache`)."""
         for name, state in tensors.items():
             number, kind, key = name.split(".")
             layer: Any = self.layers[int(number)]
@@ -152,7 +163,8 @@ def _copy_sharing(layer: LinearAttentionLayer) -> LinearAttentionLayer:
 
 
 def _can_crop(layer: Any, count: int, seen: int) -> bool:
-    """Tell, for crop(), if a layer's convolutions have recorded enough inputs to take back `count` of the tokens seen.
+    """Tell `RecurrentStates.can_crop` if a layer's convolutions have recorded enough inputs to take back `count` of the tokens
+    seen.
 
     As many columns as the kernel is wide, or as there are tokens, must be left.
     """

@@ -19,7 +19,7 @@ from .state import TextState
 def check_replaced(
     cache: TextState, span: Span, ids: object, reread: int, positions_fixed: str | None
 ) -> tuple[Tensor, Tensor, int]:
-    """Check the arguments of Patch.replace before its first change.
+    """For `replace_span`: check the arguments of `Patch.replace`, before its first change.
 
     positions_fixed: the reason that the model can be told no positions, or None.
 
@@ -56,7 +56,10 @@ def check_replaced(
 
 
 def _check_room(cache: TextState, count: int, room: int) -> None:
-    """Raise KVPatchError if replace()'s `count` tokens need more positions than the span's `room`, and none can be opened."""
+    """Raise KVPatchError if replace()'s `count` tokens need more positions than the span's `room`, and none can be opened.
+
+    `check_replaced` calls it.
+    """
     if count <= room:
         return
     if not cache.settings.renumbered:
@@ -71,7 +74,7 @@ def _check_room(cache: TextState, count: int, room: int) -> None:
 
 
 def _check_place(cache: TextState, start: int, stop: int) -> None:
-    """Raise KVPatchError if replace() would insert at the end of a row's text."""
+    """For `check_replaced`: raise KVPatchError if replace() would insert at the end of a row's text."""
     for row, length in enumerate(cache.lengths_B.tolist()):
         if start == stop == length:
             raise KVPatchError(
@@ -81,7 +84,10 @@ def _check_place(cache: TextState, start: int, stop: int) -> None:
 
 
 def _check_rows(cache: TextState, opened: int) -> None:
-    """Raise KVPatchError for caches in which replace() would use wrong positions, or a window has dropped tokens it needs."""
+    """Raise KVPatchError for caches in which replace() would use wrong positions, or a window has dropped tokens it needs.
+
+    `check_replaced` calls it.
+    """
     if cache.ids.offset:
         raise KVPatchError("replace() in a text with images, after which positions count otherwise: read the text anew.")
     if not cache.turns.count:
@@ -100,7 +106,10 @@ def _check_rows(cache: TextState, opened: int) -> None:
 
 
 def _read_ids(ids: object, B: int) -> Tensor:
-    """Return the tokens that replace() was given, of each row [B,N]. Raises KVPatchError unless they are tokens."""
+    """For `check_replaced`: return the tokens that replace() was given, of each row [B,N].
+
+    Raises KVPatchError unless they are tokens.
+    """
     wanted = f"give token ids, int64 [N] or [{B}, N] or a list of them."
     try:
         tensor = torch.as_tensor(ids, device=None if isinstance(ids, Tensor) else "cpu")
@@ -124,21 +133,24 @@ def _check_reread(reread: object) -> None:
 
 
 def open_positions(cache: TextState, at: int, count: int) -> None:
-    """Make room for an edit of a renumbered text: add `count` to positions from `at` on, in all rows; open id columns."""
+    """Add `count` to positions from `at` on, in all rows; open id columns.
+
+    `replace_span`, to make room in a renumbered text calls it.
+    """
     with cache.changing("replace()"):
-        cache.drop_stack()
+        cache.drop_stack()  # layers get buffers of their own again
         seen = cache.seen
         for layer in cache.layers:
             layer.positions = layer.positions + count * (layer.positions >= at)
             layer.seen, layer.contiguous = seen + count, False
         if cache.keeps_ids:
-            cache.ids.skip_columns(len(cache.lengths_B), seen, cache.lengths_B.device)
+            cache.ids.skip_columns(len(cache.lengths_B), seen, cache.lengths_B.device)  # columns whose ids were not noted
             cache.ids.open_columns(at, count)
         if cache.shared is not None:  # a score that all layers share, by position + 1
             before, after = cache.shared[:, :, : at + 1], cache.shared[:, :, at + 1 :]
             cache.shared = torch.cat([before, before.new_zeros(*before.shape[:2], count), after], 2)
         cache.seen_B = cache.lengths_B + count
-        cache.rows.edited = cache.seen
+        cache.rows.edited = cache.seen  # crop() cannot go back over an edit
         cache.counters.device = None  # the next pass makes it anew
 
 

@@ -52,9 +52,9 @@ class Undo:
 
 
 def record_step(layer: Recorded, shared: Tensor | None) -> Undo:
-    """Return what the coming decode step of `layer` will overwrite, for the undo log, if steps are logged for crop().
+    """For `SlotLayer.log_undo`: return what the coming decode step of `layer` will overwrite.
 
-    shared: the score that all layers share, or None.
+    Called before each step if `activate_past_recording()` was called. shared: the score that all layers share, or None.
     """
     # the stored key and value in each head's free slot, into which the step's token goes
     entries = None
@@ -69,9 +69,9 @@ def record_step(layer: Recorded, shared: Tensor | None) -> Undo:
 
 
 def restore_step(layer: Recorded, undo: Undo) -> Tensor | None:
-    """Restore `layer` to its state before the newest decode step, for crop(); return the score that all layers shared then.
+    """Restore `layer` to its state before the newest decode step, for `SlotLayer.crop`.
 
-    undo: what `record_step` returned before that step.
+    Return the score that all layers shared then. undo: what `record_step` returned before that step.
     """
     # buffers have grown since, or an earlier rollback has shrunk them: the columns cut off were empty
     C = min(undo.positions.shape[-1], layer.positions.shape[-1])

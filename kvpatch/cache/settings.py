@@ -76,7 +76,7 @@ class CacheSettings:
 
     @cached_property
     def _features(self) -> FeatureSet:
-        """Describe what these settings ask for together, for the table of refusals: features that exclude each other."""
+        """For `combine`: describe what these settings ask for together, for the table of features that exclude each other."""
         stack = self.stack
         return FeatureSet(
             self.policy,
@@ -100,7 +100,10 @@ class CacheSettings:
         )
 
     def first_layers(self, count: int | None) -> CacheSettings:
-        """Return the settings of a decoder that drafts with its first `count` layers (early exit). count: None for all."""
+        """For `PatchState.new_cache`: return the settings of a decoder that drafts with its first `count` layers (early exit).
+
+        count: None for all.
+        """
         # own: how many of the first `count` layers are on the budget
         if count is None or (own := self.within(count)) == self.n_layers:
             return self
@@ -110,7 +113,7 @@ class CacheSettings:
         return dataclasses.replace(self, budget=budget, budgets=budgets, bounds=bounds, latent=latent, stack=stack)
 
     def in_dtype(self, dtype: torch.dtype) -> CacheSettings:
-        """Return the settings of a cache whose first keys have this dtype, as a text begins or is loaded.
+        """Return the settings of a cache whose first keys have this dtype, for `count_in`, as a text begins or is loaded.
 
         They differ where the budget is a size in bytes, which holds more tokens of a narrower dtype.
 
@@ -165,7 +168,10 @@ class CacheSettings:
         return tuple(self._slope_rule(i) if bound is None else Size(bound) for i, bound in enumerate(self.bounds))
 
     def _slope_rule(self, layer: int) -> Rule:
-        """Return a layer's budget rule; if the policy divides a budget over layers (a pyramid), the rule of this part."""
+        """Return a layer's budget rule; if the policy divides a budget over layers (a pyramid), the rule of this part.
+
+        `rules` calls it.
+        """
         rule, policy = self.budget.rules[layer], self.policy
         if policy.over_layers is None or not policy.evicts:
             return rule
@@ -218,7 +224,9 @@ class CacheSettings:
         return self.rules[layer].tokens(n)
 
     def described(self) -> dict[str, Any]:
-        """Describe as plain values, for files too, all settings that caches must share to go on under one another's patch."""
+        """Describe as plain values, for `list_differences` and files, all settings that caches must share to go on under one
+        another's patch.
+        """
         return {
             "policy": _describe_policy(self.policy),
             "k": self.budget.described(),
@@ -229,7 +237,7 @@ class CacheSettings:
         }
 
     def list_differences(self, other: CacheSettings) -> Iterator[tuple[str, Any, Any]]:
-        """List, before caches are joined or go on, each differing setting as (name, own value, other's); empty if all agree."""
+        """List each differing setting as (name, own value, other's), before caches are joined (`_check_same`) or go on."""
         if other is self:
             return
         mine, theirs = (_flatten_names(one.described()) for one in (self, other))
@@ -239,7 +247,7 @@ class CacheSettings:
 
 
 def _describe_policy(policy: Policy) -> dict[str, Any]:
-    """Describe a policy's name, schedule, parts and options as plain values, to compare or save."""
+    """For `described`: describe a policy's name, schedule, parts and options as plain values, to compare or save."""
     fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy) if field.init}
     # its score, selection and so on: fields that are objects
     parts = {name: type(part).__name__ for name, part in fields.items() if not isinstance(part, str | None)}
@@ -248,7 +256,10 @@ def _describe_policy(policy: Policy) -> dict[str, Any]:
 
 
 def _simplify_option(value: object) -> object:
-    """Return a plain value for an option that JSON cannot hold: numbers for a tensor or array, else the repr."""
+    """Return a plain value for an option that JSON cannot hold, numbers for a tensor or array, else the repr.
+
+    `_describe_policy` calls it.
+    """
     if isinstance(value, Calibration):
         return value.digest
     converted = as_python(value)

@@ -139,7 +139,9 @@ class Slots(ABC):
         return (self.find_begins()[:, None] + column_BHM.flatten(0, 1)).flatten()
 
     def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of the stored keys and values at flat indices (see `flat`), to move them or to log them for crop()."""
+        """Return copies of the stored keys and values at flat indices (see `flat`), to move them (`pack`) or to log them
+        (`record_step`).
+        """
         keys, values = self.flat()
         entries = keys[rows_N]
         # in latent attention a value is a part of its key
@@ -178,7 +180,8 @@ class Slots(ABC):
 
     @abstractmethod
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
-        """Return how many slots are taken, and the most that may be allocated for them, for the checks of invariants.
+        """Return how many slots are taken, and the most that may be allocated for them, for `_check_layer_bytes` and
+        `bound_slots`.
 
         counts: tokens of each head. columns: those in use if tokens are appended, else None. ahead: free slots that each head
         may have in any case.
@@ -199,7 +202,7 @@ class Slots(ABC):
         """Move the first `used` columns into slots of these capacities; slot indices stay."""
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> Slots:
-        """Return a copy whose batch-first attributes (`by_row`) are `change` of these: rows selected, reordered or repeated."""
+        """Return a copy whose batch-first attributes (`by_row`) are `change` of these: for `SlotLayer.map_rows`."""
         new = copy.copy(self)
         for name in self.by_row:
             value = getattr(self, name)
@@ -268,8 +271,8 @@ class DenseSlots(Slots):
         return taken
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
-        """Write a pass's keys and values into the columns from `start` on, in place."""
-        new = self.encode_pair(k_BHQD.detach(), v_BHQD.detach())
+        """For `SlotLayer.append` and `write`: write keys and values into the columns from `start` on, in place."""
+        new = self.encode_pair(k_BHQD.detach(), v_BHQD.detach())  # rounded, if the slots hold 8 or 4 bits
         for held, entries in zip(self.stored, new, strict=False):  # latent attention stores keys alone
             held[:, :, start : start + k_BHQD.shape[2]] = entries
 
@@ -279,10 +282,10 @@ class DenseSlots(Slots):
         return new
 
     def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
-        """End a prompt: return new slots of this layout, with each head's entries at `index_BHK` in front.
+        """Return new slots of this layout, with each head's entries at `index_BHK` in front.
 
-        kept_BHK: False where a head keeps fewer; None: nowhere. If `layout.filled` is set, each head gets its own number of
-        slots (ragged).
+        `SlotLayer.allocate`, as a prompt ends calls it. kept_BHK: False where a head keeps fewer; None: nowhere. If
+        `layout.filled` is set, each head gets its own number of slots (ragged).
         """
         if layout.filled is not None and kept_BHK is not None:
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
@@ -383,7 +386,7 @@ def nothing() -> DenseSlots:
 
 
 def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | None) -> Slots:
-    """Make slots of zeros to move tokens into, as layers are joined or packed: of B * H heads, with keys around this centre.
+    """Make slots of zeros to move tokens into, for `_make_buffers` and `pack`: of B * H heads, with keys around this centre.
 
     like: of the same dtype, device and head sizes.
     """
@@ -400,14 +403,19 @@ def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | Non
 
 
 def restore_slots(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) -> Slots:
-    """Return the slots of a loaded cache. described: None, or if heads differ each head's slots, and how many are filled."""
+    """For `_restore_layer`: return the slots of a loaded cache.
+
+    described: None, or if heads differ each head's slots, and how many are filled.
+    """
     if described is None:
         return DenseSlots(keys, values, codecs)
     return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device), codecs)
 
 
 def gather_entries(tensor: Tensor, index_BHK: Tensor) -> Tensor:
-    """[B,H,T,...] -> [B,H,K,...]: gather each head's entries at slots `index_BHK`, such as those of kept tokens."""
+    """[B,H,T,...] -> [B,H,K,...]: copy each head's entries at slots `index_BHK`, such as kept tokens, for `pack` or as a prompt
+    ends.
+    """
     if tensor.ndim == 3:
         return tensor.gather(2, index_BHK)
     b, h = (torch.arange(n, device=tensor.device) for n in index_BHK.shape[:2])
@@ -415,7 +423,7 @@ def gather_entries(tensor: Tensor, index_BHK: Tensor) -> Tensor:
 
 
 def collect_entries(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,T,...] -> [B,H,columns,...]: as a prompt ends, copy kept entries, at `index`, to new buffers padded with `empty`."""
+    """[B,H,T,...] -> [B,H,columns,...]: for `allocate`, copy kept entries, at `index`, to new buffers padded with `empty`."""
     (B, H, K), rest = index_BHK.shape, tensor.shape[3:]
     new = tensor.new_empty(B, H, columns, *rest)
     torch.gather(tensor, 2, index_BHK.view(B, H, K, *(1 for _ in rest)).expand(B, H, K, *rest), out=new[:, :, :K])
@@ -423,7 +431,8 @@ def collect_entries(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int)
 
 
 def fit_columns(tensor: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,K,...] -> [B,H,columns,...]: copy to new buffers as layers are resized or joined, padded with `empty` or cut."""
+    """[B,H,K,...] -> [B,H,columns,...]: copy to new buffers for `resize_slots` and `_take_joined`, padded with `empty` or cut.
+    """
     B, H, K, *rest = tensor.shape
     new = tensor.new_empty(B, H, columns, *rest)
     new[:, :, :K] = tensor[:, :, :columns]
@@ -431,7 +440,7 @@ def fit_columns(tensor: Tensor, columns: int, empty: int) -> Tensor:
 
 
 def _clear_from(tensor: Tensor, used: int, empty: int) -> Tensor:
-    """Fill columns of new buffers from `used` on with `empty`, in place, after tokens were copied; return the buffers."""
+    """For `collect_entries` and `fit_columns`: fill columns from `used` on with `empty`, in place; return the buffers."""
     if used < tensor.shape[2]:
         tensor[:, :, used:].fill_(empty)
     return tensor

@@ -33,7 +33,7 @@ class LayerPart:
     def of(cls, layer: SlotLayer, bound: int | None) -> LayerPart:
         """Return what reports need of a layer, without its keys and values: positions, bytes, and what was noted of heads.
 
-        bound: the layer's own sliding window in tokens, or None.
+        `Snapshot.of` and `end_layer` call it. bound: the layer's own sliding window in tokens, or None.
         """
         B, H = layer.positions.shape[:2]
         kept = min(layer.seen, bound or layer.seen)
@@ -67,7 +67,10 @@ class Snapshot:
 
     @classmethod
     def of(cls, cache: TextState) -> Snapshot:
-        """Take a snapshot for a report or record, which outlives the cache. Waits for the device after compiled steps alone."""
+        """Take a snapshot for `Report` or `Patch.record()`, which outlives the cache.
+
+        Waits for the device after compiled steps alone.
+        """
         cache.catch_up()
         layers, bounds = cache.layers, cache.settings.bounds
         parts = cache.parts or {  # a scratch cache (of a pass without use_cache) has emptied its layers

@@ -71,7 +71,7 @@ class Meter:
     peak: int = 0
 
     def count(self, before: int, during: int, after: int) -> None:
-        """Update `now` and `peak` by a layer's bytes before, while and after it reads a prompt or moves to new buffers."""
+        """Update `now` and `peak` by a layer's bytes before, while and after it reads a prompt (`read_prompt`) or moves."""
         others = self.now - before
         self.peak = max(self.peak, others + during + (after if after != during else 0))  # new buffers beside the old ones
         self.now = others + after
@@ -155,7 +155,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         self._empty()
 
     def _empty(self) -> None:
-        """Make all state that a text has, as before its first token, in a new cache or on reset()."""
+        """Make all state that a text has, as before its first token, for `__init__` and `reset`."""
         self.request, self.turns, self.counters, self.rows = TextPlans(), Turns(), StepCounters(), RowAlignment()
         self.ids = TokenIds()
         self.read_by: ModelStamp | None = None  # the model that reads the text
@@ -219,7 +219,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return not self.scratch
 
     def note_ids(self, ids_BQ: Tensor | None, Q: int, real_BQ: Tensor | None = None) -> None:
-        """Note the ids of Q columns that a pass or compiled steps read, after those that were seen; see TokenIds.write."""
+        """For `_note_ids` and `catch_up`: note the ids of Q columns that were read, after those seen; see `TokenIds.write`."""
         B, device = len(self.lengths_B), self.lengths_B.device
         self.ids.skip_columns(B, self.seen, device)
         self.ids.write(ids_BQ, B, Q, device, real_BQ)
@@ -277,7 +277,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return policy.needs.temperature(step - shortfall_B, shortfall_B.new_tensor(self.span()) if span_B is None else span_B)
 
     def limits(self, sizes: Sequence[Sequence[int]], device: torch.device) -> Limits:
-        """Return, where a prompt ends, the Limits (protected sizes) of these sizes per row; layers of equal sizes share one."""
+        """Return, for `set_limits`, the Limits (protected sizes) of these sizes per row; layers of equal sizes share one."""
         key = (tuple(map(tuple, sizes)), device)
         if key not in self.limits_of:
             self.limits_of[key] = Limits.of(key[0], device)

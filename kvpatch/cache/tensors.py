@@ -33,7 +33,7 @@ class HeadTensor:
     wanted: str = ""
 
     def join(self, layers: Sequence[Any]) -> Tensor | None:
-        """Return this tensor, a number per KV head, of all rows when caches are concatenated. layers: the same of each cache.
+        """For `_join_layer`: return this tensor, a number per KV head, of all rows. layers: the same of each cache.
 
         None if no layer has it, or if some layer lacks it and no number stands for it (`missing`).
         """

@@ -31,7 +31,7 @@ class TokenIds(Batched):
 
     @classmethod
     def of(cls, ids_BT: Tensor | None) -> TokenIds:
-        """Make the TokenIds of texts that were read, for a cache that is loaded or joined. ids_BT: None if they are unknown."""
+        """Make the TokenIds of texts that were read, for loaded caches and `join_parts`. ids_BT: None if they are unknown."""
         new = cls()
         if ids_BT is not None:
             new._ids_BC, new.columns, new.prompt = ids_BT, ids_BT.shape[1], ids_BT.shape[1]
@@ -49,7 +49,10 @@ class TokenIds(Batched):
 
     @property
     def prompt_BN(self) -> Tensor | None:
-        """Ids [B,N] of the newest prompt, from column `prompt` on, to be read a second time; None if some are unknown."""
+        """Ids [B,N] of the newest prompt, from column `prompt` on, for `passes.begin` to have it read a second time.
+
+        None if some are unknown.
+        """
         ids_BT = self.ids_BT
         all_known = ids_BT is not None and not bool((ids_BT[:, self.prompt :] == UNKNOWN).any())
         return ids_BT[:, self.prompt :].clone() if all_known and ids_BT is not None else None
@@ -60,7 +63,7 @@ class TokenIds(Batched):
         return self.offsets_B1 is not None and bool(self.offsets_B1.any())
 
     def write(self, ids_BQ: Tensor | None, B: int, Q: int, device: torch.device, real_BQ: Tensor | None = None) -> None:
-        """Add the ids of Q columns, as a pass begins. ids_BQ: None if unknown. real_BQ: False for padding; may be shorter."""
+        """Add the ids of Q columns, for `note_ids`. ids_BQ: None if unknown. real_BQ: False for padding; may be shorter."""
         start, end = self.columns, self.columns + Q
         if self._ids_BC is None:
             self._ids_BC = torch.empty(B, 0, dtype=torch.long, device=device)
@@ -81,7 +84,7 @@ class TokenIds(Batched):
             self.write(None, B, columns - self.columns, device)
 
     def find_columns(self, places_Q: Tensor) -> Tensor:
-        """Return the columns [B,Q] of the tokens at these positions of each row's text, for an edit."""
+        """Return the columns [B,Q] of the tokens at these positions of each row's text, for `replace`."""
         assert self.ids_BT is not None
         count_BT = (self.ids_BT != PADDING).long().cumsum(1)
         return torch.searchsorted(count_BT, (places_Q.to(count_BT.device) + 1).expand(len(count_BT), -1).contiguous())
@@ -92,7 +95,7 @@ class TokenIds(Batched):
             self._ids_BC = self._ids_BC.scatter(1, self.find_columns(places_Q), ids_BQ.to(self._ids_BC))
 
     def open_columns(self, at: int, count: int) -> None:
-        """Insert `count` columns of unknown tokens before position `at` of each row's text, for an edit."""
+        """Insert `count` columns of unknown tokens before position `at` of each row's text, for `open_positions`."""
         if self._ids_BC is None:
             return
         first_B1 = self.find_columns(torch.tensor([at], device="cpu"))
@@ -108,14 +111,17 @@ class TokenIds(Batched):
         self.columns, self.prompt = min(self.columns, columns), min(self.prompt, columns)
 
     def keep_last(self, columns: int) -> None:
-        """Keep the last columns alone, after the longest rows of a joined cache were dropped: the others are padding."""
+        """For `_map_rows`: keep the last columns alone, after the longest rows were dropped; the others are padding."""
         if self._ids_BC is not None and columns < self.columns:
             self._ids_BC = self._ids_BC[:, self.columns - columns : self.columns].clone()
             self.columns, self.prompt = columns, max(self.prompt + columns - self.columns, 0)
 
     @staticmethod
     def join_parts(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:
-        """Join the ids of concatenated caches, each with its rows' lengths [B]; every row ends in the last of `columns`."""
+        """Join the ids of caches, each with its rows' lengths [B]; every row ends in the last of `columns`.
+
+        `_join_caches` calls it.
+        """
         rows = [_align_right(ids, lengths_B, columns) for ids, lengths_B in parts]
         new = TokenIds.of(torch.cat([tensor.to(rows[0].device) for tensor in rows]))
         part_offsets = [ids.offsets_B1 for ids, _ in parts]  # of positions after images, from the count of tokens
@@ -127,7 +133,7 @@ class TokenIds(Batched):
 
 
 def _align_right(ids: TokenIds, lengths_B: Tensor, columns: int) -> Tensor:
-    """Return the ids of a cache aligned at the right [B,columns], to join them with those of other caches.
+    """For `join_parts`: return the ids of a cache aligned at the right [B,columns], to join them with those of other caches.
 
     PADDING is before a row's text; tokens without an id have UNKNOWN.
     """
