@@ -48,9 +48,7 @@ def check_beams(beam_idx: object, seen_B: Tensor | None) -> None:
 
 
 def check_rows(indices: object, seen_B: Tensor | None, name: str = "indices", method: str = "batch_select_indices") -> Tensor:
-    """Check the rows that a user keeps; return a tensor of indices, or a bool mask [B].
-
-    `select_rows` and `batch_select_indices` call it.
+    """Check the rows that a user of `select_rows` or `batch_select_indices` keeps; return indices, or a bool mask [B].
 
     seen_B: tokens of each row; None before the first prompt: then their number is not checked. name, method: for errors.
     """
@@ -84,10 +82,7 @@ def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Ten
 
 
 def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
-    """For `check_rows` and `check_beams`: raise KVPatchError if a row number is below `low`, or not below B.
-
-    A GPU's are not read.
-    """
+    """For `check_rows`, `check_beams`: raise KVPatchError if a row is below `low` or not below B. A GPU's are not read."""
     if not at_hand(index):
         return  # indexing the tensors with it checks this on the GPU, without a wait
     wrong = index[(index < low) | (index >= B)]
@@ -99,10 +94,7 @@ def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
 
 
 def read_whole(value: Any) -> Any:
-    """Return a whole number of any library (torch, numpy) as Python's int; anything else as it is.
-
-    `count_removed` and `read_span` refuse the latter.
-    """
+    """Return a whole number of any library as Python's int; else the value, for `count_removed` or `read_span` to refuse."""
     value = as_python(value)
     try:
         return value if isinstance(value, bool) else operator.index(value)

@@ -46,8 +46,7 @@ def join_texts(caches: Sequence[Text], consume: bool) -> Text:
 def _take_layers(cache: TextState) -> Iterator[None]:
     """Guard a block that joins `cache` with others and empties its layers one by one (`consume=True`); then reset `cache`.
 
-    `join_texts` calls it. After an error the cache stays usable if no layer had been emptied. `begin_change` marks the cache as
-    unfinished, so that its use raises an error meanwhile.
+    `join_texts` calls it. After an error the cache stays usable if no layer had been emptied. Meanwhile its use raises one.
     """
     cache.begin_change("concatenate(consume=True)")
     cache.drop_stack()  # stacked layers are views of common tensors
@@ -62,10 +61,7 @@ def _take_layers(cache: TextState) -> Iterator[None]:
 
 
 def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
-    """For `join_texts`, after `check_compatible`: return a new cache with all rows.
-
-    consume: empty each given layer once it was joined.
-    """
+    """For `join_texts`: return a new cache with all rows. consume: empty each given layer once it was joined."""
     first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _make_blank(first)
     new.rows.joined = True  # rows are at different positions of their texts
@@ -136,10 +132,9 @@ class _JoinedLimits:
         self.known: dict[tuple[int, ...], Limits] = {}
 
     def join(self, parts: list[Limits]) -> Limits:
-        """For `_join_layer`: return the limits (protected sizes) of a joined layer.
+        """For `_join_layer`: return the limits (protected sizes) of a joined layer, by the limits of its `parts`.
 
-        parts: the limits of the layers that are joined. The same `parts` give the same object: only layers that share it can be
-        stacked, to take decode steps as one.
+        The same `parts` give the same object: only layers that share it can be stacked, to take decode steps as one.
         """
         key = tuple(map(id, parts))
         if key not in self.known:

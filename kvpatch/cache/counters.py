@@ -39,10 +39,7 @@ class DeviceCounters:
         return ids_BQ if count <= N else ids_BQ.masked_fill(place < start + count - N, UNKNOWN)
 
     def advance(self, columns: int, steps: int, restart: bool) -> None:
-        """For `end_pass` and `end_step`: add a pass to the counters, in place.
-
-        restart: it ended a prompt, from which decode steps are counted.
-        """
+        """For `end_pass`, `end_step`: add a pass in place. restart: it ended a prompt, from which steps are counted."""
         self.columns.add_(columns)
         if restart:
             self.steps.zero_()
@@ -72,10 +69,7 @@ class StepCounters:
         return self.device
 
     def keep_rows(self, columns: int) -> None:
-        """For `_map_rows`, after rows were dropped: set the counters to those of the rows left.
-
-        columns: of the longest row left.
-        """
+        """For `_map_rows`: set the counters to those of the rows left. columns: of the longest row left."""
         if self.shortfall_B is None:
             self.steps = min(self.steps, columns)  # a row has taken no more steps than it has columns
         else:

@@ -55,10 +55,7 @@ def refuse_reading(*args: object, **kwargs: object) -> NoReturn:
 
 
 def check_state(cache: TextState, what: str) -> None:
-    """Raise KVPatchError if `forget` or `check_replaced` is to edit the text of a cache that cannot be edited now.
-
-    what: the call, for errors.
-    """
+    """For `forget`, `check_replaced`: raise KVPatchError for a cache whose text cannot be edited now. what: the call."""
     checks.check_filled(cache.seen_B is not None)
     cache.check_finished()
     cache.catch_up()
@@ -76,8 +73,8 @@ def check_state(cache: TextState, what: str) -> None:
 def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -> Tensor:
     """Check spans, and mark their positions in each row's text: bool [B,T] on the CPU.
 
-    `forget` and `check_replaced` call it. row: the only one that is edited, or None. Raises KVPatchError for spans that are not
-    of the text. what: the call.
+    `forget` and `check_replaced` call it. row: the only one edited, or None. Raises KVPatchError for other spans. what: the
+    call.
     """
     lengths, row, given = cache.read_B.tolist(), checks.read_whole(row), as_python(spans)
     if row is not None and (type(row) is not int or not 0 <= row < len(lengths)):
@@ -106,9 +103,9 @@ def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: st
 
 
 def read_span(span: object, empty: bool = False) -> Span:
-    """Return the span (start, stop) of forget() or replace(), or raise KVPatchError; for `mark_gone` and `check_replaced`.
+    """Return a span as (start, stop), or raise KVPatchError. empty: it may have no tokens.
 
-    empty: it may have no tokens.
+    `mark_gone`, `check_replaced` calls it.
     """
     wanted = "give (start, stop), positions of the text with stop left out, such as (12, 80)."
     given = as_python(span)
@@ -124,10 +121,7 @@ def read_span(span: object, empty: bool = False) -> Span:
 
 
 def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
-    """Take the tokens at the positions that `gone_BT` marks out of a layer; copies of the others go to new buffers.
-
-    `forget` and `drop_last` call it.
-    """
+    """For `forget`, `drop_last`: take tokens at positions that `gone_BT` marks out of a layer, whose buffers become new."""
     positions = layer.positions[:, :, : layer.used]
     clamped_BHT = positions.clamp(0, gone_BT.shape[1] - 1)
     gone_BHT = gone_BT[:, None].expand(-1, positions.shape[1], -1).gather(2, clamped_BHT) & (positions >= 0)
@@ -215,10 +209,7 @@ def can_crop(cache: TextState, count: int) -> bool:
 
 
 def trim_slots(cache: TextState) -> None:
-    """Free the slots that rows dropped by `_map_rows`, or tokens dropped by `crop`, have left empty.
-
-    With room=, buffers stay, and these slots count as free for coming tokens.
-    """
+    """For `_map_rows`, `crop`: free slots that they left empty; with room=, count them as free for coming tokens."""
     for layer in cache.layers:
         if cache.request.room is None:
             layer.give_back_slots()

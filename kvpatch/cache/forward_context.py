@@ -134,10 +134,7 @@ class Forward:
         return self.once(("column", index, shape), like_BHC.device, partial(like_BHC.new_full, shape, index))
 
     def once(self, name: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor that all layers of a device share in this pass. The first layer that asks for `name` makes it.
-
-        Layers of one pass thus compute a mask or a rotation a single time.
-        """
+        """Return a tensor that all layers of a device share in this pass, made by the first one that asks for `name`."""
         if (name, device) not in self._shared:
             self._shared[name, device] = make()
         return self._shared[name, device]

@@ -77,10 +77,7 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
 
 
 def _check_past(cache: TextState, past: Cache, ids_known: bool) -> None:
-    """Raise KVPatchError unless `past`, a user's cache, can be taken over and continued exactly. ids_known: see `absorb`.
-
-    `absorb` and `compress_past` call it.
-    """
+    """For `absorb`, `compress_past`: raise KVPatchError unless `past` can be continued exactly. ids_known: see `absorb`."""
     kind, settings = type(past).__name__, cache.settings
     if not isinstance(past, Cache):
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")

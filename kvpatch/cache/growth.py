@@ -42,8 +42,8 @@ def is_wasteful(needs: list[int], least: int = 0) -> bool:
 def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[int]:
     """Return how many slots to make per head when buffers are made or resized, for `counts` tokens and `more` to come.
 
-    goals: slots of each head at its budget, the most that it ever needs; None: nothing is evicted. `plan`, `HeadOffsets` and
-    `give_back_slots` call it as they make or resize buffers.
+    goals: slots of each head at its budget, the most that it ever needs; None: nothing is evicted. `plan` and `HeadOffsets`
+    ask.
     """
     if goals is None:
         return [count + more for count in counts]

@@ -75,10 +75,7 @@ def count_held(
 def count_by_terms(
     terms: Terms, prompt: int, new: int | None, *, heads: int = 1, read: int = 0, room: int = 0, longest: bool = False
 ) -> Holding:
-    """Count, as `count_held` does, what a layer holds by its rule and options (`terms`).
-
-    `plan` has no more (`Counter.hold`).
-    """
+    """Count, as `count_held` does, what a layer holds by its rule and options (`terms`), for it and `Counter.hold`."""
     rule, schedule, every, turns, divided = terms
 
     def count(prompt: int, new: int | None) -> list[int]:
@@ -103,8 +100,7 @@ def count_tokens(
 ) -> list[int]:
     """Count the tokens of each head (spare slots not included) under one budget rule; for `count_by_terms` and `plan`.
 
-    Arguments are those of `count_held`. schedule: the policy evicts at the end of a "prompt", in "decode" steps, or in "both";
-    None: never.
+    Arguments: see `count_held`. schedule: it evicts at the end of a "prompt", in "decode" steps, or in "both"; None: never.
     """
     grown = MAX_POSITION + every if new is None else new  # a head without a budget may wait to evict, too
     if schedule is None:

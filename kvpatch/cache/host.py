@@ -62,9 +62,7 @@ class MappedRows:
     """Rows in a nameless temporary file, which is mapped into memory and deleted with this object."""
 
     def __init__(self, width: int, dtype: torch.dtype, folder: Path | None) -> None:
-        """For `HostLayer.begin`: open a file for a layer's rows (keys and values of tokens), with none yet.
-
-        folder: None for the system's.
+        """Open a file for a layer's rows (keys and values), with none yet, for `HostLayer.begin`. folder: None: the system's.
         """
         self.width, self.dtype = width, dtype
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the rows are used
@@ -72,10 +70,7 @@ class MappedRows:
         self.rows_NE = torch.empty(0, width, dtype=dtype, device="cpu")
 
     def resize(self, count: int) -> None:
-        """Enlarge the file to `count` rows, when `HostLayer.append` finds it full.
-
-        Raises KVPatchError if the folder has no room.
-        """
+        """For `HostLayer.append`: enlarge the file to `count` rows. Raises KVPatchError if the folder has no room."""
         size = count * self.width * self.dtype.itemsize
         try:
             _reserve(self._file.fileno(), size)
@@ -97,10 +92,7 @@ class MappedRows:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Set a file's size and reserve its room: a write to a mapped file on a full disk would kill the process.
-
-    `MappedRows.resize` calls it.
-    """
+    """For `resize`: reserve a file's room, since a write to a mapped file on a full disk would kill the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
     else:
@@ -110,8 +102,7 @@ def _reserve(file: int, size: int) -> None:
 def find_free(folder: Path | None, device: torch.device) -> tuple[str, int | None]:
     """Return the place to which KV entries of layers on `device` are offloaded, as a phrase for errors, and its free bytes.
 
-    The place is a folder on disk, or host memory for a GPU. None: nothing tells the bytes. `LosslessCache.check_room` asks
-    before tokens are read.
+    The place is a folder on disk, or host memory for a GPU. None: unknown. `check_room` asks before tokens are read.
     """
     if folder is not None or device.type == "cpu":
         place = folder or Path(tempfile.gettempdir())

@@ -77,10 +77,7 @@ def check_bytes(cache: TextState) -> None:
 
 @contextmanager
 def _name_layer(index: int) -> Iterator[None]:
-    """Run checks of a layer in a block that puts its number in front of the message of an InvalidError.
-
-    `check_state` and `check_bytes` call it.
-    """
+    """Run checks of a layer in a block, for `check_state`, `check_bytes`; put its number in front of an InvalidError."""
     try:
         yield
     except InvalidError as error:
@@ -90,8 +87,7 @@ def _name_layer(index: int) -> Iterator[None]:
 def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
     """Raise InvalidError if layers that divide one budget (`together`) got more than the settings allow.
 
-    `check_state` calls it. Nothing is checked before the budget is divided, at a prompt's end, nor where one of these layers
-    does not evict.
+    `check_state` calls it. It checks nothing before a prompt has ended, nor where one of these layers does not evict.
     """
     layers = [index for index in cache.settings.together if index < len(cache.layers)]
     if cache.turns.open or not all(cache.layers[index].mode.evicts for index in layers):
@@ -123,8 +119,7 @@ def _bound_held(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, 
 def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
     """Raise InvalidError if the policy cannot have given a head its budget, or if a head holds more than its budget.
 
-    `check_state` calls it for each layer that evicts in decode steps. Heads may share the layer's budget: then their sum is
-    checked.
+    `check_state` calls it for each layer that evicts in decode steps. If heads share its budget, their sum counts.
     """
     keep_BH, policy = layer.own_budget_BH1[..., 0], cache.settings.policies[index]
     must(layer.own_limits.prompt <= seen_B[:, None, None], "limits are of a longer text")

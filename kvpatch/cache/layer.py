@@ -143,10 +143,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.positions.shape[0] if self.is_initialized else -1
 
     def copy_sharing(self) -> SlotLayer:
-        """Return a copy that shares all tensors, for `EvictingCache._copy_sharing`.
-
-        `map_rows` then gives the copy tensors of its own.
-        """
+        """Return a copy that shares all tensors, for `_copy_sharing`; `map_rows` then gives the copy new tensors."""
         new = copy.copy(self)
         new.mode, new.state, new.notes = copy.copy(self.mode), dict(self.state), dict(self.notes)
         new.undo_log = deque(maxlen=UNDO_STEPS)
@@ -181,8 +178,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
         """Move used columns to larger or smaller buffers. Replaces `kv`, `positions` and `state`.
 
-        `reserve`, `allocate` and `give_back_slots` call it. goals: slots of each head at its budget, if heads have different
-        numbers of slots.
+        `reserve`, `allocate` and `give_back_slots` call it. goals: slots of each head at its budget, if ragged.
         """
         with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
             self.kv = self.kv.resized(capacities, goals, self.used)
@@ -198,8 +194,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
         """Take the keys and values of a text's first prompt as storage, without a copy, and set positions and state.
 
-        entry: the tensors that the policy stores with tokens, by name. `_write_columns` calls it as the layer reads the prompt;
-        `allocate` copies kept tokens where that ends.
+        `_write_columns` calls it. entry: what the policy stores with tokens, by name. `allocate` copies kept tokens later.
         """
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
         self.kv = self._make_slots(k_BHQD.detach(), v_BHQD.detach())
@@ -225,8 +220,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def statistic(self, name: str, like: Tensor | None = None) -> Tensor:
         """Return the tensor `name` that the policy keeps per slot, such as sums of attention, to be read or changed in place.
 
-        Scores, `append` and `Call.add` ask for it. If there is none yet, `state` gets one of zeros: one number a slot, or
-        shaped as `like`.
+        `Call.add` and `append` ask. If there is none yet, it is made of zeros: one number a slot, or shaped as `like`.
         """
         if name not in self.state:
             # accumulator(): a dtype with enough bits for sums
@@ -235,10 +229,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.state[name]
 
     def _zero_statistics(self, start: int) -> None:
-        """Set the policy's sums of attention to zero for tokens just written, the used columns from `start` on.
-
-        `append`, `adopt` and `open_column` call it.
-        """
+        """For `append`, `adopt`, `open_column`: zero the policy's sums of attention in used columns from `start` on."""
         for name in self.statistics:
             if name in self.state:  # a new one is zero
                 self.state[name][:, :, start : self.used].fill_(0)
@@ -248,8 +239,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor | None, entry: dict[str, Tensor]) -> None:
         """Write a decode step's token of each row, in place: into each head's free slot, or after the used columns.
 
-        entry: what the policy stores with it, by name. positions_B1: None if stacked layers write them for all layers at once.
-        `run_step` calls it where torch, not a kernel, computes the step.
+        entry: what the policy stores with it, by name. positions_B1: None if a stack writes them for all layers. `run_step`
+        calls it.
         """
         if self.mode.slotted:
             self.write_kv(k_BH1D, v_BH1D)
@@ -266,10 +257,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
 
     def open_column(self, entry: dict[str, Tensor]) -> None:
-        """Make room for a decoded token after the used columns and write its state (`entry`).
-
-        Before a kernel, which writes the rest.
-        """
+        """For `_run_kernels`: open a column for a decoded token, with its state (`entry`); a kernel writes the rest."""
         start = self.used
         self.reserve(start + 1, self._bound_columns())
         self.used += 1
@@ -278,10 +266,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(start)
 
     def write_position(self, positions_B1: Tensor) -> None:
-        """Write a decoded token's position, and zeros for the policy's sums, into each head's free slot or the next column.
-
-        `write`, or a stack of layers calls it.
-        """
+        """For `write`, stacks: write a decoded token's position, and zero its sums, in the free slot or next column."""
         if not self.mode.slotted:
             self.positions[:, :, self.used] = positions_B1
             for name in self.statistics:
@@ -297,10 +282,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.kv.write_at(self.free_rows(), *self.kv.encode_pair(k_BH1D, v_BH1D))
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
-        """Write what the policy stores with a decoded token (`entry`, tensors by name) into its slots.
-
-        `write` and kernels call it.
-        """
+        """For `write`, `_run_kernels`: write what the policy stores with a decoded token (`entry`) into its slots."""
         for name, tensor in entry.items():
             if not self.mode.slotted:
                 self.state[name][:, :, self.used : self.used + 1] = tensor
@@ -453,8 +435,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def start_moving(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """End a prompt of a layer whose budget changes with the text: tokens go into empty slots, heads evict down to it.
 
-        Sets `mode` (Moving), for `_compress_layer`, `_join_layer`, and `pack` after it has moved tokens. counts, goals: as in
-        `start_evicting`.
+        Sets `mode`, for `_compress_layer`, `_join_layer` and `pack`. counts, goals: as in `start_evicting`.
         """
         counts = self.counts() if counts is None else counts
         self.holes = True
@@ -482,10 +463,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return taken.flatten().tolist()
 
     def list_goals(self) -> list[int] | None:
-        """Return how many slots each head needs at its budget, to plan buffers (`make_room`, `pack`).
-
-        None if decode steps do not evict.
-        """
+        """Return how many slots each head needs at its budget, for `pack`, `make_room`; None if steps do not evict."""
         if not self.mode.evicts or self.keep_BH1 is None:
             return None
         return [keep + self.every for keep in self.keep_BH1.flatten().tolist()]
@@ -579,7 +557,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.measure_room()
 
     def pack(self) -> None:
-        """Move each head's tokens, in text order, to new slots: more or fewer, as a moving budget needs.
+        """Move each head's tokens, in text order, to new slots: more or fewer, as a budget that changes with the text needs.
 
         `make_room` and `give_back_slots` call it. Replaces `kv`, `positions` and `state`; slot indices change.
         """
@@ -601,10 +579,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.start_moving(counts, goals)
 
     def _move_slots(self, capacities: list[int]) -> None:
-        """Move a layer with free slots to buffers of these capacities, for `make_room` and `give_back_slots`.
-
-        Slot indices stay.
-        """
+        """For `make_room`, `give_back_slots`: move slots to buffers of these capacities; their indices stay."""
         self.resize_slots(capacities, self.list_goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
@@ -638,10 +613,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.graph = (gather_entries(self.graph[0], index_BHK), gather_entries(self.graph[1], index_BHK))
 
     def _round_graph(self) -> None:
-        """Round `graph` (keys and values with autograd history) for the next block's attention; gradients pass unchanged.
-
-        `allocate`, `round` and `replace_values` call it.
-        """
+        """For `allocate`, `round`: round `graph` (keys and values with autograd history); gradients pass unchanged."""
         if self.graph is not None and not all(codec.exact for codec in self.kv.codecs):
             keys, values = self.kv.numbers(self.used)  # the stored keys and values, as they are after rounding
             with torch.enable_grad():
@@ -661,10 +633,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.count(1)
 
     def refresh_free_slots(self) -> None:
-        """Drop cached indices, and find free slots anew if heads still fill up: a kernel leaves a full head's old index.
-
-        `follow_kernels` and `catch_up` call it.
-        """
+        """After kernels: drop cached indices, and find free slots anew if heads still fill up, as a kernel does not."""
         self.free_at = None
         if self.mode.growing and self.mode.evicts:
             self.mode.free_BH = self.empty_slots()
@@ -708,10 +677,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     @property
     def settled(self) -> bool:
-        """True if coming decode steps need no more slots than there are.
-
-        Only such layers are stacked (`LayerStack`), to step as one.
-        """
+        """True if coming decode steps need no more slots: only such layers are stacked by `LayerStack`, to step as one."""
         mode = self.mode
         if not isinstance(mode, Filling):
             return mode.slotted

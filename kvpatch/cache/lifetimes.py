@@ -44,10 +44,7 @@ class Lifetimes(Batched):
         return sum(one.nbytes for one in (self.ids, *self.deaths) if one is not None)
 
     def note_ids(self, ids_BQ: Tensor, positions_BQ: Tensor, columns: int) -> None:
-        """Note the ids of a pass's tokens by position (-1: padding.
-
-        Else below `columns`) as `passes.begin` begins it, for replays.
-        """
+        """For `passes.begin`: note the ids of a pass's tokens by position (-1: padding; else below `columns`), for replays."""
         if self.ids is None:
             self.ids = ids_BQ.new_zeros(len(ids_BQ), 0)
         self.ids = _widen_tensor(self.ids, columns + 1, 0)
@@ -57,8 +54,7 @@ class Lifetimes(Batched):
     def note_evictions(self, layer: int, positions_BHT: Tensor, seen_B11: Tensor) -> None:
         """Set the death of each token that a layer no longer holds, for replays: the tokens seen when it was evicted.
 
-        Called after each eviction (`finish_group`, `_end_step`, `forget`). positions_BHT: of the held tokens, -1 in empty
-        slots.
+        `finish_group`, `_end_step` and `forget` call it. positions_BHT: of the held tokens, -1 in empty slots.
         """
         B, H, _ = positions_BHT.shape
         deaths = self.deaths[layer]
@@ -72,8 +68,7 @@ class Lifetimes(Batched):
         self.deaths[layer] = torch.where(gone, seen_B11.to(deaths.dtype), deaths)
 
     def crop(self, seen_B: Tensor) -> None:
-        """Forget deaths (evictions) after each row's first `seen_B` tokens, for `editing.crop`, which brings the tokens back.
-        """
+        """Forget deaths (evictions) after each row's first `seen_B` tokens, for `editing.crop`, which brings them back."""
         for layer, deaths in enumerate(self.deaths):
             if deaths is not None:
                 late = deaths > seen_B.to(deaths.device)[:, None, None]
@@ -85,10 +80,7 @@ class Lifetimes(Batched):
         super().change_rows(change)
 
     def select_dropped(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
-        """Return lifetimes and lengths of the beams that `index` drops, or None: generate() may return them later.
-
-        `reorder_cache` calls it.
-        """
+        """For `reorder_cache`: return lifetimes and lengths of beams that `index` drops; generate() may return these."""
         dropped = torch.ones(len(seen_B), dtype=torch.bool, device="cpu").index_fill_(0, index.cpu().long(), False)
         if not dropped.any():
             return None
@@ -186,10 +178,7 @@ class Record:
 
 
 def check_same_model(recorded: dict[str, Any], wanted: dict[str, Any], what: str) -> None:
-    """For `Record.join` and replays: raise KVPatchError if a record is of another model than wanted.
-
-    what: the wanted one's name.
-    """
+    """For `Record.join`, `follow`: raise KVPatchError if a record is of another model than wanted. what: its name."""
     for name in dict.fromkeys((*recorded, *wanted)):
         if recorded.get(name) != wanted.get(name):
             raise KVPatchError(

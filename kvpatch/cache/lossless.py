@@ -112,8 +112,7 @@ class LosslessCache(Unpicklable, Cache):
             )
 
     def lend(self) -> None:
-        """Let the pass over `drafts`, which `_enter_decoder` has begun, read earlier tokens from here: layers call `exchange`.
-        """
+        """Let the pass over `drafts`, begun by `_enter_decoder`, read earlier tokens from here: its layers call `exchange`."""
         now = self.drafts.running  # the pass in progress
         now.lender = self
         if self.ids:  # new tokens after the first are drafts, which may be taken back: a share `k` does not count them
@@ -130,10 +129,7 @@ class LosslessCache(Unpicklable, Cache):
         self.pending_ids, self.drafts.running.lender = [], None
 
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Store new keys and values; return those of earlier tokens and positions, on its device.
-
-        `_borrow`, in each layer calls it.
-        """
+        """For `_borrow`, by layer: store new keys, values; return those of earlier tokens and positions, on its device."""
         stored, device = self.whole[layer], k_1HQD.device
         rows_TE = self._bring(layer, device) if stored.length else None  # copied to the device, or mapped
         stored.append(k_1HQD, v_1HQD)
@@ -161,10 +157,7 @@ class LosslessCache(Unpicklable, Cache):
         return rows_TE
 
     def _stage(self, layer: HostLayer, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start to copy a layer's rows (keys, values) to a device, for `_bring_staged`.
-
-        Return them, and an event at its end.
-        """
+        """Start to copy a layer's rows to a device, for `_bring_staged`; return them, and an event at the copy's end."""
         if device.type != "cuda":
             return layer.used_TE.to(device), None
         rows_TE = torch.empty_like(layer.used_TE, device=device)

@@ -86,10 +86,9 @@ def mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | No
 
 
 def _find_messages(cache: TextState, what: str, instead: str) -> Messages | None:
-    """Return the messages of a chat's prompt, to mark `what` (an option, for the error).
+    """Return the messages of a chat's prompt, to mark `what`; None for a later prompt that came without messages.
 
-    None for a later prompt that came without messages. Raises KVPatchError if the first prompt has none. instead: what the user
-    can do without messages.
+    Raises KVPatchError if the first prompt has none. instead: what the user can do without messages.
     """
     if cache.messages is None and not cache.turns.count:
         raise KVPatchError(

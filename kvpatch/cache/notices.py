@@ -45,10 +45,7 @@ class Notices:
         self.watched.append(Watched(name, message, host, arrival))
 
     def look(self, wait: bool = False) -> None:
-        """Log the warnings whose flags have arrived from a GPU; `wait`: wait for all of them.
-
-        `passes.begin` and reports call this.
-        """
+        """Log the warnings whose flags came from a GPU (`wait`: wait for all), for `passes.begin` and `Patch.report`."""
         with self._lock:  # passes may run in several threads
             while self.watched and (wait or self.watched[0].arrival.query()):
                 notice = self.watched.pop(0)

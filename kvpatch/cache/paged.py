@@ -109,10 +109,9 @@ class PagedSlots(DenseSlots):
         return self._read_strips(1, self.width)
 
     def _read_strips(self, which: int, used: int) -> Tensor:
-        """Return heads' first `used` keys (which=0) or values (1) [B,H,used,D], from strips (pages of one head).
+        """Return heads' first `used` keys (which=0) or values (1) [B,H,used,D], from strips (pages of one head), for torch.
 
-        `keys`, `values` and `view`, which torch reads call it. The result is a view of the pool if all strips follow each other
-        (`_together`), else a copy.
+        The result is a view of the pool if all strips follow each other (`_together`), else a copy.
         """
         (B, H, _), (_, _, P, D) = self.strips_BHN.shape, self.pool.shape
         if self._together is not None and used <= self.most:  # one slice of the pool
@@ -123,8 +122,7 @@ class PagedSlots(DenseSlots):
 
     @functools.cached_property
     def _together(self) -> slice | None:
-        """The strips (pages of one head) of all rows in the pool, if they follow each other, for `_read_strips` to take a view.
-        """
+        """The strips (pages of one head) of all rows in the pool, if they follow each other; for `_read_strips`."""
         heads, (n, first) = self.strips_BHN.shape[1], self.place_B2[0].tolist()  # strips of a head, and where they begin
         begins = range(first, first + len(self.place_B2) * n * heads, n * heads)
         follow = first > 0 and self.place_B2.tolist() == [[n, begin] for begin in begins]
@@ -150,10 +148,9 @@ class PagedSlots(DenseSlots):
 
     @functools.cached_property
     def _pool_memory(self) -> Memory:
-        """The entries of the pool, and the first one of each head's run of strips, or of each strip.
+        """Addresses for kernels: the entries of the pool, and the first one of each head's run of strips, or of each strip.
 
-        `locate_entries`, addresses for kernels calls it. A strip is a page of one head; a run are strips that follow each other
-        in memory.
+        A strip is a page of one head; a run are strips that follow each other in memory. `locate_entries` returns it.
         """
         P, C = self.pool.shape[2], self.width
         # one address for each head if its slots are one piece of memory, else one for each strip of P slots

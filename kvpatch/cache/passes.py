@@ -106,9 +106,8 @@ def begin_repeat(
 ) -> tuple[Tensor, Tensor]:
     """Begin a pass that reads a chunk of the prompt again, to score by it; return its ids and positions [B,Q].
 
-    Sets `cache.now`. `read_again` calls it. whole: the pass that read the prompt's last tokens; the positions follow these.
-    pieces: for each row the chunk's bounds [start, stop) in tokens of the prompt, and the ids to feed: an instruction, then the
-    chunk's.
+    `read_again` calls it. whole: the pass that read the prompt's last tokens, which the positions follow. pieces: for each row
+    the chunk's bounds [start, stop) in tokens of the prompt, and the ids to feed: an instruction, then the chunk's.
     """
     Q, begin_B = max(len(tokens) for _, _, tokens in pieces), cache.turns.begin_B
     ids_BQ = torch.tensor([[*tokens, *[-1] * (Q - len(tokens))] for _, _, tokens in pieces], device="cpu")
@@ -126,10 +125,9 @@ def begin_repeat(
 def begin_edit(
     cache: TextState, edit: Edit, ids_BQ: Tensor, places_Q: Tensor, table: Callable[[int], Any] | None = None
 ) -> Forward:
-    """Begin the pass of patch.replace(), which reads tokens into a gap of the text (`_read_edit`).
+    """Begin a pass of patch.replace(), which reads tokens into a gap in the middle of the text; set `cache.now`, and return it.
 
-    Set `cache.now`, and return it. ids_BQ: the tokens; places_Q: their positions, at which the cache holds nothing. table: see
-    `begin`.
+    `_read_edit` calls it. ids_BQ: the tokens; places_Q: their positions, where the cache holds nothing. table: see `begin`.
     """
     cache.begin_change("edit")
     (B, Q), lengths_B = ids_BQ.shape, cache.lengths_B
@@ -156,10 +154,7 @@ def begin_edit(
 
 
 def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: int) -> None:
-    """Keep the ids of a pass's tokens, by which generate() notices later that it is given another text (hooks/texts.py).
-
-    `begin` calls it.
-    """
+    """For `begin`: keep a pass's ids, by which generate() notices later that it is given another text (hooks/texts.py)."""
     if not cache.keeps_ids:
         return
     if now.prompt and not cache.turns.open:
@@ -211,8 +206,9 @@ def outlasts(cache: TextState, now: Forward) -> bool:
 
 
 def end_pass(cache: TextState) -> None:
-    """End a pass (`end_layer`), or the second reading after it (`read_again`): update the tensor counters of compiled steps,
-    and allow the next use.
+    """End a pass, or the second reading after it: update counters of compiled steps, which are tensors, and allow the next use.
+
+    `end_layer` calls it after the last layer, `after_decoder` if a hook has to run first.
     """
     now, counters = cache.running, cache.counters
     cache.states.end_pass()  # detaches a hybrid's states from autograd
@@ -313,8 +309,7 @@ class _Prompt(NamedTuple):
 def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor | None) -> _Prompt:
     """Read from the device, in one copy, where a prompt's padding lies and how many tokens each row has before and with it.
 
-    `_read_pass` calls it. Nothing is read if no mask came and no row was padded. A row's last column may be padding, which the
-    caller checks.
+    `_read_pass` calls it. Nothing is read if no mask came and no row was padded. Its last columns may be padding.
     """
     B, rows = len(before), cache.rows
     even = cache.seen_B is None or not (rows.padded or rows.joined or cache.turns.open)
@@ -343,10 +338,7 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
 
 
 def refuse_mask(mask: Tensor) -> None:
-    """Raise KVPatchError if a prompt's padding mask holds other numbers than ones and zeros.
-
-    `_read_prompt` and `check_padding_mask` call it.
-    """
+    """For `_read_prompt`, `check_padding_mask`: raise KVPatchError if a mask holds other numbers than ones and zeros."""
     wrong = mask[(mask != 0) & (mask != 1)]
     if wrong.numel():
         raise KVPatchError(
@@ -398,10 +390,7 @@ def _refuse_padding(real_BQ: Tensor) -> None:
 
 
 def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
-    """For `_read_pass`: raise KVPatchError if a prompt ends with an empty row, or one padded on the right.
-
-    last_B: its last column is a token.
-    """
+    """For `_read_pass`: raise KVPatchError if a prompt ends with an empty row, or one padded on the right (`last_B`)."""
     if min(n_B) == 0:
         later = " If its text comes in later pieces: generate(prefill_chunk_size=n), or a first piece with tokens of all rows."
         raise KVPatchError(

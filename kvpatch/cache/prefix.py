@@ -101,10 +101,7 @@ class Prefixes:
         return self._keep_fresh(max(beginnings, key=len, default=None))
 
     def _keep_fresh(self, prefix: Prefix | None) -> Prefix | None:
-        """Return the prefix found, or, if the model has changed since it was read, a new one, which replaces it.
-
-        `get` and `longest` call it.
-        """
+        """For `get`, `longest`: return a prefix, or, if the model has changed since it was read, a new one in its place."""
         if prefix is None or self.renew is None:
             return prefix
         new = self.renew(prefix)

@@ -35,9 +35,7 @@ class Stack:
     readers: tuple[tuple[int, int], ...] = ()
 
     def first(self, count: int) -> Stack:
-        """Return the Stack (table of the layers with keys or states) of a decoder that drafts with its first `count` layers.
-
-        `CacheSettings.first_layers` calls it.
+        """Return the Stack (table of layers with keys or states) of the first `count` layers, for `first_layers` (early exit).
         """
         attention = tuple(number for number in self.attention if number < count)
         # pairs: of a layer's number, and its count of states or the number of the layer whose keys it uses
@@ -61,9 +59,7 @@ class RecurrentStates(Cache):
         return tuple(number for number, layer in enumerate(self.layers) if layer is not None)
 
     def _list_held(self) -> Iterator[tuple[str, dict[int, Any], int]]:
-        """Yield a recurrent state's name, the dictionary of transformers' layer that holds it, and its key, for `tensors`,
-        `map_rows` and `kept`.
-        """
+        """For `tensors`, `map_rows`: yield a state's name, the dictionary in transformers' layer that holds it, and its key."""
         for number in self.numbers:
             for kind in ("conv_states", "recurrent_states"):
                 table = getattr(self.layers[number], kind)
@@ -88,20 +84,14 @@ class RecurrentStates(Cache):
         self.map_rows(lambda state: state.detach() if state.requires_grad else state)
 
     def copy_sharing(self) -> RecurrentStates:
-        """Return a copy that shares all tensors, for `EvictingCache._copy_sharing`.
-
-        `map_rows` then gives the copy tensors of its own.
-        """
+        """Return a copy that shares all tensors, for `_copy_sharing`; `map_rows` then gives the copy new tensors."""
         new = copy.copy(self)
         new.layers = [None if layer is None else _copy_sharing(layer) for layer in self.layers]
         return new
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Run a block that reads a chunk of the prompt a second time, and put all states back as they were.
-
-        `read_again` calls it.
-        """
+        """Run a block in which `read_again` reads a part of the prompt again, and put all states back as they were."""
         with torch.inference_mode(False):
             before = {name: state.clone() for name, state in self.tensors().items()}
         try:
@@ -163,8 +153,7 @@ def _copy_sharing(layer: LinearAttentionLayer) -> LinearAttentionLayer:
 
 
 def _can_crop(layer: Any, count: int, seen: int) -> bool:
-    """Tell `RecurrentStates.can_crop` if a layer's convolutions have recorded enough inputs to take back `count` of the tokens
-    seen.
+    """Tell `RecurrentStates.can_crop` if a layer's convolutions have recorded enough inputs to take back `count` tokens.
 
     As many columns as the kernel is wide, or as there are tokens, must be left.
     """

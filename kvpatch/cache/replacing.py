@@ -56,7 +56,7 @@ def check_replaced(
 
 
 def _check_room(cache: TextState, count: int, room: int) -> None:
-    """Raise KVPatchError if replace()'s `count` tokens need more positions than the span's `room`, and none can be opened.
+    """Raise KVPatchError if `count` tokens need more positions than the span's `room`, and cannot get them.
 
     `check_replaced` calls it.
     """
@@ -84,10 +84,7 @@ def _check_place(cache: TextState, start: int, stop: int) -> None:
 
 
 def _check_rows(cache: TextState, opened: int) -> None:
-    """Raise KVPatchError for caches in which replace() would use wrong positions, or a window has dropped tokens it needs.
-
-    `check_replaced` calls it.
-    """
+    """For `check_replaced`: raise KVPatchError where positions would be wrong, or a window has dropped tokens it needs."""
     if cache.ids.offset:
         raise KVPatchError("replace() in a text with images, after which positions count otherwise: read the text anew.")
     if not cache.turns.count:
@@ -106,10 +103,7 @@ def _check_rows(cache: TextState, opened: int) -> None:
 
 
 def _read_ids(ids: object, B: int) -> Tensor:
-    """For `check_replaced`: return the tokens that replace() was given, of each row [B,N].
-
-    Raises KVPatchError unless they are tokens.
-    """
+    """For `check_replaced`: return the tokens that were given, of each row [B,N]. KVPatchError unless they are tokens."""
     wanted = f"give token ids, int64 [N] or [{B}, N] or a list of them."
     try:
         tensor = torch.as_tensor(ids, device=None if isinstance(ids, Tensor) else "cpu")
@@ -133,10 +127,7 @@ def _check_reread(reread: object) -> None:
 
 
 def open_positions(cache: TextState, at: int, count: int) -> None:
-    """Add `count` to positions from `at` on, in all rows; open id columns.
-
-    `replace_span`, to make room in a renumbered text calls it.
-    """
+    """For `replace_span`, in a renumbered text: add `count` to positions from `at` on, in all rows; open id columns."""
     with cache.changing("replace()"):
         cache.drop_stack()  # layers get buffers of their own again
         seen = cache.seen

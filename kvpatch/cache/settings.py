@@ -100,10 +100,7 @@ class CacheSettings:
         )
 
     def first_layers(self, count: int | None) -> CacheSettings:
-        """For `PatchState.new_cache`: return the settings of a decoder that drafts with its first `count` layers (early exit).
-
-        count: None for all.
-        """
+        """For `new_cache`: return the settings of a decoder that drafts with its first `count` layers. None: all."""
         # own: how many of the first `count` layers are on the budget
         if count is None or (own := self.within(count)) == self.n_layers:
             return self
@@ -168,10 +165,7 @@ class CacheSettings:
         return tuple(self._slope_rule(i) if bound is None else Size(bound) for i, bound in enumerate(self.bounds))
 
     def _slope_rule(self, layer: int) -> Rule:
-        """Return a layer's budget rule; if the policy divides a budget over layers (a pyramid), the rule of this part.
-
-        `rules` calls it.
-        """
+        """For `rules`: return a layer's budget rule; if a pyramid divides a budget over layers, the rule of its part."""
         rule, policy = self.budget.rules[layer], self.policy
         if policy.over_layers is None or not policy.evicts:
             return rule
@@ -224,9 +218,7 @@ class CacheSettings:
         return self.rules[layer].tokens(n)
 
     def described(self) -> dict[str, Any]:
-        """Describe as plain values, for `list_differences` and files, all settings that caches must share to go on under one
-        another's patch.
-        """
+        """Describe as plain values, for `list_differences` and files, all settings that caches must share to go on."""
         return {
             "policy": _describe_policy(self.policy),
             "k": self.budget.described(),
@@ -256,10 +248,7 @@ def _describe_policy(policy: Policy) -> dict[str, Any]:
 
 
 def _simplify_option(value: object) -> object:
-    """Return a plain value for an option that JSON cannot hold, numbers for a tensor or array, else the repr.
-
-    `_describe_policy` calls it.
-    """
+    """For `_describe_policy`: return a plain value for an option unknown to JSON: numbers of a tensor, else the repr."""
     if isinstance(value, Calibration):
         return value.digest
     converted = as_python(value)

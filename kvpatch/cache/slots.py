@@ -139,9 +139,7 @@ class Slots(ABC):
         return (self.find_begins()[:, None] + column_BHM.flatten(0, 1)).flatten()
 
     def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of the stored keys and values at flat indices (see `flat`), to move them (`pack`) or to log them
-        (`record_step`).
-        """
+        """Return copies of the stored keys and values at flat indices (see `flat`), to move (`pack`) or log them."""
         keys, values = self.flat()
         entries = keys[rows_N]
         # in latent attention a value is a part of its key
@@ -180,8 +178,7 @@ class Slots(ABC):
 
     @abstractmethod
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
-        """Return how many slots are taken, and the most that may be allocated for them, for `_check_layer_bytes` and
-        `bound_slots`.
+        """Return how many slots are taken, and the most that may be allocated for them, for `_check_layer_bytes`.
 
         counts: tokens of each head. columns: those in use if tokens are appended, else None. ahead: free slots that each head
         may have in any case.
@@ -403,19 +400,14 @@ def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | Non
 
 
 def restore_slots(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) -> Slots:
-    """For `_restore_layer`: return the slots of a loaded cache.
-
-    described: None, or if heads differ each head's slots, and how many are filled.
-    """
+    """For `_restore_layer`: make a loaded cache's slots. described: None, or if ragged each head's slots, and those filled."""
     if described is None:
         return DenseSlots(keys, values, codecs)
     return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device), codecs)
 
 
 def gather_entries(tensor: Tensor, index_BHK: Tensor) -> Tensor:
-    """[B,H,T,...] -> [B,H,K,...]: copy each head's entries at slots `index_BHK`, such as kept tokens, for `pack` or as a prompt
-    ends.
-    """
+    """[B,H,T,...] -> [B,H,K,...]: copy each head's entries at slots `index_BHK`, for `pack` or as a prompt ends."""
     if tensor.ndim == 3:
         return tensor.gather(2, index_BHK)
     b, h = (torch.arange(n, device=tensor.device) for n in index_BHK.shape[:2])
@@ -431,8 +423,7 @@ def collect_entries(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int)
 
 
 def fit_columns(tensor: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,K,...] -> [B,H,columns,...]: copy to new buffers for `resize_slots` and `_take_joined`, padded with `empty` or cut.
-    """
+    """[B,H,K,...] -> [B,H,columns,...]: copy to new buffers for `resize_slots` or `_take_joined`, padded or cut."""
     B, H, K, *rest = tensor.shape
     new = tensor.new_empty(B, H, columns, *rest)
     new[:, :, :K] = tensor[:, :, :columns]

@@ -67,10 +67,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, cache: TextState) -> Snapshot:
-        """Take a snapshot for `Report` or `Patch.record()`, which outlives the cache.
-
-        Waits for the device after compiled steps alone.
-        """
+        """Take a snapshot for `Report` or `Patch.record`, which outlives the cache. It waits for compiled steps alone."""
         cache.catch_up()
         layers, bounds = cache.layers, cache.settings.bounds
         parts = cache.parts or {  # a scratch cache (of a pass without use_cache) has emptied its layers

@@ -49,10 +49,7 @@ class TokenIds(Batched):
 
     @property
     def prompt_BN(self) -> Tensor | None:
-        """Ids [B,N] of the newest prompt, from column `prompt` on, for `passes.begin` to have it read a second time.
-
-        None if some are unknown.
-        """
+        """Ids [B,N] of the newest prompt, for `passes.begin` to have it read again; None if some are unknown."""
         ids_BT = self.ids_BT
         all_known = ids_BT is not None and not bool((ids_BT[:, self.prompt :] == UNKNOWN).any())
         return ids_BT[:, self.prompt :].clone() if all_known and ids_BT is not None else None
@@ -118,10 +115,7 @@ class TokenIds(Batched):
 
     @staticmethod
     def join_parts(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:
-        """Join the ids of caches, each with its rows' lengths [B]; every row ends in the last of `columns`.
-
-        `_join_caches` calls it.
-        """
+        """For `_join_caches`: join ids, each part with its rows' lengths [B]; rows end in the last of `columns`."""
         rows = [_align_right(ids, lengths_B, columns) for ids, lengths_B in parts]
         new = TokenIds.of(torch.cat([tensor.to(rows[0].device) for tensor in rows]))
         part_offsets = [ids.offsets_B1 for ids, _ in parts]  # of positions after images, from the count of tokens
