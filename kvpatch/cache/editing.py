@@ -103,9 +103,9 @@ def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: st
 
 
 def read_span(span: object, empty: bool = False) -> Span:
-    """Return a span as (start, stop), or raise KVPatchError. empty: it may have no tokens.
+    """Return the span of forget() or replace() as (start, stop), or raise KVPatchError. empty: it may have no tokens.
 
-    `mark_gone`, `check_replaced` calls it.
+    `mark_gone` and `check_replaced` call it.
     """
     wanted = "give (start, stop), positions of the text with stop left out, such as (12, 80)."
     given = as_python(span)
@@ -121,7 +121,10 @@ def read_span(span: object, empty: bool = False) -> Span:
 
 
 def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
-    """For `forget`, `drop_last`: take tokens at positions that `gone_BT` marks out of a layer, whose buffers become new."""
+    """Take the tokens whose positions an edit marks in `gone_BT` out of a layer; copies of the others go to new buffers.
+
+    `forget` and `drop_last` call it for each layer. A layer that holds none of these tokens stays as it is.
+    """
     positions = layer.positions[:, :, : layer.used]
     clamped_BHT = positions.clamp(0, gone_BT.shape[1] - 1)
     gone_BHT = gone_BT[:, None].expand(-1, positions.shape[1], -1).gather(2, clamped_BHT) & (positions >= 0)
@@ -209,7 +212,10 @@ def can_crop(cache: TextState, count: int) -> bool:
 
 
 def trim_slots(cache: TextState) -> None:
-    """For `_map_rows`, `crop`: free slots that they left empty; with room=, count them as free for coming tokens."""
+    """Free the slots that dropped rows or cropped tokens have left empty; with room=, count them as free for coming tokens.
+
+    `_map_rows` and `crop` call it at their end.
+    """
     for layer in cache.layers:
         if cache.request.room is None:
             layer.give_back_slots()

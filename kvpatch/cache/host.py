@@ -62,8 +62,7 @@ class MappedRows:
     """Rows in a nameless temporary file, which is mapped into memory and deleted with this object."""
 
     def __init__(self, width: int, dtype: torch.dtype, folder: Path | None) -> None:
-        """Open a file for a layer's rows (keys and values), with none yet, for `HostLayer.begin`. folder: None: the system's.
-        """
+        """Open a file for a layer's rows (keys and values), for `HostLayer.begin`. folder: None for the system's."""
         self.width, self.dtype = width, dtype
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the rows are used
         self._map: mmap.mmap | None = None

@@ -613,7 +613,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.graph = (gather_entries(self.graph[0], index_BHK), gather_entries(self.graph[1], index_BHK))
 
     def _round_graph(self) -> None:
-        """For `allocate`, `round`: round `graph` (keys and values with autograd history); gradients pass unchanged."""
+        """Round `graph` (keys and values with autograd history) for the next block's attention; gradients pass unchanged.
+
+        `allocate`, `round` and `replace_values` call it once the layer's entries are rounded.
+        """
         if self.graph is not None and not all(codec.exact for codec in self.kv.codecs):
             keys, values = self.kv.numbers(self.used)  # the stored keys and values, as they are after rounding
             with torch.enable_grad():
@@ -633,7 +636,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.count(1)
 
     def refresh_free_slots(self) -> None:
-        """After kernels: drop cached indices, and find free slots anew if heads still fill up, as a kernel does not."""
+        """Find the free slots anew after kernels have run, if heads still fill up: a kernel leaves a full head's old index.
+
+        `follow_kernels` and `catch_up` call it. Drops cached indices in any case.
+        """
         self.free_at = None
         if self.mode.growing and self.mode.evicts:
             self.mode.free_BH = self.empty_slots()

@@ -56,7 +56,7 @@ def check_replaced(
 
 
 def _check_room(cache: TextState, count: int, room: int) -> None:
-    """Raise KVPatchError if `count` tokens need more positions than the span's `room`, and cannot get them.
+    """Raise KVPatchError if replace()'s `count` tokens need more positions than the span's `room`, and none can be opened.
 
     `check_replaced` calls it.
     """

@@ -33,7 +33,7 @@ _KEEPS_ALL = 1 << 20  # tokens, more than a piece of text has
 def calibrate(
     model: Any, pieces: Sequence[Tensor], on_piece: Callable[[], None] = lambda: None, teacher: Policy | None = None
 ) -> Calibration:
-    """Return statistics of a model's queries over some text; or, with a teacher, weights that imitate the teacher's scores.
+    """For `kvpatch calibrate`: return statistics of a model's queries over some text; with a teacher, weights that imitate it.
 
     Args:
         model: not patched.
@@ -71,6 +71,8 @@ def calibrate(
 def make_teacher(tokenizer: Any, chunk: int, name: str = "kvzip_plus") -> Policy:
     """Return the policy from which `calibrate` learns for the policy `learned`: it reads each piece of text twice.
 
+    `kvpatch calibrate` calls it.
+
     Args:
         tokenizer: of the model; the second reading's instruction is in its words.
         chunk: tokens that are repeated at a time.
@@ -97,7 +99,10 @@ class _LayerReader:
 
     @classmethod
     def of(cls, target: Target, module: Any, adapter: Adapter, count: int) -> _LayerReader:
-        """Make the reader of a layer's queries, before the first piece is read. count: tokens of the longest piece."""
+        """Make the reader of a layer's queries, for `calibrate`, before the first piece is read.
+
+        count: tokens of the longest piece.
+        """
         heads, head_dim = adapter.kv_shape(module)
         bound, device = BoundAdapter(adapter, module, heads), next(module.parameters()).device
         undone = adapter.obstacle(target.decoder, renumbered=False) is None  # rotations by position can be undone
@@ -113,7 +118,8 @@ class _LayerReader:
     def read_queries(self, layer: SlotLayer, recent: NewestQueries) -> Sample:
         """Return a piece's queries, as attention used them and moved to position 0, and each token's "area" (`_measure_areas`).
 
-        Called for each layer and piece; changes nothing. layer: its cache, which has read the piece. recent: the queries.
+        `calibrate` calls it for each layer and piece; it changes nothing. layer: its cache, which has read the piece. recent:
+        the queries.
         """
         real = recent.positions_BW[0] >= 0
         q_HGQD = recent.q_BHGWD[0][:, :, real]
@@ -127,10 +133,10 @@ class _LayerReader:
         return Sample(q_HGQD, area_HT, self.rotation, at_0[0].view(q_HGQD.shape))
 
     def _measure_areas(self, layer: SlotLayer, group: int) -> Tensor | None:
-        """Return each token's "area" [H,T] in a piece that was read: the attention it got times its projected value's norm.
+        """Return each token's "area" [H,T] in a piece: the attention it got times its projected value's norm.
 
-        Attention counts more from farther queries: that of t to i times (t - i + 1) / (t + 1). None if the output projection,
-        after which the norm is taken, is not known.
+        `read_queries` calls it. Attention counts more from farther queries: that of t to i times (t - i + 1) / (t + 1). None if
+        the output projection, after which the norm is taken, is not known.
         """
         if not self.bound.adapter.projects:
             return None
@@ -142,8 +148,8 @@ class _LayerReader:
 def _read_scores(layer: SlotLayer, sinks: int) -> Sample:
     """Return what `learned` learns from: features of a piece's tokens after the sinks, and logarithms of a teacher's scores.
 
-    Called for each layer when the model has read a piece of text, a batch of one row, under the teacher: a policy that reads
-    it twice, and scores each token by the greatest attention that it gets in the second reading ("repeated").
+    `calibrate` calls it for each layer when the model has read a piece of text, a batch of one row, under the teacher: a policy
+    that reads it twice, and scores each token by the greatest attention that it gets in the second reading ("repeated").
     """
     k_BHTD, v_BHTD, positions_BHT = layer.view()
     scored = positions_BHT[0, 0] >= sinks  # all heads hold all tokens, in one order

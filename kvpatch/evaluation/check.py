@@ -60,7 +60,10 @@ def check_model(model: Any, policy: str | Policy | Settings = "snapkv", k: Any =
 
 
 def _read_settings(settings: Settings, k: Any) -> tuple[Policy, Any]:
-    """Return policy and k of check_model()'s Settings. Raises KVPatchError if `k` is given too, or for options not checked."""
+    """Return policy and k of the Settings that `check_model` got.
+
+    Raises KVPatchError if `k` is given too, or for options not checked.
+    """
     settings.add_arguments({} if k is HALF else {"k": k})
     for name, value in settings.options.items():
         if name in OF_PATCH and name != "schedule":
@@ -86,7 +89,10 @@ class Checks:
     """
 
     def __init__(self, model: Any, policy: str | Policy = "snapkv", k: Any = 0.5, seed: int = 0) -> None:
-        """Refuse what `patched` refuses, draw the token ids, and measure the tolerance by two passes of the unpatched model."""
+        """Refuse what `patched` refuses, draw the token ids, and measure the tolerance by two passes of the unpatched model.
+
+        `check_model` calls it.
+        """
         self.model, self.seed = model, seed
         if getattr(model, "training", False):
             raise KVPatchError("A model in training mode fills no cache, which check_model() looks at: call model.eval().")
@@ -107,7 +113,10 @@ class Checks:
         return dataclasses.replace(self.policy, merging=None)
 
     def _prompt_length(self, settings: Any) -> int:
-        """Return how many tokens the checks' prompts have: enough to evict, for three observation windows; up to _LONGEST."""
+        """Return how many tokens the checks' prompts have: enough to evict, for three observation windows; up to _LONGEST.
+
+        `__init__` calls it.
+        """
         window = self.policy.needs.find(WindowAttention)
         n = max(_PROMPT, 3 * (0 if window is None else window.width))
         evicting = [layer for layer in range(len(self.target.attentions)) if settings.budget.evicts(layer)]
@@ -232,7 +241,10 @@ class Checks:
             return self._feed_tokens(self.ids_BT, mask)[1:], self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads), ""
 
     def _predict_padded(self, mask_BT: Tensor, pads: int) -> Outcome:
-        """Compare a padded batch with masking what its cache does not hold, for a model whose positions count padding."""
+        """Compare a padded batch with masking what its cache does not hold, for a model whose positions count padding.
+
+        `check_padding` calls it.
+        """
         watched = Evictions(self.n, self.ids_BT.shape[1], torch.tensor([0, pads], device="cpu"))
         with patched(self.model, self.policy, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, mask_BT, watched.note_held).logits_BSV
@@ -269,7 +281,7 @@ class Checks:
 
 
 def _record_model(model: Any) -> dict[tuple[str, str], _Same]:
-    """Return every attribute and hook of every module, to be compared by identity before and after a patch."""
+    """Return every attribute and hook of every module, for `check_restored` to compare by identity."""
     return {
         (name, key): _Same([*value.keys(), *value.values()] if isinstance(value, dict) else [value])
         for name, module in model.named_modules()
@@ -288,7 +300,7 @@ class _Same:
 
 
 def _is_without(before_BHT: Tensor, after_BHT: Tensor, spans: list[tuple[int, int]], row: int | None) -> bool:
-    """Tell, after forget(), if each head lacks these spans and nothing else. row: the row that forgot; None for all rows."""
+    """Tell `check_forgetting` if each head lacks these spans and nothing else. row: the row that forgot; None for all rows."""
     expected = before_BHT.clone()
     rows = slice(None) if row is None else row
     for start, stop in spans:

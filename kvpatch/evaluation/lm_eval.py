@@ -134,8 +134,8 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
     def _note_tasks(self, requests: list[Instance], kinds: Sequence[str], run: Callable[[], _Answers]) -> _Answers:
         """Run requests; note in `_tasks` if all, some or none of a task's forward passes computed tokens after an eviction.
 
-        Each method that the harness calls with requests calls this. kinds: of passes that count, "prompt", "no_cache" or
-        "decode".
+        `loglikelihood`, `loglikelihood_rolling` and `generate_until` call it, with which the harness sends requests. kinds: of
+        passes that count, "prompt", "no_cache" or "decode".
         """
 
         def count_passes() -> tuple[int, int]:
@@ -193,7 +193,10 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
 
 def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
-    """Return policy and k of Settings, and `kwargs` with the options of Settings. Raises KVPatchError if one is given twice."""
+    """For `__init__`: return policy and k of Settings, and `kwargs` with the options of Settings.
+
+    Raises KVPatchError if one is given twice.
+    """
     options = {_NAMES.get(name, name): value for name, value in settings.options.items()}
     twice = {name: kwargs[_NAMES.get(name, name)] for name in settings.options if _NAMES.get(name, name) in kwargs}
     settings.add_arguments(twice if k is HALF else twice | {"k": k})
@@ -201,7 +204,10 @@ def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[s
 
 
 def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
-    """Raise KVPatchError, before a model is loaded, for a misspelt argument: unknown to HFLM, and near a name of kvpatch."""
+    """Raise KVPatchError for a misspelt argument: unknown to HFLM, and near a name of kvpatch.
+
+    `__init__`, before the model is loaded calls it.
+    """
     ours = ["policy", "k", "settings", *_NAMES.values(), *options]
     theirs = {*inspect.signature(HFLM.__init__).parameters, *inspect.signature(PreTrainedModel.from_pretrained).parameters}
     for name in given:

@@ -32,9 +32,9 @@ class Evictions:
         self.groups: list[int] = []
 
     def note_held(self, cache: EvictingCache) -> None:
-        """Note the positions that each layer's cache holds, to build masks from. Called after each pass; changes no cache.
+        """Note the positions that each layer's cache holds, to build masks from.
 
-        Positions become columns of the batch, padding included.
+        `feed` calls it after each pass (`watch`); it changes no cache. Positions become columns of the batch, padding included.
         """
         held = [cache.positions(layer).cpu() for layer in range(len(cache.layers))]
         self.groups = [find_steps(cache).calls[layer].group for layer in range(len(cache.layers))]  # queries per KV head
@@ -83,8 +83,8 @@ def predict_masked(
 ) -> Tensor:
     """Return the unpatched model's predictions if each layer's queries see what `seen` says, within the layer's window.
 
-    Predictions under a policy are checked against them. The text is read in one pass; by a hybrid token by token, since
-    one pass computes its states in another way.
+    `_predict_masked` and `_predict_padded` check a policy's predictions against them. The text is read in one pass; by a hybrid
+    token by token, since one pass computes its states in another way.
 
     Args:
         model: not patched.
@@ -109,7 +109,10 @@ def predict_masked(
 
 @contextmanager
 def _put_masks(attentions: Attentions, seen: list[Tensor], pads_B: Tensor) -> Iterator[None]:
-    """Mask the queries of each attention module of the unpatched model by `seen` inside the with-block, by a pre-hook."""
+    """Mask the queries of each attention module of the unpatched model by `seen` inside the with-block, by a pre-hook.
+
+    `predict_masked` calls it.
+    """
     hooks = []
     try:
         for (module, adapter), seen_BNQT in zip(attentions, seen, strict=True):
@@ -153,13 +156,19 @@ class _Masked:
         return (hidden,), call
 
     def _take_rows(self, given: Tensor | None, Q: int) -> Tensor:
-        """Return which of the module's keys the pass's Q queries see, and add Q to `read`, the tokens so far. Once per pass."""
+        """For `__call__`: return which of the module's keys the pass's Q queries see, and add Q to `read`, the tokens so far.
+
+        Once per pass.
+        """
         start, self.read = self.read, self.read + Q
         n_keys = given.shape[-1] if given is not None else self.window if Q == 1 else None  # a cache may hold a window alone
         return self.seen[:, :, start : self.read, : self.read][..., -(n_keys or 0) :]
 
     def _hide_keys(self, given: Tensor | None, seen_BNQT: Tensor, hidden_BQE: Tensor) -> Tensor:
-        """Return a new mask: `given` with the keys hidden that are not seen. It is bool or added to logits, as `given`."""
+        """For `__call__`: return a new mask: `given` with the keys hidden that are not seen.
+
+        It is bool or added to logits, as `given`.
+        """
         if given is not None and given.dtype == torch.bool:  # the last query sees itself, which tells what True means
             return given & seen_BNQT if given[0, 0, -1, -1] else given | ~seen_BNQT
         given = torch.zeros_like(seen_BNQT, dtype=hidden_BQE.dtype) if given is None else given
@@ -169,10 +178,10 @@ class _Masked:
 
 @torch.no_grad()
 def measure_rounding(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, places: dict[str, Tensor]) -> float:
-    """Return how far logits move if each number that `mixers` return is off by one unit in the last place: for a tolerance.
+    """Return how far logits move if each number that `mixers` return is off by one unit in the last place: for `Checks`.
 
-    Another order of summation may move them as far. The result is a share of the largest logit, which counts as at least 1;
-    it is at least one unit itself. In float64 the unit is float32's, since some models compute softmax in float32 regardless.
+    Another order of summation may move them as far. The result is a share of the largest logit, which counts as at least 1; it
+    is at least one unit itself. In float64 the unit is float32's, since some models compute softmax in float32 regardless.
 
     mixers: the modules of attention, and those that stand in its place in a hybrid's other layers. They get hooks meanwhile.
     """

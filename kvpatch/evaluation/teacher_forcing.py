@@ -40,7 +40,7 @@ def feed(
 ) -> Fed:
     """Feed `ids_BT[:, :n]` in one forward pass and the rest token by token, and return the predictions and the cache.
 
-    Two caches are compared by the predictions of one known text under each of them.
+    `Checks`, `Comparison` and the demo compare two caches by the predictions of one known text under each of them.
 
     Args:
         model: a causal language model.
@@ -73,7 +73,10 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def positions_of(model: Any) -> int | None:
-    """Return the number of positions that a text must fit into, by the model's configuration; None if that has no number."""
+    """Return how many positions a text must fit into, by the model's configuration, for `patched` and commands.
+
+    None: no limit.
+    """
     config = model.config.get_text_config()
     counts = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
     return next((count for count in counts if isinstance(count, int) and count > 0), None)

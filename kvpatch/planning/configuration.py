@@ -48,7 +48,7 @@ class Layer:
 
 
 def refusing_values(read: Callable[..., Read]) -> Callable[..., Read]:
-    """Decorate a reader of a Configuration: errors by bad values in config.json become a KVPatchError that names the model."""
+    """Decorate `read_shape`: errors by bad values in config.json become a KVPatchError that names the model."""
 
     @functools.wraps(read)
     def read_or_refuse(config: Configuration, *told: object) -> Read:
@@ -102,9 +102,10 @@ class Configuration:
     """
 
     def __init__(self, values: Mapping[str, Any], name: str, path: Path = Path()) -> None:
-        """Unite the values: those of an inner "text_config" replace the outer ones, and both replace the defaults of SPARSE.
+        """Unite the values of a config.json: those of an inner "text_config" replace the outer ones, and both replace the
+        defaults of SPARSE.
 
-        `kind` is the model_type of the part that writes text, and `outer` that of the whole model.
+        `read` calls it. `kind` is the model_type of the part that writes text, and `outer` that of the whole model.
         """
         inner_parts = (values.get(key) for key in ("text_config", "llm_config"))
         inner: Mapping[str, Any] = next((item for item in inner_parts if isinstance(item, Mapping)), {})
@@ -115,7 +116,10 @@ class Configuration:
 
     @classmethod
     def read(cls, path: Path, name: str) -> Configuration:
-        """Read a config.json for a plan, and make a Configuration of it. Raises KVPatchError if it is not one."""
+        """Read a config.json, and make a Configuration of it. Raises KVPatchError if it is not one.
+
+        `find_configuration` calls it.
+        """
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -131,7 +135,10 @@ class Configuration:
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def require_count(self, *names: str) -> int:
-        """Return the value of the first of these names that config.json has. Raises KVPatchError if it is no int above 0."""
+        """For `n_layers`, `width` and `heads`: return the value of the first of these names in config.json.
+
+        Raises KVPatchError if it is no int above 0.
+        """
         value = self.get(*names)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise KVPatchError(
@@ -152,7 +159,7 @@ class Configuration:
 
     @property
     def heads(self) -> int:
-        """The number of query heads, for a plan. Families name it in different ways."""
+        """The number of query heads, for `kv_heads` and `head_size`. Families name it in different ways."""
         return self.require_count(
             "decoder_attention_heads", "num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads"
         )
@@ -164,7 +171,7 @@ class Configuration:
 
     @property
     def kv_heads(self) -> int:
-        """The number of KV heads, for a plan; in a copy that `_read_layer` makes, of one layer."""
+        """The number of KV heads, for `_make_layer`; in a copy that `_read_layer` makes, of one layer."""
         if self.kind == "falcon":
             falcon_heads = self.get("num_kv_heads") if self.get("new_decoder_architecture") else None
             return falcon_heads or (
@@ -182,7 +189,7 @@ class Configuration:
 
     @refusing_values
     def read_shape(self) -> Shape:
-        """Read what the cache's size depends on, for a plan: layers, states, positions. Raises KVPatchError without it."""
+        """Read what the cache's size depends on, for `plan`: layers, states, positions. Raises KVPatchError without it."""
         kinds, windows = self._list_kinds(), self._list_windows()
         borrowed = self.get("num_kv_shared_layers") or 0  # the last layers, which use the keys of others
         own_layers = list(enumerate(zip(kinds, windows, strict=True)))[: len(kinds) - borrowed]
@@ -207,7 +214,7 @@ class Configuration:
         return self.kind in ("bloom", "mpt") or bool(self.get("alibi"))
 
     def _read_layer(self, index: int, window: int | None) -> Configuration:
-        """Return a copy with the values of one layer, for a plan: by "per_layer_config", or by a rule of two families.
+        """For `read_shape`: return a copy with the values of one layer, by "per_layer_config", or by a rule of two families.
 
         These are Gemma 4, where full attention has wider heads and the file is older than that entry, and MiMo.
         """
@@ -222,14 +229,17 @@ class Configuration:
         return layer
 
     def _make_layer(self, window: int | None) -> Layer:
-        """Return the sizes of a layer's cache, for a plan: of one latent vector a token, or of keys and values."""
+        """For `read_shape`: return the sizes of a layer's cache: of one latent vector a token, or of keys and values."""
         rank, rotary = self.get("kv_lora_rank"), self.get("qk_rope_head_dim")
         if rank and rotary:
             return Layer(1, rank + rotary, rank, window, latent=True)
         return Layer(self.kv_heads, self.head_size, self.get("v_head_dim") or self.head_size, window)
 
     def _list_kinds(self) -> list[str]:
-        """List for a plan the kind of each layer, such as "full_attention": as the file says, or by keys of older families."""
+        """List the kind of each layer, such as "full_attention": as the file says, or by keys of older families.
+
+        `read_shape` calls it.
+        """
         n, types = self.n_layers, self.get("layer_types", "layers_block_type")
         if types:
             return list(types)
@@ -249,7 +259,10 @@ class Configuration:
         return ["full_attention"] * n
 
     def _list_windows(self) -> Sequence[int | None]:
-        """List for a plan each layer's window in tokens (Llama 4: its chunk), None for full attention, by families' keys."""
+        """List each layer's window in tokens (Llama 4: its chunk), None for full attention, by families' keys.
+
+        `read_shape` calls it.
+        """
         n, types, window = self.n_layers, self.get("layer_types"), self.get("sliding_window")
         if self.kind == "gpt_neo":
             gpt_neo_kinds = [

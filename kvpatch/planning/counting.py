@@ -45,7 +45,7 @@ class Counter:
         return [count_by_terms(terms, prompt, new, heads=layer.heads) for layer, terms in pairs]
 
     def count(self, prompt: int, new: int) -> Bytes:
-        """Count, for a plan, the bytes of one text's cache, after a prompt of `prompt` tokens and `new` generated tokens.
+        """For `plan`: count the bytes of one text's cache, after a prompt of `prompt` tokens and `new` generated tokens.
 
         Bytes has those of the tokens held, those allocated for slots, and the most while the prompt is read.
         """
@@ -72,10 +72,10 @@ def count_full(shape: Shape, itemsize: int, tokens: int) -> int:
 
 
 def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, itemsize: int) -> Counter:
-    """Make a plan's Counter: find by which budget and schedule each layer holds tokens; a sliding layer holds its window.
+    """Make its Counter: find by which budget and schedule each layer holds tokens; a sliding layer holds its window.
 
-    division: when the policy evicts, and how layers and heads share a budget: `beta` is of a pyramid, in which later layers get
-    less, and `protects` counts the newest tokens that every layer keeps.
+    `plan` calls it. division: when the policy evicts, and how layers and heads share a budget: `beta` is of a pyramid, in which
+    later layers get less, and `protects` counts the newest tokens that every layer keeps.
     """
     full_layers = [index for index, bound in enumerate(shape.bounds) if bound is None]
     terms = []
@@ -95,7 +95,10 @@ def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, it
 
 
 def find_most(fits: Callable[[int], bool], limit: int) -> int:
-    """Find for a plan, by bisection, the most tokens up to `limit` for which `fits` is True; 0 if it never is."""
+    """Find, by bisection, the most tokens up to `limit` for which `fits` is True; 0 if it never is.
+
+    `_find_fits` and `find_longest` call it.
+    """
     low, high = 0, min(limit, MAX_POSITION)
     while low < high:
         middle = (low + high + 1) // 2

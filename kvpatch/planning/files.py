@@ -13,7 +13,7 @@ CONFIG = "config.json"
 
 
 def find_configuration(name: str, revision: str | None = None) -> Configuration:
-    """Read the config.json of a folder, or of a model on the hub, for a plan. Raises KVPatchError if there is none."""
+    """Read the config.json of a folder, or of a model on the hub, for `plan`. Raises KVPatchError if there is none."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / CONFIG).is_file():
@@ -25,7 +25,7 @@ def find_configuration(name: str, revision: str | None = None) -> Configuration:
 
 
 def find_weights(name: str, revision: str | None = None) -> Weights | None:
-    """Find how many bytes a model's weights have, for a plan, by a safetensors index or header, in a folder or on the hub.
+    """Find how many bytes a model's weights have, for `plan`, by a safetensors index or header, in a folder or on the hub.
 
     None if neither is there. Of a model on the hub only these are read, not the weights.
     """
@@ -39,7 +39,10 @@ def find_weights(name: str, revision: str | None = None) -> Weights | None:
 
 
 def _ask_hub(name: str, revision: str | None) -> Weights | None:
-    """Read the bytes of a model's weights, for a plan, from headers on the hub, if it has no index; None if that fails."""
+    """Read the bytes of a model's weights from headers on the hub, if it has no index; None if that fails.
+
+    `find_weights` calls it.
+    """
     try:
         from huggingface_hub import get_safetensors_metadata
 
@@ -51,7 +54,11 @@ def _ask_hub(name: str, revision: str | None) -> Weights | None:
 
 
 def _download_file(name: str, file: str, revision: str | None) -> Path:
-    """Download a small file of a model on the hub, or find it in huggingface_hub's cache, for a plan; return its path."""
+    """Download a small file of a model on the hub, or find it in huggingface_hub's cache, for `find_configuration` and
+    `find_weights`.
+
+    Return its path.
+    """
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:

@@ -122,7 +122,7 @@ def _check_arguments(
 
 
 def _parse_memory(memory: object) -> int | None:
-    """Convert the argument `memory=` of a plan to bytes; None stays None. Raises KVPatchError for what is no size."""
+    """Convert the argument `memory=` of `plan` to bytes; None stays None. Raises KVPatchError for what is no size."""
     nbytes = parse_bytes(memory) if isinstance(memory, str) else memory
     if memory is None or (isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes > 0):
         return None if memory is None else nbytes  # type: ignore[return-value]
@@ -134,8 +134,8 @@ def _choose_tokens(
 ) -> int:
     """Return the length of the prompt to plan for: `tokens`, or by default MOST or `longest` (None: no limit), if less.
 
-    repetition: the policy's second reading of a prompt, which takes positions too; None if it has none. KVPatchError if
-    `tokens` is more than `longest`, or if `longest` leaves no token.
+    `plan` calls it. repetition: the policy's second reading of a prompt, which takes positions too; None if it has none.
+    KVPatchError if `tokens` is more than `longest`, or if `longest` leaves no token.
     """
     limit = MAX_POSITION if longest is None else longest
     if limit < 1:  # not even a prompt of one token: because of the second reading, or of the new tokens
@@ -154,7 +154,7 @@ def _choose_tokens(
 
 
 def _find_dtype(dtype: str, shape: Shape) -> str:
-    """Return the dtype of weights and cache that a plan counts. Raises KVPatchError if it is unknown."""
+    """Return the dtype of weights and cache that `plan` counts. Raises KVPatchError if it is unknown."""
     if dtype == "auto":
         return shape.dtype
     if dtype not in ITEMSIZES:
@@ -163,7 +163,7 @@ def _find_dtype(dtype: str, shape: Shape) -> str:
 
 
 def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype: str) -> Budget:
-    """Convert the `k` of a plan to a Budget. KVPatchError if `k` is out of range, or a budget that depends on the text."""
+    """Convert the `k` of `plan` to a Budget. KVPatchError if `k` is out of range, or a budget that depends on the text."""
     if isinstance(k, Rule) or (isinstance(k, str) and ":" in k):
         raise KVPatchError(
             f"k={k} follows the text, which a plan does not know: give a share such as 0.5 or tokens such as 1024."
@@ -191,8 +191,8 @@ def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype:
 def _find_fits(counter: Counter, shape: Shape, room: int, asked: tuple[int, int, int], longest: int | None) -> tuple[Fit, Fit]:
     """Return the requests and tokens that fit into `room` bytes, in full and under the budget, all prompts read at once.
 
-    room: bytes that the weights leave. asked: tokens of a prompt, new tokens, requests at a time. longest: tokens of the
-    longest prompt under the policy, None for no limit.
+    `plan` calls it. room: bytes that the weights leave. asked: tokens of a prompt, new tokens, requests at a time. longest:
+    tokens of the longest prompt under the policy, None for no limit.
     """
     (tokens, new, batch), size = asked, counter.itemsize
 

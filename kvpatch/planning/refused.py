@@ -33,7 +33,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 def refuse_kind(config: Configuration) -> None:
-    """Raise KVPatchError for a model type that `patched` would refuse, before bytes are counted."""
+    """Raise KVPatchError for a model type that `patched` would refuse, before `plan` counts bytes."""
     for reason, kinds in REFUSED.items():
         for kind in (config.outer, config.kind):
             if kind in kinds:

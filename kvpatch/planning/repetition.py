@@ -15,7 +15,7 @@ from .counting import find_most
 
 
 def find_repetition(policy: str, options: Mapping[str, Any]) -> Repetition | None:
-    """Return how a policy or combination reads a prompt a second time, for a plan; None if it has no `instruction=` to do so.
+    """Return how a policy or combination reads a prompt a second time, for `plan`; None if it has no `instruction=` to do so.
 
     Raises:
         KVPatchError: chunk is no count, or instruction no token ids.
@@ -40,7 +40,7 @@ def find_repetition(policy: str, options: Mapping[str, Any]) -> Repetition | Non
 
 
 def find_longest(shape: Shape, new: int, repetition: Repetition | None) -> int | None:
-    """Return the tokens of the longest prompt that the model's positions leave a plan; None where they are no limit.
+    """Return the tokens of the longest prompt that the model's positions leave, for `plan`; None where they are no limit.
 
     new: tokens generated after it. repetition: the policy's second reading, which takes positions after the prompt's.
     """

@@ -87,7 +87,9 @@ class Plan:
 
 
 def list_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """List the rows of a plan's table: a name, its value for the full cache, and its value under the budget."""
+    """List the rows of the table that `kvpatch plan` prints: a name, its value for the full cache, and its value under the
+    budget.
+    """
     many, weights = plan.batch > 1, "unknown" if plan.weights is None else format_size(plan.weights)
     rows = [
         ("weights", weights, weights),
@@ -125,7 +127,7 @@ def write_remarks(plan: Plan) -> list[str]:
 
 
 def _write_tokens(fit: Fit, plan: Plan) -> str:
-    """Return how many tokens of a prompt fit, for a plan's table, and whether the model's positions limit them, not memory.
+    """For `list_rows`: return how many tokens of a prompt fit, and whether the model's positions limit them, not memory.
 
     A policy that reads a prompt twice needs positions for both readings.
     """

@@ -19,7 +19,10 @@ class Weights(NamedTuple):
 
 
 def read_weights(folder: Path) -> Weights | None:
-    """Read the bytes of a model's weights, for a plan, from the index or header of a folder's safetensors; None without."""
+    """Read the bytes of a model's weights from the index or header of a folder's safetensors; None without.
+
+    `find_weights` calls it.
+    """
     try:
         if (folder / INDEX).is_file():
             return Weights(int(json.loads((folder / INDEX).read_text())["metadata"]["total_size"]), f"the index {INDEX}")
@@ -31,14 +34,16 @@ def read_weights(folder: Path) -> Weights | None:
 
 
 def _read_header(path: Path) -> int:
-    """Add up for a plan the bytes of the tensors that a safetensors file's header lists."""
+    """For `read_weights`: add up the bytes of the tensors that a safetensors file's header lists."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return sum(one["data_offsets"][1] - one["data_offsets"][0] for name, one in header.items() if name != "__metadata__")
 
 
 def count_weights(config: Configuration, dtype: str) -> Weights:
-    """Count the bytes of a model's weights in `dtype`, for a plan: transformers builds the model on the meta device."""
+    """Count the bytes of a model's weights in `dtype`, for `plan`, if no file tells them: transformers builds the model on the
+    meta device.
+    """
     import torch
     import transformers as hf
 
