@@ -35,7 +35,7 @@ class Stack:
     readers: tuple[tuple[int, int], ...] = ()
 
     def first(self, count: int) -> Stack:
-        """Return the Stack (table of layers with keys or states) of the first `count` layers, for `CacheSettings.first_layers`.
+        """Return the Stack (table of layers with keys or states) of the first `count` layers, for `first_layers` of settings.
         """
         attention = tuple(number for number in self.attention if number < count)
         # pairs: of a layer's number, and its count of states or the number of the layer whose keys it uses

@@ -99,10 +99,7 @@ class _LayerReader:
 
     @classmethod
     def of(cls, target: Target, module: Any, adapter: Adapter, count: int) -> _LayerReader:
-        """Make the reader of a layer's queries, for `calibrate`, before the first piece is read.
-
-        count: tokens of the longest piece.
-        """
+        """For `calibrate`: make the reader of a layer's queries. count: tokens of the longest piece."""
         heads, head_dim = adapter.kv_shape(module)
         bound, device = BoundAdapter(adapter, module, heads), next(module.parameters()).device
         undone = adapter.obstacle(target.decoder, renumbered=False) is None  # rotations by position can be undone
@@ -118,8 +115,7 @@ class _LayerReader:
     def read_queries(self, layer: SlotLayer, recent: NewestQueries) -> Sample:
         """Return a piece's queries, as attention used them and moved to position 0, and each token's "area" (`_measure_areas`).
 
-        `calibrate` calls it for each layer and piece; it changes nothing. layer: its cache, which has read the piece. recent:
-        the queries.
+        `calibrate` calls it by layer and piece. layer: its cache, which has read the piece. recent: the queries.
         """
         real = recent.positions_BW[0] >= 0
         q_HGQD = recent.q_BHGWD[0][:, :, real]

@@ -60,9 +60,9 @@ def check_model(model: Any, policy: str | Policy | Settings = "snapkv", k: Any =
 
 
 def _read_settings(settings: Settings, k: Any) -> tuple[Policy, Any]:
-    """Return policy and k of the Settings that `check_model` got.
+    """Return policy and k of Settings. Raises KVPatchError if `k` is given too, or for options not checked.
 
-    Raises KVPatchError if `k` is given too, or for options not checked.
+    `check_model` calls it.
     """
     settings.add_arguments({} if k is HALF else {"k": k})
     for name, value in settings.options.items():
@@ -89,10 +89,7 @@ class Checks:
     """
 
     def __init__(self, model: Any, policy: str | Policy = "snapkv", k: Any = 0.5, seed: int = 0) -> None:
-        """Refuse what `patched` refuses, draw the token ids, and measure the tolerance by two passes of the unpatched model.
-
-        `check_model` calls it.
-        """
+        """For `check_model`: refuse what `patched` does, draw token ids, and measure the tolerance by two unpatched passes."""
         self.model, self.seed = model, seed
         if getattr(model, "training", False):
             raise KVPatchError("A model in training mode fills no cache, which check_model() looks at: call model.eval().")
@@ -113,10 +110,7 @@ class Checks:
         return dataclasses.replace(self.policy, merging=None)
 
     def _prompt_length(self, settings: Any) -> int:
-        """Return how many tokens the checks' prompts have: enough to evict, for three observation windows; up to _LONGEST.
-
-        `__init__` calls it.
-        """
+        """For `__init__`: return how many tokens the prompts have: enough to evict, for three windows; up to _LONGEST."""
         window = self.policy.needs.find(WindowAttention)
         n = max(_PROMPT, 3 * (0 if window is None else window.width))
         evicting = [layer for layer in range(len(self.target.attentions)) if settings.budget.evicts(layer)]
@@ -222,7 +216,7 @@ class Checks:
         return predict_masked(self.model, self.target, self.ids_BT, self.n, seen, self._take_positions())
 
     def _take_positions(self) -> dict[str, Tensor]:
-        """Return position_ids of the token ids as an argument of the model, for passes without padding, if it takes them."""
+        """Return {"position_ids": of all tokens} for passes without padding; {} if the model takes no positions."""
         if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
             return {}
         T = self.ids_BT.shape[1]
@@ -241,10 +235,7 @@ class Checks:
             return self._feed_tokens(self.ids_BT, mask)[1:], self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads), ""
 
     def _predict_padded(self, mask_BT: Tensor, pads: int) -> Outcome:
-        """Compare a padded batch with masking what its cache does not hold, for a model whose positions count padding.
-
-        `check_padding` calls it.
-        """
+        """For `check_padding`: compare a padded batch with masking, for a model whose positions count the padding."""
         watched = Evictions(self.n, self.ids_BT.shape[1], torch.tensor([0, pads], device="cpu"))
         with patched(self.model, self.policy, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, mask_BT, watched.note_held).logits_BSV

@@ -100,10 +100,7 @@ class Comparison:
     """
 
     def __init__(self, model: Any, ids_1T: Tensor, n: int, schedule: str | None = None, seed: int = 0, asked: int = 0) -> None:
-        """Feed the text to the unpatched model, and keep its predictions and bytes, to compare all settings with.
-
-        `kvpatch compare` calls it.
-        """
+        """For `kvpatch compare`: feed the text to the unpatched model; keep predictions and bytes, to compare settings with."""
         self.model, self.ids_1T, self.n, self.schedule, self.seed = model, ids_1T, n, schedule, seed
         # index of the first prediction that counts: not the prompt's own, which precedes any eviction, nor a question's
         self.first = max(1, asked)
@@ -176,10 +173,7 @@ class Comparison:
         )
 
     def _log_probabilities(self, fed: Fed) -> Tensor:
-        """Return log-probabilities [S,V] of the predictions from `self.first` on, in float64.
-
-        `measure_policy` compares caches by them.
-        """
+        """Return log-probabilities [S,V] from the prediction `first` on, in float64, for `measure_policy` to compare."""
         logits_SV = fed.logits_BSV[0, self.first :].cpu().double()
         if logits_SV.isnan().any():
             raise KVPatchError("The model's predictions are no numbers (NaN); another --dtype, such as float32, may help.")
@@ -187,9 +181,9 @@ class Comparison:
 
 
 def divergence(log_p_SV: Tensor, log_q_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return KL(p || q) in nats [S], p by the full cache and q by another; and bool [S], whether the likeliest tokens agree.
+    """For `measure_policy`: return KL(p || q) in nats [S]; and bool [S]: both have the same likeliest token.
 
-    `measure_policy` calls it.
+    p: by the full cache, q: by another.
     """
     p_SV = log_p_SV.exp()
     kl_S = torch.where(p_SV > 0, p_SV * (log_p_SV - log_q_SV), 0.0).sum(-1).clamp_min(0.0)
@@ -199,8 +193,7 @@ def divergence(log_p_SV: Tensor, log_q_SV: Tensor) -> tuple[Tensor, Tensor]:
 def list_cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
     """Return protected sizes that did not fit the budget of an n-token prompt: option -> (requested, the least that was left).
 
-    `measure_policy` notes them for `kvpatch compare`, and `_warn_of_cut_sizes` logs them; the least is over all layers that
-    evict.
+    `measure_policy` and `_warn_of_cut_sizes` report them; the least is over all layers that evict.
     """
     policy = cache.settings.policy
     scope = policy.scope

@@ -193,10 +193,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
 
 def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
-    """For `__init__`: return policy and k of Settings, and `kwargs` with the options of Settings.
-
-    Raises KVPatchError if one is given twice.
-    """
+    """For `__init__`: return policy, k, and `kwargs` with the options of Settings. KVPatchError if one is given twice."""
     options = {_NAMES.get(name, name): value for name, value in settings.options.items()}
     twice = {name: kwargs[_NAMES.get(name, name)] for name in settings.options if _NAMES.get(name, name) in kwargs}
     settings.add_arguments(twice if k is HALF else twice | {"k": k})
@@ -204,10 +201,7 @@ def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[s
 
 
 def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
-    """Raise KVPatchError for a misspelt argument: unknown to HFLM, and near a name of kvpatch.
-
-    `__init__`, before the model is loaded calls it.
-    """
+    """For `__init__`: raise KVPatchError for a misspelt argument: unknown to HFLM, and near a name of kvpatch."""
     ours = ["policy", "k", "settings", *_NAMES.values(), *options]
     theirs = {*inspect.signature(HFLM.__init__).parameters, *inspect.signature(PreTrainedModel.from_pretrained).parameters}
     for name in given:

@@ -109,10 +109,7 @@ def predict_masked(
 
 @contextmanager
 def _put_masks(attentions: Attentions, seen: list[Tensor], pads_B: Tensor) -> Iterator[None]:
-    """Mask the queries of each attention module of the unpatched model by `seen` inside the with-block, by a pre-hook.
-
-    `predict_masked` calls it.
-    """
+    """For `predict_masked`: in a with-block, mask the queries of the unpatched model's attention modules, by pre-hooks."""
     hooks = []
     try:
         for (module, adapter), seen_BNQT in zip(attentions, seen, strict=True):
@@ -156,19 +153,13 @@ class _Masked:
         return (hidden,), call
 
     def _take_rows(self, given: Tensor | None, Q: int) -> Tensor:
-        """For `__call__`: return which of the module's keys the pass's Q queries see, and add Q to `read`, the tokens so far.
-
-        Once per pass.
-        """
+        """For `__call__`: return which of the module's keys the pass's Q queries see; add Q to `read`, the tokens so far."""
         start, self.read = self.read, self.read + Q
         n_keys = given.shape[-1] if given is not None else self.window if Q == 1 else None  # a cache may hold a window alone
         return self.seen[:, :, start : self.read, : self.read][..., -(n_keys or 0) :]
 
     def _hide_keys(self, given: Tensor | None, seen_BNQT: Tensor, hidden_BQE: Tensor) -> Tensor:
-        """For `__call__`: return a new mask: `given` with the keys hidden that are not seen.
-
-        It is bool or added to logits, as `given`.
-        """
+        """For `__call__`: return `given` with the keys hidden that are not seen, bool or added to logits, as `given`."""
         if given is not None and given.dtype == torch.bool:  # the last query sees itself, which tells what True means
             return given & seen_BNQT if given[0, 0, -1, -1] else given | ~seen_BNQT
         given = torch.zeros_like(seen_BNQT, dtype=hidden_BQE.dtype) if given is None else given

@@ -102,8 +102,7 @@ class Configuration:
     """
 
     def __init__(self, values: Mapping[str, Any], name: str, path: Path = Path()) -> None:
-        """Unite the values of a config.json: those of an inner "text_config" replace the outer ones, and both replace the
-        defaults of SPARSE.
+        """Unite the values: those of an inner "text_config" replace the outer ones, and both replace the defaults of SPARSE.
 
         `read` calls it. `kind` is the model_type of the part that writes text, and `outer` that of the whole model.
         """
@@ -116,10 +115,7 @@ class Configuration:
 
     @classmethod
     def read(cls, path: Path, name: str) -> Configuration:
-        """Read a config.json, and make a Configuration of it. Raises KVPatchError if it is not one.
-
-        `find_configuration` calls it.
-        """
+        """For `find_configuration`: make a Configuration of a config.json. Raises KVPatchError if it is not one."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -135,10 +131,7 @@ class Configuration:
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def require_count(self, *names: str) -> int:
-        """For `n_layers`, `width` and `heads`: return the value of the first of these names in config.json.
-
-        Raises KVPatchError if it is no int above 0.
-        """
+        """Return the first of these values that config.json has, for `heads` and others. KVPatchError if no int above 0."""
         value = self.get(*names)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise KVPatchError(
@@ -236,10 +229,7 @@ class Configuration:
         return Layer(self.kv_heads, self.head_size, self.get("v_head_dim") or self.head_size, window)
 
     def _list_kinds(self) -> list[str]:
-        """List the kind of each layer, such as "full_attention": as the file says, or by keys of older families.
-
-        `read_shape` calls it.
-        """
+        """For `read_shape`: list each layer's kind, such as "full_attention", as given, or by keys of older families."""
         n, types = self.n_layers, self.get("layer_types", "layers_block_type")
         if types:
             return list(types)
@@ -259,10 +249,7 @@ class Configuration:
         return ["full_attention"] * n
 
     def _list_windows(self) -> Sequence[int | None]:
-        """List each layer's window in tokens (Llama 4: its chunk), None for full attention, by families' keys.
-
-        `read_shape` calls it.
-        """
+        """For `read_shape`: list layers' windows in tokens (Llama 4: chunks), None for full attention, by families' keys."""
         n, types, window = self.n_layers, self.get("layer_types"), self.get("sliding_window")
         if self.kind == "gpt_neo":
             gpt_neo_kinds = [

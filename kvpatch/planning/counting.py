@@ -95,10 +95,7 @@ def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, it
 
 
 def find_most(fits: Callable[[int], bool], limit: int) -> int:
-    """Find, by bisection, the most tokens up to `limit` for which `fits` is True; 0 if it never is.
-
-    `_find_fits` and `find_longest` call it.
-    """
+    """For `_find_fits`, `find_longest`: find, by bisection, the most tokens up to `limit` for which `fits`; 0: none."""
     low, high = 0, min(limit, MAX_POSITION)
     while low < high:
         middle = (low + high + 1) // 2

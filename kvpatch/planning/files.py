@@ -39,10 +39,7 @@ def find_weights(name: str, revision: str | None = None) -> Weights | None:
 
 
 def _ask_hub(name: str, revision: str | None) -> Weights | None:
-    """Read the bytes of a model's weights from headers on the hub, if it has no index; None if that fails.
-
-    `find_weights` calls it.
-    """
+    """For `find_weights`: read the weights' bytes from headers on the hub, if it has no index; None if that fails."""
     try:
         from huggingface_hub import get_safetensors_metadata
 
@@ -54,11 +51,7 @@ def _ask_hub(name: str, revision: str | None) -> Weights | None:
 
 
 def _download_file(name: str, file: str, revision: str | None) -> Path:
-    """Download a small file of a model on the hub, or find it in huggingface_hub's cache, for `find_configuration` and
-    `find_weights`.
-
-    Return its path.
-    """
+    """For `find_weights` and others: return the path of a model's small file, downloaded or in huggingface_hub's cache."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:

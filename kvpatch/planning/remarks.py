@@ -41,10 +41,7 @@ def list_remarks(
 
 
 def _list_layers(shape: Shape) -> Iterator[str]:
-    """Yield remarks on layers that slide, keep a state of fixed size or one latent a token, or use others' keys.
-
-    `list_remarks` calls it.
-    """
+    """For `list_remarks`: yield remarks on layers that slide, keep a fixed state or one latent a token, or borrow keys."""
     n, windows = len(shape.layers), sorted({one.window for one in shape.layers if one.window is not None})
     named = " or ".join(f"{one:,}" for one in windows)
     if shape.slides_everywhere:

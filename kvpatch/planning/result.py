@@ -87,9 +87,7 @@ class Plan:
 
 
 def list_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """List the rows of the table that `kvpatch plan` prints: a name, its value for the full cache, and its value under the
-    budget.
-    """
+    """List the rows that `kvpatch plan` prints: a name, the value of the full cache, and that under the budget."""
     many, weights = plan.batch > 1, "unknown" if plan.weights is None else format_size(plan.weights)
     rows = [
         ("weights", weights, weights),

@@ -19,10 +19,7 @@ class Weights(NamedTuple):
 
 
 def read_weights(folder: Path) -> Weights | None:
-    """Read the bytes of a model's weights from the index or header of a folder's safetensors; None without.
-
-    `find_weights` calls it.
-    """
+    """For `find_weights`: read the weights' bytes from the index or header of a folder's safetensors; None without."""
     try:
         if (folder / INDEX).is_file():
             return Weights(int(json.loads((folder / INDEX).read_text())["metadata"]["total_size"]), f"the index {INDEX}")
@@ -41,9 +38,7 @@ def _read_header(path: Path) -> int:
 
 
 def count_weights(config: Configuration, dtype: str) -> Weights:
-    """Count the bytes of a model's weights in `dtype`, for `plan`, if no file tells them: transformers builds the model on the
-    meta device.
-    """
+    """For `plan`, without such a file: count the weights' bytes; transformers builds the model on the meta device."""
     import torch
     import transformers as hf
 
