@@ -69,7 +69,10 @@ def check_rows(indices: object, seen_B: Tensor | None, name: str = "indices", me
 
 
 def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return the tensor by which `check_rows` or `check_beams` picks rows; raise KVPatchError unless it is 1-D of `dtypes`."""
+    """Return the 1-D tensor by which a user selects or reorders rows; raise KVPatchError unless it has one of these dtypes.
+
+    `check_rows` and `check_beams` call it first. name: of the argument, for errors.
+    """
     wanted = f"give an int64 tensor of row numbers{' or a bool mask' * (torch.bool in dtypes)}, such as torch.tensor([1, 0])."
     if not isinstance(value, Tensor):
         raise KVPatchError(f"{name}={value!r} is a {type(value).__name__}: {wanted}")
@@ -82,7 +85,10 @@ def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Ten
 
 
 def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
-    """For `check_rows`, `check_beams`: raise KVPatchError if a row is below `low` or not below B. A GPU's are not read."""
+    """Raise KVPatchError if a row number that a user selects is below `low`, or not below B; numbers on a GPU are not read.
+
+    `check_rows` and `check_beams` call it before rows change.
+    """
     if not at_hand(index):
         return  # indexing the tensors with it checks this on the GPU, without a wait
     wrong = index[(index < low) | (index >= B)]
@@ -94,7 +100,10 @@ def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
 
 
 def read_whole(value: Any) -> Any:
-    """Return a whole number of any library as Python's int; else the value, for `count_removed` or `read_span` to refuse."""
+    """Return a whole number of any library (torch, numpy) as Python's int, and anything else as it is.
+
+    `check_layer`, `count_removed` and `read_span` call it for an argument of a user, and refuse what is no int.
+    """
     value = as_python(value)
     try:
         return value if isinstance(value, bool) else operator.index(value)

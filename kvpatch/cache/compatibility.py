@@ -33,7 +33,7 @@ def check_compatible(caches: Sequence[TextState]) -> None:
 
 def _check_one(index: int, cache: TextState) -> None:
     """For `check_compatible`: raise KVPatchError if a cache cannot be joined with any other. index: its place in the list."""
-    if cache.turns.open:
+    if cache.turns.open:  # a prompt is not read to its end
         raise KVPatchError(f"Cache {index} is in the middle of a prompt: read it to its end, then concatenate.")
     if not cache.turns.count or cache.seen_B is None:
         raise KVPatchError(f"Cache {index} has read no prompt: run one through it first.")

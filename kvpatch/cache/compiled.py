@@ -82,7 +82,10 @@ def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | No
 
 
 def end_step(cache: TextState) -> None:
-    """For `end_pass`: after a compiled step, add 1 to the counters that are tensors. `catch_up` updates the others later."""
+    """End a compiled step after the last layer: add 1 to counters that are tensors. `catch_up` updates the others later.
+
+    `end_pass` calls it, inside the traced code, for a pass that `begin_step` began.
+    """
     cache.lengths_B.add_(1)
     cache.counters.tensors.advance(1, 1, False)  # by one column and one decode step
     cache.now = None  # else its tensors would be outputs of the graph
@@ -90,7 +93,10 @@ def end_step(cache: TextState) -> None:
 
 
 def mark_static(cache: TextState) -> None:
-    """For `end_pass`: tell torch.compile that tensors keep their addresses, so that CUDA graphs need not copy them."""
+    """Tell torch.compile that the cache's tensors keep their addresses: CUDA graphs need not copy them.
+
+    `end_pass` calls it after a prompt, if the cache has room= for all coming tokens.
+    """
     for holder in list_holders(cache):
         for value in holder.values():
             if isinstance(value, Tensor):

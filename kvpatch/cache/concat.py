@@ -61,7 +61,10 @@ def _take_layers(cache: TextState) -> Iterator[None]:
 
 
 def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
-    """For `join_texts`: return a new cache with all rows. consume: empty each given layer once it was joined."""
+    """Return a new cache with the rows of all `caches`. consume: empty each given layer once it was joined.
+
+    `join_texts` calls it when `check_compatible` has accepted the caches.
+    """
     first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _make_blank(first)
     new.rows.joined = True  # rows are at different positions of their texts
@@ -99,10 +102,10 @@ def _make_blank(cache: Text) -> Text:
 
 
 def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
-    """For `_join_caches`: set `new.counters`, the decode steps since the prompt, and how far each row is from that number.
+    """Set `new.counters` of a joined cache: the decode steps since the prompt, and how far each row is from that number.
 
-    A policy may change a softmax temperature step by step, over a span of steps. Only then it keeps per row: `shortfall_B`, how
-    many steps fewer the row has taken than the farthest, and `span_B`, that span.
+    `_join_caches` calls it. A policy may change a softmax temperature step by step, over a span of steps. Only then it keeps
+    per row: `shortfall_B`, how many steps fewer the row has taken than the farthest, and `span_B`, that span.
     """
     policy, steps, spans = new.settings.policy, [], list[Tensor]()
     for cache in caches:
@@ -221,10 +224,10 @@ def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goa
 
 
 def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
-    """For `_join_layer`: take the rows of `parts` without copying a key or value: `joined` refers to all their memory.
+    """Fill a joined layer with the rows of `parts` without copying a key or value: `joined` refers to all their memory.
 
-    So each token keeps its slot index, and only positions and state are concatenated, padded to the joined width. A part that
-    lacks a statistic gets zeros of it.
+    `_join_layer` calls it for an engine's pages. Each token keeps its slot index, and only positions and state are
+    concatenated, padded to the joined width. A part that lacks a statistic gets zeros of it.
     """
     new.kv, C = joined, joined.width
     new.positions = torch.cat([fit_columns(part.positions[:, :, : part.used], C, -1) for part in parts])
@@ -236,12 +239,15 @@ def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
 
 
 def _copy_tokens(new: SlotLayer, parts: list[SlotLayer]) -> None:
-    """For `_join_layer`: copy the tokens of the layers `parts` to each head's first slots in `new`, in text order."""
+    """Copy each head's tokens of the layers `parts`, which are joined, to its first slots in the new buffers, in text order.
+
+    `_join_layer` calls it after `_make_buffers`. Writes to `new.kv`, `new.positions` and `new.state`.
+    """
     # heads are numbered over the whole batch; find_begins(): where each one's slots begin among the flattened slots
     first_head, C = 0, new.positions.shape[2]
     for part in parts:
         positions = part.positions[:, :, : part.used].flatten(0, 1)
-        order, count_N1 = sort_by_position(positions)
+        order, count_N1 = sort_by_position(positions)  # slots in text order, and how many hold tokens
         head, slot = (torch.arange(order.shape[1], device=order.device) < count_N1).nonzero(as_tuple=True)
         source = order[head, slot]  # the slot that the token comes from
         new.kv.write_at(new.kv.find_begins()[first_head + head] + slot, *part.kv.read_at(part.kv.find_begins()[head] + source))
@@ -252,11 +258,11 @@ def _copy_tokens(new: SlotLayer, parts: list[SlotLayer]) -> None:
 
 
 def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: bool) -> None:
-    """For `_join_layer`: set the mode: the next token is appended, goes into a free slot, or makes a head evict.
+    """Set the mode of a layer that was just filled: the next token is appended, goes into a free slot, or makes a head evict.
 
-    counts: tokens of each head. goals: slots of each head at its budget; None: nothing is evicted. moved: tokens fill the first
-    slots of each head. `filling`: steps until all heads are at their budget. `holes`: some slots may be empty while a query
-    attends.
+    `_join_layer` calls it, unless the budget follows the text. counts: tokens of each head. goals: slots of each head at its
+    budget; None: nothing is evicted. moved: tokens fill the first slots of each head. `filling`: steps until all heads are at
+    their budget. `holes`: some slots may be empty while a query attends.
     """
     C, longest = new.positions.shape[2], max(counts)
     next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])

@@ -39,7 +39,10 @@ class DeviceCounters:
         return ids_BQ if count <= N else ids_BQ.masked_fill(place < start + count - N, UNKNOWN)
 
     def advance(self, columns: int, steps: int, restart: bool) -> None:
-        """For `end_pass`, `end_step`: add a pass in place. restart: it ended a prompt, from which steps are counted."""
+        """Add a pass that ends to the counters, in place. restart: it ended a prompt, from which decode steps are counted.
+
+        `passes.end_pass` calls it, and `compiled.end_step` inside a traced step.
+        """
         self.columns.add_(columns)
         if restart:
             self.steps.zero_()
@@ -69,7 +72,10 @@ class StepCounters:
         return self.device
 
     def keep_rows(self, columns: int) -> None:
-        """For `_map_rows`: set the counters to those of the rows left. columns: of the longest row left."""
+        """Set the counters to those of the remaining rows, after other rows were dropped. columns: of the longest row left.
+
+        `EvictingCache._map_rows` calls it for a cache of concatenated texts, whose rows differ.
+        """
         if self.shortfall_B is None:
             self.steps = min(self.steps, columns)  # a row has taken no more steps than it has columns
         else:

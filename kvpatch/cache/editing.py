@@ -55,7 +55,10 @@ def refuse_reading(*args: object, **kwargs: object) -> NoReturn:
 
 
 def check_state(cache: TextState, what: str) -> None:
-    """For `forget`, `check_replaced`: raise KVPatchError for a cache whose text cannot be edited now. what: the call."""
+    """Raise KVPatchError for a cache whose text cannot be edited now. what: the call, for errors.
+
+    `forget` and `check_replaced` call it before an edit. Compiled steps are counted first (`catch_up`).
+    """
     checks.check_filled(cache.seen_B is not None)
     cache.check_finished()
     cache.catch_up()

@@ -134,7 +134,10 @@ class Forward:
         return self.once(("column", index, shape), like_BHC.device, partial(like_BHC.new_full, shape, index))
 
     def once(self, name: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor that all layers of a device share in this pass, made by the first one that asks for `name`."""
+        """Return a tensor that all layers of a device share in this pass. The first layer that asks for `name` makes it.
+
+        Attention of each layer asks so (`Call.once`) for masks, spans and rotations.
+        """
         if (name, device) not in self._shared:
             self._shared[name, device] = make()
         return self._shared[name, device]

@@ -49,7 +49,7 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
 
     `absorb` calls it. taken: of each layer; they are the last T of `seen` columns. mask_BT: False for padding.
     """
-    cache.count_in(taken[0][0].dtype)
+    cache.count_in(taken[0][0].dtype)  # turns a budget in bytes into tokens
     for index, (layer, (keys, values)) in enumerate(zip(cache.layers, taken, strict=True)):
         B, H, T, _ = keys.shape
         real = torch.ones(B, seen, dtype=torch.bool, device=keys.device)
@@ -61,6 +61,7 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
         # what the policy stores with each token, beside key and value
         extras, settings = {}, cache.settings
         if settings.evicts[index]:
+            # first(): the number of the first of these heads in the whole model
             tokens = NewTokens(keys, values, positions, 1, index, settings.seed, settings.parallel.first(H))
             extras = settings.policies[index].entry(tokens)
         layer.append(keys, values, positions, extras)
@@ -77,7 +78,10 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
 
 
 def _check_past(cache: TextState, past: Cache, ids_known: bool) -> None:
-    """For `absorb`, `compress_past`: raise KVPatchError unless `past` can be continued exactly. ids_known: see `absorb`."""
+    """Raise KVPatchError unless `past`, a user's cache, can be taken over and continued exactly. ids_known: see `absorb`.
+
+    `absorb` and `compress_past` call it before anything changes.
+    """
     kind, settings = type(past).__name__, cache.settings
     if not isinstance(past, Cache):
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")

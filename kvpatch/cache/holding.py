@@ -75,7 +75,11 @@ def count_held(
 def count_by_terms(
     terms: Terms, prompt: int, new: int | None, *, heads: int = 1, read: int = 0, room: int = 0, longest: bool = False
 ) -> Holding:
-    """Count, as `count_held` does, what a layer holds by its rule and options (`terms`), for it and `Counter.hold`."""
+    """Count, as `count_held` does, what a layer holds by its rule and options (`terms`).
+
+    `count_held` calls it, and `Counter.hold` for `kvpatch.plan`, where no policy is made. `turns`: prompts that the budget is
+    for.
+    """
     rule, schedule, every, turns, divided = terms
 
     def count(prompt: int, new: int | None) -> list[int]:
@@ -98,9 +102,10 @@ def count_by_terms(
 def count_tokens(
     rule: Rule, schedule: str | None, prompt: int, new: int | None, *, heads: int = 1, every: int = 1, longest: bool = False
 ) -> list[int]:
-    """Count the tokens of each head (spare slots not included) under one budget rule; for `count_by_terms` and `plan`.
+    """Count the tokens of each head (spare slots not included) under one budget rule; arguments are those of `count_held`.
 
-    Arguments: see `count_held`. schedule: it evicts at the end of a "prompt", in "decode" steps, or in "both"; None: never.
+    `count_by_terms`, `plan` and vLLM's pages call it. schedule: the policy evicts at the end of a "prompt", in "decode" steps,
+    or in "both"; None: never.
     """
     grown = MAX_POSITION + every if new is None else new  # a head without a budget may wait to evict, too
     if schedule is None:

@@ -69,7 +69,10 @@ class MappedRows:
         self.rows_NE = torch.empty(0, width, dtype=dtype, device="cpu")
 
     def resize(self, count: int) -> None:
-        """For `HostLayer.append`: enlarge the file to `count` rows. Raises KVPatchError if the folder has no room."""
+        """Enlarge the file to `count` rows, and map it anew. Raises KVPatchError if the folder has no room.
+
+        `HostLayer.append` calls it when the layer's store is full.
+        """
         size = count * self.width * self.dtype.itemsize
         try:
             _reserve(self._file.fileno(), size)
@@ -91,7 +94,10 @@ class MappedRows:
 
 
 def _reserve(file: int, size: int) -> None:
-    """For `resize`: reserve a file's room, since a write to a mapped file on a full disk would kill the process."""
+    """Set the size of a layer's file and reserve its room: a write to a mapped file on a full disk would kill the process.
+
+    `MappedRows.resize` calls it. An OSError tells that the disk is full.
+    """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
     else:
@@ -172,10 +178,10 @@ class HostLayer(CacheLayerMixin):
 
     def keep(self, rows_N: Tensor) -> None:
         """Keep these rows (tokens) alone, in their order, for `LosslessCache.forget`."""
-        self.store.wait()
+        self.store.wait()  # for copies that still run
         self.store.rows_NE[: len(rows_N)] = self.used_TE[rows_N]
         self.length = len(rows_N)
-        self.store.release()
+        self.store.release()  # its pages in host memory
 
     def view(self, rows_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values [1,H,T,D] that rows hold, as views, for `exchange` to lend or `append` to fill."""

@@ -143,7 +143,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.positions.shape[0] if self.is_initialized else -1
 
     def copy_sharing(self) -> SlotLayer:
-        """Return a copy that shares all tensors, for `_copy_sharing`; `map_rows` then gives the copy new tensors."""
+        """Return a copy that shares all tensors; `map_rows` then gives the copy tensors of its own.
+
+        `EvictingCache._copy_sharing` calls it for `select_rows`. The copy's undo log is empty: crop() needs new steps.
+        """
         new = copy.copy(self)
         new.mode, new.state, new.notes = copy.copy(self.mode), dict(self.state), dict(self.notes)
         new.undo_log = deque(maxlen=UNDO_STEPS)
@@ -194,7 +197,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
         """Take the keys and values of a text's first prompt as storage, without a copy, and set positions and state.
 
-        `_write_columns` calls it. entry: what the policy stores with tokens, by name. `allocate` copies kept tokens later.
+        `_write_columns` calls it as the layer reads that prompt. entry: the tensors that the policy stores with tokens, by
+        name. `allocate` copies kept tokens where the prompt ends.
         """
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
         self.kv = self._make_slots(k_BHQD.detach(), v_BHQD.detach())
@@ -229,7 +233,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.state[name]
 
     def _zero_statistics(self, start: int) -> None:
-        """For `append`, `adopt`, `open_column`: zero the policy's sums of attention in used columns from `start` on."""
+        """Set the policy's sums of attention to zero for tokens just written: the used columns from `start` on.
+
+        `adopt`, `append` and `open_column` call it. `statistics`: names of these sums, in `state`.
+        """
         for name in self.statistics:
             if name in self.state:  # a new one is zero
                 self.state[name][:, :, start : self.used].fill_(0)
@@ -239,8 +246,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def write(self, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor | None, entry: dict[str, Tensor]) -> None:
         """Write a decode step's token of each row, in place: into each head's free slot, or after the used columns.
 
-        entry: what the policy stores with it, by name. positions_B1: None if a stack writes them for all layers. `run_step`
-        calls it.
+        `run_step` calls it where torch computes the step. entry: what the policy stores with it, by name. positions_B1: None if
+        stacked layers write them for all layers at once.
         """
         if self.mode.slotted:
             self.write_kv(k_BH1D, v_BH1D)
@@ -257,7 +264,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
 
     def open_column(self, entry: dict[str, Tensor]) -> None:
-        """For `_run_kernels`: open a column for a decoded token, with its state (`entry`); a kernel writes the rest."""
+        """Make room for a decoded token after the used columns and write its state (`entry`). A kernel then writes the rest.
+
+        `_run_kernels` calls it in a layer whose tokens are appended.
+        """
         start = self.used
         self.reserve(start + 1, self._bound_columns())
         self.used += 1
@@ -266,7 +276,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(start)
 
     def write_position(self, positions_B1: Tensor) -> None:
-        """For `write`, stacks: write a decoded token's position, and zero its sums, in the free slot or next column."""
+        """Write a decoded token's position, and zeros for the policy's sums, into each head's free slot or the next column.
+
+        `write` calls it, or `LayerStack` once for all layers, whose tensors it has joined.
+        """
         if not self.mode.slotted:
             self.positions[:, :, self.used] = positions_B1
             for name in self.statistics:
@@ -282,7 +295,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.kv.write_at(self.free_rows(), *self.kv.encode_pair(k_BH1D, v_BH1D))
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
-        """For `write`, `_run_kernels`: write what the policy stores with a decoded token (`entry`) into its slots."""
+        """Write what the policy stores with a decoded token (`entry`, tensors by name) into the slots that it goes to.
+
+        `write` calls it, `_run_kernels` before a kernel, and `LayerStack` for all layers.
+        """
         for name, tensor in entry.items():
             if not self.mode.slotted:
                 self.state[name][:, :, self.used : self.used + 1] = tensor
@@ -369,9 +385,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.state["protect"][:, :, :K] &= kept_BHK
 
     def replace_values(self, values_BHKD: Tensor, kept_BHK: Tensor | None) -> None:
-        """For `_move_kept`, as a prompt or block ends: replace kept tokens' values by those of a merging policy.
+        """Replace kept tokens' values by those of a merging policy. kept_BHK: False in slots that stay empty.
 
-        kept_BHK: False if empty.
+        `_move_kept` calls it after `allocate`, where a prompt or a block of it ends.
         """
         columns = torch.arange(values_BHKD.shape[2], device=values_BHKD.device).expand(values_BHKD.shape[:3])
         rows, values = self.kv.rows_of(columns), values_BHKD.detach().flatten(0, 2)  # indices into the flattened slots
@@ -386,7 +402,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self._round_graph()
 
     def round(self) -> None:
-        """Round the keys and values in use to the cache's bits, for `allocate` and `_keep_all`, where all are kept."""
+        """Round the keys and values in use to the cache's bits, where a prompt or a block of it ends and all are kept.
+
+        `allocate` and `_keep_all` call it. Replaces `kv`, `positions` and `state`, if the slots become others.
+        """
         self.kv.fix_centre(self.positions[:, :, : self.used])  # that keys are rounded around
         rounded = self.kv.close_columns(self.used)
         if rounded is not self.kv:  # in new buffers, of the used columns alone
@@ -463,7 +482,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return taken.flatten().tolist()
 
     def list_goals(self) -> list[int] | None:
-        """Return how many slots each head needs at its budget, for `pack`, `make_room`; None if steps do not evict."""
+        """Return how many slots each head needs at its budget, to plan buffers; None if decode steps do not evict.
+
+        `make_room`, `give_back_slots` and `_list_goals` ask: `every` slots more than the budget, for the next tokens.
+        """
         if not self.mode.evicts or self.keep_BH1 is None:
             return None
         return [keep + self.every for keep in self.keep_BH1.flatten().tolist()]
@@ -489,15 +511,19 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.update_pace(counts, goals)
 
     def update_pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Set in how many steps heads evict (`mode.waits`), if `every` > 1, for `measure_room` and a loaded cache."""
+        """Set in how many steps heads evict (`mode.waits`), if `every` > 1.
+
+        `measure_room` calls it once slots changed, and `contents.check_cache` as a cache is loaded.
+        """
         if isinstance(self.mode, Evicting) and self.every > 1:
             self.mode.every = self.every
             self.mode.waits = list_steps_to_eviction(counts or self.counts(), goals or self.list_goals() or ())
 
     def update_short_heads(self, goals: list[int] | None = None) -> list[bool]:
-        """Tell `measure_room`, or as a cache is loaded, which heads are short: they have fewer slots than their budget needs.
+        """Tell which heads are short: they have fewer slots than their budget needs.
 
-        Sets the mode's `growing` (some head is short) and `unfilled` (all are). goals: see `list_goals`.
+        `measure_room` calls it after slots were moved, and `contents.check_cache` as a saved cache is loaded. Sets the mode's
+        `growing` (some head is short) and `unfilled` (all are). goals: see `list_goals`.
         """
         capacities, goals = self.kv.capacities(), goals or self.list_goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
@@ -512,9 +538,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return [self.used + self.mode.filling + 1] if self.mode.evicts else None
 
     def make_room(self) -> None:
-        """Move to larger buffers if some head may have no free slot left. `_begin_step` of decode.py calls it in each step.
+        """Move to larger buffers if some head may have no free slot left. Called before each decode step writes its token.
 
-        `mode.growing`: some head has fewer slots than its budget needs; then `mode.slack` - `mode.grown` tokens still fit.
+        `_begin_step` of attention/decode.py calls it. `mode.growing`: some head has fewer slots than its budget needs; then
+        `mode.slack` - `mode.grown` tokens still fit.
         """
         mode = self.mode
         if not isinstance(mode, Slotted) or not mode.growing or mode.grown < mode.slack:
@@ -530,7 +557,11 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.measure_room()
 
     def give_back_slots(self) -> None:
-        """Free empty slots beyond the spare ones that growth.py allows, for `trim_slots`, or in a loaded cache."""
+        """Free empty slots beyond the spare ones that growth.py allows, after tokens were rolled back or rows dropped.
+
+        `trim_slots` calls it, and `contents.check_cache` as a cache is loaded. Slots of dense buffers go only if those at the
+        end are empty.
+        """
         if not self.is_initialized:
             return
         C = self.positions.shape[2]
@@ -579,7 +610,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.start_moving(counts, goals)
 
     def _move_slots(self, capacities: list[int]) -> None:
-        """For `make_room`, `give_back_slots`: move slots to buffers of these capacities; their indices stay."""
+        """Move a layer with free slots to buffers of these capacities, as room is made or given back; slot indices stay.
+
+        `make_room` and `give_back_slots` call it.
+        """
         self.resize_slots(capacities, self.list_goals())
         self.used = self.positions.shape[2]
         self.floor = min(self.floor, self.used)
@@ -600,7 +634,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.kv.count_taken(self.used, mode.slack - mode.grown) if isinstance(mode, Growing) else self.used
 
     def advance(self) -> None:
-        """Make the slot after the new token's the free one in each head, for `_end_step`, when a step evicted nothing."""
+        """Make the slot after the new token's the free one in each head, at the end of a decode step that evicts nothing.
+
+        `_end_step` of attention/decode.py calls it. Appended tokens need none.
+        """
         if not self.mode.slotted:
             return
         self.set_free(self.mode.free_BH + 1)
@@ -630,7 +667,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.free_BH = slot_BH
 
     def follow_kernels(self) -> None:
-        """For `_end_step`, if a kernel has written the next free slots in place: drop cached indices, count the new token."""
+        """End a decode step whose kernel has written the next free slots in place: drop cached indices, count the new token.
+
+        `_end_step` of attention/decode.py calls it.
+        """
         if not self.traced:
             self.refresh_free_slots()
             self.mode.count(1)
@@ -645,7 +685,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.free_BH = self.empty_slots()
 
     def free(self, slot_BH: Tensor) -> None:
-        """For `_evict_over_budget`: evict the token in one slot of each head; the next token goes into that slot."""
+        """Evict, in a decode step, the token in one slot of each head; the next token goes into that slot.
+
+        `_evict_over_budget` calls it. Sets that slot's position to -1; its key and value stay until then.
+        """
         if self.mode.slotted:
             self.set_free(slot_BH)
         else:  # the budget is reached
@@ -683,7 +726,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     @property
     def settled(self) -> bool:
-        """True if coming decode steps need no more slots: only such layers are stacked by `LayerStack`, to step as one."""
+        """True if coming decode steps need no more slots than there are. Only such layers are stacked, to step as one.
+
+        `_find_stack` asks in the first layer of a decode step, `LayerStack.of` of each layer.
+        """
         mode = self.mode
         if not isinstance(mode, Filling):
             return mode.slotted
@@ -706,9 +752,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return len(self.undo_log) >= tokens or (mode.croppable and not remembers and tokens <= croppable_tokens)
 
     def crop(self, tokens: int) -> Tensor | None:
-        """For `editing.crop`: roll back the last `tokens` by the undo log, or by cutting what was only appended.
+        """Roll back the last `tokens`, such as rejected drafts, by the undo log, or by cutting what was only appended.
 
-        Returns the score that all layers share, as it was before these steps, if the log has it; else None.
+        `editing.crop` calls it for each layer. Returns the score that all layers share, as it was before these steps, if the
+        log has it; else None.
         """
         shared = None
         if len(self.undo_log) < tokens:

@@ -80,7 +80,10 @@ class Lifetimes(Batched):
         super().change_rows(change)
 
     def select_dropped(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
-        """For `reorder_cache`: return lifetimes and lengths of beams that `index` drops; generate() may return these."""
+        """Return the lifetimes and lengths of the beams that `index` drops in reordering: generate() may return them later.
+
+        `EvictingCache.reorder_cache` calls it in each step of a beam search. None if each beam goes on.
+        """
         dropped = torch.ones(len(seen_B), dtype=torch.bool, device="cpu").index_fill_(0, index.cpu().long(), False)
         if not dropped.any():
             return None
@@ -178,7 +181,10 @@ class Record:
 
 
 def check_same_model(recorded: dict[str, Any], wanted: dict[str, Any], what: str) -> None:
-    """For `Record.join`, `follow`: raise KVPatchError if a record is of another model than wanted. what: its name."""
+    """Raise KVPatchError if a record to be replayed or joined is of another model than wanted. what: the wanted one's name.
+
+    `Record.join` calls it, and `follow` before a replay.
+    """
     for name in dict.fromkeys((*recorded, *wanted)):
         if recorded.get(name) != wanted.get(name):
             raise KVPatchError(

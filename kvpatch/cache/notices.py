@@ -45,7 +45,10 @@ class Notices:
         self.watched.append(Watched(name, message, host, arrival))
 
     def look(self, wait: bool = False) -> None:
-        """Log the warnings whose flags came from a GPU (`wait`: wait for all), for `passes.begin` and `Patch.report`."""
+        """Log the warnings whose flags have arrived from a GPU; `wait`: wait for all of them.
+
+        Each pass calls this (`passes.begin`); `Patch.report` and `Patch.remove` wait.
+        """
         with self._lock:  # passes may run in several threads
             while self.watched and (wait or self.watched[0].arrival.query()):
                 notice = self.watched.pop(0)

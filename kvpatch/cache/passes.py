@@ -154,7 +154,10 @@ def begin_edit(
 
 
 def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: int) -> None:
-    """For `begin`: keep a pass's ids, by which generate() notices later that it is given another text (hooks/texts.py)."""
+    """Keep the ids of a pass's tokens: by them generate() notices later that it is given another text (hooks/texts.py).
+
+    `begin` calls it. Padding gets an id of its own in `cache.ids`.
+    """
     if not cache.keeps_ids:
         return
     if now.prompt and not cache.turns.open:
@@ -164,10 +167,10 @@ def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: in
 
 
 def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
-    """For `begin` and `begin_compression`: begin a prompt, or a further piece of one; note in `cache.turns` that it is open.
+    """Begin a prompt, or a further piece of one that comes in several passes: note in `cache.turns` that it is open.
 
-    Layers that were stacked (to take decode steps as one) are separated, and undo logs cleared. Where the prompt ends, decode
-    steps count anew.
+    `begin` and `begin_compression` call it. Layers that were stacked (to take decode steps as one) are separated, and undo logs
+    cleared. Where the prompt ends, decode steps count anew.
     """
     turns, counters = cache.turns, cache.counters
     cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)  # bytes allocated
@@ -186,9 +189,10 @@ def _clear_undo_logs(cache: TextState) -> None:
 
 
 def end_layer(cache: TextState, layer: int) -> None:
-    """For `_run_call`, after a layer's attention has run: if it was the last layer, end the pass.
+    """Count a layer's part of a pass as done, after its attention has run; after the last layer the pass ends.
 
-    A scratch cache, of one pass without use_cache, is emptied layer by layer; only what reports need is kept.
+    `_run_call` of attention/attend.py calls it. A scratch cache, of one pass without use_cache, is emptied layer by layer; only
+    what reports need is kept.
     """
     if cache.scratch:
         cache.parts[layer] = LayerPart.of(cache.layers[layer], cache.settings.bounds[layer])
@@ -309,7 +313,8 @@ class _Prompt(NamedTuple):
 def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor | None) -> _Prompt:
     """Read from the device, in one copy, where a prompt's padding lies and how many tokens each row has before and with it.
 
-    `_read_pass` calls it. Nothing is read if no mask came and no row was padded. Its last columns may be padding.
+    `_read_pass` calls it. Nothing is read if no mask came and no row was padded. A row's last column may be padding, which the
+    caller checks.
     """
     B, rows = len(before), cache.rows
     even = cache.seen_B is None or not (rows.padded or rows.joined or cache.turns.open)
@@ -338,7 +343,10 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
 
 
 def refuse_mask(mask: Tensor) -> None:
-    """For `_read_prompt`, `check_padding_mask`: raise KVPatchError if a mask holds other numbers than ones and zeros."""
+    """Raise KVPatchError if a prompt's padding mask holds other numbers than ones and zeros.
+
+    `_read_prompt` calls it for a mask that looks wrong, `check_padding_mask` and compress() for theirs.
+    """
     wrong = mask[(mask != 0) & (mask != 1)]
     if wrong.numel():
         raise KVPatchError(
@@ -390,7 +398,10 @@ def _refuse_padding(real_BQ: Tensor) -> None:
 
 
 def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
-    """For `_read_pass`: raise KVPatchError if a prompt ends with an empty row, or one padded on the right (`last_B`)."""
+    """Raise KVPatchError if a prompt ends with an empty row, or one padded on the right. last_B: its last column is a token.
+
+    `_read_pass` calls it where padding came. n_B: tokens of each row.
+    """
     if min(n_B) == 0:
         later = " If its text comes in later pieces: generate(prefill_chunk_size=n), or a first piece with tokens of all rows."
         raise KVPatchError(

@@ -101,7 +101,11 @@ class Prefixes:
         return self._keep_fresh(max(beginnings, key=len, default=None))
 
     def _keep_fresh(self, prefix: Prefix | None) -> Prefix | None:
-        """For `get`, `longest`: return a prefix, or, if the model has changed since it was read, a new one in its place."""
+        """Return a prefix that was looked up, or, if the model has changed since it was read, a new one, which replaces it.
+
+        `get` and `longest` call it, as a text is to begin with the prefix. `renew`: reads a prefix anew if the model has
+        changed.
+        """
         if prefix is None or self.renew is None:
             return prefix
         new = self.renew(prefix)

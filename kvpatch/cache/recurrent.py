@@ -35,7 +35,9 @@ class Stack:
     readers: tuple[tuple[int, int], ...] = ()
 
     def first(self, count: int) -> Stack:
-        """Return the Stack (table of layers with keys or states) of the first `count` layers, for `first_layers` of settings.
+        """Return the Stack (table of the layers with keys or states) of a decoder that drafts with its first `count` layers.
+
+        `CacheSettings.first_layers` calls it as such a decoder gets a cache.
         """
         attention = tuple(number for number in self.attention if number < count)
         # pairs: of a layer's number, and its count of states or the number of the layer whose keys it uses
@@ -59,7 +61,10 @@ class RecurrentStates(Cache):
         return tuple(number for number, layer in enumerate(self.layers) if layer is not None)
 
     def _list_held(self) -> Iterator[tuple[str, dict[int, Any], int]]:
-        """For `tensors`, `map_rows`: yield a state's name, the dictionary in transformers' layer that holds it, and its key."""
+        """Yield a recurrent state's name, the dictionary of transformers' layer that holds it, and its key, to read or set.
+
+        `tensors`, `map_rows` and `kept` iterate over it.
+        """
         for number in self.numbers:
             for kind in ("conv_states", "recurrent_states"):
                 table = getattr(self.layers[number], kind)
@@ -84,14 +89,20 @@ class RecurrentStates(Cache):
         self.map_rows(lambda state: state.detach() if state.requires_grad else state)
 
     def copy_sharing(self) -> RecurrentStates:
-        """Return a copy that shares all tensors, for `_copy_sharing`; `map_rows` then gives the copy new tensors."""
+        """Return a copy that shares all tensors; `map_rows` then gives the copy tensors of its own.
+
+        `EvictingCache._copy_sharing` calls it for `select_rows`.
+        """
         new = copy.copy(self)
         new.layers = [None if layer is None else _copy_sharing(layer) for layer in self.layers]
         return new
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Run a block in which `read_again` reads a part of the prompt again, and put all states back as they were."""
+        """Run a block that reads a chunk of the prompt a second time, and put all states back as they were.
+
+        `read_again` of hooks/second_reading.py calls it for each chunk.
+        """
         with torch.inference_mode(False):
             before = {name: state.clone() for name, state in self.tensors().items()}
         try:

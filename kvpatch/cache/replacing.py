@@ -84,7 +84,10 @@ def _check_place(cache: TextState, start: int, stop: int) -> None:
 
 
 def _check_rows(cache: TextState, opened: int) -> None:
-    """For `check_replaced`: raise KVPatchError where positions would be wrong, or a window has dropped tokens it needs."""
+    """Raise KVPatchError for caches in which replace() would use wrong positions, or a window has dropped tokens it needs.
+
+    `check_replaced` calls it. opened: positions that the edit adds.
+    """
     if cache.ids.offset:
         raise KVPatchError("replace() in a text with images, after which positions count otherwise: read the text anew.")
     if not cache.turns.count:
@@ -127,7 +130,10 @@ def _check_reread(reread: object) -> None:
 
 
 def open_positions(cache: TextState, at: int, count: int) -> None:
-    """For `replace_span`, in a renumbered text: add `count` to positions from `at` on, in all rows; open id columns."""
+    """Make room for an edit of a renumbered text: add `count` to positions from `at` on, in all rows; open id columns.
+
+    `replace_span` calls it if new tokens are more than the span has positions.
+    """
     with cache.changing("replace()"):
         cache.drop_stack()  # layers get buffers of their own again
         seen = cache.seen

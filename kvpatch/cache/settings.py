@@ -100,7 +100,10 @@ class CacheSettings:
         )
 
     def first_layers(self, count: int | None) -> CacheSettings:
-        """For `new_cache`: return the settings of a decoder that drafts with its first `count` layers. None: all."""
+        """Return the settings of a decoder that drafts with its first `count` layers (early exit). count: None for all.
+
+        `PatchState.new_cache` calls it as such a decoder gets a cache.
+        """
         # own: how many of the first `count` layers are on the budget
         if count is None or (own := self.within(count)) == self.n_layers:
             return self
@@ -165,7 +168,10 @@ class CacheSettings:
         return tuple(self._slope_rule(i) if bound is None else Size(bound) for i, bound in enumerate(self.bounds))
 
     def _slope_rule(self, layer: int) -> Rule:
-        """For `rules`: return a layer's budget rule; if a pyramid divides a budget over layers, the rule of its part."""
+        """Return a layer's budget rule; if the policy divides a budget over layers (a pyramid), the rule of this part.
+
+        `rules` calls it for each layer, once per patch.
+        """
         rule, policy = self.budget.rules[layer], self.policy
         if policy.over_layers is None or not policy.evicts:
             return rule
@@ -229,7 +235,10 @@ class CacheSettings:
         }
 
     def list_differences(self, other: CacheSettings) -> Iterator[tuple[str, Any, Any]]:
-        """List each differing setting as (name, own value, other's), before caches are joined (`_check_same`) or go on."""
+        """List each differing setting as (name, own value, other's); empty if all agree.
+
+        `_check_same` asks before caches are joined, `check` of hooks/ownership.py before a cache goes on under another patch.
+        """
         if other is self:
             return
         mine, theirs = (_flatten_names(one.described()) for one in (self, other))
@@ -248,7 +257,10 @@ def _describe_policy(policy: Policy) -> dict[str, Any]:
 
 
 def _simplify_option(value: object) -> object:
-    """For `_describe_policy`: return a plain value for an option unknown to JSON: numbers of a tensor, else the repr."""
+    """Return a plain value for an option that JSON cannot hold: numbers for a tensor or array, else the repr.
+
+    json.dumps calls it in `_describe_policy`.
+    """
     if isinstance(value, Calibration):
         return value.digest
     converted = as_python(value)

@@ -199,7 +199,10 @@ class Slots(ABC):
         """Move the first `used` columns into slots of these capacities; slot indices stay."""
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> Slots:
-        """Return a copy whose batch-first attributes (`by_row`) are `change` of these: for `SlotLayer.map_rows`."""
+        """Return a copy whose batch-first attributes (`by_row`) are `change` of these: rows selected, reordered or repeated.
+
+        `SlotLayer.map_rows` calls it.
+        """
         new = copy.copy(self)
         for name in self.by_row:
             value = getattr(self, name)
@@ -268,7 +271,10 @@ class DenseSlots(Slots):
         return taken
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
-        """For `SlotLayer.append` and `write`: write keys and values into the columns from `start` on, in place."""
+        """Write a pass's keys and values into the columns from `start` on, in place.
+
+        `SlotLayer.append` and `SlotLayer.write` call it; there is room.
+        """
         new = self.encode_pair(k_BHQD.detach(), v_BHQD.detach())  # rounded, if the slots hold 8 or 4 bits
         for held, entries in zip(self.stored, new, strict=False):  # latent attention stores keys alone
             held[:, :, start : start + k_BHQD.shape[2]] = entries
@@ -279,10 +285,10 @@ class DenseSlots(Slots):
         return new
 
     def move_to_front(self, index_BHK: Tensor, kept_BHK: Tensor | None, layout: Layout) -> Slots:
-        """Return new slots of this layout, with each head's entries at `index_BHK` in front.
+        """End a prompt: return new slots of this layout, with each head's entries at `index_BHK` in front.
 
-        `SlotLayer.allocate`, as a prompt ends calls it. kept_BHK: False where a head keeps fewer; None: nowhere. If
-        `layout.filled` is set, each head gets its own number of slots (ragged).
+        `SlotLayer.allocate` calls it. kept_BHK: False where a head keeps fewer; None: nowhere. If `layout.filled` is set, each
+        head gets its own number of slots (ragged).
         """
         if layout.filled is not None and kept_BHK is not None:
             offsets = HeadOffsets(layout.capacities, layout.filled, self.keys.device)
@@ -383,9 +389,10 @@ def nothing() -> DenseSlots:
 
 
 def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | None) -> Slots:
-    """Make slots of zeros to move tokens into, for `_make_buffers` and `pack`: of B * H heads, with keys around this centre.
+    """Make slots of zeros to move tokens into: of B * H heads, with keys around this centre.
 
-    like: of the same dtype, device and head sizes.
+    `_make_buffers` calls it as caches are joined, `pack` as a layer's tokens move. like: of the same dtype, device and head
+    sizes.
     """
     codecs = centre_codecs(like.codecs, centre_BH1D)
 
@@ -400,14 +407,20 @@ def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | Non
 
 
 def restore_slots(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) -> Slots:
-    """For `_restore_layer`: make a loaded cache's slots. described: None, or if ragged each head's slots, and those filled."""
+    """Return the slots of a loaded cache. described: None, or if heads differ each head's slots, and how many are filled.
+
+    `_restore_layer` calls it for each layer of a saved cache.
+    """
     if described is None:
         return DenseSlots(keys, values, codecs)
     return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device), codecs)
 
 
 def gather_entries(tensor: Tensor, index_BHK: Tensor) -> Tensor:
-    """[B,H,T,...] -> [B,H,K,...]: copy each head's entries at slots `index_BHK`, for `pack` or as a prompt ends."""
+    """[B,H,T,...] -> [B,H,K,...]: gather each head's entries at slots `index_BHK`, such as those of kept tokens.
+
+    `pack` and `_round_entries` call it; the result is a copy.
+    """
     if tensor.ndim == 3:
         return tensor.gather(2, index_BHK)
     b, h = (torch.arange(n, device=tensor.device) for n in index_BHK.shape[:2])
@@ -423,7 +436,10 @@ def collect_entries(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int)
 
 
 def fit_columns(tensor: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,K,...] -> [B,H,columns,...]: copy to new buffers for `resize_slots` or `_take_joined`, padded or cut."""
+    """[B,H,K,...] -> [B,H,columns,...]: copy to new buffers, padded with `empty` or cut.
+
+    `resize_slots`, `pack` and `_take_joined` call it as layers are resized or joined.
+    """
     B, H, K, *rest = tensor.shape
     new = tensor.new_empty(B, H, columns, *rest)
     new[:, :, :K] = tensor[:, :, :columns]

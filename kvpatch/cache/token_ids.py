@@ -115,7 +115,10 @@ class TokenIds(Batched):
 
     @staticmethod
     def join_parts(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:
-        """For `_join_caches`: join ids, each part with its rows' lengths [B]; rows end in the last of `columns`."""
+        """Join the ids of concatenated caches, each with its rows' lengths [B]; every row ends in the last of `columns`.
+
+        `_join_caches` calls it.
+        """
         rows = [_align_right(ids, lengths_B, columns) for ids, lengths_B in parts]
         new = TokenIds.of(torch.cat([tensor.to(rows[0].device) for tensor in rows]))
         part_offsets = [ids.offsets_B1 for ids, _ in parts]  # of positions after images, from the count of tokens

@@ -53,6 +53,7 @@ def calibrate(
         readers = [_LayerReader.of(target, module, adapter, longest) for module, adapter in target.attentions]
         for piece in pieces:
             cache = patch.new_cache()
+            # the name of the model's parameter for a cache
             model(piece, **{cache_argument(type(model).forward): cache})
             for index, layer in enumerate(cache.layers):
                 if "repeated" in layer.state and teacher is not None:  # the teacher's scores
@@ -99,7 +100,10 @@ class _LayerReader:
 
     @classmethod
     def of(cls, target: Target, module: Any, adapter: Adapter, count: int) -> _LayerReader:
-        """For `calibrate`: make the reader of a layer's queries. count: tokens of the longest piece."""
+        """Make the reader of a layer's queries. count: tokens of the longest piece.
+
+        `calibrate` calls it for each layer before the model reads the first piece.
+        """
         heads, head_dim = adapter.kv_shape(module)
         bound, device = BoundAdapter(adapter, module, heads), next(module.parameters()).device
         undone = adapter.obstacle(target.decoder, renumbered=False) is None  # rotations by position can be undone
