@@ -60,10 +60,7 @@ def check_model(model: Any, policy: str | Policy | Settings = "snapkv", k: Any =
 
 
 def _read_settings(settings: Settings, k: Any) -> tuple[Policy, Any]:
-    """Return policy and k of Settings. Raises KVPatchError if `k` is given too, or for options not checked.
-
-    `check_model` calls it.
-    """
+    """For `check_model`: return policy and k of Settings. KVPatchError if `k` is given too, or for options not checked."""
     settings.add_arguments({} if k is HALF else {"k": k})
     for name, value in settings.options.items():
         if name in OF_PATCH and name != "schedule":
