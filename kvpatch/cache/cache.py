@@ -102,7 +102,7 @@ class EvictingCache(TextState):
     def clone(self) -> EvictingCache:
         """Return an independent copy, for several questions after one context."""
         self.catch_up()  # count the steps of compiled code
-        with self.reading("clone()"):
+        with self.reading("clone()"):  # raises if another thread changes the cache
             new = copy.deepcopy(self)
         new.record = copy.copy(self.record)  # of the passes over this cache, for reports
         return new
@@ -143,7 +143,7 @@ class EvictingCache(TextState):
         checks.check_filled(self.seen_B is not None)
         index = checks.check_rows([rows] if type(rows) is int else rows, self.seen_B, "rows", "select_rows")
         self.catch_up()  # count the steps of compiled code
-        with self.reading("select_rows()"):
+        with self.reading("select_rows()"):  # raises if another thread changes the cache
             new = self._copy_sharing()
             new._map_rows("select_rows()", lambda tensor: tensor[index.to(tensor.device), ...])
         limits_by_id = {id(layer.limits): new_layer.limits for layer, new_layer in zip(self.layers, new.layers, strict=True)}

@@ -36,7 +36,8 @@ NO_POSITIONS = "The text needs more positions than this model has; evicting toke
 def can_trace(cache: TextState, B: int, Q: int) -> bool:
     """Tell if torch.compile may trace a pass of B rows and Q columns: a decode step whose tensors keep shape and memory.
 
-    `_begin_step` of hooks/decoder.py asks before each decode step, and `StepGraph` before it captures one. Changes nothing.
+    `_begin_step` of hooks/decoder.py asks before a step that is traced or captured, `StepGraph` before replays. Changes
+    nothing.
     """
     if cache.settings.untraced is not None:  # the reason that no step can be traced under these settings
         return False

@@ -46,7 +46,8 @@ def join_texts(caches: Sequence[Text], consume: bool) -> Text:
 def _take_layers(cache: TextState) -> Iterator[None]:
     """Guard a block that joins `cache` with others and empties its layers one by one (`consume=True`); then reset `cache`.
 
-    `join_texts` calls it. After an error the cache stays usable if no layer had been emptied. Meanwhile its use raises one.
+    `join_texts` calls it. Until the end, any other use raises an error. After an error the cache is usable again if no layer
+    had been emptied.
     """
     cache.begin_change("concatenate(consume=True)")
     cache.drop_stack()  # stacked layers are views of common tensors

@@ -76,7 +76,7 @@ def check_state(cache: TextState, what: str) -> None:
 def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -> Tensor:
     """Check spans, and mark their positions in each row's text: bool [B,T] on the CPU.
 
-    `forget` and `check_replaced` call it. row: the only one edited, or None. Raises KVPatchError for other spans. what: the
+    `forget` and `check_replaced` call it. row: None for all. Raises KVPatchError for spans that are not of the text. what: the
     call.
     """
     lengths, row, given = cache.read_B.tolist(), checks.read_whole(row), as_python(spans)

@@ -136,7 +136,7 @@ class Forward:
     def once(self, name: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
         """Return a tensor that all layers of a device share in this pass. The first layer that asks for `name` makes it.
 
-        Attention of each layer asks so (`Call.once`) for masks, spans and rotations.
+        Each layer's attention asks (`Call.once`) for masks, spans and rotations.
         """
         if (name, device) not in self._shared:
             self._shared[name, device] = make()

@@ -39,7 +39,7 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
         keys, values = keys[:, :, :seen], values[:, :, :seen]  # of a static cache, whose others are free
         # transformers has the latent as keys and the rotary part as values: here a key is both, and the latent its value
         entries.append((torch.cat([keys, values], -1), keys) if latent else (keys, values))
-    with cache.changing("absorb()"):
+    with cache.changing("absorb()"):  # marks the cache as unfinished meanwhile
         cache.lifetimes = None  # the ids and deaths of these tokens were not recorded
         _fill_layers(cache, entries, seen, mask_BT)
 

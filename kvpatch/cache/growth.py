@@ -40,10 +40,9 @@ def is_wasteful(needs: list[int], least: int = 0) -> bool:
 
 
 def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[int]:
-    """Return how many slots to make per head when buffers are made or resized, for `counts` tokens and `more` to come.
+    """Return how many slots to make per head for `counts` tokens and `more` to come, as `plan` or `HeadOffsets` makes buffers.
 
-    goals: slots of each head at its budget, the most that it ever needs; None: nothing is evicted. `plan` and `HeadOffsets`
-    ask.
+    goals: slots of each head at its budget, the most that it ever needs; None: nothing is evicted.
     """
     if goals is None:
         return [count + more for count in counts]

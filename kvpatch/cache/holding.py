@@ -77,8 +77,7 @@ def count_by_terms(
 ) -> Holding:
     """Count, as `count_held` does, what a layer holds by its rule and options (`terms`).
 
-    `count_held` calls it, and `Counter.hold` for `kvpatch.plan`, where no policy is made. `turns`: prompts that the budget is
-    for.
+    `count_held` calls it, and `Counter.hold` for `kvpatch.plan`, where no policy is made. `turns`: budgeted prompts.
     """
     rule, schedule, every, turns, divided = terms
 
@@ -110,7 +109,7 @@ def count_tokens(
     grown = MAX_POSITION + every if new is None else new  # a head without a budget may wait to evict, too
     if schedule is None:
         return [prompt + grown] * heads
-    budgets = rule.highest if longest else rule.heads
+    budgets = rule.highest if longest else rule.heads  # both: (prompt, heads, new) -> tokens of each head
     kept = [min(most, prompt) for most in budgets(prompt, heads, 0)]
     if schedule == "prompt":
         return [n + grown for n in kept]

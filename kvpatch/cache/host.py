@@ -113,7 +113,7 @@ def find_free(folder: Path | None, device: torch.device) -> tuple[str, int | Non
         place = folder or Path(tempfile.gettempdir())
         return str(place), shutil.disk_usage(place).free
     try:
-        lines = MEMORY.read_text(encoding="ascii").splitlines()
+        lines = MEMORY.read_text(encoding="ascii").splitlines()  # /proc/meminfo
         return "host memory", next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return "host memory", None

@@ -29,7 +29,10 @@ def check_cache(cache: TextState) -> None:
 
 
 def check_state(cache: TextState) -> None:
-    """Raise InvalidError if the cache, between passes or just loaded, contradicts itself, its policy or its budget."""
+    """Raise InvalidError if the cache contradicts itself, its policy or its budget.
+
+    `check_cache` calls it between passes, `contents.check_cache` for a cache that was just loaded.
+    """
     seen_B, seen = cache.seen_B, cache.layers[0].seen
     if seen_B is None:
         must(all(layer.seen == 0 for layer in cache.layers), "an empty cache has seen tokens")
@@ -64,8 +67,8 @@ def check_state(cache: TextState) -> None:
 def check_bytes(cache: TextState) -> None:
     """Raise InvalidError if a cache, between passes or just loaded, has more allocated than held, plus the slack of growth.py.
 
-    Room that was asked for may be more, with a sixteenth of all slots on top (hooks/capacity.py). So may the room of the next
-    block while a prompt is read in blocks.
+    `check_cache` calls it. Room that was asked for may be more, with a sixteenth of all slots on top (hooks/capacity.py). So
+    may the room of the next block while a prompt is read in blocks.
     """
     ahead = max(cache.request.room or 0, cache.settings.block or 0 if cache.turns.open else 0)
     for index, layer in enumerate(cache.layers):
@@ -139,7 +142,10 @@ class _LayerState:
     """One layer's slots during the checks. limit_BH: slots of each head that may hold a token, not its budget."""
 
     def __init__(self, layer: SlotLayer, seen_B: Tensor) -> None:
-        """Derive the tensors that several checks compare. `check` runs them. seen_B: tokens that each row has seen."""
+        """Derive, for `check_state`, the tensors that several checks compare. `check` runs them.
+
+        seen_B: tokens that each row has seen.
+        """
         self.layer, self.seen_B11 = layer, seen_B[:, None, None]
         self.occupied = layer.positions >= 0
         self.held_BH = self.occupied.sum(-1)

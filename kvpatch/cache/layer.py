@@ -418,7 +418,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def begin_prompt(self) -> None:
         """Begin a prompt, or a piece of one, for `read_prompt`: tokens are now appended after the used columns.
 
-        Sets the mode, and storage that can be appended to in full precision. Some used columns may be empty.
+        Called before the keys are written. Sets the mode, and storage that can be appended to in full precision. Some used
+        columns may be empty.
         """
         if not isinstance(self.mode, Reading):
             if self.mode.slotted:
@@ -493,7 +494,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def measure_room(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """Update how many tokens can be written before larger buffers are needed.
 
-        Called as `make_room` or `give_back_slots` has moved slots, and where a prompt ends (`_open_slots`). counts: tokens of
+        `make_room` and `give_back_slots` call it once slots have moved, `_open_slots` where a prompt ends. counts: tokens of
         each head. goals: slots of each head at its budget. Both are computed if they are not given. Sets the mode's `slack`
         (`slack` - `grown` tokens fit), `filling` (steps until heads are at their budget), and what `update_short_heads` sets.
         """
@@ -597,6 +598,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             (B, H, _), old = self.positions.shape, self.positions
             order, held_BH1 = sort_by_position(old)  # slots in text order, and how many of them hold tokens
             order, filled = order[:, :, : max(counts)], torch.arange(max(counts), device=old.device) < held_BH1
+            # plan(): slots of each head, with spare ones; centre: that keys of 8 or 4 bits are rounded around
             kv = slots.empty(self.kv, B, H, plan(counts, goals, self.count_spare), self.kv.centre)
             head, slot = filled.flatten(0, 1).nonzero(as_tuple=True)
             source = order.flatten(0, 1)[head, slot]
@@ -636,7 +638,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def advance(self) -> None:
         """Make the slot after the new token's the free one in each head, at the end of a decode step that evicts nothing.
 
-        `_end_step` of attention/decode.py calls it. Appended tokens need none.
+        `_end_step` of attention/decode.py calls it. Does nothing where tokens are appended.
         """
         if not self.mode.slotted:
             return
@@ -687,7 +689,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def free(self, slot_BH: Tensor) -> None:
         """Evict, in a decode step, the token in one slot of each head; the next token goes into that slot.
 
-        `_evict_over_budget` calls it. Sets that slot's position to -1; its key and value stay until then.
+        `_evict_over_budget` calls it. Sets that slot's position to -1; its key and value stay until they are overwritten.
         """
         if self.mode.slotted:
             self.set_free(slot_BH)

@@ -133,6 +133,7 @@ class Record:
         T = int(lengths_B.max())  # tokens of the longest row
         assert lifetimes.ids is not None
         is_token = torch.arange(T, device=lengths_B.device) < lengths_B[:, None]
+        # _widen_tensor(): at least T columns, new ones filled
         ids = _widen_tensor(lifetimes.ids, T, 0)[:, :T].masked_fill(~is_token.to(lifetimes.ids.device), -1)
         deaths = tuple(_widen_tensor(tensor, T, NEVER)[..., :T].clone() for tensor in lifetimes.deaths if tensor is not None)
         record = cls(ids, deaths, model)

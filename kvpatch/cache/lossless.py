@@ -129,7 +129,7 @@ class LosslessCache(Unpicklable, Cache):
         self.pending_ids, self.drafts.running.lender = [], None
 
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """For `_borrow`, by layer: store new keys, values; return those of earlier tokens and positions, on its device."""
+        """For `_borrow`, in each layer: store new keys, values; return earlier tokens' and their positions, on its device."""
         stored, device = self.whole[layer], k_1HQD.device
         rows_TE = self._bring(layer, device) if stored.length else None  # copied to the device, or mapped
         stored.append(k_1HQD, v_1HQD)

@@ -37,10 +37,12 @@ class ModelStamp:
     def differs(self, now: ModelStamp) -> Difference | None:
         """Compare the model that has read a cache with `now`, the stamp of the model that is to go on.
 
-        `check_reader` calls it before. Returns what differs as (name, there, here); None if nothing visible does.
+        `check_reader` calls it before a pass, `_check_reader` as caches are joined. Returns what differs as (name, there,
+        here); None if nothing visible does.
         """
         if now is self:
             return None
+        # names of LoRA adapters; _of_each_row(): one for each row of the larger batch
         for adapter, adapter_now in zip(*_of_each_row(self.adapters, now.adapters), strict=True):
             if adapter != adapter_now:
                 return "adapter", adapter, adapter_now
@@ -50,7 +52,7 @@ class ModelStamp:
         if self.layout != now.layout:
             return "dtype or shape of weights", "one", "another"
         # versions: torch's counters of changes in place, comparable only for one and the same decoder object
-        same = self.decoder() is now.decoder()
+        same = self.decoder() is now.decoder()  # weak references
         if (same and self.versions != now.versions) or not _are_equal(self.sample, now.sample):
             return "weights", "as they were", "changed since" if same else "another model's"
         return None
@@ -60,7 +62,7 @@ class ModelStamp:
         return self if adapters == self.adapters else replace(self, adapters=adapters, acting=0)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> ModelStamp:
-        """Return the stamp of a cache's rows (model and adapters that read them) for `_map_rows`, which `change`s rows."""
+        """Return the stamp of a cache's rows (who read them), for `_map_rows`: `change` selects, reorders or repeats them."""
         if len(self.adapters) == 1:  # the same for all rows
             return self
         rows = change(torch.arange(len(self.adapters), device="cpu")).tolist()

@@ -41,10 +41,10 @@ class Strips(NamedTuple):
 
 
 def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.device) -> Strips:
-    """Divide the pages that an engine gave each row, as numbers, among the row's heads, for `Requests._divide_pages`.
+    """Divide the pages that an engine gave each row, as numbers, among the row's heads, as new requests begin.
 
-    Returns for each head its strips (the slots of one page for one head), and for each row how many a head has and where they
-    begin if they follow each other in memory.
+    `Requests._divide_pages` calls it. Returns for each head its strips (the slots of one page for one head), and for each row
+    how many a head has and where they begin if they follow each other in memory.
     """
     # page n is `heads` strips, n * heads and those after it, one for each head. If a row's pages follow each other, each head
     # gets consecutive strips of this memory; else its strip of each page
@@ -111,7 +111,7 @@ class PagedSlots(DenseSlots):
     def _read_strips(self, which: int, used: int) -> Tensor:
         """Return heads' first `used` keys (which=0) or values (1) [B,H,used,D], from strips (pages of one head), for torch.
 
-        The result is a view of the pool if all strips follow each other (`_together`), else a copy.
+        `keys`, `values` and `view` return it: a view of the pool if all strips follow each other (`_together`), else a copy.
         """
         (B, H, _), (_, _, P, D) = self.strips_BHN.shape, self.pool.shape
         if self._together is not None and used <= self.most:  # one slice of the pool

@@ -127,7 +127,7 @@ def begin_edit(
 ) -> Forward:
     """Begin a pass of patch.replace(), which reads tokens into a gap in the middle of the text; set `cache.now`, and return it.
 
-    `_read_edit` calls it. ids_BQ: the tokens; places_Q: their positions, where the cache holds nothing. table: see `begin`.
+    `_read_edit` calls it. edit: its bounds. ids_BQ, places_Q: tokens, and their positions, now empty. table: see `begin`.
     """
     cache.begin_change("edit")
     (B, Q), lengths_B = ids_BQ.shape, cache.lengths_B
@@ -454,6 +454,7 @@ def _count_most_held(cache: TextState, Q: int, prompt: bool) -> int:
         replaced = isinstance(layer.mode, Evicting) and not layer.mode.growing and not prompt
         held = layer.taken if replaced else layer.taken + Q  # taken: slots with tokens
         if settings.block and now.budget_n_B and settings.evicts[index] and first_prompt:
+            # most(): tokens that a head may hold after each block
             held = min(held, max(settings.rules[index].most(n) for n in now.budget_n_B) + settings.block)
         most = max(most, held)
     return most

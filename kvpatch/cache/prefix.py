@@ -103,8 +103,7 @@ class Prefixes:
     def _keep_fresh(self, prefix: Prefix | None) -> Prefix | None:
         """Return a prefix that was looked up, or, if the model has changed since it was read, a new one, which replaces it.
 
-        `get` and `longest` call it, as a text is to begin with the prefix. `renew`: reads a prefix anew if the model has
-        changed.
+        `get` and `longest` call it, as a text is to begin with the prefix. `renew`: reads it anew if need be.
         """
         if prefix is None or self.renew is None:
             return prefix

@@ -71,7 +71,7 @@ def record_step(layer: Recorded, shared: Tensor | None) -> Undo:
 def restore_step(layer: Recorded, undo: Undo) -> Tensor | None:
     """Restore `layer` to its state before the newest decode step, for `SlotLayer.crop`.
 
-    Return the score that all layers shared then. undo: what `record_step` returned before that step.
+    Returns the score that all layers shared then, or None. undo: what `record_step` returned before that step.
     """
     # buffers have grown since, or an earlier rollback has shrunk them: the columns cut off were empty
     C = min(undo.positions.shape[-1], layer.positions.shape[-1])

@@ -129,7 +129,7 @@ class CacheSettings:
                 f"k={self.budget.sizes[0]!r} was counted in the model's dtype, but the keys of this pass have {name}, in which "
                 "it holds no token. Give more bytes, or convert the model back."
             )
-        if dtype not in self._in_dtypes:
+        if dtype not in self._in_dtypes:  # caches of one dtype share an object
             self._in_dtypes[dtype] = dataclasses.replace(self, budget=budget)
         return self._in_dtypes[dtype]
 

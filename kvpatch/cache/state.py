@@ -71,7 +71,7 @@ class Meter:
     peak: int = 0
 
     def count(self, before: int, during: int, after: int) -> None:
-        """Update `now` and `peak` by a layer's bytes before, while and after it reads a prompt (`read_prompt`) or moves."""
+        """For `read_prompt`, `_count_move`: update `now` and `peak` by bytes before, while and after a layer reads or moves."""
         others = self.now - before
         self.peak = max(self.peak, others + during + (after if after != during else 0))  # new buffers beside the old ones
         self.now = others + after
@@ -148,7 +148,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
             raise KVPatchError(f"EvictingCache({settings!r}): caches are made by a patch. Use Patch.new_cache().")
         each = zip(settings.policies, settings.evicts, settings.latent, strict=True)  # for each layer
         parts = [(policy.needs.statistics if on else (), settings.bits, policy.every, latent) for policy, on, latent in each]
-        super().__init__(layers=[SlotLayer(*part) for part in parts])
+        super().__init__(layers=[SlotLayer(*part) for part in parts])  # transformers' Cache
         self.settings = settings
         self.scratch = False  # True: serves one pass without use_cache
         self.operations, self.changes, self.was_read = {}, 0, False  # of MutationGuard
@@ -182,9 +182,9 @@ class TextState(Unpicklable, MutationGuard, WithStates):
 
     def reset(self) -> None:
         """Empty the cache, even after an interrupted change; `room`, `drafts` and `make_table` stay."""
-        self.operations = {"change": ["reset()"]}
+        self.operations = {"change": ["reset()"]}  # marked as being changed, whatever was interrupted
         self.changes += 1
-        super().reset()
+        super().reset()  # empties the layers
         room, drafts, make_table = self.request.room, self.request.drafts, self.make_table
         self._empty()
         self.request.room, self.request.drafts, self.make_table = room, drafts, make_table

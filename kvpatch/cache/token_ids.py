@@ -81,7 +81,7 @@ class TokenIds(Batched):
             self.write(None, B, columns - self.columns, device)
 
     def find_columns(self, places_Q: Tensor) -> Tensor:
-        """Return the columns [B,Q] of the tokens at these positions of each row's text, for `replace`."""
+        """Return the columns [B,Q] of the tokens at these positions of each row's text, for `check_replaced`, `replace`."""
         assert self.ids_BT is not None
         count_BT = (self.ids_BT != PADDING).long().cumsum(1)
         return torch.searchsorted(count_BT, (places_Q.to(count_BT.device) + 1).expand(len(count_BT), -1).contiguous())

@@ -44,6 +44,7 @@ def calibrate(
     Raises:
         KVPatchError: the model cannot be read so; or, with a teacher, no piece is longer than its sinks.
     """
+    # the model's parts; sums by layer and statistic
     target, sums = Target.find(model), dict[int, dict[str, Totals]]()
     longest = max(piece.shape[1] for piece in pieces)
     if teacher is not None and longest <= teacher.scope.sinks:

@@ -93,7 +93,7 @@ class Checks:
         self.policy, self.k = get_policy(policy) if isinstance(policy, str) else policy, k
         with patched(model, self.policy, k, seed=seed) as patch:
             pass  # a wrong option ends here, before anything is measured
-        self.target = Target.find(model)
+        self.target = Target.find(model)  # its decoder, attention modules and adapters
         self.settings = patch.settings
         self.n = self._prompt_length(patch.settings)
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -136,7 +136,7 @@ class Checks:
                 outcome = check()
         except Exception as error:  # an unknown model may raise anything; it belongs into the table
             return CheckResult(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
-        if isinstance(outcome, str):
+        if isinstance(outcome, str):  # what is wrong; "" if nothing is
             return CheckResult(name, not outcome, outcome or "bit for bit")
         got, expected, remark = outcome
         largest = max(1.0, float(expected.abs().max()))

@@ -84,6 +84,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
         _check_names(kwargs, option_names)
         options = {name: kwargs.pop(name) for name in option_names if name in kwargs}
         chosen = policy_of(policy, None, options, tuple(_NAMES.values()))
+        # _NAMES: options of patch(), and their names here
         patch_arguments = {setting: kwargs.pop(name) for setting, name in _NAMES.items() if name in kwargs}
         try:
             super().__init__(pretrained, **kwargs)

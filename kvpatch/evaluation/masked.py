@@ -98,6 +98,7 @@ def predict_masked(
     Returns:
         Logits [B,1+T-n,V] after the prompt and after each further token, or hidden states of a model without a head.
     """
+    # modules(): layer whose keys it uses, if it only reads them, and (module, adapter)
     attentions = [pair for _, _, pair in target.modules()]
     seen = [seen[layer] for layer, _, _ in target.modules()]
     pads_B = torch.zeros(1, dtype=torch.int64, device="cpu") if mask_BT is None else (mask_BT.cumsum(-1) == 0).sum(-1).cpu()
@@ -113,6 +114,7 @@ def _put_masks(attentions: Attentions, seen: list[Tensor], pads_B: Tensor) -> It
     hooks = []
     try:
         for (module, adapter), seen_BNQT in zip(attentions, seen, strict=True):
+            # one_mask: the module refuses masks that differ by head
             mask = _Masked(adapter.sliding(module), seen_BNQT, pads_B, adapter.one_mask)
             hooks.append(module.register_forward_pre_hook(mask, with_kwargs=True))
         yield

@@ -110,6 +110,7 @@ def _check_arguments(
     if not isinstance(policy, str):
         raise KVPatchError(f"policy={policy!r} must be a policy's name, such as 'snapkv': kvpatch.list_policies() has all.")
     division = find_division(policy, schedule, options)
+    # split_combination(): the combinations, and the policy inside
     if match_name(split_combination(policy)[1], ("duo",)) is not None:
         raise KVPatchError("What duo holds depends on its calibration: plan another policy, such as 'snapkv'.")
     check_count("every", division.every, "tokens")
