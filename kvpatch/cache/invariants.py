@@ -29,10 +29,7 @@ def check_cache(cache: TextState) -> None:
 
 
 def check_state(cache: TextState) -> None:
-    """Raise InvalidError if the cache contradicts itself, its policy or its budget.
-
-    `check_cache` calls it between passes, `contents.check_cache` for a cache that was just loaded.
-    """
+    """For `check_cache`, or a loaded cache: raise InvalidError if the cache contradicts itself, its policy or its budget."""
     seen_B, seen = cache.seen_B, cache.layers[0].seen
     if seen_B is None:
         must(all(layer.seen == 0 for layer in cache.layers), "an empty cache has seen tokens")

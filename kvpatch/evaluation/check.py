@@ -213,7 +213,7 @@ class Checks:
         return predict_masked(self.model, self.target, self.ids_BT, self.n, seen, self._take_positions())
 
     def _take_positions(self) -> dict[str, Tensor]:
-        """Return {"position_ids": of all tokens} for passes without padding; {} if the model takes no positions."""
+        """Return all position_ids as an argument, for `_predict_masked` and others; {} if the model takes none."""
         if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
             return {}
         T = self.ids_BT.shape[1]

@@ -135,8 +135,8 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
     def _note_tasks(self, requests: list[Instance], kinds: Sequence[str], run: Callable[[], _Answers]) -> _Answers:
         """Run requests; note in `_tasks` if all, some or none of a task's forward passes computed tokens after an eviction.
 
-        `loglikelihood`, `loglikelihood_rolling` and `generate_until` call it, with which the harness sends requests. kinds: of
-        passes that count, "prompt", "no_cache" or "decode".
+        The harness calls `loglikelihood`, `loglikelihood_rolling` or `generate_until`, and these call it. kinds: of passes that
+        count, "prompt", "no_cache" or "decode".
         """
 
         def count_passes() -> tuple[int, int]:
@@ -202,7 +202,7 @@ def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[s
 
 
 def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
-    """For `__init__`: raise KVPatchError for a misspelt argument: unknown to HFLM, and near a name of kvpatch."""
+    """For `__init__`, before a model is loaded: KVPatchError for a misspelt argument: unknown to HFLM, near ours."""
     ours = ["policy", "k", "settings", *_NAMES.values(), *options]
     theirs = {*inspect.signature(HFLM.__init__).parameters, *inspect.signature(PreTrainedModel.from_pretrained).parameters}
     for name in given:

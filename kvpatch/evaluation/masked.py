@@ -171,7 +171,8 @@ class _Masked:
 
 @torch.no_grad()
 def measure_rounding(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, places: dict[str, Tensor]) -> float:
-    """Return how far logits move if each number that `mixers` return is off by one unit in the last place: for `Checks`.
+    """Return how far logits move if each number that `mixers` return is off by one unit in the last place, for
+    `Checks.__init__`.
 
     Another order of summation may move them as far. The result is a share of the largest logit, which counts as at least 1; it
     is at least one unit itself. In float64 the unit is float32's, since some models compute softmax in float32 regardless.

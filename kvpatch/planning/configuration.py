@@ -131,7 +131,7 @@ class Configuration:
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def require_count(self, *names: str) -> int:
-        """Return the first of these values that config.json has, for `heads` and others. KVPatchError if no int above 0."""
+        """Return the value of the first of these names, for `heads` and others. KVPatchError if it is no int above 0."""
         value = self.get(*names)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise KVPatchError(

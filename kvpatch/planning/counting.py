@@ -72,10 +72,10 @@ def count_full(shape: Shape, itemsize: int, tokens: int) -> int:
 
 
 def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, itemsize: int) -> Counter:
-    """Make its Counter: find by which budget and schedule each layer holds tokens; a sliding layer holds its window.
+    """Make the Counter of `plan`: find by which budget and schedule each layer holds tokens; a sliding layer holds its window.
 
-    `plan` calls it. division: when the policy evicts, and how layers and heads share a budget: `beta` is of a pyramid, in which
-    later layers get less, and `protects` counts the newest tokens that every layer keeps.
+    division: when the policy evicts, and how layers and heads share a budget: `beta` is of a pyramid, in which later layers get
+    less, and `protects` counts the newest tokens that every layer keeps.
     """
     full_layers = [index for index, bound in enumerate(shape.bounds) if bound is None]
     terms = []

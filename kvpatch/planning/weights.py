@@ -38,7 +38,7 @@ def _read_header(path: Path) -> int:
 
 
 def count_weights(config: Configuration, dtype: str) -> Weights:
-    """For `plan`, without such a file: count the weights' bytes; transformers builds the model on the meta device."""
+    """For `plan`, if no file tells it: count the bytes of weights in `dtype`; transformers builds the model on "meta"."""
     import torch
     import transformers as hf
 
