@@ -11,7 +11,7 @@ from .state import TextState
 
 
 def check_compatible(caches: Sequence[TextState]) -> None:
-    """Raise KVPatchError if caches cannot be joined into one. concatenate() calls this before it changes anything."""
+    """Raise KVPatchError if caches cannot be joined into one. `join_texts` calls this before it changes anything."""
     if not isinstance(caches, Sequence):
         raise KVPatchError(f"EvictingCache.concatenate takes a list of caches, not {type(caches).__name__}: give [cache].")
     if not caches:

@@ -34,7 +34,7 @@ Text = TypeVar("Text", bound=TextState)
 
 
 def join_texts(caches: Sequence[Text], consume: bool) -> Text:
-    """Join the rows of several caches into a new one, for EvictingCache.concatenate. consume: empty the caches."""
+    """Join the rows of several caches into a new one, for `EvictingCache.concatenate`. consume: empty the caches."""
     check_compatible(caches)
     with ExitStack() as stack:
         for cache in caches:

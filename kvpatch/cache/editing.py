@@ -144,7 +144,7 @@ def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
 
 
 def crop(cache: TextState, tokens_to_remove: int) -> None:
-    """Roll back the last tokens of all layers, counters and ids, for EvictingCache.crop, which says what the argument means.
+    """Roll back the last tokens of all layers, counters and ids, for `EvictingCache.crop`, which says what the argument means.
 
     A cache of an assistant model (`request.drafts`) that cannot do it is emptied instead.
     """
@@ -185,7 +185,7 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
 
 
 def drop_last(cache: TextState, count: int) -> None:
-    """Drop the newest `count` tokens of a prompt that has just ended. LosslessCache.crop calls this for rejected drafts.
+    """Drop the newest `count` tokens of a prompt that has just ended. `LosslessCache.crop` calls this for rejected drafts.
 
     Tokens that these have evicted do not come back.
     """

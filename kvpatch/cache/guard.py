@@ -54,7 +54,7 @@ class MutationGuard:
 
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
-        """Run a block of a method that changes the cache, which is marked as unfinished meanwhile.
+        """Run a block of a method that changes the cache, such as `forget` or `crop`; it is marked as unfinished meanwhile.
 
         An exception leaves the mark, so that the next use raises an error.
         """
@@ -64,7 +64,7 @@ class MutationGuard:
 
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
-        """Run a block that copies, saves, joins or reports on the cache; raise if another thread changes it meanwhile."""
+        """Run a block that copies (`clone`), saves or joins the cache; raise if another thread changes it meanwhile."""
         self.check_finished()
         changes, self.was_read = self.changes, True  # was_read: the user did something with the cache
         yield

@@ -130,7 +130,10 @@ class HostLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, folder: Path | None) -> None:
-        """Make a layer of a new LosslessCache, to keep a text in host memory or a file in `folder`. `begin` makes its store."""
+        """For `LosslessCache.__init__`: make a layer, to keep a text in host memory or a file in `folder`.
+
+        `begin` makes its store.
+        """
         super().__init__()
         self.folder, self.length = folder, 0  # length: tokens held
         self.sizes: tuple[int, int, int] = (0, 0, 0)  # KV heads, and numbers of a key and of a value

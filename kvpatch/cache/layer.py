@@ -57,7 +57,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.reset()
 
     def reset(self) -> None:
-        """Set all fields as before the first token, in a new cache or one that is emptied."""
+        """Set all fields as before the first token, for `__init__`, or as `TextState.reset` empties the cache."""
         self.kv: Slots = slots.nothing()
         self.is_initialized = False
         self.positions: Tensor = torch.empty(0, dtype=torch.long, device="cpu")  # in the text; -1: an empty slot
@@ -208,7 +208,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(0)
 
     def append(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
-        """Write a pass's keys, values, positions and what the policy stores (`entry`) after used columns; buffers may grow."""
+        """Write keys, values, positions and policy's `entry` after used columns; buffers may grow.
+
+        `_write_columns`, `absorb` calls it.
+        """
         if not self.is_initialized:
             self.lazy_initialization(k_BHQD, v_BHQD)
         start, stop = self.used, self.used + k_BHQD.shape[2]
@@ -317,7 +320,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return {name: self.state[name].new_zeros(*self.positions.shape[:2], tokens) for name in names}
 
     def free_slots(self) -> Tensor:
-        """Return the free slots, which the next token goes into, as indices [B*H] into the flattened slots, computed once."""
+        """Return the free slots, which the next token goes into, as indices [B*H] into the flattened slots, computed once.
+
+        `write_position` and `write_entry` ask. The result is kept in `free_at` while `mode.free_BH` is the same tensor.
+        """
         free_BH = self.mode.free_BH
         if self.traced:  # a step of torch.compile keeps no result
             return free_BH.reshape(-1) + self._find_heads()
@@ -340,7 +346,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.heads_at[1]
 
     def view(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what a pass's queries attend to: keys, values, positions of used slots; [F,D] if heads have unequally many."""
+        """Return what attention reads in each pass: keys, values, positions of used slots.
+
+        [F,D] if heads have unequally many.
+        """
         T = self.used
         if T == self.positions.shape[2]:
             return self.kv.keys, self.kv.values, self.positions
@@ -351,7 +360,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return *self.kv.outline_view(self.used), self.positions[:, :, : self.used]
 
     def state_view(self) -> dict[str, Tensor]:
-        """Return what the policy keeps for the used slots, tensors by name, for scores to read: views of the whole tensors."""
+        """Return what the policy keeps for the used slots, tensors by name, for `eviction_context`: views of the tensors."""
         if self.used == self.positions.shape[2]:
             return self.state
         return {name: tensor[:, :, : self.used] for name, tensor in self.state.items()}
@@ -662,7 +671,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.graph = (_pass_gradient(self.graph[0], keys), _pass_gradient(self.graph[1], values))
 
     def set_free(self, slot_BH: Tensor) -> None:
-        """Set the slot of each head for the next token; in place in a compiled step, whose graph knows tensors by address."""
+        """Set each head's slot for the next token; in place in a compiled step, whose graph knows tensors by address.
+
+        `free`, `advance` calls it.
+        """
         if self.traced:
             self.mode.free_BH.copy_(slot_BH)
         else:

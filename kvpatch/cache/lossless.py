@@ -98,7 +98,7 @@ class LosslessCache(Unpicklable, Cache):
         return bool(self.ids) and not drafts.unfinished and drafts.turns.count > 0 and drafts.seen == len(self.ids)
 
     def check_room(self, tokens: int, nbytes: int, device: torch.device) -> None:
-        """Raise KVPatchError, before tokens are read, unless the host has room for so many more, of `nbytes` each."""
+        """For `begin_pass`: raise KVPatchError unless the host has room for so many more tokens, of `nbytes` each."""
         first = self.whole[0]
         held = len(first.store.rows_NE) if first.is_initialized else 0
         more = (first.count_rows(len(self.kept_positions) + tokens) - held) * nbytes

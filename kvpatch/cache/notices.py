@@ -58,7 +58,7 @@ class Notices:
                     self.say(notice.name, notice.message)
 
     def say(self, name: str, message: str) -> None:
-        """Log a warning, unless one of that name was logged before."""
+        """Log a warning, unless one of that name was logged before; for `_warn_of_cut_sizes`, `say_if` and `look`."""
         with self._lock:
             if name in self.said:
                 return

@@ -143,7 +143,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
     layers: list[SlotLayer]  # type: ignore[assignment]
 
     def __init__(self, settings: CacheSettings) -> None:
-        """Make an empty cache; Patch.new_cache() and the patched model call this. Users have no CacheSettings to give."""
+        """Make an empty cache; `Patch.new_cache` and the patched model call this. Users have no CacheSettings to give."""
         if not isinstance(settings, CacheSettings):
             raise KVPatchError(f"EvictingCache({settings!r}): caches are made by a patch. Use Patch.new_cache().")
         each = zip(settings.policies, settings.evicts, settings.latent, strict=True)  # for each layer
@@ -193,7 +193,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         self.end_change()
 
     def catch_up(self) -> None:
-        """Count the steps that ran under torch.compile, before anything else uses the cache; waits for the device."""
+        """Count the steps that ran under torch.compile, before `begin` or a method uses the cache; waits for the device."""
         counters = self.counters
         if not counters.stale or self.operations.get("stale"):
             return
@@ -262,7 +262,9 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.request.new_tokens or self.settings.policy.needs.span
 
     def temperature(self, ahead: int) -> float | Tensor:
-        """Return, as scores are computed, the softmax temperature `ahead` steps into a decode pass: [B] if rows differ."""
+        """Return, for `_add_statistics` and kernels, the softmax temperature `ahead` steps into a decode pass: [B] if rows
+        differ.
+        """
         policy, counters, now = self.settings.policy, self.counters, self.running
         shortfall_B, span_B = counters.shortfall_B, None if self.request.new_tokens else counters.span_B  # rows' steps behind
         if now.traced:
@@ -284,7 +286,8 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.limits_of[key]
 
     def drop_stack(self, due: bool | None = None) -> None:
-        """Undo the stacking of layers (their tensors joined, to step as one) and prepared steps, before buffers are replaced.
+        """Undo the stacking of layers (their tensors joined, to step as one) and prepared steps, for `crop`, `_begin_prompt`
+        and others.
 
         due: stack again before the next step, None: if layers were stacked, or were going to be.
         """

@@ -116,7 +116,7 @@ class Checks:
         return min(n, _LONGEST, (positions_of(self.model) or _LONGEST + _NEW) - _NEW)
 
     def run(self) -> list[CheckResult]:
-        """Run all checks in order, for check_model(). An exception inside a check becomes its result."""
+        """For `check_model`: run all checks in order. An exception inside a check becomes its result."""
         checks: list[tuple[str, Callable[[], Outcome]]] = [
             ("k=1.0 gives the unpatched model's logits", self.check_full),
             ("eviction is the same as masking", self.check_masking),
@@ -245,7 +245,7 @@ class Checks:
         return "" if torch.equal(first, second) else f"off by {float((first - second).abs().max()):.1e}"
 
     def check_restored(self) -> str:
-        """Compare the model before and after two patches, one of which raises: attributes by identity, logits bit for bit."""
+        """For `run`: compare the model before and after two patches, one raising: attributes by identity, logits by bits."""
         before, logits = _record_model(self.model), self._feed_tokens(self.ids_BT)
         self._patched_logits()
         try:

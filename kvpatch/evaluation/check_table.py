@@ -52,7 +52,7 @@ class CheckTable:
 
     @property
     def note(self) -> str:
-        """Sentence about the tolerance, which is printed below the table of checks."""
+        """Sentence about the tolerance, which `kvpatch check` prints below the table of checks."""
         kind = str(self.dtype).removeprefix("torch.")
         coarse = f" That is coarse: {kind} rounds so much in this model that float32 would tell more." * (self.tolerance > 0.1)
         return (

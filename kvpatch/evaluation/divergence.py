@@ -117,7 +117,7 @@ class Comparison:
         on_start: Callable[[str, str], None] = lambda policy, size: None,
         bits: Sequence[int] = (FULL,),
     ) -> DivergenceTable:
-        """Measure every policy under every budget, with each of these numbers of bits.
+        """For `kvpatch compare`: measure every policy under every budget, with each of these numbers of bits.
 
         Args:
             policies: by the names that rows show.

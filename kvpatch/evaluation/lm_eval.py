@@ -214,7 +214,8 @@ def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
 
 
 def _strip_padding(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Strip the zeros at the end of a row, with which the harness pads: `_lengths` finds a row by the tokens that are left."""
+    """Strip the zeros at the end of a row, with which the harness pads: `_model_call` finds a row's length by the tokens left.
+    """
     end = len(tokens)
     while end and tokens[end - 1] == 0:
         end -= 1

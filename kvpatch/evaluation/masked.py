@@ -171,11 +171,11 @@ class _Masked:
 
 @torch.no_grad()
 def measure_rounding(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, places: dict[str, Tensor]) -> float:
-    """Return how far logits move if each number that `mixers` return is off by one unit in the last place, for
-    `Checks.__init__`.
+    """Return how far logits move if each number that `mixers` return is off by one unit in the last place: for a tolerance.
 
-    Another order of summation may move them as far. The result is a share of the largest logit, which counts as at least 1; it
-    is at least one unit itself. In float64 the unit is float32's, since some models compute softmax in float32 regardless.
+    `Checks.__init__` calls it. Another order of summation may move them as far. The result is a share of the largest logit,
+    which counts as at least 1; it is at least one unit itself. In float64 the unit is float32's, since some models compute
+    softmax in float32 regardless.
 
     mixers: the modules of attention, and those that stand in its place in a hybrid's other layers. They get hooks meanwhile.
     """

@@ -109,7 +109,7 @@ def list_rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def write_title(plan: Plan) -> str:
-    """Return the first line of a plan's table, which `kvpatch plan` prints: the model, the policy, and the requests."""
+    """For `kvpatch plan`: return the first line of its table: the model, the policy, and the requests."""
     new = f" and {plan.new:,} new ones" if plan.new else ""
     requests = "one request" if plan.batch == 1 else f"{plan.batch:,} requests"
     return (
