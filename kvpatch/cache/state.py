@@ -262,9 +262,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.request.new_tokens or self.settings.policy.needs.span
 
     def temperature(self, ahead: int) -> float | Tensor:
-        """Return, for `_add_statistics` and kernels, the softmax temperature `ahead` steps into a decode pass: [B] if rows
-        differ.
-        """
+        """Return, for `_add_statistics` and kernels, the softmax temperature `ahead` steps into a pass: [B] if rows differ."""
         policy, counters, now = self.settings.policy, self.counters, self.running
         shortfall_B, span_B = counters.shortfall_B, None if self.request.new_tokens else counters.span_B  # rows' steps behind
         if now.traced:
@@ -286,8 +284,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.limits_of[key]
 
     def drop_stack(self, due: bool | None = None) -> None:
-        """Undo the stacking of layers (their tensors joined, to step as one) and prepared steps, for `crop`, `_begin_prompt`
-        and others.
+        """Undo the stacking of layers (their tensors joined, to step as one) and prepared steps, for `crop` and others.
 
         due: stack again before the next step, None: if layers were stacked, or were going to be.
         """

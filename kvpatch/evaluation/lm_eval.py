@@ -214,8 +214,7 @@ def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
 
 
 def _strip_padding(tokens: Sequence[int]) -> tuple[int, ...]:
-    """Strip the zeros at the end of a row, with which the harness pads: `_model_call` finds a row's length by the tokens left.
-    """
+    """Strip the zeros at the end of a row, by which the harness pads: `_model_call` finds its length by what is left."""
     end = len(tokens)
     while end and tokens[end - 1] == 0:
         end -= 1
