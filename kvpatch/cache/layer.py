@@ -208,15 +208,15 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(0)
 
     def append(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
-        """Write keys, values, positions and policy's `entry` after used columns; buffers may grow.
+        """Write a pass's keys, values, positions and what the policy stores (`entry`) after used columns; buffers may grow.
 
-        `_write_columns`, `absorb` calls it.
+        `_write_columns` calls it as a layer reads a prompt, `write` in a decode step, `_fill_layers` for a user's cache.
         """
         if not self.is_initialized:
             self.lazy_initialization(k_BHQD, v_BHQD)
         start, stop = self.used, self.used + k_BHQD.shape[2]
-        self.reserve(stop)
-        self.kv = dense = self.kv.make_dense(*k_BHQD.shape[:2])
+        self.reserve(stop)  # room for so many columns
+        self.kv = dense = self.kv.make_dense(*k_BHQD.shape[:2])  # ragged slots become dense
         dense.append(start, k_BHQD, v_BHQD)
         self.positions[:, :, start:stop] = positions_BQ[:, None]
         self.used = stop
@@ -346,10 +346,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.heads_at[1]
 
     def view(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what attention reads in each pass: keys, values, positions of used slots.
-
-        [F,D] if heads have unequally many.
-        """
+        """Return what attention reads in a pass: keys, values, positions of used slots; [F,D] if heads differ in length."""
         T = self.used
         if T == self.positions.shape[2]:
             return self.kv.keys, self.kv.values, self.positions
@@ -671,10 +668,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.graph = (_pass_gradient(self.graph[0], keys), _pass_gradient(self.graph[1], values))
 
     def set_free(self, slot_BH: Tensor) -> None:
-        """Set each head's slot for the next token; in place in a compiled step, whose graph knows tensors by address.
-
-        `free`, `advance` calls it.
-        """
+        """For `free`, `advance`: set each head's slot for the next token; in place in a traced step, for its graph."""
         if self.traced:
             self.mode.free_BH.copy_(slot_BH)
         else:
