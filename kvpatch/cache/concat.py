@@ -216,7 +216,7 @@ def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goa
     centre_BH1D = torch.cat(centres) if centres else None  # that keys of 8 or 4 bits are rounded around
     # plan(): a layout, with spare slots for coming tokens; exactly: no fewer of them if it is ragged
     new.kv = slots.empty(like.kv, B, H, plan(counts, goals, new.count_spare, exactly=new.every > 1), centre_BH1D)
-    C = new.kv.width
+    C = new.kv.width  # slots of each head, of the longest if ragged
     new.positions = like.positions.new_full((B, H, C), -1)
     for part in parts:
         for name, t in part.state.items():
@@ -230,7 +230,7 @@ def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
     `_join_layer` calls it for an engine's pages. Each token keeps its slot index, and only positions and state are
     concatenated, padded to the joined width. A part that lacks a statistic gets zeros of it.
     """
-    new.kv, C = joined, joined.width
+    new.kv, C = joined, joined.width  # C: slots of each head
     new.positions = torch.cat([fit_columns(part.positions[:, :, : part.used], C, -1) for part in parts])
     examples = {name: tensor for part in parts for name, tensor in part.state.items()}
     new.state = {

@@ -187,7 +187,7 @@ class HostLayer(CacheLayerMixin):
         self.store.release()  # its pages in host memory
 
     def view(self, rows_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [1,H,T,D] that rows hold, as views, for `exchange` to lend or `append` to fill."""
+        """Return the keys and values [1,H,T,D] in rows of E numbers, as views, for `exchange` to lend or `append` to fill."""
         H, K, V = self.sizes
         k_TE, v_TE = rows_TE.split([H * K, H * V], 1)
         return k_TE.unflatten(1, (H, K)).transpose(0, 1)[None], v_TE.unflatten(1, (H, V)).transpose(0, 1)[None]

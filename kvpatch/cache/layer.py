@@ -185,7 +185,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """
         with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
             self.kv = self.kv.resized(capacities, goals, self.used)
-            C = self.kv.width
+            C = self.kv.width  # slots of each head, of the longest if ragged
             self.positions = fit_columns(self.positions[:, :, : self.used], C, -1)
             self.state = {name: fit_columns(tensor[:, :, : self.used], C, 0) for name, tensor in self.state.items()}
         self.free_at = None
@@ -379,7 +379,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.kv = self.kv.make_dense(*index_BHK.shape[:2])
             self.kv.fix_centre(self.positions[:, :, : self.used])  # the centre that keys of 8 or 4 bits are rounded around
             self.kv = self.kv.move_to_front(index_BHK, kept_BHK, layout)
-            C, K = self.kv.width, index_BHK.shape[-1]
+            C, K = self.kv.width, index_BHK.shape[-1]  # slots, and tokens kept, of each head
             self.positions = collect_entries(self.positions, index_BHK, C, -1)
             self.state = {name: collect_entries(tensor, index_BHK, C, 0) for name, tensor in self.state.items()}
         self.used = self.floor = K  # crop() leaves them all
@@ -450,18 +450,20 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def start_evicting(
         self, steps: int, next_BH: Tensor | None = None, counts: list[int] | None = None, goals: list[int] | None = None
     ) -> None:
-        """End a prompt of a layer that evicts: tokens go into free slots, and heads evict once they are at their budget.
+        """Set `mode` to Evicting where a prompt ends: tokens go into free slots, and heads evict once they are at their budget.
 
-        Sets `mode`, for `_start_evicting` and `_set_mode`. steps: decode steps until all heads are at their budget. next_BH:
-        slots for the first tokens; None: the first empty slot of each head. counts: tokens of each head. goals: slots of each
-        head at its budget. Both are computed if not given.
+        `_start_evicting` of attention/compress.py and `_set_mode` call it. steps: decode steps until all heads are at their
+        budget. next_BH: slots for the first tokens; None: the first empty slot of each head. counts: tokens of each head.
+        goals: slots of each head at its budget. Both are computed if not given.
         """
+        # which also measures the room for coming tokens
         self._open_slots(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
 
     def start_moving(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """End a prompt of a layer whose budget changes with the text: tokens go into empty slots, heads evict down to it.
+        """Set `mode` to Moving, for a budget that changes with the text: tokens go into empty slots, heads evict down to it.
 
-        Sets `mode`, for `_compress_layer`, `_join_layer` and `pack`. counts, goals: as in `start_evicting`.
+        `_compress_layer` calls it where a prompt ends, `_join_layer` for joined rows, and `pack` after it has moved tokens.
+        counts, goals: as in `start_evicting`.
         """
         counts = self.counts() if counts is None else counts
         self.holes = True
@@ -707,7 +709,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def drop(self, gone_BHM: Tensor) -> None:
         """For `_evict_over_budget`: evict several tokens of each head at once (`every` > 1), in the columns `gone_BHM`.
 
-        Tokens in the last used columns move into the gaps; then M columns fewer are in use.
+        Tokens in the last used columns move into the gaps; then M columns (tokens that each head evicts) fewer are in use.
         """
         into, out = list_moves(gone_BHM, self.used)  # columns to fill, and columns to move there
         self.move_entries(into, out)

@@ -61,7 +61,7 @@ class Lifetimes(Batched):
         if deaths is None:
             deaths = torch.empty(B, H, 0, dtype=torch.int32, device=positions_BHT.device)
         deaths = _widen_tensor(deaths, self.columns, NEVER)
-        C = deaths.shape[-1]
+        C = deaths.shape[-1]  # positions noted
         held = torch.zeros(B, H, C + 1, dtype=torch.bool, device=deaths.device)
         held.scatter_(-1, positions_BHT.masked_fill(positions_BHT < 0, C), True)  # empty slots mark column C, cut off below
         gone = ~held[..., :C] & (torch.arange(C, device=deaths.device) < seen_B11) & (deaths == NEVER)

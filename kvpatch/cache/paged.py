@@ -48,6 +48,7 @@ def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.devic
     """
     # page n is `heads` strips, n * heads and those after it, one for each head. If a row's pages follow each other, each head
     # gets consecutive strips of this memory; else its strip of each page
+    # N: strips of a head
     index_BHN, h_H1 = (
         torch.zeros(len(pages), heads, max(map(len, pages)), dtype=torch.long, device="cpu"),
         torch.arange(heads, device="cpu")[:, None],
@@ -241,7 +242,7 @@ class PromptSlots(DenseSlots):
         """
         K, (_, _, P, D) = k_BHKD.shape[2], self.pool.shape
         slots = PagedSlots(self.pool, Strips(self.strips_BHN, self.place_B2), max(min(width, self.strips_BHN.shape[2] * P), K))
-        N = -(-slots.width // P)
+        N = -(-slots.width // P)  # strips of each head, of P slots each
         strips = self.strips_BHN[:, :, :N].flatten()
         for which, columns_BHKD in enumerate((k_BHKD, v_BHKD)):
             self.pool[which, strips] = fit_columns(columns_BHKD, N * P, 0).view(-1, P, D)

@@ -154,7 +154,7 @@ def _read_scores(layer: SlotLayer, sinks: int) -> Sample:
     """
     k_BHTD, v_BHTD, positions_BHT = layer.view()
     scored = positions_BHT[0, 0] >= sinks  # all heads hold all tokens, in one order
-    x_HTF = learned.list_features(k_BHTD, v_BHTD, positions_BHT[:, 0])[0]
+    x_HTF = learned.list_features(k_BHTD, v_BHTD, positions_BHT[:, 0])[0]  # F features of each token
     return Sample(x_HTF=x_HTF[:, scored], y_HT=learned.make_target(layer.state_view()["repeated"])[0][:, scored])
 
 

@@ -173,7 +173,7 @@ class Comparison:
         )
 
     def _log_probabilities(self, fed: Fed) -> Tensor:
-        """Return log-probabilities [S,V] from the prediction `first` on, in float64, for `measure_policy` to compare."""
+        """Return log-probabilities [S,V] of the S predictions from `first` on, in float64, for `measure_policy` to compare."""
         logits_SV = fed.logits_BSV[0, self.first :].cpu().double()
         if logits_SV.isnan().any():
             raise KVPatchError("The model's predictions are no numbers (NaN); another --dtype, such as float32, may help.")
