@@ -76,8 +76,7 @@ def check_state(cache: TextState, what: str) -> None:
 def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -> Tensor:
     """Check spans, and mark their positions in each row's text: bool [B,T] on the CPU.
 
-    `forget` and `check_replaced` call it. row: None for all. Raises KVPatchError for spans that are not of the text. what: the
-    call.
+    `forget` and `check_replaced` call it. row: None for all. KVPatchError for spans that are not of the text. what: the call.
     """
     lengths, row, given = cache.read_B.tolist(), checks.read_whole(row), as_python(spans)
     if row is not None and (type(row) is not int or not 0 <= row < len(lengths)):

@@ -22,7 +22,8 @@ from .state import TextState
 
 
 def check_cache(cache: TextState) -> None:
-    """Raise InvalidError if an invariant is broken, for `EvictingCache.check_invariants`, and under strict=True."""
+    """Raise InvalidError if an invariant is broken, for `EvictingCache.check_invariants`, and after passes under strict=True.
+    """
     cache.catch_up()
     check_state(cache)
     check_bytes(cache)
@@ -150,7 +151,7 @@ class _LayerState:
         self.limit_BH = layer.kv.count_usable(layer.used, layer.mode.evicts).view_as(self.held_BH)  # slots in use
 
     def check(self, least: int, reading: bool) -> None:
-        """For `check_state`: raise InvalidError if the layer contradicts itself.
+        """For `check_state`, between passes: raise InvalidError if the layer contradicts itself.
 
         least: tokens that each head must hold. reading: a prompt is not yet read to its end. Further checks depend on the
         layer's mode, which says where decode steps put tokens and if they evict.
@@ -242,7 +243,7 @@ class _LayerState:
         must(mode.growing or mode.slack == mode.grown == 0, "slack where no head may need more slots")
 
     def _check_free(self, mode: Slotted, short_BH: Tensor, full_BH: Tensor) -> None:
-        """For `check`: raise InvalidError if a head's free slot is taken, or fewer slots are free than the mode counts.
+        """For `_check_evicting`, `_check_moving`: raise InvalidError if a free slot is taken, or fewer are free than counted.
 
         short_BH: heads that may need more slots than they have; `mode.growing` says that there are some. full_BH: heads that
         may have no free slot. `mode.slack` - `mode.grown`: tokens that still fit.
