@@ -22,8 +22,7 @@ from .state import TextState
 
 
 def check_cache(cache: TextState) -> None:
-    """Raise InvalidError if an invariant is broken, for `EvictingCache.check_invariants`, and after passes under strict=True.
-    """
+    """Raise InvalidError if an invariant is broken, for `EvictingCache.check_invariants`, or after a pass if strict=True."""
     cache.catch_up()
     check_state(cache)
     check_bytes(cache)
