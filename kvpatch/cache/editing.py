@@ -222,4 +222,4 @@ def trim_slots(cache: TextState) -> None:
         if cache.request.room is None:
             layer.give_back_slots()
         else:
-            layer.measure_room()
+            layer.measure_room()  # its buffers never change

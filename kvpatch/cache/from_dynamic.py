@@ -87,7 +87,7 @@ def _check_past(cache: TextState, past: Cache, ids_known: bool) -> None:
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")
     if isinstance(past, TextState):
         raise KVPatchError(f"past is a {kind}, which is on a budget already: use its clone().")
-    refuse("a filled cache", settings.combine(past=kind, unknown=not ids_known))
+    refuse("a filled cache", settings.combine(past=kind, unknown=not ids_known))  # raises if settings exclude it
     if len(past.layers) != len(cache.layers):
         raise KVPatchError(
             f"past has {len(past.layers)} layers, but this model has {len(cache.layers)}: give a cache that this model filled."

@@ -77,9 +77,9 @@ def count_by_terms(
 ) -> Holding:
     """Count, as `count_held` does, what a layer holds by its rule and options (`terms`).
 
-    `count_held` calls it, and `Counter.hold` for `kvpatch.plan`, where no policy is made. `turns`: budgeted prompts.
+    `count_held` calls it, and `Counter.hold` for `kvpatch.plan`, where no policy is made.
     """
-    rule, schedule, every, turns, divided = terms
+    rule, schedule, every, turns, divided = terms  # turns: the prompts of a chat that a budget is for
 
     def count(prompt: int, new: int | None) -> list[int]:
         return count_tokens(rule, schedule, prompt, new, heads=heads, every=every, longest=longest)

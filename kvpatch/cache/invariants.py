@@ -32,7 +32,7 @@ def check_state(cache: TextState) -> None:
     """For `check_cache`, or a loaded cache: raise InvalidError if the cache contradicts itself, its policy or its budget."""
     seen_B, seen = cache.seen_B, cache.layers[0].seen
     if seen_B is None:
-        must(all(layer.seen == 0 for layer in cache.layers), "an empty cache has seen tokens")
+        must(all(layer.seen == 0 for layer in cache.layers), "an empty cache has seen tokens")  # must(): raises InvalidError
         return
     must(all(layer.seen == seen for layer in cache.layers), "its layers have seen different numbers of tokens")
     most, fewest = int(seen_B.max()), int(seen_B.min())
@@ -41,7 +41,7 @@ def check_state(cache: TextState) -> None:
     agree = agree and most <= seen and (fewest > 0 or cache.turns.open)
     must(agree, f"{seen} columns were seen, and {fewest} to {most} tokens of its rows")
     must(cache.counters.steps <= seen, f"{cache.counters.steps} steps of {seen} tokens")
-    gaps_B, shortfall_B = cache.rows.gaps_B, cache.counters.shortfall_B
+    gaps_B, shortfall_B = cache.rows.gaps_B, cache.counters.shortfall_B  # padding after tokens; steps behind other rows
     if gaps_B is not None:
         must((gaps_B >= 0) & (gaps_B <= seen_B), "gaps_B is no number of columns")
     if shortfall_B is not None:

@@ -725,7 +725,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def move_entries(self, into_BHM: Tensor, out_BHM: Tensor) -> None:
         """Copy keys and values of each head from the columns `out_BHM` to the columns `into_BHM`, for `drop`.
 
-        If steps are logged for crop(), the step's log entry gets what was in these columns.
+        M: tokens that each head evicts. If steps are logged for crop(), the step's log entry gets what was in these columns.
         """
         if torch.is_grad_enabled():  # autograd may have saved the tensors: change a copy
             self.kv = self.kv.map_rows(torch.clone, *self.positions.shape[:2])

@@ -63,7 +63,10 @@ class ReadingSlots(DenseSlots):
         return self._round_entries(index_BHK).move_to_front(every, kept_BHK, layout)
 
     def _round_entries(self, index_BHK: Tensor) -> DenseSlots:
-        """For `move_to_front` and `close_columns`: return slots with the columns at `index_BHK`, rounded."""
+        """Return slots with the columns at `index_BHK`, rounded, as a prompt ends; those in `packed` were rounded before.
+
+        `move_to_front` calls it with the kept columns, `close_columns` with all.
+        """
         entries = []
         assert self.centre is not None, "the layer calls fix_centre() before it closes or moves columns"
         # keys, then values, which latent attention does not store

@@ -31,7 +31,7 @@ def check_replaced(
         KVPatchError: see Patch.replace; nothing has changed.
     """
     check_state(cache, "replace()")
-    refuse("replace", cache.settings.combine(positions_fixed=positions_fixed))
+    refuse("replace", cache.settings.combine(positions_fixed=positions_fixed))  # raises if settings exclude it
     (start, stop), reread = read_span(span, empty=True), read_whole(reread)
     ids_BN = _read_ids(ids, len(cache.lengths_B)).to(cache.lengths_B.device)
     opened = max(ids_BN.shape[1] - (stop - start), 0)  # tokens more than the span has positions
@@ -70,7 +70,7 @@ def _check_room(cache: TextState, count: int, room: int) -> None:
             else "replace() of an empty span inserts, and what follows has its positions: patch with positions='renumbered', "
             "or give a span that was forgotten."
         )
-    refuse("insert", cache.settings.combine())
+    refuse("insert", cache.settings.combine())  # raises if settings exclude insertion
 
 
 def _check_place(cache: TextState, start: int, stop: int) -> None:
@@ -88,7 +88,7 @@ def _check_rows(cache: TextState, opened: int) -> None:
 
     `check_replaced` calls it. opened: positions that the edit adds.
     """
-    if cache.ids.offset:
+    if cache.ids.offset:  # positions after images differ from the count of tokens
         raise KVPatchError("replace() in a text with images, after which positions count otherwise: read the text anew.")
     if not cache.turns.count:
         raise KVPatchError("replace() before a prompt has ended: read on first.")

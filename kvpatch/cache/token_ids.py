@@ -137,7 +137,7 @@ def _align_right(ids: TokenIds, lengths_B: Tensor, columns: int) -> Tensor:
     ids_BT, column = ids.ids_BT, torch.arange(columns, device=lengths_B.device)
     token_BT = column >= columns - lengths_B[:, None]
     blank_BT = torch.full((len(lengths_B), columns), PADDING, device=lengths_B.device).masked_fill(token_BT, UNKNOWN)
-    if ids_BT is None:
+    if ids_BT is None:  # no id is known
         return blank_BT
     # a row's ids follow its padding, also where that was between tokens
     packed_BT = ids_BT.gather(1, (ids_BT != PADDING).long().argsort(dim=1, stable=True))[:, -columns:]
