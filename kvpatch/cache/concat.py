@@ -272,7 +272,7 @@ def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved:
         # an eviction of several tokens leaves several slots empty, though all were taken when the parts were joined
         new.holes = new.kv.head_offsets is not None or filling > 0 or min(counts) + 1 < C or new.every > 1
         new.start_evicting(filling, next_BH if moved else None)
-    elif not new.kv.appends:
+    elif not new.kv.appends:  # slots to which no columns can be appended
         new.holes = True
         new.start_growing(next_BH)
     else:

@@ -40,7 +40,7 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
     with cache.changing("forget()"):
         cache.drop_stack()  # layers have separate buffers again, which are replaced
         for index, layer in enumerate(cache.layers):
-            _take_out(cache, layer, gone_BT.to(layer.device))
+            _take_out(cache, layer, gone_BT.to(layer.device))  # copies the other tokens to new buffers
             if cache.lifetimes is not None:
                 cache.lifetimes.note_evictions(index, layer.positions, cache.lengths_B.to(layer.device)[:, None, None])
         cache.rows.edited = cache.seen

@@ -284,7 +284,7 @@ def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
 
     ahead: slots that each head may have free in any case, if room was asked for.
     """
-    columns = None if layer.mode.slotted else layer.used
+    columns = None if layer.mode.slotted else layer.used  # of appended tokens
     counts = layer.counts()  # tokens of each head
     if isinstance(layer.mode, Moving) and layer.mode.packed_BH is not None:  # heads that shrank since keep their slots
         counts = list(map(max, counts, layer.mode.packed_BH.flatten().tolist()))

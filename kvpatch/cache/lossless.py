@@ -217,7 +217,7 @@ class LosslessCache(Unpicklable, Cache):
         del self.ids[left:], self.kept_positions[len(self.kept_positions) - count :]
         for layer in self.whole:
             layer.length = min(layer.length, len(self.kept_positions))
-        if drafting and count:
+        if drafting and count:  # the budgeted cache holds tokens
             if self._shrinks_budget(left):  # k is a share, and the text now shorter
                 self.drafts = self._make_drafts()  # the next pass chooses anew
             else:
@@ -243,7 +243,7 @@ class LosslessCache(Unpicklable, Cache):
         checks.check_filled(bool(self.ids))
         gone_T = editing.mark_gone(self._make_drafts(), spans, row, "forget()")[0].tolist()  # by position
         if self.drafting:
-            self.drafts.forget(spans, row)
+            self.drafts.forget(spans, row)  # the budgeted cache
         kept = [i for i, place in enumerate(self.kept_positions) if not gone_T[place]]
         self.kept_positions, self.edited = [self.kept_positions[i] for i in kept], len(self.ids)
         for layer in self.whole:

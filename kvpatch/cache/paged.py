@@ -205,6 +205,7 @@ class PagedSlots(DenseSlots):
         most_slots = max(part.most for part in parts)
         N = most_slots // self.pool.shape[2]
         index_BHN = torch.cat([F.pad(part.strips_BHN, (0, max(N - part.strips_BHN.shape[2], 0)))[:, :, :N] for part in parts])
+        # place_B2: strips of a head, and where they begin if they follow each other; width: slots in use
         strips = Strips(index_BHN, torch.cat([part.place_B2 for part in parts]))
         return PagedSlots(self.pool, strips, min(max(width, *(part.width for part in parts)), most_slots))
 

@@ -106,8 +106,9 @@ def begin_repeat(
 ) -> tuple[Tensor, Tensor]:
     """Begin a pass that reads a chunk of the prompt again, to score by it; return its ids and positions [B,Q].
 
-    `read_again` calls it. whole: the pass that read the prompt's last tokens, which the positions follow. pieces: for each row
-    the chunk's bounds [start, stop) in tokens of the prompt, and the ids to feed: an instruction, then the chunk's.
+    `read_again` calls it. Sets `cache.now`. whole: the pass that read the prompt's last tokens, which the positions follow.
+    pieces: for each row the chunk's bounds [start, stop) in tokens of the prompt, and the ids to feed: an instruction, then the
+    chunk's.
     """
     Q, begin_B = max(len(tokens) for _, _, tokens in pieces), cache.turns.begin_B
     ids_BQ = torch.tensor([[*tokens, *[-1] * (Q - len(tokens))] for _, _, tokens in pieces], device="cpu")
@@ -163,7 +164,7 @@ def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: in
     if now.prompt and not cache.turns.open:
         cache.ids.prompt = seen  # columns before the newest prompt
     real = None if now.padding is None else now.positions_BQ[:, : now.prompt] >= 0
-    cache.note_ids(input_ids, now.positions_BQ.shape[1], real)
+    cache.note_ids(input_ids, now.positions_BQ.shape[1], real)  # None: unknown ids
 
 
 def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:

@@ -203,7 +203,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         if count > 0 and self.keeps_ids:
             self.note_ids(counters.tensors.read_tape(self.seen, count), count)
         self.choice.ran |= self.choice.coming  # backends of the steps, for reports
-        self.drop_stack()
+        self.drop_stack()  # layers get buffers of their own again
         for layer in self.layers:
             layer.seen += count
             layer.mode.count(count)

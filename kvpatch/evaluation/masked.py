@@ -178,6 +178,7 @@ def measure_rounding(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, pl
     softmax in float32 regardless.
 
     mixers: the modules of attention, and those that stand in its place in a hybrid's other layers. They get hooks meanwhile.
+    places: position_ids.
     """
     draw = torch.Generator().manual_seed(0)
 
