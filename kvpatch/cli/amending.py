@@ -24,10 +24,10 @@ class AmendingSend:
         self._send, self._change, self._end, self._whole, self._start, self._body = send, change, end, False, None, b""
 
     async def __call__(self, message: Any) -> None:
-        """Send one ASGI message of an answer, its JSON changed; the app calls this in place of the server's own `send`.
+        """Send one ASGI message of an answer, its JSON changed. The app calls this in place of the server's own `send`.
 
-        A JSON answer (`_whole` is True) is held back until it is complete, since a change may alter its length. Events of a
-        stream are changed as they come, and the bytes `end`, given when this object was made, follow the last event.
+        A JSON answer (`_whole` is True) is held back in `_body` until it is complete, since a change may alter its length.
+        Events of a stream are changed as they come. The bytes `_end` (such as "data: [DONE]") follow the last event.
         """
         if message["type"] == "http.response.start":
             self._whole = dict(message["headers"]).get(b"content-type", b"").startswith(b"application/json")
@@ -45,16 +45,19 @@ class AmendingSend:
         await self._send(message)
 
     async def _send_whole(self) -> None:
-        """Change and send the held-back JSON answer when its last piece has come; content-length is set to the new body's."""
+        """Change and send the held-back JSON answer. `__call__` awaits it when the last piece of the body has come.
+
+        content-length is set to the new body's. Changes no attribute.
+        """
         body = self._amend_json(self._body)
         headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]  # type: ignore[index]
         await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})  # type: ignore[dict-item]
         await self._send({"type": "http.response.body", "body": body})
 
     def _amend_lines(self, body: bytes) -> bytes:
-        """Change a piece of a streamed answer before it is sent: the JSON after "data: " if the piece mentions "usage".
+        """Return a piece of a streamed answer with its JSON changed, if it mentions "usage". `__call__` sends the result.
 
-        Pieces hold whole server-sent events. The JSON of an event is one line, after the six bytes "data: ".
+        A piece holds whole server-sent events. The JSON of an event is one line, after the six bytes "data: ".
         """
         if b'"usage":' not in body:
             return body
@@ -69,10 +72,11 @@ class AmendingSend:
 def complete_answer(answer: dict[str, Any], request: AcceptedRequest) -> bool:
     """Write into an outgoing answer, in place, how many prompt tokens were not read again, and whether a token limit ended it.
 
-    Called for each JSON object that the server sends. The count goes into "usage"; an object of /v1/responses that the limit
-    ended becomes "incomplete". Returns False for an object without a usage, such as a piece of text: it is unchanged.
+    `AmendingSend._amend_json` calls it for each JSON object that the server sends. The count goes into "usage"; an object of
+    /v1/responses that the limit ended becomes "incomplete". Returns True if it has changed the object, False for an object
+    without a usage, such as a piece of text.
     """
-    response = answer.get("response") or answer
+    response = answer.get("response") or answer  # events of /v1/responses hold the response in a field
     usage = response.get("usage")
     if not usage:
         return False

@@ -35,7 +35,7 @@ USUAL = 1024  # new tokens of a request that does not say how many
 
 
 def start_engine(model: Any, options: dict[str, Any], conversations: Conversations | None = None, patience: float = 600) -> Any:
-    """Start transformers' continuous batching for `kvpatch serve`, and return its manager once it can take requests.
+    """Start transformers' continuous batching for `run`; return its manager once it can take requests (in its own thread).
 
     Args:
         model: the patched model.
@@ -52,10 +52,10 @@ def start_engine(model: Any, options: dict[str, Any], conversations: Conversatio
     manager = model.init_continuous_batching(
         generation_config=greedy, continuous_batching_config=config, conversations=conversations, messages=True
     )
-    sample_by_request(manager)
+    sample_by_request(manager)  # by each request's own temperature and seed
     manager.start()
     end = time.monotonic() + patience
-    while manager.batch_processor is None:
+    while manager.batch_processor is None:  # the engine's thread sets it
         failed = manager.background_thread_status.fatal_error
         if failed is not None or time.monotonic() > end:
             raise KVPatchError(f"The engine does not start: {failed or 'nothing happens'}. Give a smaller --memory or k.")
@@ -79,7 +79,7 @@ class Answers(CBGenerateManager):
     engine: Any
 
     def __init__(self, engine: Any, model: Any, positions: int | None) -> None:
-        """Begin without requests when a server starts. The running engine is also `_cb`, the base class's name for it."""
+        """Begin without requests, when `run` starts the server. `_cb` is the base class's name for the engine."""
         super().__init__()
         self._cb = self.engine = engine
         self.model, self.positions, self.metrics = model, positions, ServerMetrics(engine)
@@ -87,10 +87,10 @@ class Answers(CBGenerateManager):
         self._closed = 0  # requests whose answers have been sent
         self.conversations: Conversations | None = engine.conversations
         if self.conversations is not None:
-            self.conversations.note_reuse = self._note_reuse
+            self.conversations.note_reuse = self._note_reuse  # called in `can_store_request_tokens`
 
     def _note_reuse(self, request_id: str, tokens: int) -> None:
-        """Note how many prompt tokens a kept cache has spared a request. The engine calls this when it begins the request."""
+        """Set how many prompt tokens a kept cache spares a request, as `can_store_request_tokens` admits it."""
         request = self.requests.get(request_id)
         if request is not None:
             request.cached = tokens
@@ -107,7 +107,7 @@ class Answers(CBGenerateManager):
         streamer = _Streamer(self, request_id, processor, pieces, response_parser)
 
         def take_output(output: Any) -> None:
-            """Put a new output's text into `pieces`; after the last one, end the request. The engine calls this."""
+            """Put a new output's text into `pieces`; after the last, end the request. The engine calls it in the event loop."""
             streamer.put(output)
             request.n_generated = streamer.total_tokens
             if output.error is not None:
@@ -156,13 +156,13 @@ class Answers(CBGenerateManager):
         return text, len(ids), cut_tokens(processor, tokens, text) if reparsed else tokens
 
     def cancel(self, request_id: str) -> None:
-        """End a request that nobody waits for, unless it has ended or never reached the engine (no prompt tokens noted)."""
+        """End a request that nobody awaits; nothing if it ended or never reached the engine (no prompt tokens noted)."""
         request = self.requests.get(request_id)
         if request is not None and request.n_prompt:
-            self._end_request(request_id, "gone")
+            self._end_request(request_id, "gone")  # from `close`, and where transformers sees a disconnect
 
     def close(self, request_id: str) -> AcceptedRequest | None:
-        """Forget and return a request when its answer has been sent. Every EVERY-th call gives free memory to the system."""
+        """Forget, and return, a request that `Gate` has answered. Each EVERY-th call gives free memory to the system."""
         self.cancel(request_id)
         request = self.requests.pop(request_id, None)
         self._closed += request is not None
@@ -174,7 +174,7 @@ class Answers(CBGenerateManager):
         self, tokenizer: Any, ids: list[int], gen_config: Any, request_id: str
     ) -> tuple[AcceptedRequest, dict[str, Any]]:
         """Check a new request or raise RefusedError; return it and arguments of add_request. Sets gen_config.max_new_tokens."""
-        self._check_alive(request_id)
+        self._check_alive(request_id)  # of the base class: raises if the engine has failed
         request = self.requests[request_id]
         request.n_prompt = len(ids)
         room = None if self.positions is None else self.positions - len(ids) + 1  # the last new token is not fed back
@@ -183,7 +183,7 @@ class Answers(CBGenerateManager):
             if self.positions is not None:
                 check_length(len(ids), new, self.positions, "this server takes {} (--max-model-len)")
             pool = self.engine.pool
-            messages = find_messages(tokenizer, request.body, ids) if pool.keeps_system else None
+            messages = find_messages(tokenizer, request.body, ids) if pool.keeps_system else None  # under --protect system
             pool.check(ids, new, messages=messages)  # raises for a request that the cache could never hold
             config = self._make_config(request.sampling)
         except KVPatchError as error:
@@ -230,11 +230,11 @@ class Answers(CBGenerateManager):
         )
         if added is None:
             self._end_request(name, "error")
-            raise CBWorkerDeadError("The server is stopping: it takes no new requests.")
+            raise CBWorkerDeadError("The server is stopping: it takes no new requests.")  # answered with status 503
 
     @staticmethod
     def _name_end(watch: StopStringWatch, output: Any, gen_config: Any) -> str:
-        """Return, after a request's last output, why it ended: "length" or "stop". A stop clears gen_config.max_new_tokens."""
+        """Return, after the last output, why a request ended: "length" or "stop", which clears gen_config.max_new_tokens."""
         ends = gen_config.eos_token_id
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
         if not watch.stopped and output.generated_tokens[-1] not in ends:
@@ -243,13 +243,13 @@ class Answers(CBGenerateManager):
         return "stop"
 
     def _end_request(self, request_id: str, reason: str) -> None:
-        """Note why a request has ended, count it, and cancel it in the engine; later calls for the request do nothing."""
+        """Note why a request has ended or its client has gone, count it, cancel it in the engine. Again: does nothing."""
         request = self.requests.get(request_id)
         if request is None or request.end_reason:
             return
         request.end_reason = reason
         self.engine.cancel_request(request_id)
-        with self.engine.output_router._lock:
+        with self.engine.output_router._lock:  # it hands outputs to `take_output`
             self.engine.output_router.result_handlers.pop(request_id, None)
         with contextlib.suppress(queue.Empty):
             while True:  # outputs of requests that have no handler any more: nobody else reads them
@@ -261,7 +261,7 @@ class _Streamer(CBStreamer):
     """The text of a request, token by token, up to its first stop string."""
 
     def __init__(self, answers: Answers, request_id: str, processor: Any, pieces: Any, parser: Any) -> None:
-        """Begin to stream one request; called in the event loop. The engine's outputs go to `put`, and their text to `pieces`.
+        """Begin to stream a request, in the event loop. The engine's outputs go to `put`, and their text to `pieces`.
 
         pieces: an asyncio queue. parser: of tool calls, or None. The decoder is wrapped, to look for stop strings in its text.
         """
@@ -271,7 +271,7 @@ class _Streamer(CBStreamer):
         self._decode_stream: Any = WatchedDecoder(self._decode_stream, self.watch)
 
     def put(self, output: Any) -> None:
-        """Decode an output's new tokens, and put their text into the queue. Called with each output that the engine delivers.
+        """Decode an output's new tokens, and put their text into the queue. `take_output` calls it with each output.
 
         `total_tokens` leaves out those after a stop string: their number depends on the load. If the text cannot be parsed,
         only this request fails: an exception would lose the outputs of other requests of the same forward pass.
@@ -283,9 +283,10 @@ class _Streamer(CBStreamer):
         self.total_tokens = self._decode_stream.tokens
 
     def end(self) -> None:
-        """Put the text that was held back (it might have begun a stop string) into the queue, and end the queue; at the end."""
+        """At the last output, put text that was held back (it might begin a stop string) into the queue, and end that."""
         rest = self.watch.flush()
         if rest:
+            # parser: finds calls
             parsed = [rest] if self._parser is None else response_events_to_chunks(self._parser.feed(rest))
             for item in parsed:
                 self._queue.put_nowait(item)

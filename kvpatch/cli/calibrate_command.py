@@ -42,7 +42,7 @@ def calibrate(  # noqa: PLR0913 - typer: an option is a parameter
 
     The file goes with this model in this dtype: --option calibration=FILE, or kvpatch.load_calibration(FILE) in Python.
     """
-    with short_errors():
+    with short_errors():  # typer runs this for `kvpatch calibrate`; the docstring is its help
         name, text_file = find_model_and_text(model, file, model_option, text, option)
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
         _measure_text(source, text_file, out, (length, tokens), json)
@@ -72,7 +72,7 @@ def learn(  # noqa: PLR0913 - as above
     The text is read twice, piece by piece. The file is a calibration and is used as one: --policy learned --option
     calibration=FILE, or kvpatch.load_calibration(FILE) in Python.
     """
-    with short_errors():
+    with short_errors():  # typer runs this for `kvpatch learn`; the docstring is its help
         check_choice("teacher", teacher, _TEACHERS)
         name, text_file = find_model_and_text(model, file, model_option, text, option)
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
@@ -87,7 +87,7 @@ def _measure_text(
     sizes: tokens of a piece of the text, and of all pieces. learn_from: name of the policy whose scores are learned.
     """
     source.check()
-    content, (length, tokens) = text.read_text(), sizes
+    content, (length, tokens) = text.read_text(), sizes  # before torch is imported, since that takes seconds
     from ..evaluation.calibrate import calibrate as measure
     from ..evaluation.calibrate import make_teacher
     from ..storage.calibration import save_calibration
@@ -98,7 +98,7 @@ def _measure_text(
     pieces = _cut_text(loaded, ids, length, teacher)
     with make_progress_bar(make_console(stderr=True)) as bar:
         task = bar.add_task("calibrating" if teacher is None else "learning", total=len(pieces))
-        calibration = measure(loaded, pieces, lambda: bar.advance(task), teacher)
+        calibration = measure(loaded, pieces, lambda: bar.advance(task), teacher)  # feeds each piece to the model
     save_calibration(calibration, out)
     if json:
         print_json({"file": str(out), "tokens": calibration.tokens, "layers": sorted(calibration.layers)})
@@ -107,10 +107,10 @@ def _measure_text(
 
 
 def _cut_text(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
-    """Cut a text's ids [1,n] into pieces of at most `length` tokens that fit the model's positions.
+    """Cut a text's ids [1,n] into pieces of at most `length` tokens that fit the model's positions; `_measure_text` calls it.
 
     A teacher (policy to learn from) reads each piece twice, the second time after an instruction, so its pieces are shorter.
-    Raises KVPatchError if no more than the teacher's sinks would fit.
+    Raises KVPatchError if no more than the teacher's sinks (first tokens, never evicted) would fit. Changes nothing.
     """
     from ..evaluation.teacher_forcing import positions_of
 
@@ -123,4 +123,5 @@ def _cut_text(model: Any, ids: Any, length: int, teacher: Any) -> list[Any]:
         length = min(length, (limit - teacher.needs.find(Rereading).longest(0)) // 2)
         if length <= teacher.scope.sinks:
             raise KVPatchError(f"The model has {limit} positions, too few to read a text twice: use another policy.")
+    # 0 new tokens: moves each to the device and checks its ids
     return [fit_prompt(model, piece, 0)[0] for piece in ids.split(length, 1)]

@@ -21,7 +21,8 @@ DEFAULT_POLICY, SERVER_POLICY = find_use("question").policy, find_use("server").
 def check_calibration(name: str, options: dict[str, Any]) -> None:
     """Raise KVPatchError, before torch loads, if a policy needs a calibration (measured statistics) and `options` has none.
 
-    Of a combination's name, such as "critical(q_filter)", the inner policy counts.
+    `compare` and `make_policy` call it. Of a combination's name, such as "critical(q_filter)", the inner policy counts. An
+    unknown name passes: `check_policy` refuses it.
     """
     policy = match_name(split_combination(name)[1], FACTS)
     if policy is None or "calibration" not in FACTS[policy].options or options.get("calibration") is not None:
@@ -34,7 +35,7 @@ def check_calibration(name: str, options: dict[str, Any]) -> None:
 
 
 def check_choice(option: str, value: object, known: tuple[object, ...]) -> None:
-    """Raise KVPatchError, before torch loads, if a command's option has a value (None: it is not given) outside `known`."""
+    """Raise KVPatchError, before torch loads, if a command's option has a value outside `known`. None (not given) passes."""
     if value is not None and value not in known:
         names = [str(one) for one in known]
         raise KVPatchError(f"--{option}={value!r} must be one of {', '.join(names)}.{suggest(value, names)}")

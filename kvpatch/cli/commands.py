@@ -58,7 +58,7 @@ def main(
 @app.command()
 def policies(json: given.Json = False) -> None:
     """List uses and the policy to take for each, then all policies with their options and papers."""
-    if json:
+    if json:  # typer runs this for `kvpatch policies`, which imports no torch
         for one in FACTS.values():
             about = {"name": one.name, "paper": one.paper, "arxiv": one.address, "schedule": one.schedule}
             uses = [use.key for use in list_uses(one.name)]
@@ -78,7 +78,7 @@ def policies(json: given.Json = False) -> None:
 @app.command()
 def architectures(json: given.Json = False) -> None:
     """List the architectures that have an adapter, and models that use them."""
-    if json:
+    if json:  # typer runs this for `kvpatch architectures`, which imports no torch
         for name, models in ARCHITECTURES.items():
             print_json({"name": name, "models": models})
         return
@@ -100,7 +100,7 @@ def demo(
 
     Without a model: eight policies on two small models that come with kvpatch, which read texts made for them.
     """
-    with short_errors():
+    with short_errors():  # typer runs this for `kvpatch demo`; the docstring is its help
         if model is None and model_option is None:
             from .demo import run
 

@@ -106,13 +106,17 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continua
 
 
 def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOptions) -> None:
-    """After the last prompt, print the columns' meanings, the advised setting and Python to paste; save it as settings.json."""
+    """After the last prompt, print the columns' meanings, the advice and Python to paste; save the setting as settings.json.
+
+    `run` calls it once. No file is saved if there is no setting to advise.
+    """
     out.print(view.LEGEND, style="dim")
     out.print(f"\n{view.write_advice(results, asked.tolerance, asked.agreement)}")
     if (setting := view.find_best(results, asked.tolerance, asked.agreement)) is not None:
         policy, k, bits = setting
         given = policy, k, asked.policies[policy], asked.schedule, asked.seed, bits
         path = asked.out / SETTINGS
+        # the policy's need of measured statistics, if it has one
         left_out = ", but for the calibration" if asked.policies[policy].needs.find(Calibrated) else ""
         out.print(f"\n    {view.write_python(*given, asked.calibration)}\n")
         view.make_settings(*given).save(path)
@@ -124,9 +128,10 @@ def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOption
 def _measure_prompt(
     asked: CompareOptions, comparison: Comparison, out: Console, file: str, facts: dict[str, Any]
 ) -> DivergenceTable:
-    """Measure one prompt for `compare`: divergence from the full cache under each setting (policy, budget, number of bits).
+    """Measure one prompt: divergence from the full cache under each setting (policy, budget, number of bits).
 
-    Prints the table, each row as soon as it is measured, then notes.
+    `run` of `kvpatch compare` calls it for each prompt. Prints the table, each row as soon as it is measured, then notes; with
+    --json each row too. Returns the table.
     """
     empty = comparison.result([])  # a table without rows, for the sizes of the text and of the full cache
     sizes = [Row("", k, None, bits=bits).size for k in asked.ks for bits in asked.bits]  # budgets as text, for the widths
@@ -159,9 +164,10 @@ def _measure_prompt(
 def _list_facts(
     asked: CompareOptions, model: Any, source: Source, file: str, continuation: str | None, comparison: Comparison
 ) -> dict[str, Any]:
-    """Return, before a prompt is measured, what all its JSON rows have in common: model, sizes, settings and versions.
+    """Return what all JSON rows of a prompt have in common: model, sizes, settings and versions.
 
-    "fed_tokens" counts the tokens of the continuation, fed one by one after the prompt.
+    `run` calls it before the prompt is measured, and `on_row` prints it in each row. "fed_tokens" counts the tokens of the
+    continuation, fed one by one after the prompt.
     """
     empty = comparison.result([])  # a table without rows: the sizes of the text, and the bytes of the full cache
     return {
@@ -184,9 +190,10 @@ def _list_facts(
 
 
 def make_json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of --json when a setting was measured: the measurements or the error, the policy's options, and `facts`.
+    """Return a row of --json: the measurements or the error, the policy's options, and `facts`.
 
-    "chance": the row is of random eviction, the baseline. facts: what all rows of a prompt have in common.
+    `on_row` prints it when a setting has been measured. "chance": the row is of random eviction, the baseline. facts: what all
+    rows of a prompt have in common.
     """
     figures = {} if row.figures is None else asdict(row.figures)
     setting = {"policy": row.policy, "k": row.k, "bits": row.bits, "chance": row.policy == CHANCE, "error": row.error or None}
@@ -195,7 +202,7 @@ def make_json_row(row: Row, policy: Policy, facts: dict[str, Any]) -> dict[str, 
 
 
 def warn_of_length(name: str, tokens: int) -> list[str]:
-    """Return [a warning], before measuring, for a text longer than those a small model of kvpatch was trained on, or [].
+    """Return [a warning] for a text longer than those a small model of kvpatch was trained on, or []; `run` prints it.
 
     name: of the model. Only kvpatch's small models have a card.json; its "longest_row" is the longest text in training.
     """
@@ -218,8 +225,9 @@ def warn_of_length(name: str, tokens: int) -> list[str]:
 def choose_policies(names: str, options: dict[str, Any], new: int) -> dict[str, Policy]:
     """Return the policies that --policies of `compare` names, by name, and random eviction (CHANCE), the baseline to beat.
 
-    Each gets those of `options` that it has. new: number of generated tokens, for policies with an option `generation_length`.
-    Random eviction spares the first and newest tokens (SPARED), as good policies do.
+    `compare` calls it before the model is loaded. Each gets those of `options` that it has. new: number of generated tokens,
+    for policies with an option `generation_length`. Random eviction spares the first and newest tokens (SPARED), as good
+    policies do.
 
     Raises:
         KVPatchError: an unknown name, an option that none of them has, or a value that one of them refuses.

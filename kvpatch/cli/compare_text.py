@@ -33,10 +33,11 @@ class ComparedText(NamedTuple):
 def read_text(
     model: Any, tokenizer: Any, prompt: str, continuation: str | None, new: int, raw: bool = False, later: str | None = None
 ) -> ComparedText:
-    """Encode one text for `compare`, before the measurements: the prompt's tokens, and those that are fed after it one by one.
+    """Encode one text for `compare`: the prompt's tokens, and those that are fed after it one by one.
 
-    With `later`, that question is fed first, when the prompt has been evicted; `asked` of the result counts its tokens.
-    The first tokens of prompt and question together that equal the prompt's alone then count as the prompt.
+    `run` calls it for each text before it measures any. With `later`, that question is fed first, when the prompt has been
+    evicted; `asked` of the result counts its tokens. The first tokens of prompt and question together that equal the prompt's
+    alone then count as the prompt.
 
     Args:
         model: the unpatched model.
@@ -78,7 +79,10 @@ def _count_common(one_1N: Tensor, other_1N: Tensor) -> int:
 
 
 def _continue_greedily(model: Any, ids_1T: Tensor, new: int) -> Tensor:
-    """Generate a continuation [1,m] greedily by the unpatched model, to feed if the user gives none; without its end token."""
+    """Generate a continuation [1,m] greedily by the unpatched model, without its end token; raise KVPatchError if it is empty.
+
+    `read_text` calls it for a text for which the user gives no continuation.
+    """
     end, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
     ends = end if isinstance(end, list) else [end]
     out_1T = model.generate(

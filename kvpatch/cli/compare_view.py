@@ -38,7 +38,10 @@ class Lines:
     """
 
     def __init__(self, policies: dict[str, Policy], sizes: Iterable[str], empty: DivergenceTable) -> None:
-        """Set the widths of the columns (see _HEADS) before any row. sizes: budgets as text. empty: the result without rows."""
+        """Set the widths of the table's columns (see _HEADS), when `_measure_prompt` begins.
+
+        sizes: budgets as text. empty: the result without rows, for the sizes of the text and of the full cache.
+        """
         tokens = len(f"{empty.n + empty.fed:,}")
         names = max(len(_mark_chance(name)) for name in ["full", *policies])
         self.widths = (names, max(map(len, sizes)) + 1, max(4, tokens), 7, 6, 4, 7, 4)
@@ -50,7 +53,10 @@ class Lines:
         return self._align_cells(_HEADS)
 
     def format_full(self) -> str:
-        """Return the table's first line, for the full cache: all tokens are held, and no prediction differs."""
+        """Return the table's first line, for the full cache: all tokens are held, and no prediction differs.
+
+        `_measure_prompt` prints it.
+        """
         total = self.result.n + self.result.fed
         # budget, KL, worst KL, agreement, loss, bytes, fewest and most tokens held, and their mean
         return self.format_row(
@@ -89,7 +95,10 @@ class Lines:
 def write_python(
     name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16, calibration: str | None = None
 ) -> str:
-    """Return a line of Python, to paste, that patches a model with the setting that `compare` advises. calibration: a file."""
+    """Return a line of Python, to paste, that patches a model with the setting that `compare` advises. `_show_end` prints it.
+
+    calibration: path of the file, or None.
+    """
     options = _list_options(name, policy, schedule, seed, bits)
     # a number as it is, a rule such as "mass:0.95" as kvpatch.Mass(0.95), other text such as "2GiB" in quotes
     size = k if k.replace(".", "", 1).isdigit() else f"kvpatch.{parse_k(k)}" if ":" in k else repr(k)
@@ -99,7 +108,7 @@ def write_python(
 
 
 def make_settings(name: str, k: str, policy: Policy, schedule: str | None, seed: int, bits: int = 16) -> Settings:
-    """Return the advised setting as Settings, to be saved as a file. A calibration is left out: Settings cannot hold one."""
+    """Return the advised setting as Settings, which `_show_end` saves. A calibration is left out: Settings cannot hold one."""
     options = _list_options(name, policy, schedule, seed, bits)
     options.pop("calibration", None)
     return Settings(name, parse_k(k), options)
@@ -118,7 +127,10 @@ def _list_options(name: str, policy: Policy, schedule: str | None, seed: int, bi
 
 
 def find_changes(name: str, policy: Policy) -> dict[str, Any]:
-    """Return a policy's options that are not its defaults, for the advice. Without `generation_length`: generate() sets it."""
+    """Return a policy's options that are not its defaults, for `_list_options`.
+
+    Without `generation_length`: generate() sets it.
+    """
     defaults = get_policy(name).options()
     changed = {option: value for option, value in policy.options().items() if option in defaults and value != defaults[option]}
     changed.pop("generation_length", None)
@@ -126,7 +138,10 @@ def find_changes(name: str, policy: Policy) -> dict[str, Any]:
 
 
 def list_notes(rows: list[Row]) -> list[str]:
-    """Return notes to print below a prompt's rows: protected tokens that were cut to fit a budget, and reasons of refusals."""
+    """Return notes to print below a prompt's rows: protected tokens that were cut to fit a budget, and reasons of refusals.
+
+    `_measure_prompt` prints them. A note names all settings that it holds for.
+    """
     cut: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
     for row in rows:
@@ -146,9 +161,9 @@ Setting = tuple[str, str, int]
 
 
 def _pool_figures(results: list[DivergenceTable]) -> dict[Setting, DivergenceFigures]:
-    """Pool measurements over prompts, for the advice: of each setting that ran on all, the worst values, and mean bytes.
+    """Pool measurements over prompts: the worst values, and mean bytes, of each setting that ran on all of them.
 
-    nbytes of a result is in millionths of the full cache's bytes.
+    `find_best` and `write_advice` choose by them. nbytes of a result is in millionths of the full cache's bytes.
     """
     # of each setting, the measurements on every text, and the share that its cache had of the full cache's bytes
     by_setting: dict[Setting, list[DivergenceFigures]] = {}
@@ -181,7 +196,11 @@ def _drop_useless(pooled: dict[Setting, DivergenceFigures]) -> dict[Setting, Div
 
 
 def find_best(results: list[DivergenceTable], tolerance: float, agreement: float) -> Setting | None:
-    """Return the setting to advise: of those within both limits the one of fewest bytes, else that of lowest KL, or None."""
+    """Return the setting to advise: of those within both limits the one of fewest bytes, else that of lowest KL, or None.
+
+    `_show_end` and `write_advice` call it. None: nothing smaller than the full cache was measured. tolerance: largest KL.
+    agreement: smallest share of equal predictions.
+    """
     candidates = _drop_useless(_pool_figures(results))  # without random eviction, and what is as large as the full cache
     within = {setting: one for setting, one in candidates.items() if _is_within(one, tolerance, agreement)}
     if within:
@@ -190,7 +209,7 @@ def find_best(results: list[DivergenceTable], tolerance: float, agreement: float
 
 
 def write_advice(results: list[DivergenceTable], tolerance: float, agreement: float) -> str:
-    """Return the advice that `compare` prints: the setting of fewest bytes within both limits, or that of the lowest KL.
+    """Return the advice that `_show_end` prints: the setting of fewest bytes within both limits, or that of the lowest KL.
 
     Ties go to the lower KL. Random eviction ("chance") and settings as large as the full cache are never advised. The sentence
     gives what was measured, and the KL of random eviction under the same budget.
@@ -234,7 +253,7 @@ def _describe_setting(setting: Setting, one: DivergenceFigures, several: bool) -
 
 
 def draw_picture(result: DivergenceTable, tolerance: float, title: str) -> Any:
-    """Draw one prompt's KL against the bytes held at the end, a line per policy; `compare` saves the figure."""
+    """Draw one prompt's KL against the bytes held at the end, a line per policy. `run` saves the figure that this returns."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in result.rows:
         if row.figures is not None:

@@ -55,6 +55,8 @@ class Stage:
 def run(out: Path, json: bool = False) -> None:
     """Run `kvpatch demo` without a model: print a table of results and what each policy kept of a prompt; save a picture.
 
+    typer's command `demo` calls it.
+
     Args:
         out: folder of the picture.
         json: print the table's rows to stdout as JSON, and everything else to stderr.
@@ -88,7 +90,8 @@ def run(out: Path, json: bool = False) -> None:
 def _make_stages(model: Any) -> dict[str, Stage]:
     """Pair the small model llama-0 with its two batches of prompts, each of which hides facts and asks for one of them.
 
-    In "needles" the question stands at the prompt's end; in "later" it is fed when the prompt has been read and evicted.
+    `_load_shipped` calls it. In "needles" the question stands at the prompt's end; in "later" it is fed when the prompt has
+    been read and evicted.
     """
     return {
         "needles": Stage(model, read_needles()),
@@ -97,7 +100,7 @@ def _make_stages(model: Any) -> dict[str, Stage]:
 
 
 def _load_shipped(console: Console) -> dict[str, Stage]:
-    """Load the two small models that come with kvpatch, print what each is, and pair it with its texts."""
+    """Load the two small models of kvpatch, print what each is, and pair it with its texts. `run` calls it first."""
     stages = _make_stages(load_model(str(MODELS / "llama-0"), "float32"))
     console.print(f"needles: {stages['needles'].text.what}, by the small model llama-0")
     name = str(MODELS / "llama-python")
@@ -110,8 +113,8 @@ def _load_shipped(console: Console) -> dict[str, Stage]:
 def _try_policy(policy: str, k: float, stages: dict[str, Stage]) -> DemoOutcome:
     """Run all texts under one policy and budget, for a row of the demo's table: right answers, bytes, loss, predictions.
 
-    Texts that ask for hidden facts give the right answers. The text of Python code ("source"), if it is there, gives the loss
-    and the predictions, and the bytes in place of those of "needles".
+    `run` calls it for each row. Texts that ask for hidden facts give the right answers. The text of Python code ("source"), if
+    it is there, gives the loss and the predictions, and the bytes in place of those of "needles".
     """
     fed = {name: _feed_text(stage, policy, k) for name, stage in stages.items()}
     right = {name: stages[name].text.find_right(one.logits_BSV) for name, one in fed.items() if stages[name].text.asks}
@@ -125,7 +128,10 @@ def _try_policy(policy: str, k: float, stages: dict[str, Stage]) -> DemoOutcome:
 
 
 def _feed_text(stage: Stage, policy: str, k: float) -> Fed:
-    """Return logits and cache of a stage's text under a policy ("full": unpatched), fed token by token after the prompt."""
+    """Return logits and cache of a stage's text under a policy ("full": unpatched), fed token by token after the prompt.
+
+    `_try_policy` calls it. The model is patched only inside. POLICIES: the demo's options of each policy.
+    """
     text = stage.text
     if policy == "full":
         return feed(stage.model, text.ids_BT, text.n, text.mask_BT)
@@ -134,7 +140,10 @@ def _feed_text(stage: Stage, policy: str, k: float) -> Fed:
 
 
 def _report_prompt(policy: str, k: float, stage: Stage) -> Report:
-    """Read the first prompt alone, without padding, under a policy; return the report of which tokens its cache then holds."""
+    """Read the first prompt alone, without padding, under a policy; return the report of which tokens its cache then holds.
+
+    `run` calls it for the strips and the picture. mask_BT is 0 at padding.
+    """
     text = stage.text
     ids_1T = text.ids_BT[:1, : text.n]
     if text.mask_BT is not None:

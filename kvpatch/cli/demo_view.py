@@ -41,9 +41,10 @@ class DemoOutcome:
     tokens: Tensor | None = None
 
     def format_cells(self, full: DemoOutcome) -> dict[str, str]:
-        """Format a row of the demo's table, by column, when all is measured. full: the unpatched model's outcome, to compare.
+        """Return the cells of a row of the demo's table, by column. full: the unpatched model's outcome, to compare with.
 
-        later: answers to questions that came after the prompt's eviction. "as full": share of predictions that `full` shares.
+        `show` calls it when all is measured. later: answers to questions that came after the prompt's eviction. "as full":
+        share of predictions that equal those of `full`.
         """
         cells = {"k": f"{self.k:g}", "right": _format_right(self.right)}
         if self.later is not None:
@@ -73,7 +74,7 @@ Reports = dict[tuple[str, float], Report]
 
 
 def show_story(console: Console, policies: list[str]) -> None:
-    """Print what is asked of the policies, and what each of them is for; before anything is measured."""
+    """Print what is asked of the policies, and what each of them is for. `run` calls it before anything is measured."""
     console.print(
         "\nA prompt hides four facts, the needles, and asks for one. Each policy keeps the share k of the prompt's tokens and "
         "answers from those.\n"
@@ -88,7 +89,10 @@ def show_story(console: Console, policies: list[str]) -> None:
 
 
 def show(console: Console, outcomes: list[DemoOutcome], reports: Reports, text: TextBatch) -> None:
-    """Print the demo's table, and a line of characters per policy that shows which parts of one prompt it kept; at the end."""
+    """Print the demo's table, and a line of characters per policy that shows which parts of one prompt it kept.
+
+    `run` calls it when all is measured. reports: which tokens each policy kept of the first prompt, by policy and budget.
+    """
     full = outcomes[0]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("policy", style="cyan", no_wrap=True)
@@ -111,7 +115,10 @@ _LEGEND = {
 
 
 def _print_strips(console: Console, reports: Reports, text: TextBatch, width: int = 64) -> None:
-    """Print below the demo's table a line per policy at the smallest budget: the share of heads that kept a prompt's parts."""
+    """Print a line per policy at the smallest budget: the share of heads that kept each part of a prompt.
+
+    `show` calls it last.
+    """
     k = min(share for _, share in reports)  # reports: by policy and budget
     kept = {  # by policy: for each token of the prompt, the share of heads that kept it
         policy: report.kept().float().mean((0, 1))
@@ -132,12 +139,12 @@ def _print_strips(console: Console, reports: Reports, text: TextBatch, width: in
     console.print(f"\nThe first prompt, as k={k} left it (n needle, A the one asked for, ? question):")
     console.print(f"{'':<14}  {''.join(mark_part(a, b) for a, b in pairwise(edges))}")
     for policy, share in kept.items():
-        line = "".join(block(float(share[a:b].mean())) for a, b in pairwise(edges))
+        line = "".join(block(float(share[a:b].mean())) for a, b in pairwise(edges))  # block: a character of that height
         console.print(f"{policy:<14} |{line}|")
 
 
 def draw_picture(outcomes: list[DemoOutcome], reports: Reports, text: TextBatch) -> Any:
-    """Draw which tokens of a prompt each policy kept: a column per budget, a panel per policy; `demo` saves the figure."""
+    """Draw which tokens of a prompt each policy kept: a column per budget, a panel per policy. `run` saves the figure."""
 
     def make_panel(one: DemoOutcome) -> plotting.Panel:
         name = one.policy if one.policy == "full" else f"{one.policy}, k={one.k:g}"

@@ -22,7 +22,10 @@ class EndAtDisconnect:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; cancel the app if the client is gone before any answer. The ASGI server calls this for each."""
+        """Answer a request through the app; cancel the app if the client is gone before any answer has begun.
+
+        The ASGI server (by way of `Gate`) calls this for each request.
+        """
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -30,7 +33,7 @@ class EndAtDisconnect:
         begun = asyncio.Event()  # the app has begun its answer
 
         async def read_messages() -> None:
-            """Put the client's messages into `messages`, and return when it has disconnected."""
+            """Put the client's messages into `messages`, and return when it has disconnected. Runs as a task beside the app."""
             connected = True
             while connected:
                 message = await receive()

@@ -40,14 +40,17 @@ class Gate:
         self.app, self.served, self.answers, self.key, self.log = app, served, answers, key, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request: check it, let the app answer it, count it, and log a line. The ASGI server calls this for each."""
+        """Answer a request: check it, let the app answer it, count it, and log a line. The ASGI server calls this for each.
+
+        A refusal is answered here. Any other exception goes on to the app around this, and the log then says 500.
+        """
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         began, status, name = time.monotonic(), 0, f"kv-{uuid.uuid4().hex}"
 
         async def note_status(message: Message) -> None:
-            """Send a message of the answer, and note its status for the log."""
+            """Send a message of the answer, an error in it put into OpenAI's form, and note its status for the log."""
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -68,9 +71,10 @@ class Gate:
                 self.log(_describe_request(scope, status, time.monotonic() - began, request))
 
     async def _check_and_answer(self, scope: Scope, receive: Receive, send: Send, name: str) -> None:
-        """Check a request and let transformers' app answer it. An accepted request is noted as `answers.requests[name]`.
+        """Check a request and let transformers' app answer it; `__call__` calls it for each.
 
-        /metrics is answered here. To /health the kept conversations are added, and to a stream of completions its end, [DONE].
+        Notes it as `answers.requests[name]`. /metrics is answered here. To /health the kept conversations are added, and to a
+        stream of completions its end, [DONE].
 
         Raises:
             RefusedError: it cannot be obeyed; the caller answers with this.
@@ -111,7 +115,7 @@ class Gate:
 
 
 async def answer(send: Send, status: int, text: str, kind: str = "application/json") -> None:
-    """Send an answer that the app has no part in, such as an error, through ASGI: its status and headers, then its text."""
+    """Send an answer without the app, such as an error or /metrics, through ASGI: its status and headers, then its text."""
     body = text.encode()
     headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -119,7 +123,10 @@ async def answer(send: Send, status: int, text: str, kind: str = "application/js
 
 
 async def _read_body(receive: Receive) -> bytes:
-    """Read the body of an arriving request to its end. Raises RefusedError if it is too long or the client is gone."""
+    """Return the whole body of an arriving request. Raises RefusedError if it is too long or the client is gone.
+
+    `_check_and_answer` calls it. ASGI hands a body over in pieces.
+    """
     body, more = b"", True
     while more:
         message = await receive()
@@ -141,7 +148,7 @@ def _parse_body(body: bytes) -> Any:
 
 
 def _encode_body(body: dict[str, Any]) -> bytes:
-    """Write an accepted request's fields as the JSON that the app reads. Raises RefusedError for text that is no UTF-8."""
+    """Return an accepted request's fields as the JSON that the app reads. Raises RefusedError for text that is no UTF-8."""
     try:
         return json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -149,7 +156,7 @@ def _encode_body(body: dict[str, Any]) -> bytes:
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI receive() for the app: the body that was read already, and then the client's further messages."""
+    """Return an ASGI receive() for the app: the body, which `_read_body` has read already, and then the client's messages."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -159,9 +166,10 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _mend_error(message: Message) -> Message:
-    """Return an ASGI message of an answer, before it is sent, as it is. Only an error that ends a stream is rewritten.
+    """Return an ASGI message of an answer as it is, but rewritten if it is an error that ends a stream.
 
-    transformers' handlers put the bytes _BROKEN before the error's text and _END after it; OpenAI's form replaces these.
+    `note_status` calls it for each message. transformers' handlers put the bytes _BROKEN before the error's text and _END after
+    it; OpenAI's form replaces these.
     """
     before, marker, rest = message.get("body", b"").rpartition(_BROKEN)
     if not marker or not rest.endswith(_END):
@@ -171,7 +179,7 @@ def _mend_error(message: Message) -> Message:
 
 
 def _describe_request(scope: Scope, status: int, seconds: float, request: AcceptedRequest | None) -> str:
-    """Describe a request in a line of the log, when it was answered. request: its counts; None if refused or not for text."""
+    """Return a request's line for the log; `__call__` writes it. request: its counts; None if refused or not for text."""
     path = scope["path"] if scope["path"].isprintable() else repr(scope["path"])
     facts = [f"{scope['method']} {path}", str(status or GONE), f"{seconds:.2f} s"]
     if request is not None:

@@ -33,7 +33,7 @@ class GenerationChoices:
     top_p: float | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Return these choices as arguments of generate(), for `kvpatch generate`: greedy without temperature or top_p."""
+        """Return these choices as arguments of generate(), for `run`: greedy without temperature or top_p."""
         if self.temperature == 0 or (self.temperature is None and self.top_p is None):
             return {"max_new_tokens": self.new, "do_sample": False}
         temperature, top_p = (1.0 if one is None else one for one in (self.temperature, self.top_p))
@@ -45,8 +45,8 @@ def run(
 ) -> None:
     """Generate from `text` and print the new text and the report of kept tokens, or both as JSON; seeds torch's generator.
 
-    The work of `kvpatch generate`. raw: feed the text without a chat template. settings: keyword arguments of `patched`. how:
-    length and sampling.
+    `generate` (the command) calls it. raw: feed the text without a chat template. settings: keyword arguments of `patched`.
+    how: length and sampling. The model is unpatched again at the end.
 
     Raises:
         KVPatchError: the model, the tokenizer, the prompt or a setting cannot work.
@@ -79,7 +79,8 @@ def run(
 def encode_message(model: Any, tokenizer: Any, text: str, raw: bool, new: int) -> tuple[Tensor, str]:
     """Encode a command's prompt: as a user's message if there is a chat template and `raw` is False, else as it is.
 
-    Returns token ids [1,n] that leave room for `new` tokens, and a sentence about omitted tokens, or "".
+    `run` of `kvpatch generate` and `read_text` of `compare` call it. Returns token ids [1,n] that leave room for `new` tokens,
+    and a sentence about omitted tokens, or "".
 
     Raises:
         KVPatchError: as `encode_prompt`.

@@ -93,7 +93,10 @@ class Source:
         check_folder(self.name)
 
     def config(self) -> Any:
-        """Load the model's configuration alone, to look at before its weights. Raises KVPatchError if it cannot be loaded."""
+        """Load the model's configuration, which `_find_limit` asks before weights.
+
+        Raises KVPatchError if it cannot be loaded.
+        """
         import transformers
 
         try:
@@ -122,6 +125,8 @@ def load_model(
     trust_remote_code: bool = False,
 ) -> Any:
     """Load a causal language model, or one that reads images too, from a folder or the hub, in evaluation mode.
+
+    `Source.model` and `_load_shipped` call it. Prints what it loads, and turns transformers' advice and bars off.
 
     Args:
         name: a folder, or a name on the hub.
@@ -166,7 +171,10 @@ def load_model(
 
 
 def silence_loading() -> None:
-    """Turn off transformers' advice and bars, before a model or tokenizer is loaded; the hub's bars of downloads stay on."""
+    """Turn off transformers' advice and bars for the process; the hub's bars of downloads stay on.
+
+    `load_model` and `load_tokenizer` call it.
+    """
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
@@ -179,7 +187,7 @@ def silence_loading() -> None:
 
 
 def _find_device(device: str) -> torch.device:
-    """Return the device that --device names, before a model is loaded; "auto": a GPU, else the CPU.
+    """Return the device that --device names, for `load_model`; "auto": a GPU, else the CPU.
 
     Raises KVPatchError if a tensor cannot be allocated there.
     """
@@ -196,7 +204,7 @@ def _find_device(device: str) -> torch.device:
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load a model's tokenizer, for commands that read text. Raises KVPatchError if there is none or it knows no token."""
+    """Load a model's tokenizer for `Source` or the demo; raise KVPatchError if there is none or it knows no token."""
     check_folder(name)
     missing = f"The model {name} comes without a tokenizer, which text needs."
     if Path(name).is_dir() and not any(any(Path(name).glob(pattern)) for pattern in ("*token*", "vocab*", "*.model")):
@@ -210,6 +218,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
         )
     except Exception as error:  # a tokenizer's files may raise anything
         raise KVPatchError(f"The model {name} has no tokenizer that can be loaded: {_format_reason(error)}") from error
+    # such as transformers makes of a folder without a vocabulary
     if not tokenizer("text").input_ids or not tokenizer.decode(tokenizer("text").input_ids, skip_special_tokens=True):
         raise KVPatchError(missing)
     return tokenizer
@@ -223,7 +232,7 @@ def check_folder(name: str) -> None:
 
 
 def _format_reason(error: BaseException) -> str:
-    """Return the first line of transformers' error, for kvpatch's message, and the option that would help, if there is one."""
+    """Return the first line of transformers' error, for `load_model` and its like, and the option that would help, if any."""
     line = _first_line(error)
     if "remote_code" in str(error):
         return f"{line} Read that code, then give --trust-remote-code."
@@ -236,9 +245,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def read_prompt(name: str, given: str = "FILE") -> str:
-    """Read the text of a command's prompt from a file, or from standard input for "-". Raises KVPatchError if there is none.
+    """Read the text of a command's prompt from a file, or from standard input for "-". Raises KVPatchError if it is empty.
 
-    given: name of the argument or option that names the file.
+    `TextFile.read_text` calls it. given: name of the argument or option that names the file, for errors.
     """
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
@@ -252,7 +261,7 @@ def read_prompt(name: str, given: str = "FILE") -> str:
 
 
 def encode_prompt(model: Any, tokenizer: Any, text: str, new: int) -> tuple[Tensor, str]:
-    """Encode a prompt: token ids [1,n] that leave room for `new` tokens, and a sentence about omitted tokens, or "".
+    """Encode a prompt without a chat template: token ids [1,n] that leave room for `new` tokens, and `fit_prompt`'s note.
 
     Raises:
         KVPatchError: the whole prompt would be omitted, or the tokenizer belongs to another model.
@@ -262,6 +271,8 @@ def encode_prompt(model: Any, tokenizer: Any, text: str, new: int) -> tuple[Tens
 
 def fit_prompt(model: Any, ids: Tensor, new: int) -> tuple[Tensor, str]:
     """Shorten a prompt's ids [1,n] from the left to leave room for `new` tokens; return them on the model's device, and a note.
+
+    `encode_message` and `_cut_text` call it. note: a sentence about omitted tokens, or "".
 
     Raises:
         KVPatchError: as `encode_prompt`.

@@ -8,7 +8,10 @@ _EXTRA = ("typer", "rich", "click")
 
 
 def main() -> None:
-    """Run the command line `kvpatch`, or print how to install typer and rich if they are missing."""
+    """Run the command line `kvpatch`, or print how to install typer and rich if they are missing.
+
+    The script `kvpatch` and `python -m kvpatch` call it.
+    """
     try:
         from .commands import app
     except ModuleNotFoundError as error:

@@ -43,7 +43,7 @@ class ServerMetrics:
         self.counts["requests_total", f'{{path="{path}",status="{status}"}}'] += 1
 
     def note_end(self, request: AcceptedRequest) -> None:
-        """Count a request when it has ended: its tokens, and how many of them were evicted. Changes `counts` alone."""
+        """Count in `counts` a request that ends: its tokens, and how many were evicted. `_end_request` calls it once."""
         n_read = request.n_prompt + max(request.n_generated - 1, 0)  # the last token is never fed back to the model
         evicted = n_read - self._count_held(request.n_prompt, n_read) if request.n_generated else 0
         self.counts["requests_ended_total", f'{{reason="{request.end_reason}"}}'] += 1
@@ -56,26 +56,26 @@ class ServerMetrics:
     def describe_conversations(self) -> dict[str, int]:
         """Return the number and bytes of kept conversations (caches of ended requests), and the prompt tokens they saved.
 
-        For the answer to /health, and for the gauges of /metrics.
+        `Gate._add_conversations` puts them into the answer to /health, and `_measure_engine` into /metrics.
         """
         kept = self.engine.conversations
         number, nbytes = (0, 0) if kept is None else (len(kept), kept.nbytes)
         return {"kept": number, "bytes": nbytes, "tokens_reused": self.counts["reused_tokens_total", ""]}
 
     def render(self) -> str:
-        """Return all counters and gauges as Prometheus reads them; the answer to each GET /metrics."""
+        """Return all counters and gauges as Prometheus reads them; `_check_and_answer` sends it for each GET /metrics."""
         values = dict(self.counts)
         for name, value in self._measure_engine().items():
             values[name, ""] = value
         lines = list[str]()
-        for name, kind, about in ROWS:
+        for name, kind, about in ROWS:  # ROWS: each metric's name, "counter" or "gauge", and help
             lines += [f"# HELP kvpatch_{name} {about}", f"# TYPE kvpatch_{name} {kind}"]
             samples = sorted((labels, value) for (metric, labels), value in values.items() if metric == name)
             lines += [f"kvpatch_{name}{labels} {value}" for labels, value in samples or [("", 0)]]
         return "\n".join(lines) + "\n"
 
     def _measure_engine(self) -> dict[str, int]:
-        """Return gauges for /metrics: requests, tokens and cache blocks now. Lists are copied: the engine's thread goes on."""
+        """Return gauges, for `render`: requests, tokens and cache blocks now. Lists are copied: the engine's thread goes on."""
         scheduler, pool = self.engine.batch_processor.scheduler, self.engine.pool
         running = list(scheduler.active_requests.values())
         read_counts = [(len(one.initial_tokens), one.current_len()) for one in running]
@@ -94,11 +94,12 @@ class ServerMetrics:
     def _count_held(self, prompt: int, seen: int) -> int:
         """Return how many tokens a KV head holds when a request has read `seen` of them: the mean of the layers.
 
-        Computed from the server's settings (policy and budget), for its metrics, without a look at the cache.
+        `note_end` and `_measure_engine` call it. Computed from the server's settings (policy and budget), without a look at the
+        cache.
         """
         if seen < prompt:  # nothing is evicted yet
             return seen
-        settings = self.engine.terms.settings
+        settings = self.engine.terms.settings  # terms: policy, budget and geometry that the engine serves under
         # of each layer, its head that holds the most
         held = [max(count_held(settings, layer, prompt, seen - prompt).heads) for layer in range(settings.n_layers)]
         return round(sum(held) / len(held))

@@ -10,6 +10,8 @@ from ..errors import KVPatchError
 def find_auto_class(name: str, config: Any, remote_code: bool) -> Any:
     """Return the Auto class that loads this configuration: for causal language models, else for models that read images too.
 
+    `load_model` calls it before weights are read.
+
     Args:
         name: of the model, for errors.
         config: the model's configuration.
@@ -34,9 +36,10 @@ def find_auto_class(name: str, config: Any, remote_code: bool) -> Any:
 
 
 def _check_served(auto: Any, config: Any) -> None:
-    """Raise KVPatchError, before weights are loaded, if `patched` would refuse such a model.
+    """Raise KVPatchError if `patched` would refuse such a model; `find_auto_class` calls it before weights are loaded.
 
-    Builds the model without weights, on the meta device. A refusal that depends on weights is left for loading.
+    Builds the model without weights, on the meta device. A refusal that depends on weights is left for loading, and so is any
+    other error.
     """
     import torch
 

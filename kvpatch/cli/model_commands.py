@@ -69,7 +69,7 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
 
     A model with a chat template gets the prompt as a user's message.
     """
-    with short_errors():
+    with short_errors():  # typer runs this for `kvpatch generate`; the docstring is its help
         options = check_arguments(option, k, positions, backend, bits)
         name, prompt_source = _find_prompt(model, file, model_option, prompt_file, prompt)
         source = Source(name, dtype, device, device_map, revision, trust_remote_code)
@@ -120,7 +120,7 @@ def check(  # noqa: PLR0913 - as above
 
     Such as: what a policy evicts changes the logits exactly as a mask does, and a removed patch leaves the model as it was.
     """
-    with short_errors():
+    with short_errors():  # typer runs this for `kvpatch check`; the docstring is its help
         options = parse_options(option)
         check_budget(k)
         source = Source(find_model(model, model_option), dtype, device, device_map, revision, trust_remote_code)
@@ -202,11 +202,11 @@ def compare(  # noqa: PLR0913 - as above
     are measured; Ctrl-C keeps those that have. After the last prompt comes one sentence of advice with the line of Python to
     paste; settings.json in the folder of --out has the same settings.
     """
-    with short_errors():
+    with short_errors():  # typer runs this for `kvpatch compare`; the docstring is its help
         check_choice("schedule", schedule, SCHEDULES)
         options, texts, of_bits = parse_options(option), ",".join(budgets or [KS]), parse_bits(bits)
         check_budget(texts)
-        for flag, asks in (("--question", question), ("--later", later)):
+        for flag, asks in (("--question", question), ("--later", later)):  # asks: a question of the user
             if asks is not None and not asks.strip():
                 raise KVPatchError(f"{flag} is empty: give one in quotation marks, or leave it out.")
         name, texts_of = find_model_and_files(model, files, model_option, prompt_file)

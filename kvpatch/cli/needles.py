@@ -53,7 +53,7 @@ class TextBatch:
 def read_needles(in_prompt: bool = True) -> TextBatch:
     """Read the prompts of `kvpatch demo` for the model llama-0: keys with three values each among filler, then a question.
 
-    Each row of ids ends with a question mark, the key that is asked for, and its three values.
+    `_make_stages` calls it. Each row of ids ends with a question mark, the key that is asked for, and its three values.
 
     Args:
         in_prompt: the question belongs to the prompt; else it is fed after compression.
@@ -66,15 +66,15 @@ def read_needles(in_prompt: bool = True) -> TextBatch:
     needles = [(i, i + 4) for i in range(question) if row[i] in held["keys"]]  # spans of a key and its values
     asked = [span for span in needles if row[span[0]] == row[question + 1]]
     marks = Marks([span for span in needles if span not in asked], asked, [(question, question + 2)])
-    answer = question + 2 - n, question + 5 - n
+    answer = question + 2 - n, question + 5 - n  # span of the values among the tokens fed after the prompt
     return TextBatch(f"{len(ids_BT)} prompts of {n} tokens with 4 needles", ids_BT, n, answer=answer, marks=marks)
 
 
 def cut_excerpts(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fed: int = 72) -> TextBatch:
     """Cut `rows` excerpts, evenly spread, from a source file of Python's library, as a text of `kvpatch demo`.
 
-    Each begins with <bos> if the tokenizer has one, and has `prompt` tokens and `fed` more. A model with few positions gets
-    shorter prompts.
+    `_load_shipped` calls it. Each begins with <bos> if the tokenizer has one, and has `prompt` tokens and `fed` more. A model
+    with few positions gets shorter prompts.
     """
     limit = positions_of(model)
     prompt = prompt if limit is None else min(prompt, limit - fed)

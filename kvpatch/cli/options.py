@@ -94,6 +94,8 @@ NoOption = Annotated[list[str] | None, typer.Option("--option", "-o", hidden=Tru
 def parse_options(given: list[str] | None) -> dict[str, Any]:
     """Parse the `name=value` pairs of -o, several per text if commas separate them; values are Python literals or texts.
 
+    Commands call it before torch is imported.
+
     Raises:
         KVPatchError: a malformed pair.
 
@@ -114,7 +116,7 @@ def parse_options(given: list[str] | None) -> dict[str, Any]:
 
 
 def check_arguments(given: list[str] | None, k: str, positions: str, backend: str, bits: int) -> dict[str, Any]:
-    """Check arguments that a command hands to patched(), before torch is imported; return the options of the policy.
+    """Check arguments that `generate` or `serve` hands to `patched`, before torch is imported; return the policy's options.
 
     Raises:
         KVPatchError: an option cannot be parsed, or a setting does not take its value.
@@ -130,7 +132,7 @@ def check_arguments(given: list[str] | None, k: str, positions: str, backend: st
 def make_policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any:
     """Make the policy that a command's arguments name, and load its calibration file if `options` has one.
 
-    Most mistakes raise KVPatchError before torch is imported.
+    `choose_policy` calls it. Most mistakes raise KVPatchError before torch is imported.
     """
     check_choice("schedule", schedule, SCHEDULES)
     check_policy(name, options)
@@ -142,6 +144,8 @@ def make_policy(name: str, schedule: str | None, options: dict[str, Any]) -> Any
 
 def choose_policy(context: typer.Context, options: dict[str, Any], others: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
     """Return policy, budget and keyword arguments for `patched`, from a command's options or the file of --settings.
+
+    `generate`, `check` and `serve` call it. An option that is typed adds to the file; --policy may not be typed beside it.
 
     Args:
         context: of the command.
@@ -172,7 +176,10 @@ def _is_typed(context: typer.Context, name: str) -> bool:
 
 
 def read_calibration(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a command's policy options, the calibration file among them loaded. Raises KVPatchError if it cannot be read."""
+    """Return a policy's options, with the calibration loaded if they name its file. Raises KVPatchError if it cannot be read.
+
+    `make_policy` and `choose_policies` call it. Does not change `options`.
+    """
     if "calibration" not in options:
         return options
     from ..storage.calibration import load_calibration
@@ -181,7 +188,7 @@ def read_calibration(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_bits(text: str) -> tuple[int, ...]:
-    """Parse the list of `compare --bits`, separated by commas; "auto" stands for 16, 8 and 4.
+    """Parse the list of `compare --bits`, separated by commas; "auto" stands for 16, 8 and 4. Duplicates go.
 
     Raises:
         KVPatchError: a number that `bits` of patched() does not take, or none.
@@ -200,7 +207,7 @@ def parse_bits(text: str) -> tuple[int, ...]:
 
 
 def _split_pairs(text: str) -> list[str]:
-    """Split a text of a command's -o at the commas that a `name=` follows: "tau=(1, 2),window=3" has two pairs."""
+    """Split a text of -o at the commas that a `name=` follows, for `parse_options`: "tau=(1, 2),window=3" has two pairs."""
     parts: list[str] = []
     for part in text.split(","):
         if parts and "=" not in part:
@@ -242,7 +249,7 @@ def find_model_and_files(
     more: list[str] | None = None,
     more_given: str = "--prompt-file",
 ) -> tuple[str, list[TextFile]]:
-    """Return the model's name and the files of prompts, from a command's arguments.
+    """Return the model's name and the files of prompts, from the arguments of `generate` or `compare`.
 
     argument: the first, a model's name, or a file if --model names the model. option: the model by --model. more: files given
     by the option `more_given`.

@@ -43,7 +43,10 @@ def short_errors() -> Iterator[None]:
 
 
 def _show_warning(others: Callable[..., None]) -> Callable[..., None]:
-    """Make a function for warnings.showwarning during a command: it prints kvpatch's warnings in a line, others by `others`."""
+    """Return a function for warnings.showwarning: it prints kvpatch's warnings in a line, and others by `others`.
+
+    `short_errors` calls it when a command begins.
+    """
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
         """Print a warning; warnings.warn() calls this while a command runs."""
@@ -78,7 +81,7 @@ def print_json(value: Any) -> None:
 
 
 def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a command's table: a line per row, but folded at words on a terminal.
+    """Print a command's table: a line per row, but folded at words on a terminal. `policies`, `check` and `plan` call it.
 
     The first column is never folded. On a terminal a row's other cells, if there are three or more, stand below one another.
     """
@@ -100,9 +103,10 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def make_progress_bar(out: Console) -> Progress:
-    """Make the progress bar of a command that measures; its label has a fixed width. Nothing is drawn if stderr is no terminal.
+    """Return the progress bar of a command that measures; its label has a fixed width.
 
-    On a terminal it shares `out`, so that rows printed there appear above it.
+    Nothing is drawn if stderr is no terminal. `demo`, `compare` and `calibrate` draw one. On a terminal it shares `out`, so
+    that rows printed there appear above it.
     """
     place = out if out.is_terminal else make_console(stderr=True)
     return Progress(
@@ -119,14 +123,14 @@ def make_progress_bar(out: Console) -> Progress:
 
 
 def make_folder(out: Path) -> None:
-    """Make the folder of `--out`, and look for matplotlib, before anything is measured.
+    """Make the folder of `--out`, and look for matplotlib; `demo` and `compare` call it before anything is measured.
 
     Raises:
         KVPatchError: the folder cannot be made, or matplotlib is missing.
     """
     from .. import plotting  # which imports torch
 
-    plotting.new_figure()
+    plotting.new_figure()  # raises if matplotlib is missing
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -39,7 +39,7 @@ def plan(  # noqa: PLR0913 - typer: an option is a parameter
     json: given.Json = False,
 ) -> None:
     """Count the bytes of a model's weights and cache, in full and under a budget, from its config.json alone, in a moment."""
-    with short_errors():
+    with short_errors():  # typer runs this for `kvpatch plan`; the docstring is its help
         options = parse_options(option)
         check_policy(policy, options)  # refuses names that are no options of the policy, so none clashes with `arguments`
         check_budget(k)

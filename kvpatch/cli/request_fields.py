@@ -83,7 +83,10 @@ class FieldRefusal(NamedTuple):
 
 
 def _expect_number(low: float, high: float, above: bool = False) -> Callable[[object], str | None]:
-    """Make a check for OBEYED, the table of fields: what is wrong with a number, or None. above: `low` itself is wrong too."""
+    """Return a check for OBEYED, the table of fields, made at import: it says what is wrong with a number, or None.
+
+    `_check_field` calls the check. above: `low` itself is wrong too.
+    """
     bounds = f"above {low:g}, at most {high:g}" if above else f"from {low:g} to {high:g}"
 
     def check(value: object) -> str | None:
@@ -94,7 +97,7 @@ def _expect_number(low: float, high: float, above: bool = False) -> Callable[[ob
 
 
 def _expect_integer(low: int, high: int) -> Callable[[object], str | None]:
-    """Make a check for OBEYED, the table of fields: it returns what is wrong with a whole number, or None."""
+    """Return a check for OBEYED, the table of fields, made at import: it says what is wrong with a whole number, or None."""
 
     def check(value: object) -> str | None:
         valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
@@ -120,7 +123,7 @@ def _check_stop(value: object) -> str | None:
 
 
 def _check_bias(value: object) -> str | None:
-    """Check the field logit_bias of an arriving request, numbers by token ids as text; return what is wrong, or None."""
+    """Return what is wrong with a request's logit_bias (numbers by token ids as text), or None; a check of OBEYED."""
     valid = isinstance(value, dict) and all(
         re.fullmatch(r"[0-9]{1,9}", str(token)) and _expect_number(-100, 100)(bias) is None for token, bias in value.items()
     )
@@ -207,6 +210,8 @@ REFUSED = {
 def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
     """Check the fields of an arriving request, and sort them by use: by transformers' handlers, in sampling, as stop strings.
 
+    `Gate._check_and_answer` calls it for each. Fields that are null count as missing.
+
     Args:
         path: one of PATHS.
         body: the JSON that came.
@@ -241,9 +246,10 @@ def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
 
 
 def _check_field(letter: str, path: str, name: str, value: object) -> None:
-    """Raise RefusedError unless a request to `path` may have this field with this value. letter: PATHS[path].
+    """Raise RefusedError unless a request to `path` may have this field with this value; `read_request` calls it for each.
 
-    OBEYED has a check for each field that works here. REFUSED has the others, and the values of each that ask for nothing.
+    letter: PATHS[path]. OBEYED has a check for each field that works here. REFUSED has the others, and the values of each that
+    ask for nothing (`harmless`): those pass.
     """
     obeyed, refused = OBEYED.get(name), REFUSED.get(name)
     if obeyed is not None and letter in obeyed.paths:
@@ -263,7 +269,7 @@ def _check_field(letter: str, path: str, name: str, value: object) -> None:
 def _check_model(given: dict[str, Any], letter: str, served: Served) -> None:
     """Raise RefusedError if an arriving request names another model than the server's, or needs a template that it has not.
 
-    A chat or a response needs a chat template. Tools need to be known to transformers for this model.
+    `read_request` calls it. A chat or a response needs a chat template. Tools need to be known to transformers for this model.
     """
     if given.get("model", served.name) != served.name:
         note = f"This server has the model {served.name!r}, not {given['model']!r}: GET /v1/models lists it."

@@ -13,14 +13,17 @@ _TEXTS = ("text", "input_text", "output_text")
 
 
 def check_messages(value: object) -> str | None:
-    """Check the messages of a request for a chat; return how they are wrong, or None."""
+    """Return what is wrong with the messages of a request for a chat, or None. `_check_field` calls it by the table OBEYED."""
     if not isinstance(value, list) or not value:
         return "must be a list with at least one message"
     return next((f"[{i}]{wrong}" for i, one in enumerate(value) if (wrong := _check_message(one))), None)
 
 
 def check_input(value: object) -> str | None:
-    """Check `input` of /v1/responses: a string, parts of a message, or messages and tool calls; return what is wrong."""
+    """Return what is wrong with `input` of /v1/responses, or None: a string, parts of a message, or messages and tool calls.
+
+    `_check_field` calls it by the table OBEYED.
+    """
     if isinstance(value, str):
         return None if value else "must have at least one character"
     if not isinstance(value, list) or not value:
@@ -33,7 +36,7 @@ def check_input(value: object) -> str | None:
 
 
 def check_tools(value: object) -> str | None:
-    """Check the tools that a request lets the model call; return how they are wrong, or None."""
+    """Return what is wrong with the tools that a request lets the model call, or None. `_check_field` calls it by OBEYED."""
     if not isinstance(value, list):
         return "must be a list of functions"
     for i, one in enumerate(value):
@@ -45,7 +48,10 @@ def check_tools(value: object) -> str | None:
 
 
 def check_template_kwargs(value: object) -> str | None:
-    """Check a request's values for its chat template; return what is wrong, such as a name that apply_chat_template() sets."""
+    """Return what is wrong with a request's values for its chat template, or None: a name that apply_chat_template() sets.
+
+    `_check_field` calls it by the table OBEYED.
+    """
     from transformers import PreTrainedTokenizerBase
 
     if not isinstance(value, dict):
@@ -55,7 +61,7 @@ def check_template_kwargs(value: object) -> str | None:
 
 
 def _check_item(item: dict[str, Any]) -> str | None:
-    """Check an item of a request's input: a message, a call of a tool, its output, or reasoning; return how it is wrong."""
+    """Return how an item of `input` is wrong, or None: a message, a tool's call or output, reasoning. For `check_input`."""
     kind = item.get("type", "message")
     if "role" in item:
         return _check_message({name: one for name, one in item.items() if name not in ("type", "id", "status")})
@@ -73,7 +79,7 @@ def _check_item(item: dict[str, Any]) -> str | None:
 
 
 def _check_message(message: Any) -> str | None:
-    """Check a request's message: its role, fields, calls of tools and content; return how it is wrong, or None."""
+    """Return how a request's message is wrong, or None: role, fields, calls of tools, content. `check_messages` calls it."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         return f" must be an object whose role is one of {', '.join(ROLES)}"
     # _READ: fields that are used; _ANSWERED: fields of this server's own answers, which clients send back
@@ -93,7 +99,7 @@ def _check_message(message: Any) -> str | None:
 
 
 def _check_parts(parts: list[Any]) -> str | None:
-    """Check the parts of an arriving request's message, which must all be texts; return how they are wrong, or None."""
+    """Return how the parts of a request's message are wrong, or None: all must be texts. `_check_message` calls it."""
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _TEXTS:
@@ -104,7 +110,7 @@ def _check_parts(parts: list[Any]) -> str | None:
 
 
 def _check_calls(calls: Any) -> str | None:
-    """Check the calls of tools of an assistant's message in a request; return how they are wrong, or None."""
+    """Return how the tool calls of an assistant's message in a request are wrong, or None. `_check_message` calls it."""
     if not isinstance(calls, list):
         return ".tool_calls must be a list"
     for call in calls:
@@ -117,7 +123,7 @@ def _check_calls(calls: Any) -> str | None:
 
 
 def _check_arguments(arguments: Any) -> str | None:
-    """Check the arguments of a tool's call in a request, an object or its JSON; return how they are wrong, or None."""
+    """Return how the arguments of a tool's call (an object or its JSON) are wrong, or None. `_check_calls` calls it."""
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:

@@ -19,9 +19,10 @@ class StopStringWatch:
         self.stops, self.stopped, self._held = tuple(stops), False, ""
 
     def feed(self, piece: str) -> str:
-        """Take an answer's next piece of text; return what can be sent of it. Called each time that new tokens were decoded.
+        """Take an answer's next piece of text; return what can be sent of it. `WatchedDecoder.step` calls it for each piece.
 
-        Ends the text before a stop string and sets `stopped`. Holds back an end that may be the beginning of a stop string.
+        Ends the text before a stop string and sets `stopped`. Holds back, in `_held`, an end that may be the beginning of a
+        stop string.
         """
         if self.stopped:
             return ""
@@ -53,7 +54,10 @@ class WatchedDecoder:
         self.decoder, self.watch, self.tokens = decoder, watch, 0
 
     def step(self, tokenizer: Any, token: int) -> str | None:
-        """Return the text that one more token adds, or None; count it unless a stop string came. Called for each token."""
+        """Return the text to send that one more token adds, or None; count the token in `tokens` unless a stop string came.
+
+        transformers' streamer calls it for each token, in place of the tokenizer's own decoder.
+        """
         self.tokens += not self.watch.stopped
         text = self.decoder.step(tokenizer, token)
         return self.watch.feed(text) or None if text else None
@@ -62,7 +66,8 @@ class WatchedDecoder:
 def cut_tokens(processor: Any, tokens: list[int], text: str) -> list[int]:
     """Return tokens of an answer up to a stop string, for transformers' parsers (of reasoning and tool calls): they take ids.
 
-    tokens: of the whole answer. text: the answer before the stop string, which may end inside a token.
+    `generate_non_streaming` calls it if its text is to be parsed. tokens: of the whole answer. text: the answer before the stop
+    string, which may end inside a token.
     """
     kept = list(tokens)
     while kept and len(before := processor.decode(kept, skip_special_tokens=True)) > len(text):

@@ -12,7 +12,7 @@ from ..hooks.transcript import Template, Transcript
 def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messages:
     """Return the roles of a request's messages and the places where they begin in its tokens; a completion has none.
 
-    Called when the request arrives, under --protect system, so that a policy spares the system message.
+    `_accept_request` calls it under --protect system, so that a policy spares the system message.
 
     Args:
         tokenizer: of the model.
@@ -35,6 +35,7 @@ def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messa
     messages = convert_messages(messages, Modality.LLM)
     # render the conversation once more, message by message, to learn at which token each begins
     template = Template(tokenizer, {"tools": tools, **body.get("chat_template_kwargs", {})})
+    # an empty Transcript: nothing was read before
     rendered_ids, starts = template.tokenize(template.render(messages), Transcript())
     if rendered_ids != ids:
         raise KVPatchError(

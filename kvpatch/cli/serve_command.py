@@ -77,7 +77,7 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
 
     Each request has a budget of its own. Needs the extra `serve` (fastapi, uvicorn, pydantic, openai, psutil).
     """
-    with short_errors():
+    with short_errors():  # typer runs this for `kvpatch serve`; the docstring is its help
         options = check_arguments(option, k, positions, backend, bits)
         if protect is not None:
             check_choice("protect", protect, ("system",))
@@ -99,7 +99,10 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
 
 
 def _read_bytes(kept: str | None, edits: bool) -> int | None:
-    """Parse --keep-conversations of `serve` to bytes, or None. Raises KVPatchError for no size, or for --edits without it."""
+    """Parse --keep-conversations of `serve` to bytes, or None. Raises KVPatchError for no size, or for --edits without it.
+
+    `serve` calls it.
+    """
     if kept is None and edits:
         raise KVPatchError("--edits edits conversations that are kept: add --keep-conversations 1GiB, or another size.")
     nbytes = None if kept is None else parse_bytes(kept)

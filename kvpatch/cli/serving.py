@@ -48,9 +48,9 @@ def run(
 ) -> Any:
     """Load the model, patch it, and serve it until interrupted; returns the server. The port is bound before weights are read.
 
-    settings: keyword arguments of `patch`. engine: options of ContinuousBatchingConfig. positions: the most tokens of a prompt
-    and its answer; else those of the model. background: serve in a thread, and return at once. conversations: where the
-    engine keeps caches of requests that have ended; None to keep none.
+    `serve` (the command) calls it. settings: keyword arguments of `patch`. engine: options of ContinuousBatchingConfig.
+    positions: the most tokens of a prompt and its answer; else those of the model. background: serve in a thread, and return at
+    once. conversations: where the engine keeps caches of requests that have ended; None to keep none.
 
     Raises:
         KVPatchError: a package is missing, the port is taken, or the model or a setting cannot work.
@@ -94,10 +94,13 @@ def run(
 
 
 def _bind_sockets(address: Address) -> list[socket.socket]:
-    """Bind sockets to the host's addresses (for port 0 one to a free port) before weights are loaded. Raises KVPatchError."""
+    """Return sockets bound to the host's addresses (for port 0 one, to a free port); raise KVPatchError if they cannot be.
+
+    `run` calls it before weights are loaded.
+    """
 
     async def bind() -> list[socket.socket]:
-        """Return bound sockets that do not listen yet, by asyncio, which knows a host's addresses. Run once, below."""
+        """Return bound sockets that do not listen yet. asyncio.run() runs it once, since asyncio knows a host's addresses."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(asyncio.Protocol, address.host, address.port, start_serving=False)
         bound = [one.dup() for one in (server.sockets if address.port else server.sockets[:1])]
@@ -113,8 +116,8 @@ def _bind_sockets(address: Address) -> list[socket.socket]:
 def _find_limit(source: Source, asked: int | None, settings: dict[str, Any]) -> int | None:
     """Return the most tokens of a request, or None: as asked, else as many as the model has positions.
 
-    With positions="renumbered" a text may be longer than that, since kept tokens are numbered anew from 0. Called before
-    weights are loaded.
+    `run` calls it before weights are loaded. With positions="renumbered" a text may be longer than that, since kept tokens are
+    numbered anew from 0.
     """
     from ..arch.kinds import position_limit
 
@@ -130,7 +133,10 @@ def _find_limit(source: Source, asked: int | None, settings: dict[str, Any]) -> 
 
 
 def _check_system(tokenizer: Any, edits: bool) -> None:
-    """Raise KVPatchError if --protect system cannot work with these options or this model. Called before weights are loaded."""
+    """Raise KVPatchError if --protect system cannot work with --edits or this model.
+
+    `run` calls it before weights are loaded.
+    """
     if edits:
         raise KVPatchError(
             "--protect system and --edits: an edited text no longer tells which tokens are the system message's. Leave one out."
@@ -142,7 +148,7 @@ def _check_system(tokenizer: Any, edits: bool) -> None:
 
 
 def _check_extra() -> None:
-    """Raise KVPatchError, before anything is loaded, if packages are missing that transformers' server needs."""
+    """Raise KVPatchError if packages are missing that transformers' server needs. `run` calls it before anything is loaded."""
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
@@ -153,10 +159,10 @@ def _check_extra() -> None:
 
 @contextmanager
 def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bound: list[socket.socket]) -> Iterator[None]:
-    """Make transformers' server serve this model alone, at the sockets `bound`, inside the with-block.
+    """Make transformers' server serve this model alone, at the sockets `bound`, inside the with-block of `run`.
 
-    Inside it, names in transformers' and uvicorn's modules are replaced: the model manager returns the loaded model, the app
-    is wrapped by `_mend_app`, and the server listens at `bound`.
+    Inside it, names in transformers' and uvicorn's modules are replaced: the model manager returns the loaded model, the app is
+    wrapped by `_mend_app`, and the server listens at `bound`. The tokenizer's parse_response is replaced for good.
     """
     import uvicorn
     from transformers.cli.serving import model_manager, server
@@ -185,11 +191,11 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
             return [{"id": self.force_model, "object": "model", "created": started, "owned_by": "kvpatch"}]
 
     def build_mended(manager: Any, *more: Any, **named: Any) -> Any:
-        """Build transformers' app for build_server(), as Serve starts; let kvpatch read messages, and wrap the app."""
+        """Build transformers' app in place of build_server(), which Serve() calls; wrap the app for kvpatch."""
         for handler in (*more, *named.values()):
             if isinstance(handler, BaseHandler):
                 handler.get_processor_inputs_from_messages = convert_messages  # type: ignore[method-assign]
-        calls = get_response_template(tokenizer, model) is not None
+        calls = get_response_template(tokenizer, model) is not None  # transformers can parse its tool calls
         served = Served(manager.force_model, chats=tokenizer.chat_template is not None, tools=calls)
         return _mend_app(build(manager, *more, **named), named["generation_state"], served, answers, key)
 
@@ -224,7 +230,7 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
 def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) -> Any:
     """Wrap the server's app: requests are checked, run in `answers`, and end if clients hang up; errors get OpenAI's form.
 
-    Called once, when the server starts. Changes `app` and `state` in place, and returns `app`.
+    `build_mended` calls it once, when the server starts. Changes `app` and `state` in place, and returns `app`.
 
     Args:
         app: transformers' app.

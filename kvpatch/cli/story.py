@@ -65,7 +65,7 @@ class StoryText:
 def run(source: Source, out: Path, json: bool = False) -> None:
     """Print the answers under the full cache, random eviction and three policies, and save a picture of the words kept.
 
-    The work of `kvpatch demo MODEL`.
+    The work of `kvpatch demo MODEL`: the command `demo` calls it.
 
     Args:
         source: the model.
@@ -105,6 +105,8 @@ def draw(reading: StoryText, outcomes: list[view.PolicyAnswers]) -> Any:
 def read_story(model: Any, tokenizer: Any) -> StoryText:
     """Encode the demo's document, alone and with each question after it, by the tokenizer's chat template if there is one.
 
+    `run` calls it once.
+
     Raises:
         KVPatchError: the model has no room for them, or the tokenizer does not say where its tokens stand in a text.
     """
@@ -133,7 +135,7 @@ def read_story(model: Any, tokenizer: Any) -> StoryText:
 
 
 def _render_message(tokenizer: Any, text: str) -> str:
-    """Write a text as a user's message by the tokenizer's chat template; if there is none, with "Answer:" after it."""
+    """Return a text as a user's message by the chat template, for `read_story`; without one, with "Answer:" added."""
     if not getattr(tokenizer, "chat_template", None):
         return f"{tokenizer.bos_token or ''}{text}\nAnswer:"
     messages = [{"role": "user", "content": text}]
@@ -145,7 +147,10 @@ def _encode_text(model: Any, tokenizer: Any, text: str) -> Tensor:
 
 
 def ask(model: Any, tokenizer: Any, reading: StoryText, policy: str) -> view.PolicyAnswers:
-    """Read the text under a policy ("full": none), and answer all questions from its cache, for a row of the demo's table."""
+    """Read the text under a policy ("full": none), and answer all questions from its cache, for a row of the demo's table.
+
+    `run` calls it for each policy. CACHE: the name of generate()'s argument for a cache.
+    """
     start = time.perf_counter()
     with patched(model, policy, 1.0 if policy == "full" else K, **POLICIES[policy]) as patch, torch.no_grad():
         cache = patch.new_cache()
@@ -159,7 +164,10 @@ def ask(model: Any, tokenizer: Any, reading: StoryText, policy: str) -> view.Pol
 
 
 def _answer_question(model: Any, tokenizer: Any, reading: StoryText, question: str, cache: EvictingCache) -> str:
-    """Answer one of the demo's questions, greedily and on one line, from a copy of the cache: no question sees another."""
+    """Answer one of the demo's questions, greedily and on one line, from a copy of the cache: no question sees another.
+
+    `ask` calls it for each question. The ids hold the document too; generate() skips the tokens that the cache has read.
+    """
     ids_1N = reading.asked[question]
     padding = model.generation_config.pad_token_id
     out_1N = model.generate(

@@ -49,7 +49,7 @@ class PolicyAnswers:
 
 
 def show_story(console: Console, model: str, tokens: int, k: float, questions: list[str]) -> None:
-    """Print which text the model reads, how much each policy keeps of it, and the questions; before anything is measured."""
+    """Print which text the model reads, how much each policy keeps of it, and the questions; `run` calls it first."""
     console.print(
         f"\n{model} reads a text of {tokens} tokens once under each policy, which keeps {k:.0%} of it. Then come the "
         "questions, of which no policy knew:\n",
@@ -61,7 +61,7 @@ def show_story(console: Console, model: str, tokens: int, k: float, questions: l
 
 
 def show(console: Console, outcomes: list[PolicyAnswers]) -> None:
-    """Print at the end a table of each policy's bytes, seconds and answers, and a line on what each policy keeps."""
+    """Print a table of each policy's bytes, seconds and answers, and a line on what each keeps; `run` calls it at the end."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("policy", style="cyan", no_wrap=True)
     for head in ("KV MB", "seconds", "", "held"):

@@ -8,10 +8,11 @@ from transformers.cli.serving.utils import BaseHandler, Modality, _normalize_too
 
 
 def convert_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
-    """Return a request's messages as its chat template takes them, for handlers that else call transformers' own function.
+    """Return a request's messages as its chat template takes them.
 
-    That one leaves out an assistant's reasoning, and its text where it also calls tools. A developer's message becomes a
-    system message: many templates leave out roles that they do not know.
+    transformers' handlers call it in place of their own function. That one leaves out an assistant's reasoning, and its text
+    where it also calls tools. A developer's message becomes a system message: many templates leave out roles that they do not
+    know. `find_messages` calls it too. `messages` is not changed.
     """
     converted = BaseHandler.get_processor_inputs_from_messages(messages, modality)
     for sent, result in zip(messages, converted, strict=True):
@@ -25,7 +26,10 @@ def convert_messages(messages: list[dict[str, Any]], modality: Modality) -> list
 
 
 def tolerate_bad_calls(tokenizer: Any) -> None:
-    """Replace a tokenizer's parse_response as a server starts: an unreadable tool call then becomes text, not an error."""
+    """Replace the tokenizer's parse_response, so that an unreadable tool call becomes text, not an error.
+
+    `_serve_loaded` calls it as a server starts.
+    """
     parse = tokenizer.parse_response
 
     def parse_response(tokens: list[int], *given: Any, **more: Any) -> Any:

@@ -19,7 +19,7 @@ def describe_version() -> str:
 
 
 def describe_machine() -> str:
-    """Describe all versions that a bug report needs, a line each, for --version --verbose; imports torch to ask for CUDA."""
+    """Return all versions that a bug report needs, a line each, for --version --verbose; imports torch to ask for CUDA."""
     lines = [f"kvpatch {__version__}", f"python {platform.python_version()}", f"platform {platform.platform()}"]
     lines += [_find_version(package) or f"no {package}" for package in NEEDED]
     lines += [f"CUDA {_describe_cuda()}", *filter(None, map(_find_version, OPTIONAL))]
