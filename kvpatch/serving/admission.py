@@ -26,9 +26,10 @@ class Admission:
     limit: str = HAS
 
     def add_waiting_request(self, state: Any) -> None:
-        """Add an arriving request to the waiting list, in place of transformers' scheduler, if it can ever be served.
+        """Check an arriving request, and add it to the waiting list. transformers' engine calls this once for each.
 
-        If its text begins with a prefix (a text that the patch has read before), only the rest is left to read.
+        If its text begins with a prefix (a text that the patch has read before), only the rest is left to read: `state` and the
+        pool's `begins` note that.
 
         Raises:
             KVPatchError: it can never be served. The engine then fails this request.
@@ -51,8 +52,11 @@ class Admission:
         super().finish_request(request_id)  # type: ignore[misc]
 
     def clear_cancelled_requests(self) -> Any:
-        """End the requests that were cancelled, as at a stop string, and keep their caches. Called before each pass."""
-        for request_id in list(self._requests_to_cancel):
+        """End the requests that were cancelled, as at a stop string, and keep their caches.
+
+        The engine calls it before each pass.
+        """
+        for request_id in list(self._requests_to_cancel):  # a set of transformers' scheduler
             self._keep_conversation(request_id)
         return super().clear_cancelled_requests()  # type: ignore[misc]
 
@@ -64,7 +68,8 @@ class Admission:
     def _infer_request_tokens(self, state: Any, *rest: Any) -> Any:
         """Return the tokens of a request that are still to be read. transformers' scheduler asks before each pass.
 
-        For a waiting request, a kept conversation (cache of an ended request) that its text goes on from is chosen first.
+        For a waiting request, `_choose_beginning` first looks for a kept conversation (cache of an ended request) that its text
+        goes on from.
         """
         if self.cache.conversations is not None and state.request_id in self.waiting_requests:
             self._choose_beginning(state)
@@ -73,8 +78,9 @@ class Admission:
     def _choose_beginning(self, state: Any) -> None:
         """Choose what a waiting request's text begins with and need not read again: a kept conversation, else its prefix.
 
-        Sets what is left to read in `state`. Called before each pass until the request is admitted: a conversation (cache of an
-        ended request) may have been dropped meanwhile.
+        Sets what is left to read in `state`. `_infer_request_tokens` calls it before each pass until the request is admitted: a
+        conversation (cache of an ended request) may have been dropped meanwhile. A Prefix in `begins` stays; an older Beginning
+        goes.
         """
         begins = self.cache.begins
         if isinstance(begins.get(state.request_id), Beginning):
@@ -99,9 +105,7 @@ class Admission:
     def end_at(self, stops: Any, state: Any) -> None:
         """End a request whose new token completes a stop string; its output is delivered with this pass.
 
-        The pool calls this with each new token of a request.
-
-        stops: transformers' StopStringCriteria.
+        `RequestPool.mark_complete_blocks` calls it with each new token of a request. stops: transformers' StopStringCriteria.
         """
         status, tokens = type(state.status), state.initial_tokens + state.generated_tokens
         newest_ids = torch.tensor([tokens[-stops.maximum_token_len :]], device="cpu")  # as many as a stop string can have
@@ -111,7 +115,10 @@ class Admission:
             self.block_new_requests = False  # transformers' flag: there is room again
 
     def _limit_length(self, state: Any, positions: int) -> None:
-        """Set an arriving request's max_new_tokens, if missing, by the last position. Raise KVPatchError if it needs more."""
+        """Set an arriving request's max_new_tokens, if it has none, by the last position. Raise KVPatchError if it needs more.
+
+        `add_waiting_request` calls it for a model with a limited number of positions.
+        """
         prompt = len(state.initial_tokens)
         if state.max_new_tokens is None:
             state.max_new_tokens = state._new_tokens_limit = max(positions - prompt + 1, 1)
@@ -121,7 +128,7 @@ class Admission:
 def check_length(prompt: int, new: int, positions: int, limit: str = HAS) -> None:
     """Raise KVPatchError for an arriving text that needs more than `positions`. The last new token, never read, needs none.
 
-    limit: words of the message, {} for the number of positions.
+    `_limit_length` and `Answers` call it. limit: words of the message, {} for the number of positions.
     """
     needed = prompt + new - 1
     if needed > positions:

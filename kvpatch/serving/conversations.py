@@ -53,8 +53,9 @@ class Beginning:
     def __init__(self, conversation: Conversation, length: int, reused: int) -> None:
         """Note the first `length` tokens of a conversation, which begin a request's text. Copies nothing: `copy` does that.
 
-        positions: of these tokens in the conversation's cache, with gaps where an edit has removed tokens. held: tokens that a
-        KV head of each layer holds. reused: tokens that the request need not read again.
+        `Conversations.find` makes one. positions: of these tokens in the conversation's cache, with gaps where an edit has
+        removed tokens. held: tokens that a KV head of each layer holds. reused: tokens that the request need not read again.
+        system: tokens of its system message.
         """
         self.positions, self.held, self.reused = conversation.positions[:length], conversation.held, reused
         self.system = 0 if conversation.messages is None else conversation.messages.count_system(length)
@@ -69,7 +70,10 @@ class Beginning:
         return len(self.positions)
 
     def copy(self) -> EvictingCache:
-        """Return a copy of the conversation's cache, cut to these tokens, for the request that begins. Can be called once."""
+        """Return a copy of the conversation's cache, cut to these tokens.
+
+        `_make_piece` calls it once, as the request begins.
+        """
         assert self._cache is not None
         new, self._cache = self._cache.clone(), None
         if self._removed:
@@ -93,9 +97,10 @@ class Conversations:
     """
 
     def __init__(self, most: int, edits: bool = False) -> None:
-        """Make an empty store of caches of ended requests. The patch and the server set its functions as an engine starts.
+        """Make an empty store of caches of ended requests, for `kvpatch serve --keep-conversations`.
 
-        most: bytes of all caches. edits: a cache may be edited where a new text differs from the text that it has read.
+        most: bytes of all caches. edits: a cache may be edited where a new text differs from the text that it has read. The
+        functions are replaced when an engine starts, by the patch's `init_continuous_batching` and by `Answers`.
         """
         self.most, self.edits = most, edits
         self.replace: Callable[[EvictingCache, Span, list[int]], None] | None = None  # reads ids in place of a span
@@ -114,8 +119,8 @@ class Conversations:
     def keep(self, new: Conversation) -> None:
         """Keep the cache of a request that ends, unless it alone is too large; drop the first in the list until all fit.
 
-        Conversations with which its text begins go to the front: they are earlier turns of one chat, rarely asked for again.
-        One of the same text is replaced.
+        `RequestPool.keep` calls it. Conversations with which its text begins go to the front: they are earlier turns of one
+        chat, rarely asked for again. One of the same text is replaced.
         """
         before = [one for one in self._kept if one.ids == new.ids[: len(one.ids)] and len(one.ids) < len(new.ids)]
         others = [one for one in self._kept if one.ids != new.ids[: len(one.ids)]]
@@ -131,8 +136,9 @@ class Conversations:
     def find(self, ids: Sequence[int]) -> Beginning | None:
         """Return the longest beginning of a text, without its last token, that a kept conversation has read, or None.
 
-        A conversation that differs from the text at some token is cut there if its cache can be, or, with `edits`, edited in
-        place. The one returned becomes the most recently used. Called for each request that waits.
+        `RequestPool.find_beginning` calls it for each request that waits. A conversation that differs from the text at some
+        token is cut there if its cache can be, or, with `edits`, edited in place. The one returned becomes the most recently
+        used. If the model was changed since, all are dropped.
         """
         text = list(ids)
         # the conversation that begins like the text for the most tokens, of those whose cache can be cut there
@@ -159,8 +165,8 @@ class Conversations:
     ) -> tuple[Conversation, Edited] | None:
         """Return the conversation whose cache, after edits, spares a text the most tokens, with the edits. Changes nothing.
 
-        common: conversations, with how many tokens each and the text begin with alike; the TRIED best are looked at. None if no
-        more than `most` tokens are spared.
+        `find` calls it. common: conversations, with how many tokens each and the text begin with alike; the TRIED best are
+        looked at. None if no more than `most` tokens are spared.
         """
         tried = sorted((pair for pair in common if pair[0]), key=lambda pair: (pair[0], len(pair[1].ids)), reverse=True)[:TRIED]
         candidates = [(one, edited) for _, one in tried if (edited := find_edits(one.ids, ids, one.answer)) is not None]
@@ -168,7 +174,10 @@ class Conversations:
         return best if best is not None and best[1].reused > most else None
 
     def _edit_conversation(self, one: Conversation, edited: Edited) -> Conversation | None:
-        """Return an edited copy of a conversation, which takes its place, for a waiting request; None if the edit fails."""
+        """Return an edited copy of a conversation, which takes its place in `_kept`; None, with a line in the log, if it fails.
+
+        `find` calls it, for a waiting request. A span of `edited` is (start, stop, new ids): without ids, its tokens are gone.
+        """
         try:
             cache = one.cache.clone()
             gone = [_find_positions(one, start, stop) for start, stop, ids in edited.spans if not ids]
@@ -177,7 +186,7 @@ class Conversations:
             for start, stop, ids in edited.spans:
                 if ids:
                     assert self.replace is not None
-                    self.replace(cache, _find_positions(one, start, stop), ids)
+                    self.replace(cache, _find_positions(one, start, stop), ids)  # reads ids by the model
         except Exception as error:  # the text can still be read anew, and no request may end the engine
             _LOG.info("[kvpatch] a conversation was not edited, and is read anew: %s", error)
             return None
@@ -193,7 +202,10 @@ class Conversations:
 
 
 def count_bytes(cache: EvictingCache) -> int:
-    """Count the bytes of an ended request's cache when it is kept: keys, values, positions, ids, scores, other states."""
+    """Return the bytes of an ended request's cache: keys, values, positions, ids, scores, other states.
+
+    A Conversation counts them once, when it is made.
+    """
     others = [cache.ids.nbytes, 0 if cache.shared is None else cache.shared.nbytes, cache.states.nbytes]
     for layer in cache.layers:
         tensors: list[Any] = [layer.positions, *layer.state.values()]
@@ -202,7 +214,7 @@ def count_bytes(cache: EvictingCache) -> int:
 
 
 def _can_cut(one: Conversation, length: int) -> bool:
-    """Tell if a copy of a kept cache can be cut to its first `length` tokens, with which a new text begins. Changes nothing."""
+    """Tell if a copy of a kept cache can be cut to its first `length` tokens, with which a new text begins, for `find`."""
     if length == len(one.ids):
         return True
     # transparent: nothing is ever evicted. Else a cut within the prompt (before the last answer, at `answer`) is refused: that
@@ -213,7 +225,7 @@ def _can_cut(one: Conversation, length: int) -> bool:
 
 
 def _count_before(answer: int, edited: Edited) -> int:
-    """Return how many tokens precede a conversation's last answer after its edits. answer: how many did before them."""
+    """Return how many tokens precede the last answer after edits, for `_edit_conversation`. answer: how many did before."""
     for start, stop, ids in reversed(edited.spans):
         if start < answer:
             answer = start + len(ids) + max(answer - stop, 0)

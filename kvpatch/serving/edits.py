@@ -26,7 +26,10 @@ class Edited(NamedTuple):
 
 
 def count_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens with which two texts begin alike; called to find how much of a text was read before."""
+    """Return the number of tokens with which two texts begin alike.
+
+    `Conversations.find` and `find_edits` call it, and a chat's `find_dropped`, to learn how much of a text was read before.
+    """
     low, high = 0, min(len(one), len(other))
     while low < high:  # bisection: comparing slices is faster in Python than comparing tokens one by one
         middle = (low + high + 1) // 2
@@ -35,10 +38,10 @@ def count_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def find_edits(kept: list[int], ids: list[int], answer: int) -> Edited | None:
-    """Find the edits that turn a kept text into the beginning of a longer one: spans that go, or get other tokens.
+    """Return the edits that turn a kept text into the beginning of a longer one: spans that go, or get other tokens.
 
-    Called for a request's text. The cache of the kept text is then edited, and only new tokens are read. The longer text must
-    have the end of the kept text; but from `answer` on, where the last answer begins, anything may be gone.
+    `_find_edited` calls it for a request's text. The cache of the kept text is then edited, and only new tokens are read. The
+    longer text must have the end of the kept text; but from `answer` on, where the last answer begins, anything may be gone.
 
     Args:
         kept: tokens of the kept text.
@@ -79,9 +82,10 @@ def _index_runs(ids: list[int], start: int) -> dict[tuple[int, ...], list[int]]:
 
 
 def _find_run(known: dict[tuple[int, ...], list[int]], ids: list[int], at: int, there: int) -> tuple[int, int] | None:
-    """Return where a kept text and `ids` go on alike after a difference, a place in each; None if nowhere.
+    """Return where a kept text and `ids` go on alike after a difference, a place in each; None if nowhere. For `find_edits`.
 
-    known: places by run of RUN tokens, of `_index_runs`. at, there: where the difference begins, in each text.
+    known: places by run of RUN tokens, of `_index_runs`. at, there: where the difference begins, in each text. Of several
+    places the first in `ids` is taken, and then the first in the kept text.
     """
     for end in range(there, len(ids) - RUN + 1):
         begins = known.get(tuple(ids[end : end + RUN]), [])

@@ -86,7 +86,7 @@ class BatchingManager(ContinuousBatchingManager):
         tokenizer: Any,
         conversations: Conversations | None = None,
     ) -> None:
-        """Make a manager that has not started. Its thread makes the pool, which takes the place of transformers' paged cache.
+        """Make a manager that has not started; `find_manager` calls it. Its thread makes the pool, kvpatch's paged cache.
 
         terms: facts of the patch and the model. tokenizer: for stop strings. conversations: where caches of ended requests go.
         """
@@ -98,7 +98,10 @@ class BatchingManager(ContinuousBatchingManager):
         """Leave the model's attention as it is: the patch computes it."""
 
     def _generation_step(self) -> None:
-        """Run one forward pass of all requests, in transformers' thread. Raises KVPatchError if the patch was removed."""
+        """Run one forward pass of all requests, in transformers' thread. Raises KVPatchError if the patch was removed.
+
+        transformers' loop calls it again and again while there are requests. `over` is set by `stop_managers`.
+        """
         if self.over:
             raise KVPatchError(
                 "The patch that this continuous batching manager was made under was removed: make a new one with "
@@ -152,13 +155,13 @@ class BatchingManager(ContinuousBatchingManager):
         return processor
 
     def _make_pool(self) -> RequestPool:
-        """Make the pool as the thread starts, with as many blocks as transformers' paged cache would have in free memory.
+        """Make the pool, with as many blocks as transformers' paged cache would have in free memory.
 
-        A block is room for config.page_size tokens in each layer.
+        `_create_batch_processor` calls it as the thread starts. A block is room for config.page_size tokens in each layer.
         """
         config = self.continuous_batching_config
         per_block, settings = self.terms.kv_bytes * config.page_size, self.terms.settings
-        handler = PagedAttentionMemoryHandler(
+        handler = PagedAttentionMemoryHandler(  # transformers' estimate of free memory; its sector is our block
             config=self.model.config.get_text_config(),
             cb_config=config,
             dtype=self.model.dtype,
@@ -209,7 +212,8 @@ def find_manager(
 ) -> BatchingManager:
     """Return the manager that the model keeps between calls if it was made under this patch; else a new one, not yet started.
 
-    Called by a patched model's init_continuous_batching(). tokenizer: for stop strings. conversations: for a new manager.
+    A patched model's `init_continuous_batching` calls it. tokenizer: for stop strings. conversations: for a new manager. A new
+    one is noted in _MANAGERS, for `stop_managers`.
     """
     kept = vars(model).get(KEPT_MANAGER)
     if conversations is None and isinstance(kept, BatchingManager) and kept.terms.settings is terms.settings:
@@ -226,7 +230,10 @@ def find_manager(
 
 
 def stop_managers(model: Any) -> None:
-    """Stop the managers that still run when a patch is removed; requests under way fail with an error."""
+    """Stop the managers that still run; requests under way fail with an error.
+
+    `end_continuous_batching` calls it when a patch is removed.
+    """
     for manager in list(_MANAGERS.pop(model, ())):
         manager.over = True
         if manager.is_running():
@@ -237,7 +244,7 @@ _MANAGERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BatchingManager]] = we
 
 
 def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCriteria | None:
-    """Make the criterion of stop strings for all requests of a new manager; None, and a warning, if there is no tokenizer."""
+    """Return the criterion of stop strings for all requests of a new manager; None, and a warning, if there is no tokenizer."""
     if not strings:
         return None
     if tokenizer is None:
@@ -250,7 +257,7 @@ def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCr
 
 
 def _switch_off(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-    """Return a copy of a manager's configuration without the features of OFF, such as CUDA graphs; log those asked for."""
+    """Return a copy of a new manager's configuration without the features of OFF, such as CUDA graphs; log those asked for."""
     switched_off, new, usual = [], copy.copy(config), ContinuousBatchingConfig()
     for name, value, what in OFF:
         if not hasattr(config, name):

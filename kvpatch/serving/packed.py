@@ -27,13 +27,14 @@ class Part(NamedTuple):
     open: bool = False
 
     def leave_open(self) -> None:
-        """Note for the pass, as it begins, if a prompt's last block (after which the cache evicts) is cut by the pass's end.
+        """Note for the pass if a prompt's last block (after which the cache evicts) is cut by the pass's end.
 
-        The block goes on in the next pass, and nothing is evicted before.
+        `PackedPass.begin` calls it for the last piece of an open part. The block goes on in the next pass, and nothing is
+        evicted before.
         """
         block = self.cache.settings.block
         if block is not None and self.columns.shape[-1] % block:
-            self.cache.running.blocks[-1].ends_prompt = False
+            self.cache.running.blocks[-1].ends_prompt = False  # running: the pass under way
 
     def of(self, packed: Tensor) -> Tensor:
         """Return this part's columns of a tensor of the whole pass, [B,Q,...]."""
@@ -54,14 +55,15 @@ class PackedPass:
         self.parts, self.settings = parts, settings
 
     def begin(self, input_ids_Q: Tensor | None, table: Callable[[int], object] | None) -> None:
-        """Begin the pass in the cache of each part (some requests' tokens). Called once per pass, before the first layer.
+        """Begin the pass in the cache of each part (some requests' tokens), before the first layer.
 
-        table: makes the rotary table for a number of positions, if keys are cached without their rotation.
+        `_begin_packed` and, in vLLM, `Requests.begin` call it once per pass. table: makes the rotary table for a number of
+        positions, if keys are cached without their rotation.
         """
         for part in self.parts:
             B, Q = part.columns_BQ.shape
             ids_BQ = None if input_ids_Q is None else part.of(input_ids_Q)
-            passes.begin(part.cache, B, Q, None, ids_BQ, part.columns.device, table)
+            passes.begin(part.cache, B, Q, None, ids_BQ, part.columns.device, table)  # notes in the cache how many tokens come
             if part.open:  # the prompt goes on in the next pass
                 part.leave_open()
 
@@ -71,9 +73,10 @@ class PackedPass:
         return self._in_order([part.cache.running.positions_BQ.flatten() for part in self.parts])[None]
 
     def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Run a layer's attention, a cache at a time: q [1,H*G,Q,D], k and v [1,H,Q,D] -> [1,Q,H*G*D]. Called once per layer.
+        """Run a layer's attention, a cache at a time: q [1,H*G,Q,D], k and v [1,H,Q,D] -> [1,Q,H*G*D].
 
-        core: attends through the cache of one part, and writes the new keys and values to it.
+        Called once per layer by the patched attention layer, in vLLM by `Worker.attend`. core: attends through the cache of one
+        part, and writes the new keys and values to it.
         """
         if len(self.parts) == 1 and len(self.parts[0].columns_BQ) == 1:
             return core(self.parts[0].cache, q, k, v)

@@ -56,7 +56,7 @@ class RequestPool:
     def __init__(
         self, settings: CacheSettings, num_blocks: int, page: int, max_batch_tokens: int, device: torch.device
     ) -> None:
-        """Begin without requests, in place of transformers' paged cache, as an engine starts. page: tokens of a block."""
+        """Begin without requests, for `_make_pool`, in place of transformers' paged cache. page: tokens of a block."""
         self.settings, self.num_blocks, self.page, self.device = settings, num_blocks, page, device
         self.max_batch_tokens = max_batch_tokens
         self.cache_allocators: dict[str, Any] = {}
@@ -76,11 +76,11 @@ class RequestPool:
 
     @cached_property
     def _blockwise(self) -> CacheSettings | None:
-        """Settings that evict after every `block` tokens of a prompt of several passes; None: the policy cannot do that."""
+        """Settings to evict after every `block` tokens of a prompt of several passes; None: the policy cannot do that."""
         settings = self.settings
         if settings.block is not None:
             return settings
-        if why_not("blocks of an engine", settings.combine()) is not None:
+        if why_not("blocks of an engine", settings.combine()) is not None:  # the policy refuses blocks
             return None
         return dataclasses.replace(settings, block=self.chunk)
 
@@ -103,7 +103,7 @@ class RequestPool:
     def check(
         self, ids: Sequence[int], new: int | None, prefix: Prefix | Beginning | None = None, messages: Messages | None = None
     ) -> None:
-        """Raise KVPatchError for a request that could never be served. Called when it arrives; changes nothing."""
+        """Raise KVPatchError for a request that could never be served. `add_waiting_request` calls it; changes nothing."""
         prompt = len(ids)
         if not prompt:
             raise KVPatchError("This request has no token: give each prompt at least one.")
@@ -170,7 +170,7 @@ class RequestPool:
         return beginning if self.claimed + self.count_blocks(prompt, new, beginning) <= self.num_blocks else None
 
     def keep(self, state: Any) -> None:
-        """Keep a request's cache for later texts when it ends, unless it has failed or its prompt was not read whole."""
+        """Keep the cache of a request that ends in `conversations`, unless it has failed or its prompt was not read whole."""
         request = self.requests.get(state.request_id)
         if self.conversations is None or request is None or state.error is not None or state.request_id in self._forked:
             return
@@ -186,13 +186,13 @@ class RequestPool:
             self.conversations.keep(Conversation(ids, positions, answer, cache, request.messages))
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Drop a request: its row among those that decode, and its claim of blocks. The engine calls this at its end."""
+        """Drop a request, its row among those that decode, and its claim of blocks. The engine calls this at its end."""
         self.requests.pop(request_id, None)
         self.begins.pop(request_id, None)
         self.rows.drop(request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
-        """Drop all requests, when the engine starts anew."""
+        """Drop all requests. transformers' processor calls this when it is reset."""
         self.requests.clear()
         self.begins.clear()
         self.coming.clear()
@@ -230,7 +230,7 @@ class RequestPool:
     # ---- several sequences of one prompt ----
 
     def prepare_fork_request(self, src_state: Any, dst_req_ids: Sequence[str], copy_src_and_dst: Any) -> list[str]:
-        """Admit copies of a request for several answers, while there is room; return their names. The engine calls this."""
+        """Admit copies of a request that wants several answers, while there is room; return their names, for the engine."""
         source, forked = self.requests[src_state.request_id], list[str]()
         for name in dst_req_ids:
             if self.claimed + source.blocks > self.num_blocks:
@@ -253,7 +253,7 @@ class RequestPool:
             self.coming.append((request_id, past_length, query_length))
 
     def next_pass(self) -> PackedPass:
-        """Return the coming pass: decoding requests, as rows of one cache, and each prompt's next piece. Called once a pass."""
+        """Return the coming pass: decoding requests, as rows of one cache, and prompts' next pieces. For `_begin_packed`."""
         coming, self.coming = self.coming, []
         for name in self._forked:  # requests that still share another's cache
             request = self.requests.get(name)
@@ -277,7 +277,7 @@ class RequestPool:
         return PackedPass(parts, self.settings)
 
     def _make_piece(self, request: Request, past: int, columns: torch.Tensor) -> Part:
-        """Return a prompt's next tokens, those after `past`, as a part of the coming pass. The first piece makes the cache."""
+        """Return a prompt's tokens after `past` as a part of the coming pass, for `next_pass`. The first makes the cache."""
         end = past + len(columns)
         if request.cache is None:
             in_blocks = request.prompt - past > self.chunk and self._blockwise is not None  # evicts after every chunk
@@ -291,7 +291,7 @@ class RequestPool:
         return Part(request.cache, columns, decodes=False, open=not ends_block)
 
     def _join_rows(self, names: dict[str, int]) -> None:
-        """Give the caches of requests that decode for the first time to `rows`, which joins them in a batch, before a step."""
+        """Move the caches of requests that decode for the first time to `rows`, which joins them; before each step."""
         for name in names:
             cache = self.requests[name].cache
             if cache is not None:

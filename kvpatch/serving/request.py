@@ -35,10 +35,9 @@ class Request:
 def count_claimed(settings: CacheSettings, prompt: int, new: int | None, whole: bool, read: int = 0) -> int:
     """Count the tokens for which a request claims blocks: the most that a KV head holds between passes, averaged over layers.
 
-    A head has one slot (place in the buffers) more, for the token being written. Called when a request arrives.
-
-    whole: the prompt takes several passes, and nothing is evicted before its end. read: tokens of a prefix of the text, which
-    was read as a prompt before.
+    `count_blocks` calls it when a request arrives. A head has one slot (place in the buffers) more, for the token being
+    written. whole: the prompt takes several passes, and nothing is evicted before its end. read: tokens of a prefix of the
+    text, which was read as a prompt before.
 
     Raises:
         KVPatchError: the number grows with the text, and the text has no limit.
@@ -63,7 +62,8 @@ def _count_unrounded(settings: CacheSettings, tokens: int) -> int:
 def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, rest: int, new: int, whole: bool) -> int:
     """Count tokens as `count_claimed`, for a request that goes on from a conversation (a kept cache).
 
-    held: tokens that the conversation's layers hold. prompt: tokens that its cache will have read; rest: how many are new.
+    `count_blocks` calls it. held: tokens that the conversation's layers hold. prompt: tokens that its cache will have read;
+    rest: how many are new. whole: nothing is evicted before the prompt's end.
     """
     most = list[int]()
     for layer, before in enumerate(held):
@@ -79,7 +79,10 @@ def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, r
 
 
 def refuse_placeholders(ids: Sequence[int], placeholders: Mapping[int, str]) -> None:
-    """Raise KVPatchError if an arriving prompt has an id that stands for an image or sound: requests in batches bring none."""
+    """Raise KVPatchError if an arriving prompt has an id that stands for an image or sound: requests in batches bring none.
+
+    `RequestPool.check` calls it.
+    """
     marker = next((token for token in ids if token in placeholders), None)
     if marker is not None:
         raise KVPatchError(
@@ -91,7 +94,7 @@ def refuse_placeholders(ids: Sequence[int], placeholders: Mapping[int, str]) -> 
 def check_system(settings: CacheSettings, messages: Messages | None, prompt: int, step: int) -> None:
     """Raise KVPatchError unless the budget holds an arriving request's system message, wherever its prompt is compressed.
 
-    step: tokens of the prompt after each of which it is compressed, as well as at its end.
+    `RequestPool.check` calls it. step: tokens of the prompt after each of which it is compressed, as well as at its end.
     """
     if messages is None:
         raise KVPatchError("protect='system': this request came without messages. Add it with messages=, or give token ids.")

@@ -41,14 +41,17 @@ class RowPool:
         self.parts.append(RequestRows([name], cache))
 
     def copy_row(self, name: str) -> EvictingCache | None:
-        """Copy one decoding request's row to a new cache, to be kept when the request ends; None if it does not decode yet."""
+        """Return a copy of one decoding request's row, for `RequestPool.keep` at its end; None if it does not decode yet."""
         for part in self.parts:
             if name in part.names:
                 return part.cache.select_rows(part.names.index(name))
         return None
 
     def drop(self, name: str) -> None:
-        """Mark a request's row as ended; the next `gather` removes it. A cache of ended rows alone is dropped at once."""
+        """Mark a request's row as ended; the next `gather` removes it. A cache of ended rows alone is dropped at once.
+
+        `free_blocks` and, in vLLM, `_drop_ended` call it. Nothing happens if the request does not decode.
+        """
         for part in self.parts:
             if name in part.names:
                 part.names[part.names.index(name)] = None
@@ -57,10 +60,11 @@ class RowPool:
                 return
 
     def gather(self, names: Collection[str]) -> RequestRows:
-        """Return these requests as the rows of one cache, in the order of its `names`. Called for each decode step.
+        """Return these requests as the rows of one cache, in the order of its `names`.
 
-        Caches are joined and split only if the last step had other requests: rows of requests that do not take part are split
-        off to wait, and rows of requests that have ended are dropped.
+        `next_pass` calls it for each decode step. Caches are joined and split only if the last step had other requests: rows of
+        requests that do not take part are split off to wait, and rows of requests that have ended are dropped. Each of `names`
+        must have been added. In vLLM `_step_requests` calls it.
         """
         inside, outside = list[RequestRows](), list[RequestRows]()
         for part in self.parts:
@@ -77,7 +81,10 @@ class RowPool:
         return inside[0]
 
     def _order_rows(self, rows: RequestRows) -> RequestRows:
-        """Return joined rows sorted by `self.order`, such as by their places in memory. Moves the cache's rows in place."""
+        """Return joined rows sorted by `self.order`, for `gather`; as they are if it is None.
+
+        Moves the cache's rows in place.
+        """
         if self.order is None or (names := sorted(rows.alive, key=self.order)) == rows.alive:
             return rows
         rows.cache.batch_select_indices(torch.tensor([rows.names.index(name) for name in names], device="cpu"))

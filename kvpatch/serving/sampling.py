@@ -39,7 +39,10 @@ class Sampling:
         return self
 
     def choose(self, ids_1T: Tensor, logits_1V: Tensor) -> Tensor:
-        """Return logits [1,V] after the request's processors, with noise if it samples. The engine then takes the largest."""
+        """Return logits [1,V] after the request's processors, with noise if it samples. The engine then takes the largest.
+
+        `RequestSampling` calls it for each new token.
+        """
         processors: Any = self.processors
         logits_1V = processors(ids_1T, logits_1V)
         if not self.samples:
@@ -51,7 +54,7 @@ class Sampling:
 def make_sampling(
     model: Any, config: GenerationConfig, prompt: int, *, seed: int | None = None, presence: float = 0.0, frequency: float = 0.0
 ) -> Sampling:
-    """Make a request's Sampling when it arrives, from what generate() would be given.
+    """Return a request's Sampling, from what generate() would be given. `_accept_request` calls it when the request arrives.
 
     Args:
         model: the model, which makes the processors.
@@ -98,8 +101,11 @@ class RequestSampling(ContinuousBatchingLogitsProcessor):
         return torch.zeros(len(self._coming), dtype=torch.int32, device="cpu")
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """Return logits `scores` [B,V], each row changed in place as its request samples. The engine calls this once a pass."""
-        for row, state in enumerate(self._coming):
+        """Return logits `scores` [B,V], each row changed in place as its request samples. The engine calls this once a pass.
+
+        tensor_arg: what transformers gives to such a processor; not used.
+        """
+        for row, state in enumerate(self._coming):  # requests of the pass, by row
             sampling = state.logit_processor_kwargs.get("sampling")
             if sampling is not None and (sampling.samples or sampling.processors):
                 ids_1T = torch.tensor([state.initial_tokens + state.generated_tokens], device=scores.device)
@@ -108,9 +114,10 @@ class RequestSampling(ContinuousBatchingLogitsProcessor):
 
 
 def sample_by_request(manager: Any) -> None:
-    """Make a server's ContinuousBatchingManager, before it starts, sample each request by the settings that came with it.
+    """Make a server's ContinuousBatchingManager sample each request by the settings that came with it.
 
-    The generation config that it was made with must be greedy: the engine then takes the largest logit.
+    `start_engine` calls it before the manager starts. The generation config that it was made with is replaced by a greedy copy:
+    the engine then takes the largest logit.
     """
     manager.generation_config = copy.deepcopy(manager.generation_config)
     manager.generation_config.do_sample = False

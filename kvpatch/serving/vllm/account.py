@@ -30,9 +30,10 @@ class BudgetLog:
     """
 
     def __init__(self, scheduler: Any, figures: Figures | None) -> None:
-        """Log a line on the budget, and set gauges of the pages in all and those claimed. Made once, as vLLM starts.
+        """Log a line on the budget, and set gauges of the pages in all and those claimed.
 
-        Only reads the scheduler. figures: the numbers that vLLM's /metrics shows, or None.
+        The first `BudgetManager` makes one as vLLM starts. Only reads the scheduler. figures: the numbers that vLLM's /metrics
+        shows, or None.
         """
         self.figures = figures
         self.groups = [(len(one.layer_names), one.kv_cache_spec) for one in scheduler.kv_cache_config.kv_cache_groups]
@@ -42,7 +43,7 @@ class BudgetLog:
             self.figures.set("blocks_claimed", 0)
 
     def _log_start(self, scheduler: Any) -> None:
-        """Log one line of the budget, for an operator, once vLLM has divided its memory into pages.
+        """Log one line of the budget for an operator, as `BudgetLog` is made: vLLM has then divided its memory into pages.
 
         It tells how many pages and bytes a request takes at most, and how many such requests fit.
         """
@@ -59,19 +60,24 @@ class BudgetLog:
         _LOG.info(terms.describe_start(" and ".join(sizes), size_of_all_ranks, n_fitting, chunk))
 
     def note_pass(self, request: Any, tokens: int, begins: bool) -> None:
-        """Count a pass that reads a piece of a request's prompt without its end. Called before each pass of each request.
+        """Count a pass that reads a piece of a request's prompt without its end.
 
-        tokens: read when the pass has ended. begins: it is the request's first pass. If the request asks for a k (budget) in
-        its extra_args, by the name OWN, and cannot have it, a warning is logged then.
+        `allocate_new_blocks` calls it before each pass of each request. tokens: read when the pass has ended. begins: it is the
+        request's first pass. If the request asks for a k (budget) in its extra_args, by the name OWN, and cannot have it, a
+        warning is logged then.
         """
         extra_args = get_asked(request.sampling_params)
+        # 0: the request has no valid k of its own
         if begins and OWN in extra_args and not read_own(request.sampling_params, self.groups[0][1].held.most):
             _LOG.warning("[kvpatch] %s=%r of a request is not served: it has the k of the start.", OWN, extra_args[OWN])
         if self.figures is not None and tokens < request.num_prompt_tokens:
             self.figures.add("prompt_cuts")
 
     def note_end(self, request: Any) -> None:
-        """Count a request when its pages are freed: the tokens that it has read, held in the end, and evicted."""
+        """Count a request when its pages are freed: the tokens that it has read, held in the end, and evicted.
+
+        `pop_blocks_for_free` calls it. Nothing is counted for a request that is only preempted.
+        """
         if self.figures is None or not request.is_finished():
             return
         written = request.num_tokens - request.num_prompt_tokens

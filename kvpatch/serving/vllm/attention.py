@@ -94,7 +94,7 @@ class BudgetedAttention(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Make the attention of a layer, and add it to the worker that all layers of the model share. Called by vLLM."""
+        """Make a layer's attention, as vLLM makes the model. Adds it to the worker that all layers of the model share."""
         config = get_current_vllm_config()
         _refuse_kind(attn_type, kv_sharing_target_layer_name is not None, kv_cache_dtype)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
@@ -183,7 +183,7 @@ class Worker:
             _LOG.info("[kvpatch] prefix caching is off under a budget.")
 
     def add(self, layer: BudgetedAttention) -> None:
-        """Add a layer to `layers` as vLLM makes the model; layer.index is its place. Unequal windows exclude prefix caching."""
+        """Add a layer; layer.index is its place. `BudgetedAttention` calls it. Unequal windows exclude prefix caching."""
         self.layers.append(layer)
         if layer.window != self.layers[0].window:
             self._refuse_prefix_caching()
@@ -229,7 +229,7 @@ class Worker:
         model, cache = self.config.model_config, self.config.cache_config
         budgeted = BudgetSpec.of(spec, self.held[layer.index], model.max_model_len, cache)
         check_manager(budgeted)
-        return budgeted
+        return budgeted  # for `make_budgeted_spec`
 
     def _note_holder(self, module: nn.Module, name: str, child: Any) -> None:
         """Note in layer.holder the module that gets a layer's attention as a child: it has the output projection too.
@@ -279,9 +279,9 @@ def _list_layers(config: VllmConfig) -> list[Any]:
 
 
 def _refuse_kind(attn_type: str, shares: bool, kv_cache_dtype: str) -> None:
-    """Raise KVPatchError, as a layer is made, if it is not a decoder's, uses another layer's keys, or stores other dtypes.
+    """Raise KVPatchError for a layer that is no decoder's, or has another's keys; `BudgetedAttention` calls it when made.
 
-    shares: it uses the keys of another layer. kv_cache_dtype: "auto" is the model's dtype.
+    shares: it uses the keys of another layer. kv_cache_dtype: "auto" is the model's dtype; any other is refused.
     """
     refused = (
         (attn_type != AttentionType.DECODER, f"attention of the kind {attn_type!r} in vLLM: start without its settings."),

@@ -25,7 +25,8 @@ OWN: dict[str, str] = {}
 def __getattr__(name: str) -> Any:
     """Return the class that vLLM's registry seeks here by a backend's name, as a model is made.
 
-    BUDGETED has the path of kvpatch's class for that backend. OWN has the path that the registry had before.
+    BUDGETED has the path of kvpatch's class for that backend. OWN has the path that the registry had before; it is the answer
+    where no budget is asked for.
     """
     if name not in OWN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,10 @@ def find_settings(config: VllmConfig) -> RequestTerms | None:
 
 
 def find_config() -> VllmConfig | None:
-    """Find vLLM's configuration, to look for kvpatch's settings: the current one, else a running function's, else None."""
+    """Return vLLM's configuration: the current one, else a running function's, else None.
+
+    `check_current` and `find_current_settings` look in it for kvpatch's settings.
+    """
     if (current := get_current_vllm_config_or_none()) is not None:
         return current
     for variables in iterate_callers():
@@ -38,7 +41,11 @@ def find_current_settings() -> RequestTerms | None:
 
 
 def check_current() -> None:
-    """Raise KVPatchError, as vLLM chooses a backend without budgets, if kvpatch's settings ask for what cannot be served."""
+    """Raise KVPatchError if kvpatch's settings ask for what cannot be served; nothing without settings.
+
+    The classes for latent attention (MLA), `CpuLatent` and `AmxLatent`, call it as vLLM chooses such a backend, which has no
+    budgets.
+    """
     config = find_config()
     terms = None if config is None else find_settings(config)
     if config is not None and terms is not None:
@@ -46,7 +53,10 @@ def check_current() -> None:
 
 
 def check_configuration(config: VllmConfig, terms: RequestTerms) -> None:
-    """Raise KVPatchError, before weights are loaded, if vLLM's configuration asks for what it cannot do under a budget."""
+    """Raise KVPatchError, before weights are loaded, if vLLM's configuration asks for what it cannot do under a budget.
+
+    `Worker` calls it as the first layer is made, and `check_current`.
+    """
     if not is_tested(vllm.__version__):
         raise describe_refusal(vllm.__version__, current_platform.is_cpu())
     refuse_parallel(config.parallel_config, VARIABLE in os.environ)
@@ -73,4 +83,4 @@ def check_configuration(config: VllmConfig, terms: RequestTerms) -> None:
             raise KVPatchError(f"kvpatch in vLLM: {why}. {instead[0].upper()}{instead[1:]}.")
     # kinds of models that no policy serves in vLLM, or not this one
     facts = {"latent": model.use_mla, "chunks": bool(model.attention_chunk_size), "mixed": model.is_hybrid}
-    refuse("a model in vLLM", FeatureSet(terms.policy, **facts))
+    refuse("a model in vLLM", FeatureSet(terms.policy, **facts))  # raises by kvpatch's table of what goes with what

@@ -52,7 +52,7 @@ class Backend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """Return the class of a layer's attention, as vLLM makes a model.
+        """Return the class of a layer's attention. vLLM calls this as it makes a model.
 
         Raises:
             KVPatchError: the configuration has no settings of kvpatch.

@@ -27,8 +27,8 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 def offer_figures() -> None:
     """Let vLLM's /metrics show kvpatch's counters, which Prometheus' library gathers from files of several processes.
 
-    Makes a folder for the files, and names it in the environment, which an engine's process inherits. The plugin calls this
-    when it is loaded. Does nothing in an engine's process, or where vLLM gathers such files itself.
+    Makes a folder for the files, and names it in the environment, which an engine's process inherits. `_register_backends`
+    calls this when vLLM loads the plugin. Does nothing in an engine's process, or where vLLM gathers such files itself.
     """
     if FOLDER in os.environ or "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         return  # a process of an engine; or vLLM gathers all files itself
@@ -47,7 +47,10 @@ class Figures:
     """The counts of one process, in files that the folder's other readers see."""
 
     def __init__(self, folder: str) -> None:
-        """Make this process's files in the folder, which /metrics reads, each figure of ROWS at 0. Made once in a process."""
+        """Make this process's files in the folder, which /metrics reads, each figure of ROWS at 0.
+
+        `find_figures` does so once.
+        """
         from prometheus_client.mmap_dict import MmapedDict, mmap_key
 
         files = {kind: os.path.join(folder, f"{name}_kvpatch{os.getpid()}.db") for kind, name in _FILES.items()}
@@ -75,7 +78,10 @@ _figures: dict[str, Figures] = {}
 
 
 def find_figures() -> Figures | None:
-    """Return the counters of this process for /metrics, as a scheduler starts; None where no folder for them was made."""
+    """Return the counters of this process for /metrics, made at the first call; None where no folder for them was made.
+
+    `BudgetManager` calls it as vLLM's scheduler starts.
+    """
     folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR") or os.environ.get(FOLDER)
     if not folder or not os.path.isdir(folder):
         return None

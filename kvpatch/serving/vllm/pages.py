@@ -57,9 +57,10 @@ class BudgetSpec(CircularBufferSpec):
 
     @classmethod
     def of(cls, spec: AttentionSpec, layer: LayerBudget, longest: int, cache: CacheConfig) -> BudgetSpec:
-        """Return the spec of a layer's pages under its budget (`layer`), when vLLM sizes them; all else is as in vLLM's `spec`.
+        """Return the spec of a layer's pages under its budget (`layer`); all else is as in vLLM's `spec`.
 
-        longest: tokens of the longest text. cache: vLLM's settings, for the number of tokens of a page.
+        `Worker.spec` calls it when vLLM sizes pages. longest: tokens of the longest text. cache: vLLM's settings, for the
+        number of tokens of a page.
         """
         names = {field.name for field in fields(cls)}
         shared = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name in names}
@@ -67,7 +68,10 @@ class BudgetSpec(CircularBufferSpec):
         return cls(**{**shared, "block_size": size, "held": layer, "longest": longest})
 
     def count_held(self, prompt: int, new: int, asked_k: int = 0) -> int:
-        """Count the tokens that a head holds after a prompt and `new` tokens, to size pages. asked_k: the request's k, or 0."""
+        """Return how many tokens a head holds after a prompt and `new` tokens. asked_k: the request's own budget, or 0.
+
+        `pages` and `BudgetLog.note_end` call it.
+        """
         # held.bound: a sliding window, whatever the request's k; held.grows: generated tokens are all kept (the schedule
         # "prompt", by which only prompts are evicted; "both" evicts generated tokens too)
         budget, schedule = (
@@ -80,10 +84,9 @@ class BudgetSpec(CircularBufferSpec):
     def pages(self, prompt: int, total: int | None = None, asked_k: int = 0) -> int:
         """Return how many pages a request claims as it begins, for the tokens that it will hold and the one being written.
 
-        Under a k that is a share of the prompt, the prompt is read in one pass, and `prompt` is all of it.
-
-        prompt: tokens of its prompt, or those of its first pass if `total` is None. total: tokens of prompt and answer; None:
-        as many as the model takes. asked_k: the budget that the request asks for, or 0.
+        `_count_pages` and `most_pages` call it. Under a k that is a share of the prompt, the prompt is read in one pass, and
+        `prompt` is all of it. prompt: tokens of its prompt, or those of its first pass if `total` is None. total: tokens of
+        prompt and answer; None: as many as the model takes. asked_k: the budget that the request asks for, or 0.
         """
         length = min(total or self.longest, self.longest)
         held = self.count_held(prompt, max(length - 1 - prompt, 0), asked_k)  # the last token is never fed back
@@ -99,7 +102,7 @@ class BudgetSpec(CircularBufferSpec):
         return all(spec == self for spec in kv_cache_specs.values())
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Return the bytes of the largest request, for vLLM to check its memory.
+        """Return the bytes of the largest request. vLLM asks when it checks its memory, at the start.
 
         Raises:
             KVPatchError: there is too little for one request. vLLM would ask about ever shorter texts, until one fits, but
@@ -133,7 +136,10 @@ class BudgetManager(CircularBufferManager):
         return None if scheduler is None else scheduler.requests.get(request_id)
 
     def _count_pages(self, request_id: str, num_tokens: int) -> tuple[int, int]:
-        """Return how many pages a new request needs, and the k that it asks for, or 0. num_tokens: what a first pass reads."""
+        """Return how many pages a new request needs, and the k that it asks for, or 0. num_tokens: what a first pass reads.
+
+        `get_num_blocks_to_allocate` and `allocate_new_blocks` call it. Without the scheduler, the largest text is assumed.
+        """
         request = self._find_request(request_id)
         if request is None:
             return self.kv_cache_spec.pages(num_tokens), 0
@@ -147,9 +153,10 @@ class BudgetManager(CircularBufferManager):
         return 0 if self.req_to_blocks.get(request_id) else self._count_pages(request_id, num_tokens)[0]
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *given: Any, **more: Any) -> Sequence[KVCacheBlock]:
-        """Claim all pages of a request, when vLLM asks before its first pass; return them, page 0, and the k that it asks for.
+        """Claim all pages of a request before its first pass; return them, page 0, and the k that it asks for. Later: [].
 
-        The worker gets only page numbers: the 0 ends those of the request, and the next one is its k, or 0.
+        vLLM's scheduler calls this before each pass of each request. The worker gets only page numbers: the 0 ends those of the
+        request, and the next one is its k, or 0.
         """
         blocks, pool, request = self.req_to_blocks[request_id], self.block_pool, self._find_request(request_id)
         if self._account is not None and request is not None:
@@ -181,8 +188,8 @@ class BudgetManager(CircularBufferManager):
 def _find_scheduler() -> Callable[[], Any]:
     """Return a weak reference to the scheduler that is being made, to ask it for requests; it gives None if none is found.
 
-    vLLM tells a manager the id of a request and the tokens of its first pass. How many it may generate is known to the
-    scheduler, which makes the managers: it is among their callers.
+    `BudgetManager` calls it when made. vLLM tells a manager the id of a request and the tokens of its first pass. How many it
+    may generate is known to the scheduler, which makes the managers: it is among their callers.
     """
     for variables in iterate_callers():
         one = variables.get("self")
@@ -192,7 +199,10 @@ def _find_scheduler() -> Callable[[], Any]:
 
 
 def _refuse_too_few_bytes() -> None:
-    """Raise KVPatchError, as vLLM starts, if one request does not fit its memory: local variables of its callers tell."""
+    """Raise KVPatchError, as vLLM starts, if one request does not fit its memory: local variables of its callers tell.
+
+    `max_memory_usage_bytes` calls it, from within vLLM's own check.
+    """
     for variables in iterate_callers():
         needed, available = variables.get("needed_memory"), variables.get("available_memory")
         if isinstance(needed, int) and isinstance(available, int) and needed > available:
@@ -204,7 +214,10 @@ def _refuse_too_few_bytes() -> None:
 
 
 def check_manager(spec: BudgetSpec) -> None:
-    """Raise KVPatchError, as vLLM starts, if another class than BudgetManager would manage pages under a budget."""
+    """Raise KVPatchError if another class than BudgetManager would manage pages under a budget.
+
+    `Worker.spec` calls it as vLLM starts.
+    """
     manager = KVCacheSpecRegistry.get_manager_class(spec, KVCacheGroupRole.DEFAULT)
     if manager is not BudgetManager:
         raise KVPatchError(

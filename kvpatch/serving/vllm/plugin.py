@@ -17,12 +17,12 @@ _LOG = logging.getLogger("vllm.kvpatch")
 
 
 def register() -> None:
-    """Register kvpatch's backends, as each process of vLLM starts. In an untested vLLM, only refuse budgets.
+    """Register kvpatch's backends. vLLM calls this plugin as each of its processes starts.
 
-    On a CPU vLLM has one backend for each kind of attention. The paths registered here lead to vLLM's own classes where no
-    budget is asked for (`choice.py`). On CUDA it has many, and kvpatch's is CUSTOM, for which `--attention-backend CUSTOM`
-    asks. If the environment variable KVPATCH_VLLM (VARIABLE) has the settings, kvpatch's backend takes the place of all others,
-    so that no layer is left without the budget.
+    In an untested vLLM, only refuse budgets. On a CPU vLLM has one backend for each kind of attention. The paths registered
+    here lead to vLLM's own classes where no budget is asked for (`choice.py`). On CUDA it has many, and kvpatch's is CUSTOM,
+    for which `--attention-backend CUSTOM` asks. If the environment variable KVPATCH_VLLM (VARIABLE) has the settings, kvpatch's
+    backend takes the place of all others, so that no layer is left without the budget.
 
     Raises:
         KVPatchError: a budget is asked for where none is served, or where it does not reach all processes. An engine without
@@ -75,14 +75,17 @@ def _register_backends(asked: bool) -> None:
 
 
 def _register_choice(member: Any, path: str, register_backend: Any) -> None:
-    """Make a backend's name in vLLM's registry lead to `path`, an attribute of choice.py. The former path is kept in OWN."""
+    """Make a backend's name in vLLM's registry lead to `path`, an attribute of choice.py. The former path is kept in OWN.
+
+    `_register_backends` calls it for each backend of a CPU.
+    """
     if member.get_path() != path:  # vLLM may run the plugin again
         OWN[member.name] = member.get_path()
         register_backend(member, path)
 
 
 def _runs_on_cpu() -> bool:
-    """Tell whether vLLM runs on a CPU, for an error's advice, in a version whose modules may have other names."""
+    """Tell whether vLLM runs on a CPU, for an error's advice, in a version whose modules may have other names (then False)."""
     try:
         from vllm.platforms import current_platform
 

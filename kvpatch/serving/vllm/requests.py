@@ -54,7 +54,7 @@ class Requests:
     """
 
     def __init__(self, settings: CacheSettings, device: torch.device) -> None:
-        """Begin without requests; the worker makes this at its first pass.
+        """Begin without requests; `Worker.attend` makes this at its first pass.
 
         settings: the policy and the budget of a request that asks for no k of its own. device: of the model.
         """
@@ -70,8 +70,9 @@ class Requests:
     def begin(self, scheduled: Sequence[Scheduled]) -> PackedPass:
         """Begin a pass in parts, each with a cache: requests that decode, new prompts of one length, a prompt's next piece.
 
-        The first layer of each pass calls this. Requests with different budgets are in different parts. A request is named by
-        its first page. If a new request has the page of an older one, the older one has ended and is dropped.
+        `Worker.attend` calls this in the first layer of each pass. Requests with different budgets are in different parts. A
+        request is named by its first page. If a new request has the page of an older one, the older one has ended and is
+        dropped.
         """
         self.divided.clear()
         new_prompts, further_pieces = dict[tuple[int, int], list[Scheduled]](), list[Scheduled]()
@@ -90,11 +91,14 @@ class Requests:
         parts += [self._begin_prompts(group) for group in new_prompts.values()]
         parts += [self._continue_prompt(one) for one in further_pieces]
         packed = PackedPass(parts, self.settings)
-        packed.begin(None, None)
+        packed.begin(None, None)  # no token ids: vLLM's layers see none
         return packed
 
     def _step_requests(self, asked_k: int, decoding: dict[str, int]) -> Part:
-        """Return a pass's part for requests that decode under one k: a cache with a row for each. decoding: their columns."""
+        """Return a pass's part for requests that decode under one k: a cache with a row for each. decoding: their columns.
+
+        `begin` calls it. A request that decodes for the first time leaves `reading`.
+        """
         for name in decoding:
             self._end_prompt(name)
         rows = self.rows[asked_k].gather(decoding)
@@ -106,7 +110,10 @@ class Requests:
         return first_B1 + torch.arange(together[0].columns, device=self.device)
 
     def _begin_prompts(self, together: list[Scheduled]) -> Part:
-        """Make a cache in vLLM's pages for prompts of one length that begin in this pass, a row each; return its part of it."""
+        """Return the pass's part for prompts of one length that begin in it: a new cache in vLLM's pages, a row each.
+
+        `begin` calls it; notes them in `reading`.
+        """
         together.sort(key=lambda one: one.pages[0])
         cache, firsts = EvictingCache(self._settings_of(together[0].asked_k)), [one.first for one in together]
         for layer, slots in enumerate(cache.layers):
@@ -117,7 +124,7 @@ class Requests:
         return Part(cache, self._list_columns(together), decodes=False)
 
     def _settings_of(self, asked_k: int) -> CacheSettings:
-        """Return the settings for a new cache of requests that ask for this k (0: for none). They are kept in `_by_own`."""
+        """Return the settings for a new cache of requests that ask for this k (0: for none), made once: see `_by_own`."""
         if asked_k not in self._by_own:
             self._by_own[asked_k] = dataclasses.replace(self.settings, budget=Budget((asked_k,) * self.settings.n_layers))
         return self._by_own[asked_k]
@@ -129,16 +136,19 @@ class Requests:
         return Part(cache, self._list_columns([one]), decodes=False)
 
     def _make_slots(self, layer: int, firsts: list[int], keys: Tensor, values: Tensor) -> PromptSlots:
-        """Make a layer's storage of keys and values in new requests' pages. firsts: the first column of each in the pass.
+        """Return a layer's storage of keys and values in new requests' pages. firsts: the first column of each in the pass.
 
-        The cache of their prompts calls this when the layer's first keys and values come.
+        The cache of their prompts calls this, as `_begin_prompts` arranged, when the layer's first keys and values come.
         """
         pool = self.pools[layer]
         assert pool is not None
         return first_prompt(keys, values, pool, self._divide_pages(self.now[layer], firsts, keys.shape[1]))
 
     def _divide_pages(self, now: Sequence[Scheduled], firsts: list[int], heads: int) -> Strips:
-        """Return new requests' pages as strips (a page of one head each). Noted in `divided` for layers with the same pages."""
+        """Return new requests' pages as strips (a page of one head each), for `_make_slots`.
+
+        Noted in `divided` for further layers with the same pages: vLLM gives these the same object `now`. `begin` clears that.
+        """
         for noted_pass, noted_firsts, strips in self.divided:
             if noted_pass is now and noted_firsts is firsts:
                 return strips
@@ -150,14 +160,18 @@ class Requests:
     def _split_rows(self, decoding: Set[str]) -> None:
         """Copy each prompt in `reading` that shares a cache with others to a cache of its own, before a pass.
 
-        Requests that share a cache stay in it if all of them decode now. decoding: names of the requests that do.
+        `begin` calls it. Requests that share a cache stay in it if all of them decode now. decoding: names of the requests that
+        do.
         """
         for name, rows in list(self.reading.items()):
             if len(rows.names) > 1 and not decoding >= set(rows.names):
                 self.reading[name] = RequestRows([name], rows.cache.select_rows(rows.names.index(name)))
 
     def _end_prompt(self, name: str) -> None:
-        """Move a request, and those that share its cache, from `reading` to `rows` (that decode), at its first decode step."""
+        """Move a request, and those that share its cache, from `reading` to `rows` (that decode), at its first decode step.
+
+        `_step_requests` calls it for each request that decodes; later calls do nothing.
+        """
         rows = self.reading.get(name)
         if rows is not None:
             for one in rows.alive:

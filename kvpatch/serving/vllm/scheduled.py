@@ -50,8 +50,8 @@ class PassBuilder(AttentionMetadataBuilder[Pass]):
     def _read_pages(self, table_RM: Tensor, spans: Sequence[tuple[int, int]]) -> list[tuple[list[int], int]]:
         """Return each request's pages and the k that it asks for, or 0: all pages in its first pass, later only the first.
 
-        table_RM: vLLM's block table, a row for each of R requests. spans: each request's columns (tokens) in the pass, and its
-        tokens before them. The host waits for the device once.
+        `build` calls it. table_RM: vLLM's block table, a row for each of R requests, M pages wide. spans: each request's
+        columns (tokens) in the pass, and its tokens before them. The host waits for the device once.
         """
         # the manager gave a request all its pages with its first tokens; the table has columns for the longest text
         widths = [self.kv_cache_spec.most_pages(columns) + 2 if past == 0 < columns else 1 for columns, past in spans]

@@ -54,7 +54,10 @@ class RequestTerms:
         return self.max_k or (self.k if isinstance(self.k, int) else 0)
 
     def check_request(self, asked: Mapping[str, Any] | None) -> None:
-        """Raise KVPatchError, as a request arrives, if it asks for what this budget cannot give. asked: its extra_args."""
+        """Raise KVPatchError, as a request arrives, if it asks for what this budget cannot give. asked: its extra_args.
+
+        `Budgets.validate_params` calls it. KEY: "kvpatch"; OWN: "kvpatch_k", a request's own budget.
+        """
         asked = asked or {}
         for name in asked:
             if name != OWN and (suggest(name, (OWN,)) or name.casefold().startswith(KEY)):
@@ -71,7 +74,7 @@ class RequestTerms:
         raise KVPatchError(f"{OWN}={asked[OWN]!r} is not served: {self._say_why_none()}. Leave it out.")
 
     def _say_why_none(self) -> str:
-        """Return why no request may ask for a k of its own here, for an error."""
+        """Return why no request may ask for a k of its own here, for the error of `check_request`."""
         if self.policy.over_layers is not None:
             return f"policy {self.policy.name!r} gives layers different numbers of tokens, which a request cannot choose"
         return f"the server's k={self.k!r} is no number of tokens, and it has no max_k"
@@ -82,10 +85,10 @@ class RequestTerms:
         return isinstance(self.k, float)
 
     def describe_start(self, pages: str, size: int, fit: int, piece: int | None) -> str:
-        """Return the line that an operator reads in the log at the start.
+        """Return the line that an operator reads in the log at the start; `BudgetLog` writes it.
 
-        pages: a request's, in words. size: bytes of the largest request. fit: how many such there is room for. piece: tokens
-        of a prompt that a pass reads at most; None: all.
+        pages: a request's, in words. size: bytes of the largest request. fit: how many such there is room for. piece: tokens of
+        a prompt that a pass reads at most; None: all.
         """
         most = "at most " if self.most != self.k or self.policy.schedule == "prompt" else ""
         own = f" (of its own up to {self.most})" if self.most and self.most != self.k else ""
@@ -103,7 +106,9 @@ def find_own(asked: Mapping[str, Any], most: int) -> int:
 
 
 def read_terms(additional: object, variable: str | None) -> RequestTerms | None:
-    """Read the settings of a budget, in each process of vLLM that needs them; None if neither source has any.
+    """Read the settings of a budget; None if neither source has any.
+
+    `find_settings` calls it in each process of vLLM that needs them.
 
     Args:
         additional: vLLM's additional_config.
@@ -133,7 +138,7 @@ def read_terms(additional: object, variable: str | None) -> RequestTerms | None:
 
 
 def make_terms(given: object) -> RequestTerms:
-    """Make a budget's terms from the settings that vLLM was given, and check them.
+    """Return a budget's terms, read from the settings that vLLM was given, and checked. `read_terms` calls it.
 
     Args:
         given: the settings by name, the name of a file of kvpatch.Settings, or the object that such a file holds.
@@ -171,14 +176,14 @@ def make_terms(given: object) -> RequestTerms:
     parsed: Any = k if listed or varied else parse_k(k)  # the former are refused
     terms = RequestTerms(chosen, parsed, seed or 0, max_k)
     facts = {"listed": listed, "varied": varied, "of_the_prompt": terms.of_the_prompt, "renumbered": positions == "renumbered"}
-    refuse("vllm", FeatureSet(chosen, k=parsed, **facts))
+    refuse("vllm", FeatureSet(chosen, k=parsed, **facts))  # raises by kvpatch's table of what goes with what
     if max_k is not None:
         _check_max_k(terms)
     return terms
 
 
 def _check_values(positions: object, seed: object) -> None:
-    """Raise KVPatchError for wrong values of `positions` and `seed`, as kvpatch's settings in vLLM are read."""
+    """Raise KVPatchError for wrong values of `positions` and `seed`, as `make_terms` reads kvpatch's settings in vLLM."""
     if positions not in (None, "original", "renumbered"):
         raise KVPatchError(f"positions={positions!r} is unknown; use 'original'.")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
@@ -186,7 +191,7 @@ def _check_values(positions: object, seed: object) -> None:
 
 
 def _check_max_k(terms: RequestTerms) -> None:
-    """Raise KVPatchError, as settings are read, if max_k is below k, or the policy gives layers different budgets.
+    """Raise KVPatchError if max_k is below k, or the policy gives layers different budgets. `make_terms` calls it.
 
     max_k: the largest budget that a request may ask for.
     """
@@ -201,7 +206,10 @@ def _check_max_k(terms: RequestTerms) -> None:
 
 
 def _read_contents(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return kvpatch's settings in vLLM from an object like a kvpatch.Settings file. Raises KVPatchError if it is none."""
+    """Return kvpatch's settings from an object like a kvpatch.Settings file, for `make_terms`.
+
+    Raises KVPatchError for another.
+    """
     try:
         return Settings.parse(json.dumps(given)).add_arguments({})
     except (InvalidError, TypeError, ValueError) as error:

