@@ -59,7 +59,7 @@ class Adapter:
     def run(self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any]) -> Any:
         """Run the module's forward with `core` in place of its attention, and return what that forward returns.
 
-        Called once for each layer and pass through a cache.
+        The patched forward of each layer (`make_forward`) calls it in each pass through a cache. `core` writes to the cache.
 
         Args:
             attn: the attention module.
@@ -113,7 +113,7 @@ class Adapter:
         return getattr(attn, self.projection)(y_BQE)
 
     def overrides(self, decoder: nn.Module) -> dict[str, Any]:
-        """Return attributes (by name) to set on the decoder while a pass through the cache runs; asked when a model is patched.
+        """Return attributes (by name) to set on the decoder while it runs a pass through the cache; asked at patched().
 
         They disable what the decoder would build from its padding mask and the cache computes itself, such as ALiBi.
         """
@@ -205,7 +205,7 @@ REGISTRY: dict[str, Adapter] = {}
 
 
 def register_arch(adapter: Adapter, *, exist_ok: bool = False) -> None:
-    """Register an adapter, so that models with its attention classes can be patched.
+    """Register an adapter, so that models with its attention classes can be patched. Users call it, and this package at import.
 
     Args:
         adapter: an instance of a subclass of Adapter, whose `classes` names the attention classes.
@@ -287,7 +287,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def keys_dtype(model: nn.Module, device: str) -> torch.dtype:
-    """Return the dtype of a forward pass's keys on a device, to count cached bytes: autocast's if on, else the model's."""
+    """Return the dtype of a forward pass's keys on a device: autocast's if on, else the model's. `_begin_pass` asks for it."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return dtype_of(model)

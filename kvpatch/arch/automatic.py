@@ -41,8 +41,9 @@ class AutomaticAdapter(InterfaceAdapter):
 def automatic_adapters(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]:
     """Return the attention modules of a model without an adapter, each with an automatic row that passed the checks.
 
-    An automatic row is an adapter derived from the modules' attributes. Called when such a model is patched. The checks run on
-    a tiny random model of the class (its twin), once for each class and configuration; meanwhile the twin is patched, too.
+    An automatic row is an adapter derived from the modules' attributes. `Target.find` calls this when such a model is patched.
+    The checks run on a tiny random model of the class (its twin), once for each class and configuration; meanwhile the twin is
+    patched, too, and this returns the row under check.
 
     Raises:
         KVPatchError: the attention does not go through transformers' interface, or the row did not pass.
@@ -60,7 +61,7 @@ def automatic_adapters(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapt
     if trial is not None and qualified_name(attentions[0]) in trial.classes:  # the model is a twin under its check
         return [(module, trial) for module in attentions]
     decoder: Any = holder_of(model, attentions) or model
-    derive_adapter(attentions, decoder).check(decoder)
+    derive_adapter(attentions, decoder).check(decoder)  # raises if it is no causal decoder
     row = _find_verdict(model, decoder, attentions)
     return [(module, row) for module in attentions]
 
@@ -68,8 +69,8 @@ def automatic_adapters(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapt
 def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -> InterfaceAdapter:
     """Return the row (a derived adapter) that passes the checks for a decoder's class; raise KVPatchError if none does.
 
-    Called when a model without an adapter is patched. The first call for a class and configuration runs the checks on a twin (a
-    tiny random model of the class). The result, a row or an error, is remembered in `_VERDICTS`.
+    `automatic_adapters` calls it. The first call for a class and configuration runs the checks on a twin (a tiny random model
+    of the class), and logs that a row is used. The result, a row or an error, is remembered in `_VERDICTS`.
     """
     key = type(decoder), describe_twin(decoder)
     if key not in _VERDICTS:
@@ -92,7 +93,8 @@ def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -
 def _check_model_itself(model: nn.Module, decoder: nn.Module, attn: nn.Module, error: Exception) -> nn.Module:
     """Return the decoder itself, to be checked in place of a tiny twin that could not be built, if it is small and has weights.
 
-    Raises KVPatchError for any other decoder. error: the one that building the twin raised.
+    `_find_verdict` calls it. Raises KVPatchError for any other decoder: NeedsWeights if it is small, so that a later call with
+    weights may pass. error: the one that building the twin raised.
     """
     if is_checkable(model):
         return decoder
@@ -107,7 +109,10 @@ def _check_model_itself(model: nn.Module, decoder: nn.Module, attn: nn.Module, e
 def _judge_rows(
     model: nn.Module, decoder: nn.Module, twin: nn.Module, attentions: list[nn.Module]
 ) -> InterfaceAdapter | KVPatchError:
-    """Return the first derived row (adapter) under which a model's tiny twin passes the checks; if none, the error to raise."""
+    """Return the first derived row (adapter) under which a model's tiny twin passes the checks; if none, the error to raise.
+
+    `_find_verdict` calls it, and remembers the result.
+    """
     failures = list[tuple[str, str]]()
     # what the attributes of a module do not tell: positions by the padding mask, a window that is in the mask alone, queries
     # that are scaled before attention
@@ -142,7 +147,7 @@ def _judge_rows(
 
 @contextmanager
 def _on_trial(row: InterfaceAdapter) -> Iterator[None]:
-    """Let `automatic_adapters` return this row (adapter) inside the with-block, in which a tiny twin is patched and checked."""
+    """Let `automatic_adapters` return this row (adapter) in the with-block in which `_judge_rows` patches and checks a twin."""
     token = _TRIAL.set(row)
     try:
         yield
@@ -158,10 +163,10 @@ def derive_adapter(
     slides: bool = False,
     scaled: bool = False,
 ) -> InterfaceAdapter:
-    """Derive a row (an adapter) for a family without an adapter, when a model of it is patched and for each trial in its check.
+    """Return a row (an adapter) for a family without an adapter. `automatic_adapters` and each trial of `_judge_rows` call it.
 
-    Settings are read from the attention modules' attributes, under the names that transformers' families use. Attributes do
-    not tell `positions_from_mask` and `slides` (see InterfaceAdapter), and `scaled`: the module scales its queries before
+    Settings are read from the attention modules' attributes, under the names that transformers' families use. Attributes do not
+    tell `positions_from_mask` and `slides` (see InterfaceAdapter), and `scaled`: the module scales its queries before
     attention, so that logits get no further factor.
     """
     attn, config = attentions[0], attentions[0].config
@@ -183,7 +188,7 @@ def derive_adapter(
 
 
 def _causal_attentions(model: Any) -> list[nn.Module]:
-    """Return, when a model without an adapter is patched, its causal attention modules that call transformers' interface."""
+    """Return a model's causal attention modules that call transformers' attention interface, for `automatic_adapters`."""
     config: Any = getattr(model, "config", None)
     text = type(config.get_text_config(decoder=True)) if hasattr(config, "get_text_config") else object
     return [

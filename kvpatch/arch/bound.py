@@ -20,7 +20,7 @@ from .upstream import Conv1D
 
 @contextmanager
 def _set_evaluating(attn: nn.Module) -> Iterator[None]:
-    """Switch a module and its submodules to eval mode in a with-block that measures its projection; afterwards switch back."""
+    """Switch a module and its submodules to eval mode while `output_rows` measures its projection; afterwards switch back."""
     training = [module for module in attn.modules() if module.training]
     for module in training:
         module.training = False
@@ -38,7 +38,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _plain_weight(module: Any, inputs: int) -> Tensor | None:
-    """Return the weight [inputs,E] of a plain output projection; None for another, which is then measured by unit vectors.
+    """Return the weight [inputs,E] of a plain output projection; None for another, which `output_rows` then measures.
 
     inputs: the width of the heads that this process computes. Of a sharded weight the part of this process is returned, or all
     of it if the process computes all heads.
@@ -71,11 +71,12 @@ class BoundAdapter:
     def geometry(self, device: torch.device) -> Geometry:
         """Return the layer's variant of attention (scale, ALiBi slopes, window, softcap, sinks), with its tensors on `device`.
 
-        Asked once for each layer of a new cache, which keeps it, and in passes without a cache (a replay for training).
+        `Call` asks once for each layer of a new cache, which keeps it; a replay for training asks in each pass, without a
+        cache.
         """
         slopes = self.adapter.slopes(self.attn)
         if slopes is not None:
-            slopes = slopes.to(device).unflatten(0, (self.H, -1))
+            slopes = slopes.to(device).unflatten(0, (self.H, -1))  # [H,G]
         sinks = self.adapter.sinks(self.attn)
         if sinks is not None:
             sinks = local(sinks).to(device).unflatten(0, (self.H, -1))
@@ -96,8 +97,8 @@ class BoundAdapter:
     def mean_rotation(self, places_BF: Tensor, like: Tensor, table: Any) -> Tensor:
         """Return the mean of the rotary matrices [B,1,D,D] at the next F positions, `places_BF`.
 
-        Policies that score keys by expected later queries multiply the mean unrotated query by it.
-        like: a tensor of its dtype and device. table: cosines and sines by position.
+        `Call.mean_rotation` calls it: policies that score keys by expected later queries multiply the mean unrotated query by
+        it. like: a tensor of its dtype and device. table: cosines and sines by position.
         """
         limit = self.adapter.max_positions(getattr(self.attn, "config", None))
         places_BF = places_BF if limit is None else places_BF.clamp(max=limit - 1)  # beyond the model's table its last one
@@ -110,10 +111,10 @@ class BoundAdapter:
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
         """Return the output projection W_O by query head [N,G,D,E], and whether it was measured.
 
-        Called when scores or selections multiply values by W_O. A view of a plain weight is kept for the next call.
-
-        The weight of a plain projection is read; any other (LoRA, quantized, offloaded) is measured by applying it to unit
-        vectors, without its bias. The processes of a row-parallel projection, which sums over them, take turns.
+        `Call._output_rows` calls it when scores or selections multiply values by W_O. A view of a plain weight is kept in
+        `_rows` for the next call. The weight of a plain projection is read; any other (LoRA, quantized, offloaded) is measured
+        by applying it to unit vectors, without its bias. The processes of a row-parallel projection, which sums over them, take
+        turns.
 
         Args:
             like: values [B,N,T,D] to which W_O will be applied, for dtype, device, N and D.

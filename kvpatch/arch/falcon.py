@@ -26,15 +26,15 @@ class FalconAdapter(LlamaAdapter):
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states to heads before attention; with rotary positions rotate queries and keys, with ALiBi do not."""
+        """Project hidden states to heads, for `run`; with rotary positions rotate queries and keys, with ALiBi do not."""
         if attn.config.alibi:
             return self.project_unrotated(attn, hidden_BQE)
         return super().project(attn, hidden_BQE, position_embeddings)
 
     def project_unrotated(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states to queries, keys and values [B,heads,Q,D]; the fused projection returns them by KV head."""
+        """Project hidden states to queries, keys and values [B,heads,Q,D], for `project`; the fused weight is by KV head."""
         qkv = attn.query_key_value(hidden_BQE).unflatten(-1, (attn.num_kv_heads, -1, attn.head_dim))
-        q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
+        q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]  # last of each KV head: its key, its value
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:

@@ -26,7 +26,7 @@ class GPTNeoXJapaneseAdapter(LlamaAdapter):
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states to heads before attention, and rotate the first channels of queries and keys."""
+        """Project hidden states to heads, for `run`, and rotate the first `rotary_ndims` channels of queries and keys."""
         q, k, v = self.project_unrotated(attn, hidden_BQE)
         n = attn.rotary_ndims
         turned = source_module(attn).apply_rotary_pos_emb(q[..., :n], k[..., :n], *position_embeddings)

@@ -32,7 +32,7 @@ class GPTJAdapter(Adapter):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **_: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states to queries, keys and values [B,heads,Q,D] before attention, and rotate queries and keys."""
+        """Project hidden states to queries, keys and values [B,heads,Q,D], for `run`, and rotate queries and keys."""
         q, k, v = self.project_unrotated(attn, hidden_BQE)
         if position_embeddings is None:  # before transformers 5.24 each module has the table
             table, places = attn.embed_positions.to(hidden_BQE.device), position_ids.to(hidden_BQE.device)
@@ -46,9 +46,10 @@ class GPTJAdapter(Adapter):
         return q, k, v
 
     def without_rotation(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return a forward's arguments with which it rotates nothing: sines are 0 and cosines 1.
+        """Return a forward's arguments with which it rotates nothing: sines are 0 and cosines 1. `call` does not change.
 
-        Called in each pass under positions="renumbered": the cache then holds unrotated keys, which are rotated when read.
+        The patched forward (`make_forward`) calls it in each pass under positions="renumbered": the cache then holds unrotated
+        keys, which are rotated when read.
         """
         if call.get("position_embeddings") is None:
             return {**call, "position_ids": torch.zeros_like(call["position_ids"])}  # at position 0 sines are 0, cosines 1
@@ -58,8 +59,8 @@ class GPTJAdapter(Adapter):
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
         """Return the model's table of sines and cosines on `device`, by which `rotate` turns cached keys.
 
-        Asked under positions="renumbered" when a head may hold more tokens than before. Raises KVPatchError if `count`, the
-        number of positions needed, is beyond the table's end.
+        `table_maker` asks under positions="renumbered" when a head may hold more tokens than before. Raises KVPatchError if
+        `count`, the number of positions needed, is beyond the table's end.
         """
         if count > decoder.config.max_position_embeddings:
             raise KVPatchError(
@@ -95,7 +96,10 @@ class GPTJAdapter(Adapter):
 
 
 def _rotate_pairs(attn: Any, x_BHTD: Tensor, sin_BHTP: Tensor, cos_BHTP: Tensor) -> Tensor:
-    """Rotate the first 2P elements of queries or keys, pair by pair, as the model does: before attention, or cached ones."""
+    """Return queries or keys with their first 2P elements rotated, pair by pair, as the model does.
+
+    `project` calls it before attention, and `rotate` for cached keys.
+    """
     sin, cos = sin_BHTP.repeat_interleave(2, -1), cos_BHTP.repeat_interleave(2, -1)
     turned = x_BHTD[..., : sin.shape[-1]]
     return torch.cat([turned * cos + source_module(attn).rotate_every_two(turned) * sin, x_BHTD[..., sin.shape[-1] :]], -1)

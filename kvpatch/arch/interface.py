@@ -94,10 +94,11 @@ class InterfaceAdapter(Adapter):
             self.why_not = IN_HIDDEN_STATES
 
     def run(self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any]) -> Any:
-        """Run `own`, the module's forward, with `core` in place of transformers' attention function, once per forward pass.
+        """Run `own`, the module's forward, with `core` in place of transformers' attention function.
 
-        In place of the cache the module gets a stand-in (Handover) that stores nothing: `core` writes the keys and values. With
-        multi-head latent attention (`absorbs`) `core` writes latents, and kv_b_proj is applied to queries and outputs instead.
+        The patched forward (`make_forward`) calls it in each pass. In place of the cache the module gets a stand-in (Handover)
+        that stores nothing: `core` writes the keys and values. With multi-head latent attention (`absorbs`) `core` writes
+        latents, and kv_b_proj is applied to queries and outputs instead.
         """
         call, attended = {name: Handover(value) if isinstance(value, Cache) else value for name, value in call.items()}, False
         absorbs = self.latent(attn)
@@ -139,13 +140,14 @@ class InterfaceAdapter(Adapter):
     def sliding(self, attn: nn.Module) -> int | None:
         """Return the module's sliding window in tokens, by its configuration; None if it has no window.
 
-        Asked when a model is patched, for each new cache and in each pass. A Chunk (a subclass of int) stands for attention
-        in chunks of so many tokens. Without config.layer_types, `slides` of the family's row decides for all layers.
+        `Target`, `BoundAdapter.geometry` and `compare` ask. A Chunk (a subclass of int) stands for attention in chunks of so
+        many tokens. Without config.layer_types, `slides` of the family's row decides for all layers.
         """
         config: Any = attn.config
         types = getattr(config, "layer_types", None)
         slides = self._slides
         if types is not None:
+            # a layer that knows its index
             kind = types[attn.layer_idx] if knows_number(attn) else None  # type: ignore[index]
             if kind == CHUNKED:
                 return Chunk(config.attention_chunk_size)
@@ -164,7 +166,8 @@ class InterfaceAdapter(Adapter):
     def kv_shape(self, attn: Any) -> tuple[int, int]:
         """Return the number of KV heads (0 if layers differ in it) and the head size of keys, from the module or its config.
 
-        Asked when a model is patched, and in each pass, to check its keys. Latent attention (MLA) has one head: the latents.
+        `Target` asks when a model is patched, and `run` in each pass, to check its keys. Latent attention (MLA) has one head:
+        the latents.
         """
         if self.latent(attn):
             return 1, latents.read_sizes(attn)[0]
@@ -192,7 +195,7 @@ class InterfaceAdapter(Adapter):
         return position_limit(config) if self.learned else None
 
     def check(self, model: nn.Module) -> None:
-        """Raise KVPatchError when a model is patched if it is no causal decoder, or has layers of unknown types."""
+        """Raise KVPatchError for `Target.find`, at patched(), if a model is no causal decoder or has unknown layer types."""
         config: Any = model.config
         for name in ("use_bidirectional_attention", "add_cross_attention"):
             if (value := getattr(config, name, False)) and value != "vision":  # "vision": images are refused when they come
@@ -214,9 +217,9 @@ class InterfaceAdapter(Adapter):
             )
 
     def compare(self, attn: Any, asked: dict[str, Any]) -> None:
-        """Raise KVPatchError in a forward pass if the module asks attention for another setting than this adapter says.
+        """Raise KVPatchError if the module asks attention for another setting than this adapter says.
 
-        asked: the module's keyword arguments to its attention function.
+        `run` calls it in each pass. asked: the module's keyword arguments to its attention function.
         """
         window = self.sliding(attn)
         # some families pass the window in the mask alone, as all do with chunks; a known dropout is refused before
@@ -252,7 +255,7 @@ class RotaryInterfaceAdapter(Rotary, InterfaceAdapter):
 
 
 def _refuse_shapes(attn: nn.Module, k: Tensor, v: Tensor, said: tuple[int, int, int], attended: bool) -> None:
-    """Raise KVPatchError in a pass if attention is called a second time, or keys and values are of other sizes than `said`.
+    """Raise KVPatchError in `run` if attention is called a second time, or keys and values are of other sizes than `said`.
 
     said: KV heads, key size and value size by the adapter. attended: attention was called before in this forward.
     """

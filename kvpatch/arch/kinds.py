@@ -14,7 +14,9 @@ NO_DECODER = "is_decoder=False of its configuration"
 
 
 def source_of(attn: nn.Module, attentions: list[nn.Module]) -> nn.Module | None:
-    """Return, when a model is patched, the module whose keys and values `attn` uses; None if it computes its own.
+    """Return the module whose keys and values `attn` uses; None if it computes its own. `with_readers` asks at patched().
+
+    attentions: all attention modules of the model.
 
     Raises:
         KVPatchError: nothing says which module that is.

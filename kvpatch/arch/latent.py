@@ -27,8 +27,9 @@ def read_sizes(attn: Any) -> tuple[int, int]:
 def is_latent(attn: Any) -> bool:
     """Tell whether the cache of a module with multi-head latent attention can hold latents instead of keys and values.
 
-    Asked when a model is patched, and in each pass. It needs the weight of `kv_b_proj`, which expands latents to keys and
-    values. Where that is quantized, wrapped (LoRA), offloaded or sharded over processes, the cache holds what it expands to.
+    `InterfaceAdapter.latent` asks when a model is patched, and in each pass. It needs the weight of `kv_b_proj`, which expands
+    latents to keys and values. Where that is quantized, wrapped (LoRA), offloaded or sharded over processes, the cache holds
+    what it expands to. False for modules without latents.
     """
     expands = getattr(attn, "kv_b_proj", None)
     if type(expands) is not nn.Linear or not hasattr(attn, "expand_kv"):
@@ -47,10 +48,10 @@ def _find_weights(attn: Any) -> tuple[Tensor, Tensor]:
 
 
 def expand_kv(attn: Any, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """Return latents as keys and values, in place of the module's method that expands them, while the module is patched.
+    """Return latents as keys and values. A patched module's forward calls this in place of its own method that expands them.
 
-    `latent` is an entry here (a latent with the token's rotary key behind it): it is returned as the key, and its latent as
-    the value. If it has the width of a latent alone, the module's own method expands it.
+    `latent` is an entry here (a latent with the token's rotary key behind it): it is returned as the key, and its latent as the
+    value. If it has the width of a latent alone, the module's own method expands it.
     """
     rank = attn.kv_lora_rank
     if latent.shape[-1] == rank:
@@ -59,10 +60,11 @@ def expand_kv(attn: Any, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor
 
 
 def attend(attn: Any, core: Core, q_BNQD: Tensor, entry_B1QD: Tensor, latent_B1QR: Tensor) -> Tensor:
-    """Attend to the cache's latents by `core`, once per layer and pass; return the outputs of the N heads [B,Q,N,E].
+    """Attend to the cache's latents by `core`, which writes them; return the outputs of the N heads [B,Q,N,E].
 
-    A logit is the same if the query is multiplied by W_UK instead of the latent, and an output if the mixture of latents is
-    multiplied by W_UV afterwards (the absorbed form of multi-head latent attention). entry: a latent and a rotary key.
+    `InterfaceAdapter.run` calls it once per layer and pass. A logit is the same if the query is multiplied by W_UK instead of
+    the latent, and an output if the mixture of latents is multiplied by W_UV afterwards (the absorbed form of multi-head latent
+    attention). entry: a latent and a rotary key. R: the width of a latent.
     """
     # up_NDR: W_UK, from latents to the unrotated part of keys; value_NER: W_UV, from latents to values
     (up_NDR, value_NER), split = _find_weights(attn), [attn.qk_nope_head_dim, attn.qk_rope_head_dim]

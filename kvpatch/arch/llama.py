@@ -22,7 +22,7 @@ class LlamaAdapter(Rotary, Adapter):
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states to queries, keys and values [B,heads,Q,D] before attention, and rotate queries and keys."""
+        """Project hidden states to queries, keys and values [B,heads,Q,D], for `run`, and rotate queries and keys."""
         q, k, v = self.project_unrotated(attn, hidden_BQE)
         q, k = source_module(attn).apply_rotary_pos_emb(q, k, *position_embeddings)
         return q, k, v

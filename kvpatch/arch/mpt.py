@@ -28,7 +28,7 @@ class MptAdapter(Adapter):
     renumbers = turns_back = True
 
     def project(self, attn: Any, hidden_BQE: Tensor, **_: object) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states to queries, keys and values before attention, clipped if the model says so; none is rotated."""
+        """Project hidden states to queries, keys and values, for `run`, clipped if the model says so; none is rotated."""
         qkv = attn.Wqkv(hidden_BQE)
         if attn.clip_qkv:
             qkv = qkv.clamp(-attn.clip_qkv, attn.clip_qkv)

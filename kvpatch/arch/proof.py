@@ -19,7 +19,10 @@ _PROVING: ContextVar[bool] = ContextVar("proving", default=False)
 
 
 def check_twin(twin: nn.Module) -> Any:
-    """Run `kvpatch check` on a twin (a tiny model in another's place), which it patches; the random state is left as it was."""
+    """Run `kvpatch check` on a twin (a tiny model in another's place), which it patches; return the table of checks.
+
+    `_judge_rows` and `_find_failure` call it. The random state is left as it was.
+    """
     import kvpatch  # the checks are a layer above: taken by their public name
 
     token = _PROVING.set(True)  # patching the twin must not start another check (see `prove_class`)
@@ -33,8 +36,9 @@ def check_twin(twin: nn.Module) -> Any:
 def prove_class(decoder: nn.Module, attentions: list[nn.Module], untested: str, remedy: str) -> None:
     """Check a class on its tiny twin (a small random model of it) under versions that kvpatch was not tested with.
 
-    Called when a model is patched under such versions of torch or transformers; the result holds for the process. A decoder
-    that inherits nothing of transformers is not checked: its code does not change with the transformers version.
+    `patched` calls it, through `_find_target`, under such versions of torch or transformers; the result is kept in `_PROVED`
+    for the process. Nothing is checked while a twin is (`_PROVING`). A decoder that inherits nothing of transformers is not
+    checked: its code does not change with the transformers version.
 
     Args:
         decoder: the decoder that is about to be patched.
@@ -57,7 +61,10 @@ def prove_class(decoder: nn.Module, attentions: list[nn.Module], untested: str, 
 
 
 def _find_failure(decoder: nn.Module, attentions: list[nn.Module]) -> str:
-    """Build a decoder's twin and run the checks on it, before the decoder is patched; return why it fails, "" if it passes."""
+    """Build a decoder's twin and run the checks on it, for `prove_class`; return why it fails, "" if it passes.
+
+    Without a twin, a small decoder is checked itself.
+    """
     try:
         twin = make_twin(decoder, attentions)
     except Exception as error:  # a class of any shape
@@ -73,14 +80,20 @@ def _find_failure(decoder: nn.Module, attentions: list[nn.Module]) -> str:
 
 
 def is_checkable(model: nn.Module) -> bool:
-    """Tell whether a model of which no tiny twin can be built is small and has its weights, so that it can be checked."""
+    """Tell whether a model is small and has its weights, so that it can be checked where no tiny twin of it can be built.
+
+    `_check_model_itself` and `_find_failure` ask.
+    """
     small = sum(parameter.numel() for parameter in model.parameters()) <= PARAMETERS
     offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())  # accelerate loads weights as modules run
     return small and (offloaded or not all(parameter.is_meta for parameter in model.parameters()))
 
 
 def describe_twin(decoder: Any) -> str:
-    """Return a key to remember a check's result: the configuration of the decoder's tiny twin, else the decoder's as text."""
+    """Return the key by which a check's result is remembered: the configuration of the tiny twin, else the decoder's, as text.
+
+    `_find_verdict` and `prove_class` use it.
+    """
     try:
         return shrink_config(decoder.config).to_json_string(use_diff=False)
     except Exception:  # a configuration of any shape

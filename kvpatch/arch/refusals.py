@@ -22,7 +22,10 @@ HOMES = ("transformers", "torch", "peft", "accelerate", "kvpatch")
 
 
 def refuse_other_kinds(model: nn.Module) -> None:
-    """Raise KVPatchError, at patched(), for a model that no adapter could serve: it is no causal decoder with a KV cache."""
+    """Raise KVPatchError for a model that no adapter could serve: it is no causal decoder with a KV cache.
+
+    `Target.find` calls it at patched(). Other models pass.
+    """
     name, text = type(model).__name__, _text_part(model)
     attentions = innermost_attentions(text)
     if "diffusion" in type(model).__module__:
@@ -53,7 +56,7 @@ def refuse_other_kinds(model: nn.Module) -> None:
 
 
 def _may_take_cache(attn: nn.Module) -> bool:
-    """Tell by its parameters if an attention's forward may take a cache: patched() refuses a model in which none does."""
+    """Tell by its parameters if an attention's forward may take a cache; for `refuse_other_kinds`, which wants one that may."""
     # code outside transformers may use other names
     if not type(attn).__module__.startswith("transformers."):
         return True
@@ -68,7 +71,7 @@ def _text_part(model: nn.Module) -> nn.Module:
 
 
 def _is_lone_decoder(model: nn.Module, cross_attention: nn.Module) -> bool:
-    """Tell if the model is one decoder without an encoder, so that its cross-attention never runs.
+    """Tell if the model is one decoder without an encoder, so that its cross-attention never runs; for `refuse_other_kinds`.
 
     Decoders of transformers that take encoder_hidden_states skip cross-attention where those are None.
     """
@@ -80,7 +83,10 @@ def _is_lone_decoder(model: nn.Module, cross_attention: nn.Module) -> bool:
 
 
 def home_of(code: Any) -> str:
-    """Return the top package of a class or function (of a decorated one, the decorator's), to tell code of the user's own."""
+    """Return the top package of a class or function (of a decorated one, the decorator's), to tell code of the user's own.
+
+    `refuse_replaced` and `_only_computes` ask.
+    """
     if isinstance(code, functools.partial):
         return home_of(code.func)
     defined_in = getattr(getattr(code, "__func__", code), "__globals__", {}).get("__name__")
@@ -90,9 +96,9 @@ def home_of(code: Any) -> str:
 def refuse_replaced(attn: nn.Module, adapter: Adapter) -> None:
     """Raise KVPatchError if a transformers module attends by the user's own function, which would not run under a budget.
 
-    Called when a model is patched, and before each prompt. A forward that the user replaced does not run either, if the adapter
-    computes attention without it. That is only logged, once, since the user's code may compute the same. HOMES: packages
-    whose code counts as no user's.
+    `Target.find` calls it when a model is patched, and `check_reader` before each prompt. A forward that the user replaced does
+    not run either, if the adapter computes attention without it. That is only logged, once, since the user's code may compute
+    the same. HOMES: packages whose code counts as no user's.
     """
     if home_of(type(attn)) != "transformers" or home_of(type(adapter)) != "kvpatch":
         return
@@ -115,7 +121,10 @@ def _warn_once(message: str) -> None:
 
 
 def make_unknown_error(model: nn.Module) -> KVPatchError:
-    """Make the error for patched() of a model without an adapter: it names the row or the adapter to write."""
+    """Return the error for patched() of a model without an adapter: it names the row or the adapter to write.
+
+    `Target.find` and `automatic_adapters` raise it.
+    """
     name, supported = type(model).__name__, f"Known architectures: {', '.join(list_architectures())}."
     for module in innermost_attentions(model):
         if routes_through_interface(module) and not attends_both_ways(module):
@@ -138,14 +147,20 @@ def row_of(attn: nn.Module) -> str:
 
 
 def innermost_attentions(model: nn.Module) -> list[nn.Module]:
-    """Return, for a model without an adapter, modules with "attention" in their class name that contain no other of these."""
+    """Return modules with "attention" in their class name that contain no other of these, for a model without an adapter.
+
+    `_causal_attentions`, `refuse_other_kinds` and `make_unknown_error` look among them.
+    """
     named = {module for module in model.modules() if "attention" in type(module).__name__.lower()}
     holders = {module for module in named if any(child in named for child in module.modules() if child is not module)}
     return [module for module in model.modules() if module in named - holders]
 
 
 def holder_of(model: nn.Module, parts: list[nn.Module]) -> nn.Module | None:
-    """Return, when a model is patched, its innermost PreTrainedModel that contains all attention modules `parts`; or None."""
+    """Return a model's innermost PreTrainedModel that contains all attention modules `parts`; None if there is none.
+
+    `automatic_adapters` takes it for the decoder of a model that is patched.
+    """
     part_ids = {id(part) for part in parts}
     holders = (
         m for m in model.modules() if isinstance(m, PreTrainedModel) and part_ids <= {id(child) for child in m.modules()}

@@ -50,7 +50,8 @@ class Rotary:
     def obstacle(self, decoder: Any, renumbered: bool) -> str | None:
         """Return the reason why the rotation of cached keys cannot be undone: a scaling that changes as text grows; or None.
 
-        Asked when a model is patched, if the policy scores unrotated queries or keys. renumbered: keys are cached unrotated.
+        `Target.check_rotations` asks at patched(), if the policy scores unrotated queries or keys. renumbered: keys are cached
+        unrotated.
         """
         kind = getattr(decoder.rotary_emb, "rope_type", None)
         changes = not renumbered and kind in BY_LENGTH
@@ -59,8 +60,8 @@ class Rotary:
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
         """Return cosines and sines of the positions below `count`, for `rotate` and `rotate_back`.
 
-        Asked at the beginning of a pass that rotates cached keys, or undoes rotations. A copy of the decoder's rotary module
-        computes them as for a new text, so that the decoder's state does not change.
+        `table_maker` asks at the beginning of a pass that rotates cached keys, or undoes rotations. A copy of the decoder's
+        rotary module computes them as for a new text, so that the decoder's state does not change.
         """
         rotary = copy.deepcopy(decoder.rotary_emb)
         if hasattr(rotary, "original_inv_freq"):  # dynamic scaling remembers the longest text: start anew
@@ -69,7 +70,10 @@ class Rotary:
         return [table[0] for table in rotary(like, torch.arange(count, device=device)[None])]
 
     def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
-        """Rotate keys that were cached unrotated (positions="renumbered"), or queries in a score, by positions `places_BHT`."""
+        """Rotate keys that were cached unrotated (positions="renumbered"), or queries in a score, by positions `places_BHT`.
+
+        Layers call it through BoundAdapter. table: from `rotary_table`; channels beyond its width are returned as they are.
+        """
         cos, sin = (one.to(x_BHTD.device)[places_BHT] for one in table)
         size = cos.shape[-1]
         if size < x_BHTD.shape[-1]:
@@ -78,7 +82,10 @@ class Rotary:
         return turned.to(x_BHTD.dtype)  # some families have tables in float32
 
     def rotate_back(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
-        """Undo the rotation of queries or keys, for policies whose scores leave positions out, and any scaling in the table."""
+        """Undo the rotation of queries or keys, and any scaling in the table. Layers call it through BoundAdapter.
+
+        `Call.rotated_back` does, for policies whose scores leave positions out.
+        """
         cos, sin = (one.to(x_BHTD.device, x_BHTD.dtype) for one in table)  # divided in the precision of x
         size = cos.square() + sin.square()
         return self.rotate(attn, x_BHTD, places_BHT, [cos / size, -sin / size])

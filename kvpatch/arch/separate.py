@@ -43,7 +43,7 @@ class SeparateAdapter(Adapter):
         return position_limit(config) if self.learned else None
 
     def check(self, model: nn.Module) -> None:
-        """Raise KVPatchError when a model is patched if it has cross-attention, or learned prompt keys outside the cache."""
+        """Raise KVPatchError for `Target.find` if a model has cross-attention, or learned prompt keys outside the cache."""
         name, config = type(model).__name__, model.config
         if getattr(config, "add_cross_attention", False):
             raise KVPatchError(f"This {name} has add_cross_attention=True: kvpatch serves causal decoders.")
@@ -103,7 +103,7 @@ class RoFormerAdapter(BertAdapter):
     why_not = Adapter.why_not
 
     def check(self, model: nn.Module) -> None:
-        """Raise KVPatchError when a model is patched if it is no decoder, or transformers masks it as an encoder."""
+        """Raise KVPatchError for `Target.find` if a model is no decoder, or transformers masks it as an encoder."""
         super().check(model)
         if not hasattr(source_module(model), "create_causal_mask"):
             raise KVPatchError(
@@ -112,7 +112,7 @@ class RoFormerAdapter(BertAdapter):
             )
 
     def project(self, attn: Any, hidden_BQE: Tensor, sinusoidal_pos: Tensor, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states before attention, and rotate queries and keys; values too if the configuration says so."""
+        """Project hidden states, for `run`, and rotate queries and keys; values too if the configuration says so."""
         q, k, v = super().project(attn, hidden_BQE)
         if attn.rotary_value:
             return attn.apply_rotary_position_embeddings(sinusoidal_pos, q, k, v)

@@ -34,10 +34,10 @@ _HEADS = ("decoder_attention_heads", "encoder_attention_heads")
 
 
 def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
-    """Make a tiny random model of the class of `decoder` on the CPU, to be checked in its place; torch's random state stays.
+    """Return a tiny random model of the class of `decoder` on the CPU, to be checked in its place; torch's random state stays.
 
-    It computes in float64, so that rounding hides nothing (but not with eager attention, whose softmax is in float32). It has a
-    layer of each kind that `attentions` has.
+    `_find_verdict` and `_find_failure` call it. It computes in float64, so that rounding hides nothing (but not with eager
+    attention, whose softmax is in float32). It has a layer of each kind that `attentions` has.
 
     Raises:
         ValueError: the twin would be large or lacks a kind of layer. The model's class may raise anything else.
@@ -74,7 +74,7 @@ def kind_of(attn: nn.Module) -> tuple[Any, ...]:
 
 
 def _draw_weights(parameter: nn.Parameter) -> None:
-    """Fill a parameter of a twin (a tiny test model) with random numbers so large that uneven attention shows mistakes."""
+    """Fill a parameter of a twin with random numbers so large that uneven attention shows mistakes; `make_twin` calls it."""
     if parameter.ndim >= 2 and not parameter.requires_grad:  # a table of sinusoidal positions, which is not learned
         return
     if parameter.ndim >= 2:
@@ -84,10 +84,11 @@ def _draw_weights(parameter: nn.Parameter) -> None:
 
 
 def shrink_config(config: Any) -> Any:
-    """Copy a model's configuration for its tiny twin (a random model to check): few layers, heads and experts, small widths.
+    """Return a model's configuration for its tiny twin (a random model to check): few layers, heads and experts, small widths.
 
-    Head sizes, scales, caps, sinks and rotary parameters stay, since they shape attention; sliding windows become so short that
-    they matter. The twin has a layer of each kind, with layers that reuse the keys of another. `config` does not change.
+    `make_twin` and `describe_twin` call it. Head sizes, scales, caps, sinks and rotary parameters stay, since they shape
+    attention; sliding windows become so short that they matter. The twin has a layer of each kind, with layers that reuse the
+    keys of another. `config` does not change.
     """
     fields = {key: value for key, value in config.to_dict().items() if key not in ("quantization_config", "dtype")}
     of_hybrid = _count_hybrid_layers(getattr(config, "layer_types", None) or ())  # layers of the twin; 0 if no hybrid
@@ -140,7 +141,8 @@ def _is_layer(key: object) -> bool:
 def _count_kinds(fields: dict[str, Any], layers: int) -> int:
     """Return how many of a model's first layers its tiny twin needs to have a layer of each kind; at least 2 if it has two.
 
-    fields: the configuration as a dict. Kinds are told by lists with one value per layer, and dicts with layer numbers as keys.
+    `shrink_config` asks. fields: the configuration as a dict. Kinds are told by lists with one value per layer, and dicts with
+    layer numbers as keys.
     """
     count = min(_LAYERS, layers)
     for value in fields.values():
@@ -155,8 +157,9 @@ def _count_kinds(fields: dict[str, Any], layers: int) -> int:
 def _pick_sharing_layers(fields: dict[str, Any], layers: int) -> list[int]:
     """Return the numbers of the layers that the tiny twin copies of a model whose last layers reuse keys of layers before them.
 
-    They are the first and the last layer of each kind among those that compute keys (the last one's keys are reused), and the
-    first of each kind among the others. [] if the model has no layers that reuse keys. fields: the configuration as a dict.
+    `shrink_config` asks. They are the first and the last layer of each kind among those that compute keys (the last one's keys
+    are reused), and the first of each kind among the others. [] if the model has no layers that reuse keys. fields: the
+    configuration as a dict.
     """
     if _READERS not in fields:
         return []
@@ -180,7 +183,8 @@ def _list_derived(config: Any) -> set[str]:
 def _count_hybrid_layers(kinds: Sequence[str]) -> int:
     """Return how many of a hybrid's first layers its tiny twin needs; 0 if the model is no hybrid (all layers only attend).
 
-    These have a layer of each kind, and two with attention. kinds: the kind of each layer by the configuration.
+    `shrink_config` asks. These have a layer of each kind, and two with attention. kinds: the kind of each layer by the
+    configuration.
     """
     if not set(kinds) & (OTHERS | STATES):
         return 0
@@ -189,7 +193,7 @@ def _count_hybrid_layers(kinds: Sequence[str]) -> int:
 
 
 def _few_heads(heads: int, kv_heads: int, most: int) -> tuple[int, int]:
-    """Return a tiny twin's numbers of KV heads and query heads, from those of the model that it stands for.
+    """Return a tiny twin's numbers of KV heads and query heads, from those of the whole model, for `shrink_config`.
 
     At most `most` KV heads, or 2 if several query heads share one; at most `most` query heads for each of them.
     """
@@ -199,7 +203,7 @@ def _few_heads(heads: int, kv_heads: int, most: int) -> tuple[int, int]:
 
 
 def _choose_size(key: str, value: Any) -> Any:
-    """Return a tiny twin's value of a configuration's field: an integer is cut to the limit that `_LIMITS` has for its name."""
+    """Return a tiny twin's value of a configuration's field, for `shrink_config`: integers are cut to limits in `_LIMITS`."""
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     return min(value, next((limit for parts, limit in _LIMITS if any(part in key for part in parts)), value))

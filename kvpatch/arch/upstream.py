@@ -53,7 +53,10 @@ def cache_of(call: Mapping[str, Any]) -> Any:
 
 
 def set_cache(call: dict[str, Any], cache: Any, name: str) -> None:
-    """Set `cache` as the only cache in a call's keyword arguments, under `name`, before they are passed to the model."""
+    """Set `cache` as the only cache in a call's keyword arguments, in place. Patched decoders do so before they are run.
+
+    name: of the argument; caches under transformers' other names are removed.
+    """
     for other in CACHE_NAMES:
         call.pop(other, None)
     call[name] = cache

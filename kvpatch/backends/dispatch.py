@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 def backend(name: str) -> Any:
-    """Return the module of a backend ("torch", "flash" or "triton"), imported on first use."""
+    """Return the module of a backend ("torch", "flash" or "triton"), imported on first use and kept in `_loaded`."""
     if name not in _loaded:
         _loaded[name] = importlib.import_module(f".{BACKENDS[name]}", __package__)
     return _loaded[name]
 
 
 def check_name(name: object) -> str:
-    """Return "auto" or the backend's name in its own spelling, for `backend=` of patched().
+    """Return "auto" or the backend's name in its own spelling. `patched` calls it for its argument `backend`.
 
     Raises:
         KVPatchError: there is no such backend.
@@ -50,7 +50,7 @@ def check_name(name: object) -> str:
 
 
 def check(name: str, case: Case) -> None:
-    """Raise KVPatchError, when a model is patched, if backend=`name` can do none of its tasks for such layers.
+    """Raise KVPatchError if backend=`name` can do none of its tasks for such layers. `settings_of` calls it at patched().
 
     A task is a kind of attention, such as "prompt" or "decode". case: the layers' device, dtype, head size and the like.
     """
@@ -73,7 +73,7 @@ class Choice:
     """
 
     def __init__(self, wanted: str = "auto") -> None:
-        """Begin without any choice, when a cache or a pass of a replay is made. wanted: the `backend` argument of patched()."""
+        """Begin without any choice, when a cache or a pass of a replay is made. wanted: the `backend` argument of `patched`."""
         self.wanted = wanted
         # each holds (backend, why not the preferred ones): of all calls so far, of each task's last call, of steps to compile
         self.known: dict[tuple[Task, Case], tuple[str, str]] = {}
@@ -81,9 +81,10 @@ class Choice:
         self.coming: dict[str, tuple[str, str]] = {}
 
     def of(self, task: Task, case: Case) -> str:
-        """Return the name of the backend for a task that is about to run, and record it in `ran` for the report.
+        """Return the name of the backend for a task, and record it in `ran` for the report.
 
-        While torch.compile traces, only a choice made before (`known`) is used, and nothing is recorded.
+        `attend_to` and `choose_backend` ask. They ask just before the task runs. While torch.compile traces, only a choice made
+        before (`known`) is used, and nothing is recorded.
         """
         if torch.compiler.is_compiling():
             return self.known[task, case][0] if (task, case) in self.known else "torch"  # torch takes every case
@@ -105,8 +106,9 @@ class Choice:
     ) -> T | None:
         """Run the kernel chosen for a task and return its result; None if its first launch fails: the caller then uses torch.
 
-        After a failure `ran` names the backend that is used from now on. run: calls the kernel. written: tensors that the
-        kernel changes in place; a failure leaves them as before. name: the backend, if `instead` chose it for this call alone.
+        `attend_to`, `_run_kernels` and others call it for each task that a kernel takes. After a failure `ran` names the
+        backend that is used from now on. run: calls the kernel. written: tensors that the kernel changes in place; a failure
+        leaves them as before. name: the backend, if `instead` chose it for this call alone.
         """
         name = name or self.known[task, case][0]
         if torch.compiler.is_compiling():
@@ -131,9 +133,9 @@ class Choice:
     def _choose_backend(self, task: Task, case: Case, refused: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
         """Return the first backend that takes a case, and why those tried before it do not. The wanted one is tried first.
 
-        Called for each new (task, case), and again where a backend refuses at run time. Warns once if the wanted one cannot.
-        refused: backends that have refused this call, with reasons. `refusals.known` has the kernels that failed earlier in
-        this process.
+        `_find_choice` calls it for each new (task, case), and `instead` where a backend refuses at run time. Warns once if the
+        wanted one cannot. refused: backends that have refused this call, with reasons. `refusals.known` has the kernels that
+        failed earlier in this process.
         """
         if self.wanted == "torch":
             return "torch", "asked for"

@@ -90,7 +90,11 @@ class Rounded:
         return count_rounded_bytes(self.bits, self.D, self.groups, self.dtype.itemsize)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Round new keys or values [...,D], less their centre, to the bytes that the cache stores: scales, zeros and codes."""
+        """Round new keys or values [...,D], less their centre, to the bytes that the cache stores: scales, zeros and codes.
+
+        `Slots.encode_pair` calls it before they are written. Each group of channels has a scale (step) and a zero (lowest
+        number).
+        """
         x = x.detach().to(accumulator(self.dtype))
         x = (x if self.centre is None else x - self.centre).unflatten(-1, (self.groups, -1))
         low, high = x.aminmax(dim=-1, keepdim=True)
@@ -102,7 +106,7 @@ class Rounded:
         return torch.cat([numbers.view(torch.uint8), self._pack_codes(codes.flatten(-2).to(torch.uint8))], -1)
 
     def decode(self, entries: Tensor) -> Tensor:
-        """Return the numbers [...,D] of entries in the model's dtype, for scores, prompts and the like. Changes nothing."""
+        """Return the numbers [...,D] of stored entries in the model's dtype, for prompts and scores. Changes no entry."""
         scale, zero, codes = self._read(entries)
         x = codes.mul_(scale[..., None]).add_(zero[..., None]).flatten(-2)
         return (x if self.centre is None else x + self.centre).to(self.dtype)
@@ -110,7 +114,8 @@ class Rounded:
     def dot(self, q_NGD: Tensor, entries_NTW: Tensor) -> Tensor:
         """Return the products [...,G,T] of a decode step's queries with rounded keys, from their codes, without unpacking keys.
 
-        Each group of channels adds (query . codes) * scale + (sum of the query) * zero; query . centre is added once.
+        The function `dot` calls it. Each group of channels adds (query . codes) * scale + (sum of the query) * zero; query .
+        centre is added once.
         """
         scale_NTg, zero_NTg, codes_NTgd = self._read(entries_NTW)
         q_NGgd, scale_NgT = q_NGD.unflatten(-1, (self.groups, -1)), scale_NTg.mT.contiguous()
@@ -122,14 +127,17 @@ class Rounded:
         return x
 
     def mix(self, p_NGT: Tensor, entries_NTW: Tensor) -> Tensor:
-        """Return a decode step's output [...,G,D], the values' sum weighted by probabilities, from codes as in `dot`."""
+        """Return a decode step's output [...,G,D]: values weighted by probabilities and summed, from codes as in `dot`.
+
+        The function `mix` calls it for a block of slots.
+        """
         scale_NTg, zero_NTg, codes_NTgd = self._read(entries_NTW)
         sums = [torch.matmul(p_NGT * scale_NTg[..., None, :, g], codes_NTgd[..., g, :]) for g in range(self.groups)]
         out = (torch.stack(sums, -2) + torch.matmul(p_NGT, zero_NTg)[..., None]).flatten(-2)
         return out if self.centre is None else out + p_NGT.sum(-1, keepdim=True) * self.centre
 
     def _read(self, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split entries into scales and zeros [...,g] and codes [...,g,d] of g groups of d channels, in the dtype of scores."""
+        """Split entries into scales and zeros [...,g] and codes [...,g,d], in the dtype of scores; g groups of d channels."""
         dtype = accumulator(self.dtype)
         numbers = entries[..., : self.header_bytes].clone(memory_format=torch.contiguous_format).view(self.dtype).to(dtype)
         scale, zero = numbers.unflatten(-1, (2, self.groups)).unbind(-2)
@@ -148,14 +156,14 @@ class Rounded:
         return self if self.centre is None else replace(self, centre=self.centre.flatten(0, 1)[heads_N])
 
     def _pack_codes(self, codes: Tensor) -> Tensor:
-        """Pack codes [...,D] to bytes. Codes of 4 bits go in pairs: the first half of D fills the low halves of the bytes."""
+        """Pack codes [...,D] to bytes, for `encode`. 4-bit codes go in pairs: the first half of D fills the low halves."""
         if self.bits == 8:
             return codes
         half = (self.D + 1) // 2
         return codes[..., :half] | (torch.nn.functional.pad(codes[..., half:], (0, self.D % 2)) << 4)
 
     def _unpack_codes(self, packed: Tensor) -> Tensor:
-        """Return the codes [...,D], uint8, of bytes that `_pack_codes` has made."""
+        """Return the codes [...,D], uint8, of bytes that `_pack_codes` has made; for `_read`."""
         if self.bits == 8:
             return packed
         packed = packed.contiguous()  # bytes between headers are slow to shift
@@ -216,10 +224,7 @@ EXACT: Codecs = (Exact(), Exact())
 
 @lru_cache(maxsize=64)
 def codecs(bits: int, D: int, E: int, dtype: torch.dtype, latent: bool = False) -> Codecs:
-    """Return the codecs that round and read keys of D numbers and values of E numbers, for a cache of so many `bits`.
-
-    A key has a scale for each group of channels, a value has one scale. latent: a value is the first E numbers of its key.
-    """
+    """Return the codecs that round and read keys of D numbers and values of E numbers, for a cache of so many `bits`."""
     if latent:
         key_codec = Exact() if bits == FULL else Rounded(bits, D, count_groups(D, E, latent), dtype)
         return key_codec, Latent(key_codec, E)
@@ -227,7 +232,10 @@ def codecs(bits: int, D: int, E: int, dtype: torch.dtype, latent: bool = False) 
 
 
 def centre_codecs(codecs: Codecs, centre_BH1D: Tensor | None) -> Codecs:
-    """Return the codecs with the centre about which keys are rounded, fixed where a prompt ends; exact codecs have none."""
+    """Return the codecs with the centre about which keys are rounded; exact codecs, which have none, as they are.
+
+    `fix_centre` calls it where a prompt ends; the centre stays from then on.
+    """
     key, value = codecs
     if isinstance(key, Exact):
         return codecs
@@ -249,8 +257,8 @@ def map_centre(codecs: Codecs, change: Callable[[Tensor], Tensor]) -> Codecs:
 def find_midrange(k_BHTD: Tensor, real_BHT: Tensor) -> Tensor:
     """Return the centre [B,H,1,D] of a prompt's keys: midway between each channel's least and greatest, padding apart.
 
-    Called where the prompt ends, before keys are rounded about this centre. The order of the keys and padding do not change
-    it. Where it is NaN or infinite, 0 takes its place.
+    `fix_centre` calls it when a prompt has been read, before keys are rounded about this centre. The order of the keys and
+    padding do not change it. Where it is NaN or infinite, 0 takes its place.
     """
     empty, dtype = ~real_BHT[..., None], accumulator(k_BHTD.dtype)
     low = k_BHTD.masked_fill(empty, torch.inf).amin(2, keepdim=True).to(dtype)
@@ -264,7 +272,10 @@ def in_full(codecs: Codecs) -> Codecs:
 
 
 def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
-    """Return a decode step's logits [...,G,T]: queries times a cache's keys. If keys are rounded, in float32 at least."""
+    """Return a decode step's logits [...,G,T]: queries times a cache's keys. If keys are rounded, in float32 at least.
+
+    The torch backend's `step` and `multiply_keys` call it.
+    """
     assert not isinstance(codec, Latent)  # a codec of values, not of keys
     if codec.exact:
         return codec.dot(q_NGD, entries_NTW)
@@ -283,7 +294,7 @@ def mix(p_NGT: Tensor, entries_NTW: Tensor, codec: Codec, dtype: torch.dtype) ->
 
 
 def _cut_blocks(entries_NTW: Tensor, codec: Codec) -> Iterator[tuple[int, int]]:
-    """Yield ranges [lo, hi) of slots so short that the numbers of all heads, once unpacked, fit into a CPU's (GPU's) block."""
+    """Yield ranges [lo, hi) of slots so short that the numbers of all heads, once unpacked, fit into a block, for `dot`."""
     *N, T, _ = entries_NTW.shape
     most = CPU_BLOCK if entries_NTW.device.type == "cpu" else DEVICE_BLOCK
     size = max(most // max(math.prod(N) * codec.size(entries_NTW), 1), 1)

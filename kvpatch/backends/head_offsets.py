@@ -67,9 +67,10 @@ class HeadOffsets:
     """
 
     def __init__(self, capacities: list[int], filled: list[int], device: torch.device) -> None:
-        """Lay the slots of B*H heads end to end, the shortest head first; made when heads get or change their capacities.
+        """Lay the slots of B*H heads end to end, the shortest head first, when heads get or change their capacities.
 
-        capacities: slots of each head; filled: slots in use. slot_F: for each flat entry, its slot in dense [B*H,width] slots.
+        `DenseSlots.move_to_front` and RaggedSlots make one. capacities: slots of each head; filled: slots in use. slot_F: for
+        each flat entry, its slot in dense [B*H,width] slots. rows: entries.
         """
         self.capacities, self.filled = capacities, filled
         self.width, self.rows = max(capacities), sum(capacities)
@@ -81,7 +82,7 @@ class HeadOffsets:
         head = self.order.repeat_interleave(self.capacity_N[self.order], output_size=self.rows)
         column = torch.arange(self.rows, device=device) - self.begin_N[head]
         self.slot_F = (head * self.width + column).int()
-        self._sequences: tuple[Tensor, Tensor, Tensor] | None = None
+        self._sequences: tuple[Tensor, Tensor, Tensor] | None = None  # made at the first call of `view_sequences`
         self._blocks: Blocks | None = None
 
     def places(self) -> tuple[Tensor, Tensor]:
@@ -130,7 +131,8 @@ class HeadOffsets:
     def multiply_keys(self, q_NGD: Tensor, k_FD: Tensor, codec: Codec = EXACT[0]) -> Tensor:
         """Return a decode step's logits [N,G,width]: queries times their head's keys. Past a head's last slot: any number.
 
-        For layers whose N heads hold different numbers of tokens. k_FD: the keys of all heads, end to end.
+        `step` of the torch backend calls it for layers whose N heads hold different numbers of tokens. k_FD: the keys of all
+        heads, end to end. Changes nothing.
         """
         blocks, (N, G, _) = self.blocks(), q_NGD.shape
         # P blocks of M neighbouring keys, each of one head, and E keys apart for each of N heads (see Blocks)
@@ -142,7 +144,10 @@ class HeadOffsets:
         return products.index_select(1, blocks.at_S).view(G, N, self.width).transpose(0, 1)
 
     def mix_values(self, p_NGT: Tensor, v_FD: Tensor, codec: Codec = EXACT[1]) -> Tensor:
-        """Return a decode step's output [N,G,D]: sums of each head's values (all heads' end to end: v_FD), weighted by `p`."""
+        """Return a decode step's output [N,G,D]: sums of each head's values, weighted by `p`.
+
+        `step` of the torch backend calls it, as `multiply_keys`. v_FD: the values of all heads, end to end.
+        """
         blocks, p_GS = self.blocks(), p_NGT.transpose(0, 1).flatten(1)
         inner, edges = self._split_entries(v_FD, codec, p_NGT.dtype)
         codec_P, codec_N = self._split_codecs(codec)
@@ -168,7 +173,9 @@ class HeadOffsets:
         return (inner.to(dtype), edges.to(dtype)) if codec.exact else (inner, edges)
 
     def view_sequences(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the segments as a decode step's flash kernels take sequences of different lengths; built at the first call.
+        """Return the segments as flash kernels take sequences of different lengths; built at the first call.
+
+        `ragged_step` asks.
 
         Returns:
             Heads in the order of their segments, int64 [N]; first entry of each segment and the end of the last, int32 [N+1];
@@ -181,7 +188,9 @@ class HeadOffsets:
         return self._sequences
 
     def pack_entries(self, tensor_BHTD: Tensor, index_BHK: Tensor, kept_BHK: Tensor) -> Tensor:
-        """Gather dense slots into flat entries [F,D], where a prompt's end leaves heads with different numbers of tokens.
+        """Return dense slots gathered into flat entries [F,D].
+
+        `DenseSlots.move_to_front` calls it where a prompt's end leaves heads with different numbers of tokens.
 
         Args:
             tensor_BHTD: dense keys or values.
@@ -196,10 +205,10 @@ class HeadOffsets:
         return entries_FD.masked_fill_(~is_taken[:, None], 0)
 
     def unpack_entries(self, entries_FD: Tensor, B: int, H: int, width: int) -> Tensor:
-        """Scatter flat entries [F,D] (all heads' keys or values, end to end) into dense slots [B,H,width,D]; free ones are 0.
+        """Return flat entries [F,D] (all heads' keys or values, end to end) as dense slots [B,H,width,D]; free ones are 0.
 
-        Called where heads must have equally many slots: to append a prompt, or to score keys. width: slots for each head,
-        `self.width` (those of the longest) or more.
+        `RaggedSlots.make_dense` calls it where heads must have equally many slots: to append a prompt, or to score keys. width:
+        slots for each head, `self.width` (those of the longest) or more.
         """
         head, column = self.places()
         padded = entries_FD.new_zeros(B * H * width, entries_FD.shape[-1])
@@ -209,7 +218,8 @@ class HeadOffsets:
     def select_heads(self, heads_N: Tensor) -> tuple[HeadOffsets, Tensor]:
         """Return new offsets for the heads `heads_N` (numbers, may repeat), and the indices of the entries to copy for them.
 
-        Called when rows of a batch are reordered, repeated or dropped, as by beam search. Changes nothing.
+        `RaggedSlots.map_rows` calls it when rows of a batch are reordered, repeated or dropped, as by beam search. Changes
+        nothing.
         """
         numbers = heads_N.tolist()
         new = HeadOffsets([self.capacities[n] for n in numbers], [self.filled[n] for n in numbers], heads_N.device)
@@ -223,7 +233,7 @@ class HeadOffsets:
     def move(self, entries_FD: Tensor, new: HeadOffsets) -> Tensor:
         """Return a copy of entries [F,D] in the segments of `new`, for the same heads. Slots that do not fit must be free.
 
-        Called when heads get more or fewer slots.
+        `RaggedSlots.resized` calls it when heads get more or fewer slots.
         """
         head, column = self.places()
         stays = column < new.capacity_N[head]

@@ -72,7 +72,7 @@ class Keys:
     def columns(self, start: int, stop: int) -> Keys:
         """Return views of the keys and values in columns [start, stop), for attention that is computed part by part.
 
-        `past` of the result counts all its columns as earlier than the queries.
+        `read_in_blocks` and `_attend_cpu` call it. `past` of the result counts all its columns as earlier than the queries.
         """
         columns = slice(start, stop)
         k, v, positions = (t[:, :, columns] for t in (self.k_BHTD, self.v_BHTD, self.positions_BHT))

@@ -33,6 +33,8 @@ def attempt(
 ) -> T | None:
     """Run a kernel and return its result; if its first launch for this case fails, log and remember it, and return None.
 
+    `Choice.attempt` calls it. Later launches are not guarded: their errors are raised. FATAL: errors that are always raised.
+
     Args:
         kernel: name.
         case: kind of call, see protocol.Case.

@@ -64,7 +64,7 @@ def reason(task: Task, case: Case) -> str | None:
 def fuses(q_BHGQD: Tensor) -> bool:
     """Tell whether `observe`, which sums a prompt's attention for a policy, should compute the output too.
 
-    Asked for each prompt and layer. Then the logits are computed once, not twice.
+    `_attend_and_sum` asks for each prompt and layer. Then the logits are computed once, not twice.
     """
     full_precision = q_BHGQD.dtype in (torch.float32, torch.float64)
     on_cpu, keeps_graph = q_BHGQD.device.type == "cpu", torch.is_grad_enabled() and q_BHGQD.requires_grad
@@ -75,7 +75,7 @@ def fuses(q_BHGQD: Tensor) -> bool:
 
 
 def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
-    """Compute a layer's exact attention of a prompt or a replay, where no faster backend was chosen.
+    """Compute a layer's exact attention of a prompt or a replay. `attend_to` calls it where no faster backend was chosen.
 
     Args:
         q_BHGQD: queries.
@@ -112,10 +112,7 @@ def _all_see_the_past(keys: Keys, geometry: Geometry) -> bool:
 
 
 def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Attend from a prompt by the CPU's flash kernel; return output [B,N,Q,D] and log-sum-exp [B,N,Q].
-
-    If the cache had keys before the prompt, they and the prompt's own keys are attended to apart, and the results joined.
-    """
+    """Attend from a prompt by the CPU's flash kernel, for `attend`; return output [B,N,Q,D] and log-sum-exp [B,N,Q]."""
     past, T = keys.past, keys.k_BHTD.shape[2]
     if not past:
         return _call_flash(q_BNQD, keys, geometry, causal=True)
@@ -135,7 +132,7 @@ def attends_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> bool:
 def attend_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """Attend in a second reading of a prompt to `keys`, all of which every row sees: return output [B,H,G,Q,D], log-sum-exp.
 
-    The caller joins both with the results over the other keys, by `join_parts`.
+    `reread_chunk` calls it, and joins both with the results over the other keys, by `join_parts`.
     """
     out, lse = _call_flash(rearrange(q_BHGQD, "b h g q d -> b (h g) q d"), keys, geometry, causal=False)
     H = q_BHGQD.shape[1]
@@ -143,7 +140,10 @@ def attend_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tens
 
 
 def join_parts(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Join attention of the same rows over two sets of keys, computed apart: output [...,D] and log-sum-exp [...] over all."""
+    """Return attention of the same rows over two sets of keys, computed apart: output [...,D] and log-sum-exp [...] over all.
+
+    `_attend_cpu` and `reread_chunk` call it. one, other: (output, log-sum-exp) over each set; neither is changed.
+    """
     (out, lse), (other_out, other_lse) = one, other
     total = torch.logaddexp(lse, other_lse)
     base = total.masked_fill(total == -torch.inf, 0.0)  # a row that sees no key
@@ -154,12 +154,13 @@ def join_parts(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tupl
 def _call_flash(q_BNQD: Tensor, keys: Keys, geometry: Geometry, causal: bool) -> tuple[Tensor, Tensor]:
     """Call the CPU's flash kernel: return a prompt's output [B,N,Q,D], and the log-sum-exp [B,N,Q] that `join_parts` needs.
 
-    causal: row i sees the keys up to column i. Else all rows see all keys; if all slots are empty, the log-sum-exp is -inf.
+    `_attend_cpu` and `attend_before` call it. causal: row i sees the keys up to column i. Else all rows see all keys; if all
+    slots are empty, the log-sum-exp is -inf.
     """
     bias = _key_bias(keys, geometry, q_BNQD.dtype, causal)
     if bias is not None and bias.shape[1] != 1:
         bias = bias.repeat_interleave(q_BNQD.shape[1] // bias.shape[1], 1)
-    q, k, v = _of_one_size(q_BNQD, keys.k_BHTD, keys.v_BHTD)
+    q, k, v = _of_one_size(q_BNQD, keys.k_BHTD, keys.v_BHTD)  # keys and values padded to one size
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = attend(q, k, v, 0.0, causal, attn_mask=bias, scale=geometry.scale)
     if keys.holes and not causal:
@@ -175,10 +176,7 @@ def _of_one_size(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) -> Tensor | None:
-    """Return what the CPU's flash kernel adds to each key's logits: ALiBi, and -inf for empty slots; None if neither is there.
-
-    The bias is the same for all queries: [B|1,H*G|1,1,T] if all heads hold the same positions (`shared`), else [B,H,1,T].
-    """
+    """Return what `_call_flash` adds to each key's logits: ALiBi, and -inf for empty slots; None if neither is there."""
     if not keys.holes and geometry.slopes_HG is None:
         return None
     positions = keys.positions_BHT[:, :1] if shared else keys.positions_BHT
@@ -192,8 +190,8 @@ def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) 
 def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
     """Attend from a prompt by torch's kernel where a causal mask is not enough: block by block, each with a mask.
 
-    That is so with windows, with keys before the prompt, and in a replay (a text read in one pass, for training, in which each
-    key is masked from the position at which a cache would have evicted it).
+    `attend` calls it with windows, with keys before the prompt, and in a replay (a text read in one pass, for training, in
+    which each key is masked from the position at which a cache would have evicted it).
     """
     B, H, G, Q, _ = q_BHGQD.shape
     k_BHTD, v_BHTD, dtype = keys.k_BHTD, keys.v_BHTD, q_BHGQD.dtype
@@ -227,8 +225,8 @@ def _attend_in_blocks(
 ) -> Tensor:
     """Return the outputs of attend_rows(*inputs, start, stop) for all blocks of rows, joined.
 
-    Only one block's masks or logits exist at a time. In a replay with gradients, where masks differ by head, the backward
-    pass computes each block again.
+    `_attend_masked` and `_attend_special` call it. Only one block's masks or logits exist at a time. In a replay with
+    gradients, where masks differ by head, the backward pass computes each block again.
     """
     if keys.deaths_BHT is not None and torch.is_grad_enabled():
         attend_rows = functools.partial(checkpoint, attend_rows, use_reentrant=False, preserve_rng_state=False)
@@ -236,7 +234,7 @@ def _attend_in_blocks(
 
 
 def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry) -> Iterator[tuple[int, int]]:
-    """Yield ranges [start, stop) of a prompt's rows, to attend in blocks whose masks for `heads` heads are of bounded size."""
+    """Yield ranges [start, stop) of a prompt's rows: blocks whose masks for `heads` heads are of bounded size."""
     most, start = (MASK_BLOCK if device == "cpu" else DEVICE_BLOCK) // heads, 0
     while start < Q:
         lo, hi = _find_columns(keys, geometry, start, start)  # columns before the block; its R rows see R more
@@ -250,7 +248,8 @@ def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry)
 def _per_head(q_BNQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return keys and values for torch's attention, repeated for each query head where no fused kernel takes grouped heads.
 
-    On a GPU that is so in float32, with a mask, or if the GPU is old; without a copy torch would compute all logits at once.
+    `attend` and `_attend_masked` call it. On a GPU that is so in float32, with a mask, or if the GPU is old; without a copy
+    torch would compute all logits at once.
     """
     G = q_BNQD.shape[1] // k_BHTD.shape[1]
     if G == 1 or q_BNQD.device.type == "cpu":
@@ -265,7 +264,10 @@ def _per_head(q_BNQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Tensor | Non
 
 
 def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """Attend from a prompt with capped logits or attention sinks, which no fused kernel of torch has, in blocks of rows."""
+    """Attend from a prompt with capped logits or attention sinks, which no fused kernel of torch has; for `attend`.
+
+    Works in blocks of rows. Padding stays in: its rows see themselves, and nobody reads them.
+    """
     assert geometry.slopes_HG is None, "no architecture has both"
     B, H, G, Q, _ = q_BHGQD.shape
     dtype = accumulator(q_BHGQD.dtype)
@@ -285,10 +287,7 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
 
 
 def _find_alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geometry) -> Tensor:
-    """Return the ALiBi bias of keys at `positions` less that of a key at `origin`, which leaves the softmax as it is.
-
-    `coarse`: a factor, if the model rounds slopes and positions to bfloat16 (Falcon).
-    """
+    """Return the ALiBi bias of keys at `positions` less that of a key at `origin`, which leaves the softmax as it is."""
     if geometry.coarse is None:
         return slopes * (positions - origin)
     rounded = (slopes / geometry.coarse).bfloat16()  # as Falcon's own code computes it
@@ -304,9 +303,9 @@ def _cap_logits(x: Tensor, geometry: Geometry) -> Tensor:
 def weigh_logits(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> Tensor:
     """Return the softmax of logits over their last axis [B,H,G,...,M], with attention sinks in the denominator.
 
-    Called wherever torch needs probabilities. An attention sink is a logit of no key, so that a row may add up to less than 1.
-
-    sinks: these logits, broadcast to `x[..., :1]`; None: those of `geometry`. If the model has no sinks, they are ignored.
+    `step`, `observe` and others call it for probabilities. An attention sink is a logit of no key, so that a row may add up to
+    less than 1. sinks: these logits, broadcast to `x[..., :1]`; None: those of `geometry`. If the model has no sinks, they are
+    ignored. M: keys.
     """
     if geometry.sinks_HG is None:
         return x.softmax(-1)
@@ -332,7 +331,8 @@ def _find_columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tupl
 def _find_visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: int, lo: int, hi: int) -> Tensor:
     """Return the mask [B,1|H,R,M] of keys that a block of a prompt's rows sees. A row of padding sees itself (else NaN).
 
-    Rows [start, stop), key columns [lo, hi). In a replay `deaths_BHT` has the position at which each key was evicted.
+    `_attend_masked` and `_attend_special` call it for each block: rows [start, stop), key columns [lo, hi). In a replay
+    `deaths_BHT` has the position at which each key was evicted.
     """
     positions = keys.positions_BHT[:, :1] if keys.past == 0 else keys.positions_BHT
     positions, rows = positions[:, :, None, lo:hi], rows_BQ[:, None, start:stop, None]
@@ -363,7 +363,8 @@ def observe(
 ) -> None:
     """Compute the probabilities of all rows block by block, and call an observer with each block.
 
-    Called for each layer while a prompt is read, for sums that a policy scores by. Fills `out` in place, and nothing else.
+    `_attend_and_sum` calls it for each layer while a prompt is read, for sums that a policy scores by; `window_sums` and others
+    for a prompt's last rows. Fills `out` in place, and nothing else.
 
     Args:
         q_BHGQD: queries.
@@ -439,7 +440,8 @@ def observe(
 def _clear_smallest(p_NGRM: Tensor) -> None:
     """Set probabilities below FLOOR to 0 in place, in heads whose last row has some: a CPU is slow with subnormal numbers.
 
-    Each head is judged alone: which heads share a block depends on the number of threads, and results must not.
+    `observe` calls it for each block. Each head is judged alone: which heads share a block depends on the number of threads,
+    and results must not.
     """
     last_NGM = p_NGRM[:, :, -1]
     for n in ((last_NGM > 0) & (last_NGM < FLOOR)).any(-1).any(-1).nonzero().flatten().tolist():
@@ -501,7 +503,7 @@ class _Mask:
             slopes, last = self.slopes_NG[n0:n1, :, None, None], self.rows_NQ[n0:n1, None, None, stop - 1 : stop]
             x_NGRM += _find_alibi(slopes.to(x_NGRM.dtype), positions, last, self.geometry)
         if self.ends is None:
-            if self.future is None or len(self.future) < R:
+            if self.future is None or len(self.future) < R:  # future: True above the diagonal
                 self.future = torch.ones(R, R, dtype=torch.bool, device=x_NGRM.device).triu(1)
             x_NGRM[..., -R:].masked_fill_(self.future[:R, :R], -torch.inf)
         else:  # only some rows of the prompt: their own columns are not the last ones, so positions are compared
@@ -517,7 +519,7 @@ class _Mask:
     def count(self, x_NGRM: Tensor, start: int, stop: int) -> Tensor:
         """Return the number of keys [N,R] that each row of a masked block attends to.
 
-        For the statistic "count", which compares a probability with an even share, 1 / that number.
+        `observe` asks for the statistic "count", which compares a probability with an even share, 1 / that number.
         """
         if self.ends is None and not self.padded and self.geometry.sliding is None:
             row_R = torch.arange(start, stop, device=x_NGRM.device)
@@ -541,8 +543,8 @@ def find_greatest(
 ) -> Tensor:
     """Return the greatest probability that a row of each query head gives each earlier key of a prompt, [B,H,G,past].
 
-    For KVzip's score: the rows are a second reading of a chunk of the prompt. Each sees all earlier keys; if the rows'
-    log-sum-exp is known, the logits of the rows' own keys are not computed. Changes nothing.
+    `reread_chunk` calls it for KVzip's score: the rows are a second reading of a chunk of the prompt. Each sees all earlier
+    keys; if the rows' log-sum-exp is known, the logits of the rows' own keys are not computed. Changes nothing.
 
     Args:
         q_BHGQD: queries.
@@ -609,7 +611,7 @@ def _size_blocks(N: int, keys: int, on_cpu: bool) -> tuple[int, int]:
 def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
     """Return the attention [B,H,T] that a prompt's last rows (a window) pay each key, for scores such as SnapKV's.
 
-    It is summed over rows, and averaged over the group of query heads.
+    `_score_by_window` calls it when a prompt has been read. It is summed over rows, and averaged over the group of query heads.
 
     Args:
         q_BHGWD: queries of the window.
@@ -643,10 +645,10 @@ def window_folds(
 ) -> Tensor:
     """Return a number for each key [B,H,T]: what `fold` computes from the attention of an observation window (the last rows).
 
-    Called where a prompt ends, for policies whose score is another function of that attention than its sum (`fold`).
-
-    candidate_BHT: bool, keys before the window. fold: takes an Observed (probabilities and values, keys in text order), and
-    returns a number for each key. join: joins two such results, of two blocks of rows. `window_sums` explains the others.
+    `_score_by_window` calls it when a prompt has been read, for policies whose score is another function of that attention than
+    its sum (`fold`). candidate_BHT: bool, keys before the window. fold: takes an Observed (probabilities and values, keys in
+    text order), and returns a number for each key. join: joins two such results, of two blocks of rows. `window_sums` explains
+    the others.
     """
     B, H, _, W, _ = q_BHGWD.shape
     T = keys.k_BHTD.shape[2]
@@ -672,7 +674,10 @@ def window_folds(
 
 
 def window_logits(q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_BW: Tensor, geometry: Geometry) -> Tensor:
-    """Return the unmasked logits [B,H,G,W,T] of a layer's stored last queries, at positions `rows_BW`, for scores. Pure."""
+    """Return the unmasked logits [B,H,G,W,T] of a layer's stored last queries, at positions `rows_BW`. Changes nothing.
+
+    `Call.logits` calls it for scores that compare the last queries with all keys.
+    """
     dtype = accumulator(q_BHGWD.dtype)
     q = q_BHGWD.to(dtype) * geometry.scale
     x = (q.flatten(2, 3) @ k_BHTD.to(dtype).mT).unflatten(2, q.shape[2:4])  # keys are not copied for each query head
@@ -694,6 +699,8 @@ def step(
     buffer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from one query per batch row and head: a decode step of a layer. Only `buffer` is changed.
+
+    `_run_torch` calls it where no kernel takes the step. Empty slots and tokens beyond a window are masked here.
 
     Args:
         q_BHGD: queries.
@@ -744,7 +751,7 @@ def _clamp_logits(x: Tensor) -> Tensor:
 
 
 def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
-    """Return the bias of a decode step's logits [B,H,1|G,T]: ALiBi, and -inf for masked keys; None if there is no bias."""
+    """Return the bias of `step`'s logits [B,H,1|G,T]: ALiBi, and -inf for masked keys; None if there is no bias."""
     if not keys.holes and geometry.slopes_HG is None and geometry.sliding is None:
         return None
     positions = keys.positions_BHT

@@ -16,9 +16,9 @@ WIDE_SUMS = ("cuda", "meta")  # devices on which torch.bmm takes out_dtype
 def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Tensor | None = None) -> Tensor:
     """Return the norm ||v W_O|| of each projected value, averaged over the query heads that share a KV head: [B,H,T].
 
-    For selections that weigh values, such as CriticalKV's. Changes nothing. Heads are multiplied together as far as they fit
-    into a block: all heads for a new token, parts of one for a long prompt. On CUDA products of 16-bit numbers are summed in
-    float32 without a float32 copy of the weight.
+    `Call._project_norms` calls it for selections that weigh values, such as CriticalKV's. Changes nothing. Heads are multiplied
+    together as far as they fit into a block: all heads for a new token, parts of one for a long prompt. On CUDA products of
+    16-bit numbers are summed in float32 without a float32 copy of the weight.
 
     Args:
         v_BHTD: values.
@@ -50,7 +50,10 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
 
 
 def head_norms(v_HTD: Tensor, rows_HGDE: Tensor, norm: int, out_NT: Tensor) -> None:
-    """Write the norms ||v W_O|| of a few tokens, as in a decode step, to `out_NT` [H*G,T]: a row for each query head."""
+    """Write the norms ||v W_O|| of a few tokens to `out_NT` [H*G,T]: a row for each query head.
+
+    `Call.write_norms` calls it in each decode step, and `projected_norms` where few tokens are wanted. norm: 1 or 2.
+    """
     (_, T, _), (_, G, _, E) = v_HTD.shape, rows_HGDE.shape
     v_NTD = v_HTD if G == 1 else v_HTD.repeat_interleave(G, 0)
     rows_NDE, size = rows_HGDE.flatten(0, 1), max(_choose_block(v_HTD.device) // (E * max(T, 1)), 1)
@@ -67,7 +70,10 @@ def _choose_block(device: torch.device) -> int:
 
 
 def _multiply_values(v_NTD: Tensor, rows_NDE: Tensor) -> Tensor:
-    """Return projected values v W_O, to take norms of. Sums and result are in the dtype of scores (float32 if 16 bits)."""
+    """Return projected values v W_O, for `head_norms` and `_norm_many`.
+
+    They are in the dtype of scores (float32 if 16 bits).
+    """
     dtype, device = accumulator(v_NTD.dtype), v_NTD.device
     if v_NTD.dtype == rows_NDE.dtype != dtype and device.type in WIDE_SUMS:
         return torch.bmm(v_NTD, rows_NDE.to(device), out_dtype=dtype)

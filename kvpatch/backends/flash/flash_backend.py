@@ -34,7 +34,7 @@ class Refused(RuntimeError):
 
 
 def reason(task: Task, case: Case) -> str | None:
-    """Return an error message if no flash kernel can perform the task, or None if one can; asked when a backend is chosen."""
+    """Return why no flash kernel can perform the task, or None if one can. `Choice` asks when it chooses a backend."""
     if case.special:
         return f"it has no {' and no '.join(SPECIAL[name] for name in case.special)}"
     if case.bits != FULL:
@@ -60,7 +60,7 @@ def reason(task: Task, case: Case) -> str | None:
 
 
 def _why_refuses(kernel: Kernel, case: Case) -> str | None:
-    """Return why a kernel cannot attend to a prompt of this case, or None. Asked when a backend or a kernel is chosen."""
+    """Return why a kernel cannot attend to a prompt of this case, or None. `reason` and `_call_kernel` ask, for each kernel."""
     for needed, given, word in (
         (case.alibi, kernel.alibi, "ALiBi"),
         (case.window, kernel.window, "sliding window"),
@@ -80,7 +80,7 @@ def _why_refuses(kernel: Kernel, case: Case) -> str | None:
 
 
 def _ragged_reason(case: Case) -> str | None:
-    """Return why flash kernels cannot run decode steps over heads that hold different numbers of tokens; None if they can."""
+    """Return why flash kernels cannot run decode steps over heads of different lengths, or None; for `reason`."""
     if case.scores:
         return "a flash kernel returns no probabilities, and the scores of this step need them"
     for needed, word in (
@@ -100,8 +100,9 @@ def _ragged_reason(case: Case) -> str | None:
 def find_misfit(keys: Keys, geometry: Geometry) -> str | None:
     """Return why no flash kernel can attend to these keys, though flash was chosen for such prompts; None if one can.
 
-    Asked for each prompt (or piece of one) and layer. The Case (kind of call) by which flash was chosen does not tell how the
-    keys before the piece (`past` of them) lie: heads may have holes (empty slots) in different columns, or keys out of order.
+    `attend_to` asks for each prompt (or piece of one) and layer. The Case (kind of call) by which flash was chosen does not
+    tell how the keys before the piece (`past` of them) lie: heads may have holes (empty slots) in different columns, or keys
+    out of order.
     """
     if keys.past and keys.holes:
         return "keys before this piece lie in slots of their own per head"
@@ -116,7 +117,7 @@ def find_misfit(keys: Keys, geometry: Geometry) -> str | None:
 def attend(
     q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, real_B: list[int] | None = None
 ) -> tuple[Tensor, Tensor, str]:
-    """Compute a layer's attention of a prompt, or a piece of one, where this backend was chosen for it.
+    """Compute a layer's attention of a prompt, or a piece of one. `attend_to` calls it where flash was chosen. Changes nothing.
 
     Args:
         q_BHGQD: queries.
@@ -156,9 +157,10 @@ def attend(
 def _attend_padded(
     tensors: tuple[Tensor, ...], rows_BQ: Tensor, mask: Mask, case: Case, real_B: list[int] | None
 ) -> tuple[Tensor, Tensor, str]:
-    """Attend from a padded prompt: remove the padding, call a kernel, and put its results back into place.
+    """Attend from a padded prompt, for `attend`: remove the padding, call a kernel, and put its results back into place.
 
-    Returns output [B,Q,N,D], 0 for padding, log-sum-exp [B,N,Q], +inf for padding, and the kernel's name.
+    Returns output [B,Q,N,D], 0 for padding, log-sum-exp [B,N,Q], +inf for padding, and the kernel's name ("none" if all is
+    padding).
     """
     B, Q, N, _ = tensors[0].shape
     real_BQ = rows_BQ >= 0
@@ -177,7 +179,7 @@ def _attend_padded(
 
 
 def _find_real(real_BQ: Tensor, real_B: list[int]) -> tuple[Tensor, Tensor]:
-    """Return row and column of every query but padding, to pack them: real_BQ.nonzero() without a wait for the device."""
+    """Return row and column of every query but padding, for `_attend_padded`: nonzero() without a wait for the device."""
     device, total = real_BQ.device, sum(real_B)
     counts, begins = (on_device(list(numbers), device) for numbers in (real_B, itertools.accumulate([0, *real_B[:-1]])))
     row = torch.arange(len(real_B), device=device).repeat_interleave(counts, output_size=total)
@@ -188,7 +190,8 @@ def _find_real(real_BQ: Tensor, real_B: list[int]) -> tuple[Tensor, Tensor]:
 def _call_kernel(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | None, case: Case) -> tuple[Tensor, Tensor, str]:
     """Attend to a prompt by the first kernel that takes the case and raises no error; errors are logged and remembered.
 
-    packing: starts of the sequences if these lie end to end, else None. Returns output, log-sum-exp, name of the kernel.
+    `attend` and `_attend_padded` call it. packing: starts of the sequences if these lie end to end, else None. Returns output,
+    log-sum-exp, name of the kernel. Raises Refused if no kernel is left.
     """
     q, k, v = tensors
     shape = (q.shape[1], q.shape[0]) if packing is not None else (q.shape[0], q.shape[2], q.shape[1])
@@ -214,9 +217,10 @@ def _call_kernel(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | Non
 def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None:
     """Attend in a decode step over heads of different lengths, or return None if no kernel can.
 
-    For the kernel, every KV head is a sequence, and the queries of its group are the heads of one token. The kernel takes the
-    used length of every sequence, so free slots need no mask. There is no result if slots must be masked (ALiBi, a window,
-    heads that fill up unevenly), if gradients are needed, or, with one warning in the log, if the kernel refuses.
+    `_run_torch` calls it where flash was chosen for such steps. For the kernel, every KV head is a sequence, and the queries of
+    its group are the heads of one token. The kernel takes the used length of every sequence, so free slots need no mask. There
+    is no result if slots must be masked (ALiBi, a window, heads that fill up unevenly), if gradients are needed, or, with one
+    warning in the log, if the kernel refuses.
 
     Returns:
         The output [B,H,G,D], or None.

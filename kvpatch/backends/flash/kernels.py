@@ -102,17 +102,17 @@ class Generation:
     limits: dict[str, Any] = field(default_factory=dict)
 
     def find_kernels(self, modules: dict[str, Any]) -> Iterator[Kernel]:
-        """Yield, as kernels are searched, a Kernel for each module (`modules`: installed, by name) of this generation."""
+        """Yield a Kernel for each module (`modules`: installed, by name) of this generation; for `kernels`."""
         for name, module in modules.items():
             functions = [getattr(module, function, None) for function in ("flash_attn_func", "flash_attn_varlen_func")]
             if all(callable(f) and self.arguments | COMMON <= set(inspect.signature(f).parameters) for f in functions):
                 yield self._make_kernel(name, module)
 
     def _make_kernel(self, name: str, module: Any) -> Kernel:
-        """Return a Kernel that calls the functions of a flash-attn module, with the arguments that this generation takes."""
+        """Return a Kernel that calls a flash-attn module's functions with this generation's arguments; for `find_kernels`."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-            """Attend to a prompt by the module: Kernel.attend of this kernel, which says what goes in and out."""
+            """Return a prompt's attention by the module, as Kernel.attend says. `_call_kernel` calls it."""
             left = mask.left
             if mask.slopes is not None:
                 # Under a causal mask flash-attn 2 adds slope * column, so that its log-sum-exp belongs to other logits and is
@@ -138,7 +138,7 @@ class Generation:
         def ragged(
             q: Tensor, k: Tensor, v: Tensor, once: Tensor, starts: Tensor, used: Tensor, longest: int, scale: float
         ) -> Tensor:
-            """Attend in a decode step over heads of different lengths by the module: Kernel.ragged of this kernel."""
+            """Return a decode step's attention over heads of different lengths; `ragged_step` calls it, a launch a layer."""
             ends = {"cu_seqlens_q": once, "cu_seqlens_k": starts, "seqused_k": used}
             lengths = {"max_seqlen_q": 1, "max_seqlen_k": longest}
             out = module.flash_attn_varlen_func(q, k, v, **ends, **lengths, softmax_scale=scale)
@@ -200,7 +200,7 @@ def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
         return
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-        """Attend to a prompt by the operator: Kernel.attend of this kernel, which says what goes in and out."""
+        """Return a prompt's attention by the operator, as Kernel.attend says. `_call_kernel` calls it."""
         options: dict[str, Any] = {"softmax_scale": mask.scale, "is_causal": True, "num_splits": 1}
         if mask.left is not None:
             options |= {"window_size_left": mask.left, "window_size_right": 0}
@@ -224,7 +224,7 @@ def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
         return
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-        """Attend to a whole prompt by cuDNN: Kernel.attend of this kernel, which says what goes in and out."""
+        """Return a whole prompt's attention by cuDNN, as Kernel.attend says. `_call_kernel` calls it."""
         inputs = (t.transpose(1, 2) for t in (q, k, v))
         call = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse, *_ = call(*inputs, None, True, 0.0, True, False, scale=mask.scale)
@@ -255,7 +255,7 @@ def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
     takes = {argument.name for argument in operator.default._schema.arguments}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-        """Attend to a prompt by torch's operator: Kernel.attend of this kernel, which says what goes in and out."""
+        """Return a prompt's attention by torch's operator, as Kernel.attend says. `_call_kernel` calls it."""
         starts = None if packing is None else packing.starts
         longest_q, longest_k = (q.shape[1], k.shape[1]) if packing is None else (packing.longest,) * 2
         window = {} if mask.left is None else {"window_size_left": mask.left, "window_size_right": 0}
@@ -266,7 +266,7 @@ def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
     def ragged(
         q: Tensor, k: Tensor, v: Tensor, once: Tensor, starts: Tensor, used: Tensor, longest: int, scale: float
     ) -> Tensor:
-        """Attend in a decode step over heads of different lengths by torch's operator: Kernel.ragged of this kernel."""
+        """Return a decode step's attention over heads of different lengths by torch's operator; `ragged_step` calls it."""
         return torch.ops.aten._flash_attention_forward(
             q, k, v, once, starts, 1, longest, 0.0, False, False, scale=scale, seqused_k=used
         )[0]
@@ -291,10 +291,10 @@ _hub: tuple[str, ...] = ()
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """Return the kernels that can be called here, best first. Searches at the first call, and when the Hub's have changed."""
+    """Return the callable kernels, best first. Searches at the first call, and when the kernels from the Hub have changed."""
     global _kernels, _hub
     loaded = _list_loaded()
     if _kernels is None or tuple(loaded) != _hub:
-        modules = {**_import_installed(), **loaded}
+        modules = {**_import_installed(), **loaded}  # loaded: from the Hub, by the user
         _kernels, _hub = tuple(kernel for source in SOURCES for kernel in source(modules)), tuple(loaded)
     return _kernels

@@ -18,7 +18,10 @@ LENGTHS = ["positions_b", "positions_h", "Q", "T", "past", "sliding"]
 
 
 def reason(dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why the prompt kernels cannot take queries of this dtype and size, or None; asked when a backend is chosen."""
+    """Return why the prompt kernels cannot take queries of this dtype and size, or None.
+
+    `check` asks, and the choice of backends.
+    """
     if dtype not in DTYPES:
         return f"the Triton kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if head_dim > WIDEST:
@@ -27,7 +30,10 @@ def reason(dtype: torch.dtype, head_dim: int) -> str | None:
 
 
 def check(q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor | None = None, noise_BHTG: Tensor | None = None) -> None:
-    """Raise ValueError, before a launch, for tensors that the kernels of a prompt would misread."""
+    """Raise ValueError for tensors that the kernels of a prompt would misread.
+
+    `forward.attend` and others call it before a launch.
+    """
     why = reason(q_BHGQD.dtype, q_BHGQD.shape[-1])
     if why is not None:
         raise ValueError(f"{why}; use the torch backend")
@@ -50,7 +56,7 @@ def tile_constants(
 ) -> dict[str, Any]:
     """Return the constants and options that the launches of a prompt's kernels share. tile: keys, rows, warps and stages.
 
-    by_position: the causal mask compares positions, not columns.
+    `column_statistics` and `forward.attend` pass them on. by_position: the causal mask compares positions, not columns.
     """
     keys, rows, warps, stages = tile
     sizes = {"G": G, "D": D, "PADDED": padded_size(D), "BLOCK_N": keys, "BLOCK_M": rows}
@@ -71,8 +77,8 @@ def flatten_float(tensor: Tensor | None) -> Tensor | None:
 def noise_tiles(noise_BHTG: Tensor | None, tau: float, logarithm: bool) -> Tensor | None:
     """Return Keyformer's noise [B,H,G,T'] as kernels read it: exp(noise), a factor of exp(logits), from noise_BHTG.
 
-    logarithm: instead noise / tau in base 2, to be added to logits / tau. T' is a multiple of NOISE_BLOCK, so that a tile's
-    loads are wide and need no mask.
+    `column_statistics` and `forward.attend` call it before a launch; None stays None. logarithm: instead noise / tau in base 2,
+    to be added to logits / tau. T' is a multiple of NOISE_BLOCK, so that a tile's loads are wide and need no mask.
     """
     if noise_BHTG is None:
         return None
@@ -91,10 +97,11 @@ def logit_units(scale: float, softcap: float | None) -> tuple[float, float]:
 
 
 def spans(rows_BQ: Tensor) -> Tensor:
-    """Return where each text's query rows without padding lie, int64 [B,4]: computed once for all layers of a prompt.
+    """Return where each text's query rows without padding lie, int64 [B,4].
 
-    First real row; one past the last; 1 if all between are real and at consecutive positions; and then the difference of a
-    row's position and its index. The host reads none of it, since that would wait for the device.
+    `_find_spans` computes it once for all layers of a prompt; else each launch does. First real row; one past the last; 1 if
+    all between are real and at consecutive positions; and then the difference of a row's position and its index. The host reads
+    none of it, since that would wait for the device.
     """
     Q = rows_BQ.shape[1]
     index, real = torch.arange(Q, device=rows_BQ.device), rows_BQ >= 0

@@ -42,10 +42,9 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values of a replay, by two kernels; 0 for padding.
 
-    A replay reads a text in one pass, for training; a row sees a key only before `deaths_BHT`, where a cache would evict it.
-
-    out_BHGQD, lse_BHGQ: what `forward.attend` returned for these arguments. grad_BHGQD: gradient of the output. The columns are
-    the rows' own tokens. holes: whether rows may be padding.
+    `gradients` of triton_backend calls it in the backward pass. A replay reads a text in one pass, for training; a row sees a
+    key only before `deaths_BHT`, where a cache would evict it. out_BHGQD, lse_BHGQ: what `forward.attend` returned for these
+    arguments. grad_BHGQD: gradient of the output. The columns are the rows' own tokens. holes: whether rows may be padding.
     """
     check(q_BHGQD, k_BHTD, v_BHTD)
     (B, H, G, Q, D), T = q_BHGQD.shape, k_BHTD.shape[2]
@@ -79,10 +78,7 @@ def gradients(
 
 
 def _choose_tiles(dtype: torch.dtype, padded: int, Q: int) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-    """Return keys, rows, warps and stages of a tile of both gradient kernels, for a replay's launches.
-
-    Larger tiles, or fewer warps, spill registers. padded: head size of a tile. Q: query rows.
-    """
+    """Return keys, rows, warps and stages of a tile of both gradient kernels, for the launches of `gradients`."""
     rows = max(16, triton.next_power_of_2(Q))
     if dtype == torch.float32:  # no tensor cores
         return (16, min(rows, 32), 8, 2), (32, min(rows, 16), 8, 2)

@@ -67,13 +67,14 @@ def column_statistics(
 ) -> dict[str, Tensor]:
     """Return sums of probabilities over a prompt's rows for each key, [B,H,T] float32 by name, by one kernel.
 
-    For policies that score by the attention of a prompt's rows. A key that no row sees has zero.
+    `statistics` and `window_sums` call it for policies that score by the attention of a prompt's rows. A key that no row sees
+    has zero. lse_BHGQ: log-sum-exp of the same logits (with attention sinks, if there are any); its values for padding and for
+    rows that see nothing are ignored. noise_BHTG: exp(noise). spans_B4: `spans` of the rows, if they are known. by_position:
+    the causal mask compares positions, since rows are not the last columns; else columns, of which `past` are before the
+    prompt.
 
-    lse_BHGQ: log-sum-exp of the same logits (with attention sinks, if there are any); its values for padding and for rows
-    that see nothing are ignored. noise_BHTG: exp(noise). spans_B4: `spans` of the rows, if they are known. by_position: the
-    causal mask compares positions, since rows are not the last columns; else columns, of which `past` are before the prompt.
-    "sum": of probabilities, over rows and the group's heads. "squares": over rows, of the group's mean probability.
-    "count": number of pairs (row, head) that give the key more than an even share of the keys_BHQ keys of the row.
+    "sum": of probabilities, over rows and the group's heads. "squares": over rows, of the group's mean probability. "count":
+    number of pairs (row, head) that give the key more than an even share of the keys_BHQ keys of the row.
     """
     names = tuple(names)
     check(q_BHGQD, k_BHTD, None, noise_BHTG)
@@ -129,7 +130,7 @@ def column_statistics(
 
 
 def _row_terms(lse_BHGQ: Tensor, rows_BQ: Tensor, fill: int) -> Tensor:
-    """Return each row's log-sum-exp in base 2, for the kernel. +inf fills up rows that do not exist: it makes them weigh 0."""
+    """Return each row's log-sum-exp in base 2, for `column_statistics`. +inf fills up rows that do not exist: they weigh 0."""
     terms = (lse_BHGQ.to(torch.float32) * LOG2E).nan_to_num_(math.inf, math.inf, math.inf)
     terms.masked_fill_((rows_BQ < 0)[:, None, None], math.inf)
     return (F.pad(terms, (0, fill), value=math.inf) if fill else terms).contiguous()
@@ -150,7 +151,7 @@ def _row_splits(programs: int, row_blocks: int, group: int) -> int:
 
 
 def _column_tile(dtype: torch.dtype, padded: int, Q: int) -> tuple[int, int, int, int]:
-    """Return keys, rows, warps and stages of a tile, for a launch over a prompt. padded: head size of a tile. Q: query rows."""
+    """Return keys, rows, warps and stages of a tile, for `column_statistics`. padded: head size of a tile. Q: query rows."""
     rows = max(16, triton.next_power_of_2(Q))
     if dtype == torch.float32:  # no tensor cores: taller tiles, or fewer warps, spill registers
         return 64, min(rows, 32), 8, 2

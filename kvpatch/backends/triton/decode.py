@@ -77,10 +77,7 @@ known_rule = lru_cache(maxsize=256)(Rule)
 
 
 def reason(dtype: torch.dtype, head_dim: int, group: int, value_dim: int | None = None, bits: int = FULL) -> str | None:
-    """Return why the decode kernels cannot take such heads and numbers, or None; asked when a backend is chosen.
-
-    value_dim: head size of the values; None if it is the keys'. bits: of keys and values.
-    """
+    """Return why the decode kernels cannot take such heads and numbers, or None. triton_backend's `reason` asks."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"its kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if head_dim > MAX_HEAD:
@@ -122,6 +119,8 @@ def step(
     splits: int | None = None,
 ) -> Tensor:
     """Run a layer's decode step: write a token per head, attend, observe and evict in place; return the output [B,H,G,D].
+
+    `step` of triton_backend calls it. Keys, values, positions, the free slot and `state` are changed.
 
     Args:
         q_BHGD: the new token's queries; any strides, but the last dimension is contiguous.

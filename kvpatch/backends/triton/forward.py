@@ -70,11 +70,11 @@ def attend(
 ) -> ForwardOutput:
     """Attend from all rows of a prompt by one kernel, or compute their log-sum-exps alone.
 
-    Padding and rows that see nothing have output 0 and log-sum-exp +inf.
-
-    v_BHTD: None for no output. holes: whether slots may be empty or rows padding. noise_BHTG: exp(noise); None for no noisy
-    log-sum-exp. lse_BHGQ: log-sum-exp of the logits, if known; then only the noisy one is computed. spans_B4: `spans` of the
-    rows, if they are known. deaths_BHT: int32, position of the first row that no longer sees a key; None: all later rows do.
+    `attend` of triton_backend calls it, and `statistics` and `window_sums` where log-sum-exps are missing. Padding and rows
+    that see nothing have output 0 and log-sum-exp +inf. v_BHTD: None for no output. holes: whether slots may be empty or rows
+    padding. noise_BHTG: exp(noise); None for no noisy log-sum-exp. lse_BHGQ: log-sum-exp of the logits, if known; then only the
+    noisy one is computed. spans_B4: `spans` of the rows, if they are known. deaths_BHT: int32, position of the first row that
+    no longer sees a key; None: all later rows do.
     """
     v_BHTD = v_BHTD if lse_BHGQ is None else None
     check(q_BHGQD, k_BHTD, v_BHTD, noise_BHTG)
@@ -135,10 +135,7 @@ def attend(
 
 
 def _choose_tile(dtype: torch.dtype, padded: int, Q: int, values: bool, chip: int) -> tuple[int, int, int, int]:
-    """Return keys, rows, warps and stages of a tile, for a launch over a prompt on a GPU of compute capability `chip`.
-
-    values: the output is computed, not the log-sum-exp alone. Larger tiles, or fewer warps, spill registers.
-    """
+    """Return keys, rows, warps and stages of a tile, for a launch of `attend` on a GPU of compute capability `chip`."""
     rows, roomy = max(16, triton.next_power_of_2(Q)), chip in ROOMY
     if dtype == torch.float32:  # no tensor cores
         return (16, min(rows, 32), 8, 2) if values else (32, min(rows, 64), 8, 2)

@@ -63,9 +63,9 @@ def plan(
 ) -> LaunchPlan:
     """Return the sizes of a decode step's launches over `heads` KV heads of C slots each, on a GPU of so many multiprocessors.
 
-    Called for each step and cached. One launch reads a head's keys in segments (`span` slots), the next updates statistics in
-    chunks (`chunk` slots) and computes outputs; LaunchPlan explains all sizes. splits: segments and chunks of a head; None: the
-    best number. bits: of keys and values. pages: the slots of a head lie in several pages.
+    `decode.step` calls it for each step; results are cached. One launch reads a head's keys in segments (`span` slots), the
+    next updates statistics in chunks (`chunk` slots) and computes outputs; LaunchPlan explains all sizes. splits: segments and
+    chunks of a head; None: the best number. bits: of keys and values. pages: the slots of a head lie in several pages.
     """
     # lanes: rows of a matrix product, 16 at least; block: slots that the first launch reads at a time, cells: the second
     width, group = max(16, _round_to_power(D)), _round_to_power(G)

@@ -39,7 +39,7 @@ class Columns(NamedTuple):
 
 
 def columns(codec: Codec, D: int) -> Columns:
-    """Return how a decode step's kernel lays out a tile of keys or values of D numbers: as they are, or as bytes to unpack."""
+    """Return how `decode.step`'s kernel lays out a tile of keys or values of D numbers: as they are, or as bytes to unpack."""
     if not isinstance(codec, Rounded):
         return Columns(D, 0, D, _round_width(D), _round_width(D))
     return _make_columns(codec.bits, D // codec.groups, codec.header_bytes, D)
@@ -47,9 +47,9 @@ def columns(codec: Codec, D: int) -> Columns:
 
 @lru_cache(maxsize=64)
 def _make_columns(bits: int, group: int, head: int, D: int) -> Columns:
-    """Return how a decode step's tile lays out rounded entries. group: channels of a scale. head: bytes before the codes.
+    """Return how a decode step's tile lays out rounded entries, for `columns`. group: channels of a scale.
 
-    A tile holds channels in steps of `step` neighbours, each padded to `span` columns, so that a step has one scale.
+    head: bytes before codes.
     """
     piece = (D + 1) // 2 if bits == 4 else D  # channels in the low (or high) halves of the bytes
     step = math.gcd(group, piece)  # neighbours that share a scale and a piece
@@ -64,7 +64,7 @@ def _round_width(number: int, least: int = 16) -> int:
 
 
 def reason(bits: int, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Return why the kernels cannot read keys and values rounded to so many bits, or None; asked when a backend is chosen."""
+    """Return why the kernels cannot read keys and values rounded to so many bits, or None. `decode.reason` asks."""
     if bits == FULL or not (head_dim * bits) % (8 * dtype.itemsize):
         return None
     return f"its kernels read scales of whole rows, which {head_dim} numbers of {bits} bits do not leave aligned"

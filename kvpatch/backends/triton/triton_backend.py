@@ -39,7 +39,10 @@ ADVICE = (  # pattern of an error, and what to do about it
 
 
 def reason(task: Task, case: Case) -> str | None:
-    """Return why the Triton kernels cannot do a task for such a layer, or None if they can; asked when a backend is chosen."""
+    """Return why the Triton kernels cannot do a task for such a layer, or None if they can.
+
+    `Choice` asks as it chooses a backend.
+    """
     served = () if task == "replay" else ("softcap", "sinks")
     unknown = [SPECIAL[name] for name in case.special if name not in served]
     if unknown:
@@ -80,7 +83,10 @@ def reason(task: Task, case: Case) -> str | None:
 
 @functools.cache
 def driver_problem() -> str | None:
-    """Return why Triton cannot launch a kernel on this GPU, or None. Cached, since Triton compiles code to find out."""
+    """Return why Triton cannot launch a kernel on this GPU, or None; for `reason`.
+
+    Cached, since Triton compiles code to find out.
+    """
     if not torch.cuda.is_available():
         return None
     import triton
@@ -96,7 +102,8 @@ def driver_problem() -> str | None:
 def advice(error: Exception) -> str | None:
     """Return what the user can do about a kernel whose first launch has failed, "" if nothing is known.
 
-    None: the error is of another kind, or comes from Triton's interpreter, where nothing is launched.
+    `refusals.attempt` asks after the failure. None: the error is of another kind, or comes from Triton's interpreter, where
+    nothing is launched; it is then raised.
     """
     kind = type(error)
     of_triton = kind.__module__.split(".")[0] == "triton" and kind.__name__ != "InterpreterError"
@@ -118,9 +125,9 @@ def attend(
 ) -> Attended:
     """Compute a layer's attention of a prompt or a replay, without gradients; arguments and results as in torch_backend.attend.
 
-    A replay reads a text in one pass, for training, with keys masked where a cache would have evicted them.
-
-    noise: if given, the log-sum-exp of the noisy logits is returned too. spans_B4: `spans` of the rows, if these are known.
+    `attend_to` and ReplayPass call it where Triton was chosen. A replay reads a text in one pass, for training, with keys
+    masked where a cache would have evicted them. noise: if given, the log-sum-exp of the noisy logits is returned too.
+    spans_B4: `spans` of the rows, if these are known.
     """
     from . import forward
 
@@ -140,7 +147,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values of a replay (a text read in one pass, for training).
 
-    attended: what `attend` returned. grad_BHGQD: the gradient of its output.
+    autograd calls it in the replay's backward pass (`_Kernels`). attended: what `attend` returned. grad_BHGQD: the gradient of
+    its output.
     """
     from . import backward
 
@@ -162,8 +170,8 @@ def statistics(
 ) -> dict[str, Tensor]:
     """Return the sums [B,H,T] by name, over all rows of a prompt, by which policies score; policies/statistics.py defines them.
 
-    attended: what attention returned; log-sum-exps that it lacks are computed. noise: of the sum "gumbel" (Keyformer's).
-    spans_B4: `spans` of the rows, if they are known.
+    `_attend_and_sum` calls it for each layer when a prompt is read. attended: what attention returned; log-sum-exps that it
+    lacks are computed. noise: of the sum "gumbel" (Keyformer's). spans_B4: `spans` of the rows, if they are known.
     """
     from . import forward
     from .columns import column_statistics
@@ -195,8 +203,9 @@ def window_sums(
 ) -> Tensor:
     """Return the attention [B,H,T] of a window's rows to each key, for scores such as SnapKV's: sum over rows, mean over G.
 
-    rows_BW: positions of the rows; -1: no row. lse_BHGW: their log-sum-exp if attention returned it, which saves a slow launch:
-    few rows make few programs, each over many keys. spans_B4: `spans` of the rows, if they are known.
+    `_score_by_window` calls it when a prompt has been read. rows_BW: positions of the rows; -1: no row. lse_BHGW: their
+    log-sum-exp if attention returned it, which saves a slow launch: few rows make few programs, each over many keys. spans_B4:
+    `spans` of the rows, if they are known.
     """
     from . import forward
     from .columns import column_statistics
@@ -220,7 +229,10 @@ def _describe_noise(noise: Noise | None) -> dict[str, Any]:
 
 
 def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
-    """Count the keys n that each row of a prompt sees, [B,H,Q], for "count": the rows that give a key more than 1/n."""
+    """Return how many keys each row of a prompt sees, [B,H,Q].
+
+    `statistics` needs n for "count": rows that give a key over 1/n.
+    """
     B, H, _ = keys.positions_BHT.shape
     # a row sees the prompt's tokens up to its own (counted by positions), and those that the cache held before the prompt
     prompt_keys = rows_BQ - rows_BQ.masked_fill(rows_BQ < 0, torch.iinfo(torch.int64).max).amin(-1, keepdim=True) + 1
@@ -239,7 +251,8 @@ def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
 def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule:
     """Return the Rule of a decode step over `slots`: statistics to update, and a value by which the kernel chooses the victim.
 
-    wanted: the policy needs statistics. evicting: a token is to be evicted; torch chooses it afterwards if the kernel cannot.
+    `_run_kernels` calls it for each step, and FusedByKernels when it binds a layer. wanted: the policy needs statistics.
+    evicting: a token is to be evicted; torch chooses it afterwards if the kernel cannot.
     """
     from .decode import Rule, known_rule
 
@@ -253,7 +266,10 @@ def rule(policy: Policy, slots: StepSlots, wanted: bool, evicting: bool) -> Rule
 
 
 def torch_evicts(policy: Policy, slots: StepSlots) -> str | None:
-    """Return why torch must choose the evicted token of a decode step that the kernels otherwise run; None: they choose it."""
+    """Return why torch must choose the evicted token of a decode step that the kernels otherwise run; None: they choose it.
+
+    `rule` and `_run_kernels` ask.
+    """
     if policy.every > 1:
         return "several tokens are evicted at once"
     if type(policy).eviction_keys is not Policy.eviction_keys or policy.selection is not None:
@@ -281,7 +297,8 @@ def step(
 ) -> Tensor:
     """Run a layer's decode step of one token per row, written to each head's free slot; return the output [B,H,G,D].
 
-    Statistics, positions and, if the rule chooses a victim, the next free slot are updated in place.
+    `_run_kernels` and FusedByKernels call it. Keys, values, statistics, positions and, if the rule chooses a victim, the next
+    free slot are updated in place.
     """
     limits, memory = slots.limits if chosen.evicts else None, slots.kv.locate_entries()
     # keep: tokens that a head may hold, if it has holes (empty slots); `first` and `recent`: positions below `first`, and so
@@ -342,7 +359,8 @@ def step_as_operator(
 ) -> Tensor:
     """Run `decode.step` as the operator kvpatch::decode_step, which torch.compile calls without tracing it.
 
-    An operator takes tensors, numbers and texts alone: names are joined by commas. It changes the tensors in `mutates_args`.
+    `step` calls it, as `compiled_step`, while torch.compile traces. An operator takes tensors, numbers and texts alone: names
+    are joined by commas. It changes the tensors in `mutates_args`.
     """
     from .decode import known_rule, step
 
