@@ -113,9 +113,10 @@ class Adapter:
         return getattr(attn, self.projection)(y_BQE)
 
     def overrides(self, decoder: nn.Module) -> dict[str, Any]:
-        """Return attributes (by name) to set on the decoder while it runs a pass through the cache; asked at patched().
+        """Return attributes (by name) to set on the decoder while it runs a pass through the cache.
 
-        They disable what the decoder would build from its padding mask and the cache computes itself, such as ALiBi.
+        `install` asks, at patched(). They disable what the decoder would build from its padding mask and the cache computes
+        itself, such as ALiBi.
         """
         return {}
 
@@ -126,7 +127,8 @@ class Adapter:
     def slopes(self, attn: nn.Module) -> Tensor | None:
         """Return the ALiBi slopes [H*G], on any device, or None for other positions.
 
-        Asked when a model is patched, and for each new cache. Key i's logit for the query at t gets slope * (i - t) added.
+        `Target` asks when a model is patched, and `BoundAdapter.geometry` for each new cache. Key i's logit for the query at t
+        gets slope * (i - t) added.
         """
         return None
 
@@ -137,15 +139,16 @@ class Adapter:
     def sliding(self, attn: nn.Module) -> int | None:
         """Return the number of tokens that a query sees, itself included, or None if it sees all.
 
-        Asked when a model is patched, and for each new cache. An int is a sliding window. A Chunk (a subclass of int) means
-        that the layer cuts the text into chunks of so many tokens: a query sees tokens of the chunk in which it is.
+        `Target` asks when a model is patched, and `BoundAdapter.geometry` for each new cache. An int is a sliding window. A
+        Chunk (a subclass of int) means that the layer cuts the text into chunks of so many tokens: a query sees tokens of the
+        chunk in which it is.
         """
         return None
 
     def counts_columns(self, attn: nn.Module) -> bool:
         """Tell if the module's code takes a token's index in the sequence dimension for its position, and ignores position_ids.
 
-        Asked when a model is patched. If True, features whose rows of a batch are at different positions are refused.
+        `Target` asks when a model is patched. If True, features whose rows of a batch are at different positions are refused.
         """
         return False
 
@@ -247,7 +250,7 @@ def register_arch(adapter: Adapter, *, exist_ok: bool = False) -> None:
 
 
 def unregister_arch(name: str) -> None:
-    """Remove an architecture's adapter.
+    """Remove an architecture's adapter; for users. Models that are patched keep theirs.
 
     Raises:
         KVPatchError: there is no architecture of that name.

@@ -279,7 +279,7 @@ def routes_through_interface(module: nn.Module) -> bool:
 
 
 def _find_value(attn: Any, name: str | None) -> Any:
-    """Return the module's attribute (scale, sinks, ...) of the name in its family's row, such as "config.x"; None if none."""
+    """Return the module's attribute that its family's row names, such as "config.x", for `scale` and others; or None."""
     try:
         return attrgetter(name)(attn) if name is not None else None
     except AttributeError:

@@ -46,7 +46,10 @@ def is_cross_attention(name: str, module: nn.Module) -> bool:
 
 
 def make_encoder_error(model: nn.Module, sign: str) -> KVPatchError:
-    """Return the error for patched() of a model that sees later tokens too. sign: what shows it, as "is_causal=False of X"."""
+    """Return the error of patched() for a model that sees later tokens too; `refuse_other_kinds` and `check` raise it.
+
+    sign: what shows it, as "is_causal=False of X".
+    """
     return KVPatchError(
         f"{type(model).__name__} attends in both directions ({sign}): an encoder reads its text at once and keeps no cache "
         "that could be put on a budget. Give a causal decoder, or set is_decoder=True if it was trained as one."

@@ -11,7 +11,7 @@ class Llama4Adapter(InterfaceAdapter):
     """Llama 4's text decoder."""
 
     def __init__(self) -> None:
-        """Note the names of Llama 4's attention; made once, for the table of families."""
+        """Store the names of Llama 4's attention. Called once, at import, for the table of families."""
         super().__init__(
             "llama4",
             "transformers.models.llama4.modeling_llama4.Llama4TextAttention",

@@ -140,7 +140,7 @@ def make_unknown_error(model: nn.Module) -> KVPatchError:
 
 
 def row_of(attn: nn.Module) -> str:
-    """Return, for errors, the line of code that registers a row (an InterfaceAdapter) for the class of an attention module."""
+    """Return, for `make_unknown_error` and others, the line of code that registers a row (an InterfaceAdapter) for a class."""
     cls = type(attn)
     family = cls.__module__.split(".")[-2]
     return f"kvpatch.register_arch(kvpatch.InterfaceAdapter({family!r}, '{cls.__module__}.{cls.__qualname__}'))"

@@ -101,12 +101,13 @@ class Rounded:
         top = 2**self.bits - 1
         scale, zero = ((high - low) / top).to(self.dtype), low.to(self.dtype)
         step = scale.to(x.dtype)
+        # step 0: all numbers are equal
         codes = ((x - zero.to(x.dtype)) / step.masked_fill(step == 0, 1.0)).round_().clamp_(0, top)
         numbers = torch.cat([scale, zero], -2).squeeze(-1)
         return torch.cat([numbers.view(torch.uint8), self._pack_codes(codes.flatten(-2).to(torch.uint8))], -1)
 
     def decode(self, entries: Tensor) -> Tensor:
-        """Return the numbers [...,D] of stored entries in the model's dtype, for prompts and scores. Changes no entry."""
+        """Return the numbers [...,D] of stored entries in the model's dtype, for prompts and scores. Changes nothing."""
         scale, zero, codes = self._read(entries)
         x = codes.mul_(scale[..., None]).add_(zero[..., None]).flatten(-2)
         return (x if self.centre is None else x + self.centre).to(self.dtype)
@@ -127,17 +128,14 @@ class Rounded:
         return x
 
     def mix(self, p_NGT: Tensor, entries_NTW: Tensor) -> Tensor:
-        """Return a decode step's output [...,G,D]: values weighted by probabilities and summed, from codes as in `dot`.
-
-        The function `mix` calls it for a block of slots.
-        """
+        """Return a decode step's output [...,G,D], for the function `mix`: weighted sums of values, from codes as in `dot`."""
         scale_NTg, zero_NTg, codes_NTgd = self._read(entries_NTW)
         sums = [torch.matmul(p_NGT * scale_NTg[..., None, :, g], codes_NTgd[..., g, :]) for g in range(self.groups)]
         out = (torch.stack(sums, -2) + torch.matmul(p_NGT, zero_NTg)[..., None]).flatten(-2)
         return out if self.centre is None else out + p_NGT.sum(-1, keepdim=True) * self.centre
 
     def _read(self, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split entries into scales and zeros [...,g] and codes [...,g,d], in the dtype of scores; g groups of d channels."""
+        """Split entries into scales and zeros [...,g] and codes [...,g,d], in the dtype of scores; for `decode` and `dot`."""
         dtype = accumulator(self.dtype)
         numbers = entries[..., : self.header_bytes].clone(memory_format=torch.contiguous_format).view(self.dtype).to(dtype)
         scale, zero = numbers.unflatten(-1, (2, self.groups)).unbind(-2)
@@ -202,7 +200,7 @@ class Latent:
         return self.whole.mix(p_NGT, entries_NTW)[..., : self.D]
 
     def cached(self, x: Tensor) -> Tensor:
-        """Return new values as attention will read them from the cache, for scores: the first D channels of keys, rounded."""
+        """Return new values as attention will read them: a key's first D channels, rounded. `score_entry` asks."""
         if isinstance(whole := self.whole, Exact):  # else round these D channels alone: no group with one scale crosses D
             return x
         centre = None if whole.centre is None else whole.centre[..., : self.D]

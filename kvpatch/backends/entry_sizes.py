@@ -20,10 +20,9 @@ def count_rounded_bytes(bits: int, size: int, groups: int, itemsize: int) -> int
 
 
 def count_entry_bytes(bits: int, key: int, value: int, itemsize: int, latent: bool = False) -> int:
-    """Return the bytes of a token's key and value in one head. itemsize: of the model's dtype.
+    """Return the bytes of a token's key and value in one head. `Target.bytes_per_token` and plans count by it.
 
-    Plans, reports and serving engines count by it. latent: a value is the first numbers of its key, so that only the key is
-    stored.
+    itemsize: of the model's dtype. latent: a value is the first numbers of its key, so that only the key is stored.
     """
     if bits == FULL:
         return (key if latent else key + value) * itemsize

@@ -97,10 +97,10 @@ class HeadOffsets:
         return self._blocks
 
     def _cut_blocks(self) -> Blocks:
-        """Cut the entries into blocks of BLOCK, and list apart those of blocks in which two heads meet (the edges).
+        """Return the entries cut into blocks of BLOCK, those of blocks in which two heads meet (the edges) apart.
 
-        A decode step multiplies all heads at once, as a batch of equal blocks; edges are gathered by head, at most E for each.
-        Pure: returns a new Blocks, whose attributes are explained there.
+        `blocks` calls it once. A decode step multiplies all heads at once, as a batch of equal blocks; edges are gathered by
+        head, at most E for each. Pure: returns a new Blocks, whose attributes are explained there.
         """
         # of F entries of N heads, the first n_whole make P whole blocks; head_F: the head of each entry
         F, N, device = self.rows, len(self.capacities), self.begin_N.device

@@ -321,7 +321,7 @@ def sum_logits(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _find_columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tuple[int, int]:
-    """Return the range [lo, hi) of key columns that rows [start, stop) of a prompt can see; other logits are not computed."""
+    """Return the range [lo, hi) of key columns that rows [start, stop) of a prompt can see, for `observe` and `mask_blocks`."""
     lo = 0
     if geometry.sliding is not None and keys.ordered:  # no window reaches further back, and a chunk's may reach less far
         lo = max(keys.past + start - geometry.sliding + 1, 0)

@@ -156,7 +156,7 @@ class Answers(CBGenerateManager):
         return text, len(ids), cut_tokens(processor, tokens, text) if reparsed else tokens
 
     def cancel(self, request_id: str) -> None:
-        """End a request that nobody awaits; nothing if it ended or never reached the engine (no prompt tokens noted)."""
+        """End a request that nobody awaits, for `close` and `_Streamer.cancel`; nothing if it ended or has no prompt noted."""
         request = self.requests.get(request_id)
         if request is not None and request.n_prompt:
             self._end_request(request_id, "gone")  # from `close`, and where transformers sees a disconnect
@@ -173,7 +173,7 @@ class Answers(CBGenerateManager):
     def _accept_request(
         self, tokenizer: Any, ids: list[int], gen_config: Any, request_id: str
     ) -> tuple[AcceptedRequest, dict[str, Any]]:
-        """Check a new request or raise RefusedError; return it and arguments of add_request. Sets gen_config.max_new_tokens."""
+        """Check a new request or raise RefusedError; return it and add_request's arguments. `generate_streaming` calls it."""
         self._check_alive(request_id)  # of the base class: raises if the engine has failed
         request = self.requests[request_id]
         request.n_prompt = len(ids)
@@ -234,7 +234,7 @@ class Answers(CBGenerateManager):
 
     @staticmethod
     def _name_end(watch: StopStringWatch, output: Any, gen_config: Any) -> str:
-        """Return, after the last output, why a request ended: "length" or "stop", which clears gen_config.max_new_tokens."""
+        """Return why a request ended, "length" or "stop", for `_end_request`. A stop clears gen_config.max_new_tokens."""
         ends = gen_config.eos_token_id
         ends = ends if isinstance(ends, (list, tuple)) else [ends]
         if not watch.stopped and output.generated_tokens[-1] not in ends:
@@ -243,7 +243,7 @@ class Answers(CBGenerateManager):
         return "stop"
 
     def _end_request(self, request_id: str, reason: str) -> None:
-        """Note why a request has ended or its client has gone, count it, cancel it in the engine. Again: does nothing."""
+        """Note why a request has ended, count it, cancel it in the engine; once per request. `take_output` calls it last."""
         request = self.requests.get(request_id)
         if request is None or request.end_reason:
             return
@@ -283,7 +283,7 @@ class _Streamer(CBStreamer):
         self.total_tokens = self._decode_stream.tokens
 
     def end(self) -> None:
-        """At the last output, put text that was held back (it might begin a stop string) into the queue, and end that."""
+        """Put text that was held back (it might begin a stop string) into the queue, and end it; for `take_output`."""
         rest = self.watch.flush()
         if rest:
             # parser: finds calls

@@ -55,7 +55,7 @@ class DemoOutcome:
         return cells | {"KV kB": f"{self.nbytes / 1000:,.0f}", "of full": f"{self.nbytes / full.nbytes:.0%}"}
 
     def to_dict(self, full: DemoOutcome) -> dict[str, Any]:
-        """Return a row of the demo's --json as plain values, without what was not measured. full: the unpatched outcome."""
+        """Return a row of --json as plain values, for `run`, without what was not measured. full: the unpatched outcome."""
         values: dict[str, Any] = {"policy": self.policy, "k": self.k, "questions": len(self.right)}
         values["right"] = int(self.right.sum())
         if self.later is not None:

@@ -115,7 +115,7 @@ class Gate:
 
 
 async def answer(send: Send, status: int, text: str, kind: str = "application/json") -> None:
-    """Send an answer without the app, such as an error or /metrics, through ASGI: its status and headers, then its text."""
+    """Send an answer in place of the app, for `Gate`: an error or /metrics. Through ASGI: status and headers, then the text."""
     body = text.encode()
     headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -140,7 +140,7 @@ async def _read_body(receive: Receive) -> bytes:
 
 
 def _parse_body(body: bytes) -> Any:
-    """Parse the JSON of an arriving request's body. Raises RefusedError if the body is no JSON."""
+    """Parse the JSON of an arriving request's body, for `_check_and_answer`. Raises RefusedError if the body is no JSON."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -148,7 +148,10 @@ def _parse_body(body: bytes) -> Any:
 
 
 def _encode_body(body: dict[str, Any]) -> bytes:
-    """Return an accepted request's fields as the JSON that the app reads. Raises RefusedError for text that is no UTF-8."""
+    """Return the JSON of an accepted request that `_check_and_answer` gives to the app.
+
+    Raises RefusedError if it is no UTF-8.
+    """
     try:
         return json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:

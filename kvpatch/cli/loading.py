@@ -26,7 +26,7 @@ MODELS = Path(__file__).parent / "models"  # the two small models of the demo
 
 
 def check_budget(text: str) -> None:
-    """Raise KVPatchError, before torch is loaded, unless a text, or each part between commas, has the form of a budget."""
+    """Raise KVPatchError, before torch loads, unless a text (or each part between commas) is a budget. Commands call it."""
     from ..policies import budgets
 
     for part in filter(str.strip, text.split(",")):
@@ -52,7 +52,10 @@ def parse_k(text: str) -> Any:
 
 
 def _parse_budget(text: str, where: str) -> Any:
-    """Parse the budget that -k gives one layer, or all: "mass:0.95" gives Mass(0.95). where: its name in errors, as "k[3]"."""
+    """Parse the budget of one layer, or all, for `parse_k`: "mass:0.95" gives Mass(0.95).
+
+    where: its name in errors, as "k[3]".
+    """
     from .. import policies
     from ..policies import budgets
 
@@ -61,7 +64,7 @@ def _parse_budget(text: str, where: str) -> Any:
 
 
 def check_dtype(dtype: str) -> str:
-    """Return the full name of the dtype that --dtype gives, before torch is loaded. Raises KVPatchError if it is unknown."""
+    """Return the full name of --dtype, or raise KVPatchError if it is unknown. `load_model` and `plan` call it."""
     name = _SHORT.get(dtype.casefold(), dtype.casefold())
     if name not in DTYPES:
         near = suggest(dtype, (*DTYPES, *_SHORT))
@@ -225,7 +228,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
 
 
 def check_folder(name: str) -> None:
-    """Raise KVPatchError, before a model is loaded, if its name looks like a folder and there is no such folder."""
+    """Raise KVPatchError if a model's name looks like a folder and there is none, for `Source.check`."""
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local and not Path(name).is_dir():
         raise KVPatchError(f"The model {name} cannot be loaded: there is no such folder.")

@@ -218,7 +218,10 @@ def _split_pairs(text: str) -> list[str]:
 
 
 def find_model(argument: str | None, option: str | None) -> str:
-    """Return the model's name, as a command's first argument or --model gives it. Raises KVPatchError if none or both do."""
+    """Return the model's name, as the first argument or --model gives it; commands call it.
+
+    Raises KVPatchError if none or both do.
+    """
     if argument is not None and option is not None:
         raise KVPatchError(f"The model is given twice: {argument} and --model {option}.")
     model = argument if option is None else option

@@ -97,7 +97,7 @@ def _expect_number(low: float, high: float, above: bool = False) -> Callable[[ob
 
 
 def _expect_integer(low: int, high: int) -> Callable[[object], str | None]:
-    """Return a check for OBEYED, the table of fields, made at import: it says what is wrong with a whole number, or None."""
+    """Return a check, for the table OBEYED, by which `_check_field` learns what is wrong with a whole number, or None."""
 
     def check(value: object) -> str | None:
         valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
@@ -123,7 +123,7 @@ def _check_stop(value: object) -> str | None:
 
 
 def _check_bias(value: object) -> str | None:
-    """Return what is wrong with a request's logit_bias (numbers by token ids as text), or None; a check of OBEYED."""
+    """Return what is wrong with a request's logit_bias (numbers by token ids as text), or None; for `_check_field`."""
     valid = isinstance(value, dict) and all(
         re.fullmatch(r"[0-9]{1,9}", str(token)) and _expect_number(-100, 100)(bias) is None for token, bias in value.items()
     )

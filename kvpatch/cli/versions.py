@@ -19,7 +19,7 @@ def describe_version() -> str:
 
 
 def describe_machine() -> str:
-    """Return all versions that a bug report needs, a line each, for --version --verbose; imports torch to ask for CUDA."""
+    """Return the versions that a bug report needs, a line each, for `main` (--version --verbose); imports torch."""
     lines = [f"kvpatch {__version__}", f"python {platform.python_version()}", f"platform {platform.platform()}"]
     lines += [_find_version(package) or f"no {package}" for package in NEEDED]
     lines += [f"CUDA {_describe_cuda()}", *filter(None, map(_find_version, OPTIONAL))]
@@ -27,7 +27,7 @@ def describe_machine() -> str:
 
 
 def _find_version(package: str) -> str:
-    """Return a package's name and version for --version, without importing it, or "" if it is not installed."""
+    """Return a package's name and version, for `describe_machine`, without importing it, or "" if it is not installed."""
     try:
         return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:
@@ -35,7 +35,7 @@ def _find_version(package: str) -> str:
 
 
 def _describe_cuda() -> str:
-    """Describe torch's CUDA (or ROCm) and the GPUs that it sees, for a bug report."""
+    """Describe torch's CUDA (or ROCm) and the GPUs that it sees, for `describe_machine`."""
     try:
         import torch
     except ImportError as error:

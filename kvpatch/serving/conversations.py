@@ -204,7 +204,7 @@ class Conversations:
 def count_bytes(cache: EvictingCache) -> int:
     """Return the bytes of an ended request's cache: keys, values, positions, ids, scores, other states.
 
-    A Conversation counts them once, when it is made.
+    `Conversation` calls it once, when it is made; `keep` compares these with its limit.
     """
     others = [cache.ids.nbytes, 0 if cache.shared is None else cache.shared.nbytes, cache.states.nbytes]
     for layer in cache.layers:

@@ -244,7 +244,7 @@ _MANAGERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BatchingManager]] = we
 
 
 def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCriteria | None:
-    """Return the criterion of stop strings for all requests of a new manager; None, and a warning, if there is no tokenizer."""
+    """Return the criterion of stop strings for a new `BatchingManager`; None, and a warning, without a tokenizer."""
     if not strings:
         return None
     if tokenizer is None:
@@ -257,7 +257,7 @@ def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCr
 
 
 def _switch_off(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-    """Return a copy of a new manager's configuration without the features of OFF, such as CUDA graphs; log those asked for."""
+    """Return a copy of a configuration without the features of OFF, for `BatchingManager`; log those that it asked for."""
     switched_off, new, usual = [], copy.copy(config), ContinuousBatchingConfig()
     for name, value, what in OFF:
         if not hasattr(config, name):

@@ -152,7 +152,7 @@ class RequestPool:
     def find_beginning(self, state: Any, positions: int | None) -> Beginning | None:
         """Find a kept conversation that has read the beginning of a waiting request's text, and more than its prefix, or None.
 
-        Also None if there are not blocks enough for the request yet. positions: how many the model has, or None.
+        `_choose_beginning` asks. Also None if there are not blocks enough yet. positions: how many the model has, or None.
         """
         prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.begins.get(state.request_id)
         if self.conversations is None or new is None or state.num_children:
@@ -230,7 +230,7 @@ class RequestPool:
     # ---- several sequences of one prompt ----
 
     def prepare_fork_request(self, src_state: Any, dst_req_ids: Sequence[str], copy_src_and_dst: Any) -> list[str]:
-        """Admit copies of a request that wants several answers, while there is room; return their names, for the engine."""
+        """Admit copies of a request for several answers, while there is room; return their names. The engine calls this."""
         source, forked = self.requests[src_state.request_id], list[str]()
         for name in dst_req_ids:
             if self.claimed + source.blocks > self.num_blocks:

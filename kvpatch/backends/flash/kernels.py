@@ -193,7 +193,7 @@ def _list_loaded() -> dict[str, Any]:
 
 
 def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
-    """Yield a Kernel for flash-attn 3's operator, if loaded: before 2026 the package's functions return no log-sum-exp."""
+    """Yield a Kernel for flash-attn 3's operator, for `kernels`: before 2026 the package returns no log-sum-exp."""
     operator = getattr(torch.ops.flash_attn_3, "fwd", None)
     needed = {"cu_seqlens_q", "max_seqlen_k", "softmax_scale", "is_causal", "window_size_left", "num_splits"}
     if operator is None or not needed <= {argument.name for argument in operator.default._schema.arguments}:

@@ -47,7 +47,10 @@ class Rule:
     evicts: bool = True
 
     def __post_init__(self) -> None:
-        """Raise KVPatchError, as a Rule (what decode kernels update, and whom they evict) is made, for names unknown there."""
+        """Raise KVPatchError for names unknown to decode kernels, when a Rule (what they update, and whom they evict) is made.
+
+        `rule` makes one.
+        """
         if unknown := set(self.statistics) - set(STATISTICS):
             raise KVPatchError(f"statistics={self.statistics!r} has {sorted(unknown)}: use some of {STATISTICS}.")
         if wrong := set(self.decayed) - (set(self.statistics) - {"observed"}):

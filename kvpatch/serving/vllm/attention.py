@@ -71,7 +71,7 @@ class BoundLayer(BoundAdapter):
     rows: Tensor | None = None
 
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
-        """Return the output projection's rows per query head, by which policies weigh values, and True: they were measured."""
+        """Return the output projection's rows per query head, for `Call` to weigh values, and True: they were measured."""
         if self.rows is None:  # once, for vLLM's weights do not change
             self.rows, _ = super().output_rows(like, group, parallel)
         return self.rows, True
@@ -94,7 +94,7 @@ class BudgetedAttention(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        """Make a layer's attention, as vLLM makes the model. Adds it to the worker that all layers of the model share."""
+        """Make a layer's attention; vLLM calls it for each. Adds it to the worker that all layers of the model share."""
         config = get_current_vllm_config()
         _refuse_kind(attn_type, kv_sharing_target_layer_name is not None, kv_cache_dtype)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
@@ -189,7 +189,7 @@ class Worker:
             self._refuse_prefix_caching()
 
     def _refuse_prefix_caching(self) -> None:
-        """Raise KVPatchError under prefix caching, with which vLLM does not start if layers hold unequal numbers of tokens."""
+        """Raise KVPatchError under prefix caching, which vLLM does not start if layers hold unequal numbers; for `add`."""
         if self.config.cache_config.enable_prefix_caching:
             raise KVPatchError(
                 "Layers of this model hold different numbers of tokens under this budget, and vLLM's prefix caching does not "
@@ -225,7 +225,7 @@ class Worker:
         ]
 
     def spec(self, layer: BudgetedAttention, spec: AttentionSpec) -> BudgetSpec:
-        """Return the spec of a layer's pages under its budget, in place of vLLM's, when vLLM divides its memory into pages."""
+        """Return the spec of a layer's pages under its budget, for `make_budgeted_spec`, in place of vLLM's."""
         model, cache = self.config.model_config, self.config.cache_config
         budgeted = BudgetSpec.of(spec, self.held[layer.index], model.max_model_len, cache)
         check_manager(budgeted)

@@ -23,7 +23,7 @@ OWN: dict[str, str] = {}
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class that vLLM's registry seeks here by a backend's name, as a model is made.
+    """Return the class that vLLM's registry seeks here by a backend's name; Python calls this when vLLM makes a model.
 
     BUDGETED has the path of kvpatch's class for that backend. OWN has the path that the registry had before; it is the answer
     where no budget is asked for.
@@ -34,12 +34,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _may_need_budget() -> bool:
-    """Tell whether the model that is being made, or a later one of this process, may have a budget.
-
-    vLLM keeps the class that it finds here for all models of a process whose layers look alike. A process has one model, unless
-    the user's own process runs engines (no multiprocessing). Then the class is always kvpatch's; for each model it looks for
-    settings, and leaves models without them to vLLM's class.
-    """
+    """Tell `__getattr__` whether the model that is being made, or a later one of this process, may have a budget."""
     from vllm import envs
     from vllm.config import get_current_vllm_config_or_none
 

@@ -122,7 +122,7 @@ class BudgetManager(CircularBufferManager):
     kv_cache_spec: BudgetSpec
 
     def __init__(self, *given: Any, **more: Any) -> None:
-        """Make the page manager of a group of layers, as vLLM's scheduler starts. The first one also counts requests."""
+        """Make the page manager of a group of layers; vLLM's scheduler calls it. The first one also counts requests."""
         super().__init__(*given, **more)
         self._scheduler = _find_scheduler()
         scheduler = self._scheduler()
@@ -172,7 +172,7 @@ class BudgetManager(CircularBufferManager):
         return [*blocks]
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Return the pages of a request, for vLLM to free when it has ended, and count the request for /metrics."""
+        """Return the pages of a request that has ended, and count it for /metrics. vLLM calls this, and frees the pages."""
         request = self._find_request(request_id)
         if self._account is not None and request is not None:
             self._account.note_end(request)

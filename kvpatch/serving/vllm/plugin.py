@@ -85,7 +85,7 @@ def _register_choice(member: Any, path: str, register_backend: Any) -> None:
 
 
 def _runs_on_cpu() -> bool:
-    """Tell whether vLLM runs on a CPU, for an error's advice, in a version whose modules may have other names (then False)."""
+    """Tell `_register_backends`, for an error's advice, whether vLLM runs on a CPU; False if its modules have other names."""
     try:
         from vllm.platforms import current_platform
 

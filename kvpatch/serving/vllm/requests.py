@@ -130,7 +130,7 @@ class Requests:
         return self._by_own[asked_k]
 
     def _continue_prompt(self, one: Scheduled) -> Part:
-        """Return a pass's part for a further piece of a prompt. The cache evicts after it as at a prompt's end (prompt_len)."""
+        """Return a pass's part for a further piece of a prompt, for `begin`. The cache evicts after it as at a prompt's end."""
         cache = self.reading[one.name].cache
         cache.request.prompt_len = one.past + one.columns
         return Part(cache, self._list_columns([one]), decodes=False)

@@ -49,7 +49,7 @@ def find_misspelt_key(additional: object) -> str | None:
 
 
 def _is_budget(value: object) -> bool:
-    """Tell whether a key's value is a budget, to find misspelt keys: it has "policy" and "k", or names a settings file."""
+    """Tell `find_misspelt_key` whether a key's value is a budget: it has "policy" and "k", or names a settings file."""
     if isinstance(value, str):
         return value.endswith("settings.json")
     return isinstance(value, Mapping) and {"policy", "k"} <= value.keys()
@@ -99,7 +99,7 @@ def refuse_parallel(parallel: Any, asked: bool) -> None:
 
 
 def _find_configurations() -> Iterator[Any]:
-    """Yield the EngineArgs and VllmConfigs among the local variables of running functions: vLLM hands a plugin none."""
+    """Yield the EngineArgs and VllmConfigs among local variables of running functions, for `sees_settings`."""
     for variables in iterate_callers():
         for name in ("self", "vllm_config"):
             one = variables.get(name)
