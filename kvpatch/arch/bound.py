@@ -79,7 +79,7 @@ class BoundAdapter:
             slopes = slopes.to(device).unflatten(0, (self.H, -1))  # [H,G]
         sinks = self.adapter.sinks(self.attn)
         if sinks is not None:
-            sinks = local(sinks).to(device).unflatten(0, (self.H, -1))
+            sinks = local(sinks).to(device).unflatten(0, (self.H, -1))  # local: this process's part of a sharded tensor
             sinks = sinks if torch.is_grad_enabled() else sinks.detach()  # sinks are parameters, which training updates
         adapter, attn = self.adapter, self.attn
         # coarse: the factor of ALiBi in a model that rounds it to bfloat16, else None
@@ -125,7 +125,7 @@ class BoundAdapter:
         if self._rows is not None and self._rows[0] is getattr(module, "weight", None) and type(module) is nn.Linear:
             return self._rows[1], False
         (_, N, _, D), measured = like.shape, False
-        inputs = N * group * D
+        inputs = N * group * D  # of the projection
         plain = _plain_weight(module, inputs)
         if plain is not None:
             weight = plain

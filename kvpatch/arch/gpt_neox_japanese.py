@@ -28,7 +28,7 @@ class GPTNeoXJapaneseAdapter(LlamaAdapter):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project hidden states to heads, for `run`, and rotate the first `rotary_ndims` channels of queries and keys."""
         q, k, v = self.project_unrotated(attn, hidden_BQE)
-        n = attn.rotary_ndims
+        n = attn.rotary_ndims  # channels that turn
         turned = source_module(attn).apply_rotary_pos_emb(q[..., :n], k[..., :n], *position_embeddings)
         q, k = (torch.cat([one, rest[..., n:]], -1) for one, rest in zip(turned, (q, k), strict=True))
         return q, k, v

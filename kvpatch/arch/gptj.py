@@ -101,7 +101,7 @@ def _rotate_pairs(attn: Any, x_BHTD: Tensor, sin_BHTP: Tensor, cos_BHTP: Tensor)
     `project` calls it before attention, and `rotate` for cached keys.
     """
     sin, cos = sin_BHTP.repeat_interleave(2, -1), cos_BHTP.repeat_interleave(2, -1)
-    turned = x_BHTD[..., : sin.shape[-1]]
+    turned = x_BHTD[..., : sin.shape[-1]]  # only these channels turn
     return torch.cat([turned * cos + source_module(attn).rotate_every_two(turned) * sin, x_BHTD[..., sin.shape[-1] :]], -1)
 
 

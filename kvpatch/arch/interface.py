@@ -108,7 +108,7 @@ class InterfaceAdapter(Adapter):
                 "what the cache holds was decided where the block began. Change it before patched()."
             )
         if absorbs:
-            call[cache_argument(type(attn).forward)] = Entries()
+            call[cache_argument(type(attn).forward)] = Entries()  # a stand-in that keeps latents
 
         def attend(q: Tensor, k: Tensor, v: Tensor, asked: dict[str, Any]) -> Tensor:
             """Attend by `core` where the module calls its attention function; asked: that call's keyword arguments."""

@@ -78,7 +78,7 @@ class Rotary:
         size = cos.shape[-1]
         if size < x_BHTD.shape[-1]:
             return torch.cat([self.rotate(attn, x_BHTD[..., :size], places_BHT, table), x_BHTD[..., size:]], -1)
-        turned = x_BHTD * cos + source_module(attn).rotate_half(x_BHTD) * sin
+        turned = x_BHTD * cos + source_module(attn).rotate_half(x_BHTD) * sin  # by the model's own function
         return turned.to(x_BHTD.dtype)  # some families have tables in float32
 
     def rotate_back(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:

@@ -61,7 +61,7 @@ def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
             _draw_weights(parameter)
         twin = (twin if config._attn_implementation == "eager" else twin.double()).requires_grad_(False)
         twin(torch.zeros(1, 4, dtype=torch.int64), use_cache=False)  # a twin that cannot run is none
-    kinds = {kind_of(module) for module in twin.modules()}
+    kinds = {kind_of(module) for module in twin.modules()}  # full, sliding, no attention, ...
     if not {kind_of(module) for module in attentions} <= kinds:
         raise ValueError(f"a twin of {kind.__name__} lacks some of its kinds of attention layers")
     return twin

@@ -95,7 +95,7 @@ class Rounded:
         `Slots.encode_pair` calls it before they are written. Each group of channels has a scale (step) and a zero (lowest
         number).
         """
-        x = x.detach().to(accumulator(self.dtype))
+        x = x.detach().to(accumulator(self.dtype))  # float32 for 16-bit numbers
         x = (x if self.centre is None else x - self.centre).unflatten(-1, (self.groups, -1))
         low, high = x.aminmax(dim=-1, keepdim=True)
         top = 2**self.bits - 1
@@ -135,7 +135,7 @@ class Rounded:
         return out if self.centre is None else out + p_NGT.sum(-1, keepdim=True) * self.centre
 
     def _read(self, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split entries into scales and zeros [...,g] and codes [...,g,d], in the dtype of scores; for `decode` and `dot`."""
+        """Split entries into scales, zeros [...,g] and codes [...,g,d] of g groups of d channels, for `decode` and `dot`."""
         dtype = accumulator(self.dtype)
         numbers = entries[..., : self.header_bytes].clone(memory_format=torch.contiguous_format).view(self.dtype).to(dtype)
         scale, zero = numbers.unflatten(-1, (2, self.groups)).unbind(-2)
@@ -200,7 +200,7 @@ class Latent:
         return self.whole.mix(p_NGT, entries_NTW)[..., : self.D]
 
     def cached(self, x: Tensor) -> Tensor:
-        """Return new values as attention will read them: a key's first D channels, rounded. `score_entry` asks."""
+        """Return new values as attention will read them from the cache: the first D channels of keys, rounded. For scores."""
         if isinstance(whole := self.whole, Exact):  # else round these D channels alone: no group with one scale crosses D
             return x
         centre = None if whole.centre is None else whole.centre[..., : self.D]
@@ -222,7 +222,10 @@ EXACT: Codecs = (Exact(), Exact())
 
 @lru_cache(maxsize=64)
 def codecs(bits: int, D: int, E: int, dtype: torch.dtype, latent: bool = False) -> Codecs:
-    """Return the codecs that round and read keys of D numbers and values of E numbers, for a cache of so many `bits`."""
+    """Return the codecs that round and read keys of D numbers and values of E numbers, for a cache of so many `bits`.
+
+    A key has a scale for each group of channels, a value has one scale. latent: a value is the first E numbers of its key.
+    """
     if latent:
         key_codec = Exact() if bits == FULL else Rounded(bits, D, count_groups(D, E, latent), dtype)
         return key_codec, Latent(key_codec, E)
@@ -270,10 +273,7 @@ def in_full(codecs: Codecs) -> Codecs:
 
 
 def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
-    """Return a decode step's logits [...,G,T]: queries times a cache's keys. If keys are rounded, in float32 at least.
-
-    The torch backend's `step` and `multiply_keys` call it.
-    """
+    """Return a decode step's logits [...,G,T], queries times cached keys, for `step`; of rounded keys in float32 at least."""
     assert not isinstance(codec, Latent)  # a codec of values, not of keys
     if codec.exact:
         return codec.dot(q_NGD, entries_NTW)

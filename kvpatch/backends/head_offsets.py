@@ -137,7 +137,7 @@ class HeadOffsets:
         blocks, (N, G, _) = self.blocks(), q_NGD.shape
         # P blocks of M neighbouring keys, each of one head, and E keys apart for each of N heads (see Blocks)
         inner, edges = self._split_entries(k_FD, codec, q_NGD.dtype)
-        codec_P, codec_N = self._split_codecs(codec)
+        codec_P, codec_N = self._split_codecs(codec)  # with the centres of blocks' and of edges' heads
         x_PGM, x_NGE = dot(q_NGD.index_select(0, blocks.head_P), inner, codec_P), dot(q_NGD, edges, codec_N)
         # join the products, and bring them into the order of dense slots
         products = torch.cat([rearrange(x, "n g m -> g (n m)") for x in (x_PGM, x_NGE)], 1)
@@ -150,7 +150,7 @@ class HeadOffsets:
         """
         blocks, p_GS = self.blocks(), p_NGT.transpose(0, 1).flatten(1)
         inner, edges = self._split_entries(v_FD, codec, p_NGT.dtype)
-        codec_P, codec_N = self._split_codecs(codec)
+        codec_P, codec_N = self._split_codecs(codec)  # with the centres of blocks' and of edges' heads
         # weights of the values in P blocks of M, and of the E values apart for each head (see Blocks)
         w_PGM = rearrange(p_GS.index_select(1, self.slot_F[: blocks.whole]), "g (p m) -> p g m", m=BLOCK)
         w_NGE = rearrange(p_GS[:, blocks.edge_slot_NE] * blocks.real_NE, "g n e -> n g e")
@@ -210,7 +210,7 @@ class HeadOffsets:
         `RaggedSlots.make_dense` calls it where heads must have equally many slots: to append a prompt, or to score keys. width:
         slots for each head, `self.width` (those of the longest) or more.
         """
-        head, column = self.places()
+        head, column = self.places()  # of each flat entry
         padded = entries_FD.new_zeros(B * H * width, entries_FD.shape[-1])
         padded[head * width + column] = entries_FD
         return padded.view(B, H, width, -1)
@@ -223,7 +223,7 @@ class HeadOffsets:
         """
         numbers = heads_N.tolist()
         new = HeadOffsets([self.capacities[n] for n in numbers], [self.filled[n] for n in numbers], heads_N.device)
-        head, column = new.places()
+        head, column = new.places()  # of each new entry
         return new, self.begin_N[heads_N[head]] + column
 
     def resized(self, capacities: list[int], filled: list[int]) -> HeadOffsets:
@@ -235,7 +235,7 @@ class HeadOffsets:
 
         `RaggedSlots.resized` calls it when heads get more or fewer slots.
         """
-        head, column = self.places()
+        head, column = self.places()  # of each flat entry
         stays = column < new.capacity_N[head]
         moved = entries_FD.new_zeros(new.rows, entries_FD.shape[-1])
         moved[(new.begin_N[head] + column)[stays]] = entries_FD[stays]

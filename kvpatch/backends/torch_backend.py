@@ -86,7 +86,7 @@ def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> 
     Returns:
         The output [B,H,G,Q,D], and the log-sum-exp [B,H,G,Q] if the kernel returns it for the same logits, else None.
     """
-    if not geometry.plain:
+    if not geometry.plain:  # it has capped logits or attention sinks
         return _attend_special(q_BHGQD, keys, rows_BQ, geometry), None
     differentiable = torch.is_grad_enabled() and q_BHGQD.requires_grad
     B, H, G, Q, _ = q_BHGQD.shape
@@ -112,12 +112,16 @@ def _all_see_the_past(keys: Keys, geometry: Geometry) -> bool:
 
 
 def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """Attend from a prompt by the CPU's flash kernel, for `attend`; return output [B,N,Q,D] and log-sum-exp [B,N,Q]."""
+    """Attend from a prompt by the CPU's flash kernel, for `attend`; return output [B,N,Q,D] and log-sum-exp [B,N,Q].
+
+    If the cache had keys before the prompt, they and the prompt's own keys are attended to apart, and the results joined.
+    """
     past, T = keys.past, keys.k_BHTD.shape[2]
     if not past:
         return _call_flash(q_BNQD, keys, geometry, causal=True)
     new, old = keys.columns(past, T), keys.columns(0, past)
     out, lse = _call_flash(q_BNQD, new, geometry, causal=True)
+    # empty slots or padding
     if keys.holes:  # the kernel gives 0 for a row that sees no key
         unseen = ((new.positions_BHT >= 0).cumsum(-1) == 0).repeat_interleave(q_BNQD.shape[1] // new.k_BHTD.shape[1], 1)
         lse = lse.masked_fill(unseen, -torch.inf)
@@ -176,14 +180,17 @@ def _of_one_size(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) -> Tensor | None:
-    """Return what `_call_flash` adds to each key's logits: ALiBi, and -inf for empty slots; None if neither is there."""
+    """Return what `_call_flash` adds to each key's logits: ALiBi, and -inf for empty slots; None if neither is there.
+
+    The bias is the same for all queries: [B|1,H*G|1,1,T] if all heads hold the same positions (`shared`), else [B,H,1,T].
+    """
     if not keys.holes and geometry.slopes_HG is None:
         return None
     positions = keys.positions_BHT[:, :1] if shared else keys.positions_BHT
     bias = torch.zeros(positions.shape, dtype=accumulator(dtype), device=positions.device)[:, :, None]
     if geometry.slopes_HG is not None:
         slopes, newest = geometry.slopes_HG.reshape(1, -1, 1, 1).to(bias.dtype), positions.amax(-1, keepdim=True)
-        bias = _find_alibi(slopes, positions[:, :, None], newest[:, :, None], geometry)
+        bias = _find_alibi(slopes, positions[:, :, None], newest[:, :, None], geometry)  # relative to the newest key
     return bias.masked_fill(positions[:, :, None] < 0, -torch.inf) if keys.holes else bias
 
 
@@ -256,6 +263,7 @@ def _per_head(q_BNQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, mask: Tensor | Non
         return k_BHTD, v_BHTD
     cuda = torch.backends.cuda
     inputs: list[Any] = [q_BNQD, k_BHTD, v_BHTD]
+    # torch's own description of a call
     params = cuda.SDPAParams(*inputs, mask, 0.0, mask is None, True)  # type: ignore[call-arg]
     fused = (cuda.can_use_flash_attention, cuda.can_use_cudnn_attention, cuda.can_use_efficient_attention)
     if any(can_use(params) for can_use in fused):
@@ -270,7 +278,7 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
     """
     assert geometry.slopes_HG is None, "no architecture has both"
     B, H, G, Q, _ = q_BHGQD.shape
-    dtype = accumulator(q_BHGQD.dtype)
+    dtype = accumulator(q_BHGQD.dtype)  # of sums: float32 for 16 bits
     k, v = (t.to(dtype)[:, :, None] for t in (keys.k_BHTD, keys.v_BHTD))
 
     def attend_rows(q_BHGQD: Tensor, k: Tensor, v: Tensor, start: int, stop: int) -> Tensor:
@@ -287,7 +295,11 @@ def _attend_special(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geom
 
 
 def _find_alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geometry) -> Tensor:
-    """Return the ALiBi bias of keys at `positions` less that of a key at `origin`, which leaves the softmax as it is."""
+    """Return the ALiBi bias of keys at `positions` less that of a key at `origin`, which leaves the softmax as it is.
+
+    `_key_bias`, `_step_bias` and masks of blocks use it. `coarse`: a factor, if the model rounds slopes and positions to
+    bfloat16 (Falcon).
+    """
     if geometry.coarse is None:
         return slopes * (positions - origin)
     rounded = (slopes / geometry.coarse).bfloat16()  # as Falcon's own code computes it
@@ -340,7 +352,7 @@ def _find_visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, s
     row = keys.past + torch.arange(start, stop, device=rows.device)[:, None]
     visible = (column <= row) & (positions >= 0)
     if geometry.sliding is not None:
-        visible = visible & (positions >= find_oldest(geometry.sliding, rows))
+        visible = visible & (positions >= find_oldest(geometry.sliding, rows))  # first position in a row's window or chunk
     if keys.deaths_BHT is not None:
         visible = visible & (rows < keys.deaths_BHT[:, :, None, lo:hi])
     return visible | ((column == row) & ~visible.any(-1, keepdim=True)) if keys.holes else visible
@@ -379,7 +391,7 @@ def observe(
             causal mask then compares positions. None: row i's own column is `keys.past + i`.
     """
     B, H, G, Q, _ = q_BHGQD.shape
-    dtype = accumulator(q_BHGQD.dtype)
+    dtype = accumulator(q_BHGQD.dtype)  # of sums: float32 for 16 bits
     on_cpu = q_BHGQD.device.type == "cpu"
     budget, threads = (CPU_BLOCK, torch.get_num_threads()) if on_cpu else (DEVICE_BLOCK, 1)
     q_NGQD, k_NTD, v_NTD = (t.flatten(0, 1) for t in (q_BHGQD, keys.k_BHTD, keys.v_BHTD))
@@ -415,7 +427,7 @@ def observe(
                 x = _multiply_rows(rows, kt[:, :, lo:hi], parts, x, geometry.scale, minus=True)
             x = rearrange(x, "n (g r) m -> n g r m", g=G)
             mask.apply(x, n0, n1, start, stop, lo, hi)
-            seen_NR = mask.count(x, start, stop) if count else UNCOUNTED
+            seen_NR = mask.count(x, start, stop) if count else UNCOUNTED  # UNCOUNTED: an empty tensor
             if count and lse_NGQ is not None:
                 # a row's only key has 1 by definition; exp(x - lse) may round above it, as if it had more than its share
                 seen_NR = seen_NR.masked_fill(seen_NR == 1, 0)
@@ -513,6 +525,7 @@ class _Mask:
         if self.padded:
             x_NGRM.masked_fill_(positions < 0, -torch.inf)
         if self.geometry.sliding is not None:
+            # before the row's window or chunk
             gone = positions < find_oldest(self.geometry.sliding, self.rows_NQ[n0:n1, None, start:stop, None])
             x_NGRM.masked_fill_(gone, -torch.inf)
 
@@ -555,6 +568,7 @@ def find_greatest(
         factor_BQ: positive factor of each row's probabilities; None for 1.
     """
     (B, H, G, Q, _), past, dtype = q_BHGQD.shape, keys.past, accumulator(q_BHGQD.dtype)
+    # rows see unequal keys, or logits are needed
     if lse_BHGQ is None or not _all_see_the_past(keys, geometry) or geometry.softcap is not None:
         return _greatest_of_all(q_BHGQD, keys, rows_BQ, geometry, factor_BQ)
     # the greatest of factor * exp(x - lse) over the rows is exp of the greatest x - (lse - log factor): one exp for each key.
@@ -586,7 +600,7 @@ def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geo
     most_NGT = torch.zeros(B * H, G, past, dtype=accumulator(q_BHGQD.dtype), device=q_BHGQD.device)
     factor_NQ = None
     if factor_BQ is not None:
-        factor_NQ = factor_BQ.masked_fill(rows_BQ < 0, 0.0).to(most_NGT.dtype).repeat_interleave(H, 0)
+        factor_NQ = factor_BQ.masked_fill(rows_BQ < 0, 0.0).to(most_NGT.dtype).repeat_interleave(H, 0)  # 0 for padding
 
     def keep_highest(rows: ProbabilityRows) -> None:
         """Raise `most_NGT` in place to the probabilities of a block; `observe` calls it for each."""
@@ -678,7 +692,7 @@ def window_logits(q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_B
 
     `Call.logits` calls it for scores that compare the last queries with all keys.
     """
-    dtype = accumulator(q_BHGWD.dtype)
+    dtype = accumulator(q_BHGWD.dtype)  # of sums: float32 for 16 bits
     q = q_BHGWD.to(dtype) * geometry.scale
     x = (q.flatten(2, 3) @ k_BHTD.to(dtype).mT).unflatten(2, q.shape[2:4])  # keys are not copied for each query head
     if geometry.slopes_HG is not None:
@@ -714,7 +728,7 @@ def step(
         The output [B,H,G,D], and the probabilities [B,H,G,T] or None.
     """
     offsets, bias = keys.head_offsets, _step_bias(keys, newest_B11, geometry, q_BHGD.dtype)
-    half = q_BHGD.dtype != accumulator(q_BHGD.dtype)
+    half = q_BHGD.dtype != accumulator(q_BHGD.dtype)  # 16-bit numbers: sums are in float32
     out = None
     # torch's kernel takes dense unrounded keys and no special logits; ALiBi's bias is too coarse in half precision
     fused = offsets is None and geometry.plain and keys.exact and not (half and geometry.slopes_HG is not None)
@@ -728,7 +742,7 @@ def step(
     else:
         q_NGD = q_BHGD.to(accumulator(q_BHGD.dtype)).flatten(0, 1) * geometry.scale
         x = offsets.multiply_keys(q_NGD, keys.k_BHTD, keys.codecs[0]).unflatten(0, q_BHGD.shape[:2])
-    x = _cap_logits(x, geometry)
+    x = _cap_logits(x, geometry)  # if the model has a softcap
     x = x if bias is None else x.add_(bias)
     # the probabilities, in the buffer if there is one
     if buffer is None or x.requires_grad or not geometry.plain:
@@ -763,5 +777,6 @@ def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.
     if keys.holes:
         bias = bias.masked_fill((positions < 0)[:, :, None], -torch.inf)
     if geometry.sliding is not None:
+        # before the window or chunk
         bias = bias.masked_fill((positions < find_oldest(geometry.sliding, newest_B11))[:, :, None], -torch.inf)
     return bias

@@ -27,7 +27,7 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
         wanted_BHT: bool, tokens whose norms are computed; those of others may be zero. None: all tokens.
     """
     (B, H, T, _), (_, G, _, E) = v_BHTD.shape, rows_HGDE.shape
-    device, dtype = v_BHTD.device, accumulator(v_BHTD.dtype)
+    device, dtype = v_BHTD.device, accumulator(v_BHTD.dtype)  # float32 for 16 bits
     on_cpu, block = device.type == "cpu", _choose_block(device)
     v_HTD = v_BHTD.transpose(0, 1).flatten(1, 2)
     if E * B * T <= block:

@@ -66,7 +66,7 @@ class Gate:
         finally:
             request = self.answers.close(name)  # with its counts, for the log; None if it was refused or is not for text
             path = scope["path"] if scope["path"] in (*PATHS, *_OPEN, "/v1/models") else "other"
-            self.answers.metrics.note_answer(path, status or GONE)
+            self.answers.metrics.note_answer(path, status or GONE)  # GONE: the client left before
             if path not in _OPEN:
                 self.log(_describe_request(scope, status, time.monotonic() - began, request))
 
@@ -82,7 +82,7 @@ class Gate:
         # the path, the method and the key
         method, path = scope["method"], scope["path"]
         allowed = "POST" if path in PATHS else "GET"
-        if path not in (*PATHS, *_OPEN, "/v1/models"):
+        if path not in (*PATHS, *_OPEN, "/v1/models"):  # _OPEN: paths that need no key
             raise RefusedError(f"There is no {path}: this server has {', '.join((*PATHS, '/v1/models', *_OPEN))}.", status=404)
         if method != allowed:
             raise RefusedError(f"{path} takes {allowed}, not {method}.", status=405)

@@ -237,6 +237,7 @@ def read_request(path: str, body: Any, served: Served) -> AcceptedRequest:
     stops = given.get("stop", [])
     most = next((given[name] for name in ("max_completion_tokens", "max_output_tokens", "max_tokens") if name in given), None)
     return AcceptedRequest(
+        # READ: what transformers' handlers read
         body={name: given[name] for name in READ if name in given} | {"stream": given.get("stream", False)},
         sampling={name: given[name] for name in SAMPLING if name in given},
         stops=[stops] if isinstance(stops, str) else stops,

@@ -125,14 +125,14 @@ class BatchingManager(ContinuousBatchingManager):
         config = self.continuous_batching_config
         self.pool, text_config = self._make_pool(), self.model.config.get_text_config()
         pool: Any = self.pool
-        update_cb_config_after_cache_creation(
+        update_cb_config_after_cache_creation(  # transformers: fills in what it derives
             cb_config=config, num_blocks=pool.num_blocks, max_batch_tokens=pool.max_batch_tokens
         )
         scheduler_class = SCHEDULER_MAPPING.get(config.scheduler_type, FIFOScheduler)
         scheduler = type("BudgetScheduler", (Admission, scheduler_class), {})(
             cache=pool, safety_margin=config.safety_margin, max_requests_per_batch=config.max_requests_per_batch
         )
-        scheduler.max_positions, scheduler.limit = self.terms.max_positions, self.terms.limit
+        scheduler.max_positions, scheduler.limit = self.terms.max_positions, self.terms.limit  # limit: words of an error
         if self.stops is not None:
             pool.after_token = functools.partial(scheduler.end_at, self.stops)
         self._use_prefix_sharing = False

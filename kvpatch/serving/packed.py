@@ -84,7 +84,7 @@ class PackedPass:
         for part in self.parts:
             qkv = (part.of(one[0].transpose(0, 1)).transpose(1, 2).contiguous() for one in (q, k, v))
             outs.append(core(part.cache, *qkv).flatten(0, 1))
-        return self._in_order(outs)[None]
+        return self._in_order(outs)[None]  # in the order of the pass's tokens
 
     def _in_order(self, parts: list[Tensor]) -> Tensor:
         """Concatenate the parts' values of their columns in the order of the pass."""

@@ -179,7 +179,7 @@ class RequestPool:
             if cache is None or cache.unfinished or cache.turns.open or not cache.turns.count:  # broken, or prompt unread
                 return
             cache.settings = self.settings  # no more those of `_blockwise`
-            begun = request.prefix if isinstance(request.prefix, Beginning) else None
+            begun = request.prefix if isinstance(request.prefix, Beginning) else None  # it went on from a kept one
             positions = list(range(cache.seen)) if begun is None else [*begun.positions, *range(begun.columns, cache.seen)]
             tokens = state.initial_tokens + state.generated_tokens
             ids, answer = tokens[: len(positions)], len(state.initial_tokens)
@@ -285,7 +285,7 @@ class RequestPool:
             request.cache = EvictingCache(settings) if request.prefix is None else request.prefix.copy()
             request.cache.settings = settings
             request.cache.request.prompt_len = request.cache.seen + request.prompt - past
-            request.cache.request.new_tokens = request.new
+            request.cache.request.new_tokens = request.new  # tokens to generate, at most
             request.cache.messages = request.messages
         ends_block = end == request.prompt or len(columns) == self.chunk  # else its last block may go on in the next pass
         return Part(request.cache, columns, decodes=False, open=not ends_block)

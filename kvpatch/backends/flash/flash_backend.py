@@ -226,7 +226,7 @@ def ragged_step(q_BHGD: Tensor, keys: Keys, geometry: Geometry) -> Tensor | None
         The output [B,H,G,D], or None.
     """
     kernel = _ragged_kernel()
-    if kernel is None or kernel.ragged is None or keys.head_offsets is None or keys.grown is None:
+    if kernel is None or kernel.ragged is None or keys.head_offsets is None or keys.grown is None:  # grown: None if uneven
         return None
     if geometry.slopes_HG is not None or geometry.sliding is not None or q_BHGD.requires_grad:
         return None

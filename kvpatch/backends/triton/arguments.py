@@ -89,9 +89,9 @@ def noise_tiles(noise_BHTG: Tensor | None, tau: float, logarithm: bool) -> Tenso
 
 
 def logit_units(scale: float, softcap: float | None) -> tuple[float, float]:
-    """Return `unit` and `inner`, factors by which kernels make logits in base 2, unit * x, of q k.
+    """Return `unit` and `inner`, factors by which kernels make logits in base 2, unit * x; `decode.step` and others call it.
 
-    `decode.step` and others call it.
+    x is q k, or with a cap tanh(scale q k / softcap) = 1 - 2 / (1 + exp2(inner q k)).
     """
     return (scale * LOG2E, 0.0) if softcap is None else (softcap * LOG2E, 2.0 * scale * LOG2E / softcap)
 

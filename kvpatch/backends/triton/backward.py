@@ -78,7 +78,10 @@ def gradients(
 
 
 def _choose_tiles(dtype: torch.dtype, padded: int, Q: int) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-    """Return keys, rows, warps and stages of a tile of both gradient kernels, for the launches of `gradients`."""
+    """Return keys, rows, warps and stages of a tile of both gradient kernels, for the launches of `gradients`.
+
+    Larger tiles, or fewer warps, spill registers. padded: head size of a tile. Q: query rows.
+    """
     rows = max(16, triton.next_power_of_2(Q))
     if dtype == torch.float32:  # no tensor cores
         return (16, min(rows, 32), 8, 2), (32, min(rows, 16), 8, 2)

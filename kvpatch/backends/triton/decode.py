@@ -80,7 +80,10 @@ known_rule = lru_cache(maxsize=256)(Rule)
 
 
 def reason(dtype: torch.dtype, head_dim: int, group: int, value_dim: int | None = None, bits: int = FULL) -> str | None:
-    """Return why the decode kernels cannot take such heads and numbers, or None. triton_backend's `reason` asks."""
+    """Return why the decode kernels cannot take such heads and numbers, or None. triton_backend's `reason` asks.
+
+    value_dim: head size of the values; None if it is the keys'. bits: of keys and values.
+    """
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"its kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if head_dim > MAX_HEAD:
@@ -167,9 +170,9 @@ def step(
         raise KVPatchError(f"noise has shape {tuple(noise.shape)}, but [B,H,C,G] is {(B, H, C, G)}: one for each query head.")
     device, heads, observes = q_BHGD.device, B * H, bool(rule.statistics)
     sizes = plan(C, heads, G, D, q_BHGD.element_size(), multiprocessors(device), splits, codecs[0].bits, page is not None)
-    parts, chunks = sizes.parts, sizes.chunks if observes or rule.ranked else 0
+    parts, chunks = sizes.parts, sizes.chunks if observes or rule.ranked else 0  # ranked: it evicts by value
     # logits if any statistic needs them, then p V and the softmax of every segment
-    floats = heads * G * parts * ((sizes.span if observes else 0) + D + 5)
+    floats = heads * G * parts * ((sizes.span if observes else 0) + D + 5)  # 5: terms of the softmax
     scratch = torch.empty(floats, dtype=torch.float32, device=device)
     out = torch.empty((B, H, G, D), dtype=q_BHGD.dtype, device=device)
     # with several chunks each finds its lowest token, and a third kernel compares these
@@ -193,6 +196,7 @@ def step(
         combine_kernel[heads, chunks + sizes.outputs](
             *(positions_BHC, slot_BH, newest_B, capacity_N, noise, heat_at, heat, scratch, lowest, out),
             *(state[name] if name in rule.statistics else None for name in STATISTICS),
+            # rule.read: the statistic to choose the victim by, where this step does not update it
             *(None if rule.read is None else state[rule.read], keep_BH, first_B, recent_B, sliding, rule.decay),
             *(H, C, sizes.span, sizes.chunk, G, sizes.group, D, sizes.cells, observes, *rule.constants),
             num_warps=sizes.warps,

@@ -135,7 +135,10 @@ def attend(
 
 
 def _choose_tile(dtype: torch.dtype, padded: int, Q: int, values: bool, chip: int) -> tuple[int, int, int, int]:
-    """Return keys, rows, warps and stages of a tile, for a launch of `attend` on a GPU of compute capability `chip`."""
+    """Return keys, rows, warps and stages of a tile, for a launch of `attend` on a GPU of compute capability `chip`.
+
+    values: the output is computed, not the log-sum-exp alone. Larger tiles, or fewer warps, spill registers.
+    """
     rows, roomy = max(16, triton.next_power_of_2(Q)), chip in ROOMY
     if dtype == torch.float32:  # no tensor cores
         return (16, min(rows, 32), 8, 2) if values else (32, min(rows, 64), 8, 2)

@@ -49,7 +49,8 @@ def columns(codec: Codec, D: int) -> Columns:
 def _make_columns(bits: int, group: int, head: int, D: int) -> Columns:
     """Return how a decode step's tile lays out rounded entries, for `columns`. group: channels of a scale.
 
-    head: bytes before codes.
+    head: bytes before codes. A tile holds channels in steps of `step` neighbours, each padded to `span` columns, so that a step
+    has one scale.
     """
     piece = (D + 1) // 2 if bits == 4 else D  # channels in the low (or high) halves of the bytes
     step = math.gcd(group, piece)  # neighbours that share a scale and a piece

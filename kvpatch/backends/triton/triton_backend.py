@@ -300,7 +300,7 @@ def step(
     `_run_kernels` and FusedByKernels call it. Keys, values, statistics, positions and, if the rule chooses a victim, the next
     free slot are updated in place.
     """
-    limits, memory = slots.limits if chosen.evicts else None, slots.kv.locate_entries()
+    limits, memory = slots.limits if chosen.evicts else None, slots.kv.locate_entries()  # limits: tokens never evicted
     # keep: tokens that a head may hold, if it has holes (empty slots); `first` and `recent`: positions below `first`, and so
     # many newest tokens, are never evicted
     keep = slots.keep_BH1[..., 0].contiguous() if slots.holes and slots.keep_BH1 is not None else None

@@ -152,7 +152,7 @@ class BudgetedAttention(AttentionImpl):
         """
         if attn_metadata is None or not attn_metadata.scheduled:  # vLLM warms up
             return output
-        T, D = attn_metadata.scheduled[-1].first + attn_metadata.scheduled[-1].columns, self.head_size
+        T, D = attn_metadata.scheduled[-1].first + attn_metadata.scheduled[-1].columns, self.head_size  # T: tokens of the pass
         q, k, v = (x[:T].view(T, -1, D).transpose(0, 1)[None] for x in (query, key, value))
         out_1QE = self.worker.attend(self, q, k, v, kv_cache, attn_metadata)
         output[:T].copy_(out_1QE[0].view(T, *output.shape[1:]))
@@ -204,7 +204,7 @@ class Worker:
         bounds = windows if None in windows else (None,) * len(windows)
         bytes_per_token = 2 * model.get_total_num_kv_heads() * model.get_head_size() * model.dtype.itemsize
         budget = Budget.parse(self.terms.k, n_layers=len(windows), bytes_per_token=bytes_per_token, bounds=bounds)
-        longest, tokens = model.max_model_len, budget.tokens(0, model.max_model_len)
+        longest, tokens = model.max_model_len, budget.tokens(0, model.max_model_len)  # what layer 0 may hold
         if longest <= tokens:
             _LOG.warning("[kvpatch] k=%r is not below max_model_len=%d: nothing is evicted.", self.terms.k, longest)
         tp = get_tp_group()

@@ -34,7 +34,12 @@ def __getattr__(name: str) -> Any:
 
 
 def _may_need_budget() -> bool:
-    """Tell `__getattr__` whether the model that is being made, or a later one of this process, may have a budget."""
+    """Tell `__getattr__` whether the model that is being made, or a later one of this process, may have a budget.
+
+    vLLM keeps the class that it finds here for all models of a process whose layers look alike. A process has one model, unless
+    the user's own process runs engines (no multiprocessing). Then the class is always kvpatch's; for each model it looks for
+    settings, and leaves models without them to vLLM's class.
+    """
     from vllm import envs
     from vllm.config import get_current_vllm_config_or_none
 

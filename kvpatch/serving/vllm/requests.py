@@ -78,11 +78,11 @@ class Requests:
         new_prompts, further_pieces = dict[tuple[int, int], list[Scheduled]](), list[Scheduled]()
         decoding = dict[int, dict[str, int]]()  # by k: the column of each request's token
         for one in scheduled:
-            if one.past == 0:
+            if one.past == 0:  # nothing of it was read before: it begins
                 self._drop_ended(one.name)
                 self.asked_k[one.name] = one.asked_k
                 new_prompts.setdefault((one.columns, one.asked_k), []).append(one)
-            elif one.prompt or one.columns > 1:
+            elif one.prompt or one.columns > 1:  # the pass reads more of its prompt
                 further_pieces.append(one)
             else:
                 decoding.setdefault(self.asked_k[one.name], {})[one.name] = one.first
@@ -118,9 +118,9 @@ class Requests:
         cache, firsts = EvictingCache(self._settings_of(together[0].asked_k)), [one.first for one in together]
         for layer, slots in enumerate(cache.layers):
             slots.storage = functools.partial(self._make_slots, layer, firsts)  # called with the layer's first keys
-        cache.request.prompt_len = together[0].columns
+        cache.request.prompt_len = together[0].columns  # it evicts when so many are read
         rows = RequestRows([one.name for one in together], cache)
-        self.reading |= dict.fromkeys(rows.alive, rows)
+        self.reading |= dict.fromkeys(rows.alive, rows)  # until each decodes
         return Part(cache, self._list_columns(together), decodes=False)
 
     def _settings_of(self, asked_k: int) -> CacheSettings:
