@@ -33,7 +33,7 @@ def attempt(
 ) -> T | None:
     """Run a kernel and return its result; if its first launch for this case fails, log and remember it, and return None.
 
-    `Choice.attempt` calls it. Later launches are not guarded: their errors are raised. FATAL: errors that any kernel would raise.
+    `Choice.attempt` calls it. Later launches are not guarded: their errors are raised. FATAL: errors of any kernel.
 
     Args:
         kernel: name.

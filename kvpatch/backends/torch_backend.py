@@ -742,7 +742,7 @@ def step(
     else:
         q_NGD = q_BHGD.to(accumulator(q_BHGD.dtype)).flatten(0, 1) * geometry.scale
         x = offsets.multiply_keys(q_NGD, keys.k_BHTD, keys.codecs[0]).unflatten(0, q_BHGD.shape[:2])
-    x = _cap_logits(x, geometry)  # if the model has a softcap
+    x = _cap_logits(x, geometry)
     x = x if bias is None else x.add_(bias)
     # the probabilities, in the buffer if there is one
     if buffer is None or x.requires_grad or not geometry.plain:

@@ -20,7 +20,7 @@ def register() -> None:
     """Register kvpatch's backends. vLLM calls this plugin as each of its processes starts.
 
     In an untested vLLM, only refuse budgets. On a CPU vLLM has one backend for each kind of attention. The paths registered
-    here lead to vLLM's own classes where no budget is asked for (`choice.py`). On CUDA it has many, and kvpatch's is CUSTOM,
+    here lead to vLLM's own classes where no budget is asked for (choice.py). On CUDA it has many, and kvpatch's is CUSTOM,
     for which `--attention-backend CUSTOM` asks. If the environment variable KVPATCH_VLLM (VARIABLE) has the settings, kvpatch's
     backend takes the place of all others, so that no layer is left without the budget.
 
