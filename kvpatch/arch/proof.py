@@ -37,8 +37,8 @@ def prove_class(decoder: nn.Module, attentions: list[nn.Module], untested: str, 
     """Check a class on its tiny twin (a small random model of it) under versions that kvpatch was not tested with.
 
     `patched` calls it, through `_find_target`, under such versions of torch or transformers; the result is kept in `_PROVED`
-    for the process. Nothing is checked while a twin is (`_PROVING`). A decoder that inherits nothing of transformers is not
-    checked: its code does not change with the transformers version.
+    for the process, and success is logged. Nothing is checked while a twin is (`_PROVING`). A decoder that inherits nothing of
+    transformers is not checked: its code does not change with the transformers version.
 
     Args:
         decoder: the decoder that is about to be patched.

@@ -83,8 +83,8 @@ class Choice:
     def of(self, task: Task, case: Case) -> str:
         """Return the name of the backend for a task, and record it in `ran` for the report.
 
-        `attend_to` and `choose_backend` ask. They ask just before the task runs. While torch.compile traces, only a choice made
-        before (`known`) is used, and nothing is recorded.
+        `attend_to` and `choose_backend` ask. They ask just before the task runs. A new choice is kept in `known`. While
+        torch.compile traces, only a choice made before is used, and nothing is recorded.
         """
         if torch.compiler.is_compiling():
             return self.known[task, case][0] if (task, case) in self.known else "torch"  # torch takes every case

@@ -75,7 +75,7 @@ def _multiply_values(v_NTD: Tensor, rows_NDE: Tensor) -> Tensor:
     They are in the dtype of scores (float32 if 16 bits).
     """
     dtype, device = accumulator(v_NTD.dtype), v_NTD.device
-    if v_NTD.dtype == rows_NDE.dtype != dtype and device.type in WIDE_SUMS:
+    if v_NTD.dtype == rows_NDE.dtype != dtype and device.type in WIDE_SUMS:  # 16 bits, float32 sums
         return torch.bmm(v_NTD, rows_NDE.to(device), out_dtype=dtype)
     return torch.bmm(v_NTD.to(dtype), rows_NDE.to(device, dtype))
 

@@ -88,7 +88,7 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continua
     texts, results = dict[str, ComparedText](), []
     for file, prompt in prompts.items():  # check and encode all texts first, since measuring takes minutes
         try:
-            with_question = asked.write_prompt(prompt)
+            with_question = asked.write_prompt(prompt)  # --question after the prompt
             texts[file] = read_text(model, tokenizer, with_question, continuation, asked.new, asked.raw, asked.later)
         except KVPatchError as error:
             raise KVPatchError(f"{file}: {error}" if len(prompts) > 1 else str(error)) from error

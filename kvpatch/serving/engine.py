@@ -102,7 +102,7 @@ class BatchingManager(ContinuousBatchingManager):
 
         transformers' loop calls it again and again while there are requests. `over` is set by `stop_managers`.
         """
-        if self.over:
+        if self.over:  # `stop_managers` has set it
             raise KVPatchError(
                 "The patch that this continuous batching manager was made under was removed: make a new one with "
                 "model.init_continuous_batching()."
@@ -178,7 +178,7 @@ class BatchingManager(ContinuousBatchingManager):
         n_decoding = config.max_requests_per_batch or chunk  # requests that decode in the pass of a prompt's chunk
         pool = RequestPool(settings, blocks, config.page_size, chunk + n_decoding, self.model.device)
         pool.chunk, pool.find_prefix, pool.conversations = chunk, self.terms.find_prefix, self.conversations
-        pool.placeholders = self.terms.placeholders
+        pool.placeholders = self.terms.placeholders  # ids that stand for images or sound
         return pool
 
 
@@ -215,7 +215,7 @@ def find_manager(
     A patched model's `init_continuous_batching` calls it. tokenizer: for stop strings. conversations: for a new manager. A new
     one is noted in _MANAGERS, for `stop_managers`.
     """
-    kept = vars(model).get(KEPT_MANAGER)
+    kept = vars(model).get(KEPT_MANAGER)  # transformers' attribute
     if conversations is None and isinstance(kept, BatchingManager) and kept.terms.settings is terms.settings:
         return kept
     generation_config = model.generation_config if generation_config is None else generation_config

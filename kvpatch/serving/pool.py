@@ -108,7 +108,7 @@ class RequestPool:
         if not prompt:
             raise KVPatchError("This request has no token: give each prompt at least one.")
         refuse_placeholders(ids, self.placeholders)
-        if self.keeps_system:
+        if self.keeps_system:  # protect="system"
             step = prompt if self._blockwise is None else self.settings.block or self.chunk  # tokens between evictions
             check_system(self.settings, messages, prompt, step)
         needed = self.count_blocks(prompt, new, prefix)
@@ -155,11 +155,11 @@ class RequestPool:
         `_choose_beginning` asks. Also None if there are not blocks enough yet. positions: how many the model has, or None.
         """
         prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.begins.get(state.request_id)
-        if self.conversations is None or new is None or state.num_children:
+        if self.conversations is None or new is None or state.num_children:  # children: several answers
             return None
         if self.claimed + self.count_blocks(prompt, new, prefix) > self.num_blocks:  # it waits on
             return None
-        with self.compute():
+        with self.compute():  # in the CUDA stream of the passes
             beginning = self.conversations.find(state.initial_tokens)
         if beginning is None or (prefix is not None and len(prefix) >= beginning.reused):
             return None
@@ -174,7 +174,7 @@ class RequestPool:
         request = self.requests.get(state.request_id)
         if self.conversations is None or request is None or state.error is not None or state.request_id in self._forked:
             return
-        with self.compute():
+        with self.compute():  # in the CUDA stream of the passes
             cache = self.rows.copy_row(state.request_id) if request.cache is None else request.cache
             if cache is None or cache.unfinished or cache.turns.open or not cache.turns.count:  # broken, or prompt unread
                 return
@@ -253,7 +253,10 @@ class RequestPool:
             self.coming.append((request_id, past_length, query_length))
 
     def next_pass(self) -> PackedPass:
-        """Return the coming pass: decoding requests, as rows of one cache, and prompts' next pieces. For `_begin_packed`."""
+        """Return, and empty, the coming pass: decoding requests, joined in one cache, and prompts' pieces.
+
+        For `_begin_packed`.
+        """
         coming, self.coming = self.coming, []
         for name in self._forked:  # requests that still share another's cache
             request = self.requests.get(name)

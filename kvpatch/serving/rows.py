@@ -75,7 +75,7 @@ class RowPool:
                     selected.append(part if all(mask) else _select_rows(part, mask))
         self.parts = outside
         if len(inside) > 1:
-            joined = EvictingCache.concatenate([part.cache for part in inside], consume=True)
+            joined = EvictingCache.concatenate([part.cache for part in inside], consume=True)  # consume: each is freed
             inside = [self._order_rows(RequestRows([name for part in inside for name in part.names], joined))]
         self.parts.append(inside[0])
         return inside[0]

@@ -35,7 +35,7 @@ class Refused(RuntimeError):
 
 def reason(task: Task, case: Case) -> str | None:
     """Return why no flash kernel can perform the task, or None if one can. `Choice` asks when it chooses a backend."""
-    if case.special:
+    if case.special:  # capped logits or attention sinks
         return f"it has no {' and no '.join(SPECIAL[name] for name in case.special)}"
     if case.bits != FULL:
         return "its kernels read keys and values in the model's own precision, not entries rounded to bits="

@@ -229,7 +229,7 @@ class Worker:
         model, cache = self.config.model_config, self.config.cache_config
         budgeted = BudgetSpec.of(spec, self.held[layer.index], model.max_model_len, cache)
         check_manager(budgeted)
-        return budgeted  # for `make_budgeted_spec`
+        return budgeted
 
     def _note_holder(self, module: nn.Module, name: str, child: Any) -> None:
         """Note in layer.holder the module that gets a layer's attention as a child: it has the output projection too.

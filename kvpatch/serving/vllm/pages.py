@@ -167,7 +167,7 @@ class BudgetManager(CircularBufferManager):
         free = bytes(one.ref_cnt == 0 and not one.is_null for one in pool.blocks)
         new = [pool.blocks[page] for page in choose_pages(free, count)]
         pool.touch(new)  # takes them from the free ones
-        self._note_taken(len(new))
+        self._note_taken(len(new))  # for /metrics
         blocks.extend([*new, pool.null_block, KVCacheBlock(block_id=asked_k, is_null=True)])  # a null block is never freed
         return [*blocks]
 
@@ -177,7 +177,7 @@ class BudgetManager(CircularBufferManager):
         if self._account is not None and request is not None:
             self._account.note_end(request)
         blocks = super().pop_blocks_for_free(request_id)
-        self._note_taken(-sum(not block.is_null for block in blocks))
+        self._note_taken(-sum(not block.is_null for block in blocks))  # for /metrics
         return blocks
 
     def _note_taken(self, pages: int) -> None:

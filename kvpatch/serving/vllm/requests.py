@@ -136,12 +136,13 @@ class Requests:
         return Part(cache, self._list_columns([one]), decodes=False)
 
     def _make_slots(self, layer: int, firsts: list[int], keys: Tensor, values: Tensor) -> PromptSlots:
-        """Return a layer's storage of keys and values in new requests' pages. firsts: the first column of each in the pass.
+        """Return a layer's storage of keys and values in new requests' pages, which are set to 0 first.
 
         The cache of their prompts calls this, as `_begin_prompts` arranged, when the layer's first keys and values come.
+        firsts: the first column of each request in the pass.
         """
         pool = self.pools[layer]
-        assert pool is not None
+        assert pool is not None  # `Worker.attend` has set it
         return first_prompt(keys, values, pool, self._divide_pages(self.now[layer], firsts, keys.shape[1]))
 
     def _divide_pages(self, now: Sequence[Scheduled], firsts: list[int], heads: int) -> Strips:
