@@ -59,6 +59,7 @@ def read_text(
     notes = []
     if fed is not None and fed.shape[1] > new:
         notes.append(f"The continuation has {fed.shape[1]:,} tokens: the first {new:,} are fed (--max-new-tokens).")
+    # the prompt, with the later question after it, in the positions that the fed tokens leave
     room = new if fed is None else min(new, fed.shape[1])
     ids, note = encode_message(model, tokenizer, prompt if later is None else f"{prompt.rstrip()}\n\n{later}", raw, room)
     n = ids.shape[1]

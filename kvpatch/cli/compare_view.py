@@ -227,6 +227,7 @@ def write_advice(results: list[DivergenceTable], tolerance: float, agreement: fl
         text = f"None of these settings stays within {limits} on {where}; the closest is {text}."
     counted = sum(result.counted for result in results)
     text = f"{text} Measured on {counted:,} predicted tokens"
+    # random eviction under the same budget: if it does as well, the text cannot tell policies apart
     chance = pooled.get((CHANCE, *chosen[1:]))
     if chance is None:
         return f"{text}."

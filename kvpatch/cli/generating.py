@@ -57,6 +57,7 @@ def run(
         print_note(message)
     padding = model.generation_config.pad_token_id
     streamer = None if json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    # the model reads and generates under the patch, which is removed at the end of the block
     torch.manual_seed(settings["seed"])
     with patched(model, policy, k, **settings) as patch:
         print_waiting(f"reading {ids_1T.shape[1]:,} tokens ...\n")

@@ -253,10 +253,7 @@ class RequestPool:
             self.coming.append((request_id, past_length, query_length))
 
     def next_pass(self) -> PackedPass:
-        """Return, and empty, the coming pass: decoding requests, joined in one cache, and prompts' pieces.
-
-        For `_begin_packed`.
-        """
+        """Return, and empty, the coming pass: requests that decode, joined, and prompts' pieces. `_begin_packed` calls it."""
         coming, self.coming = self.coming, []
         for name in self._forked:  # requests that still share another's cache
             request = self.requests.get(name)

@@ -194,6 +194,7 @@ def _call_kernel(tensors: tuple[Tensor, ...], mask: Mask, packing: Packing | Non
     log-sum-exp, name of the kernel. Raises Refused if no kernel is left.
     """
     q, k, v = tensors
+    # shape: of the log-sum-exp; a kernel that returns another is refused
     shape = (q.shape[1], q.shape[0]) if packing is not None else (q.shape[0], q.shape[2], q.shape[1])
     for kernel in kernels():
         if _why_refuses(kernel, case) is not None or not kernel.fits(q, k, v):

@@ -181,10 +181,12 @@ def statistics(
     places, plain = (keys.positions_BHT, rows_BQ), tuple(name for name in names if name != "gumbel")
     lse, noisy = attended.lse, attended.noisy
     result: dict[str, Tensor] = {}
+    # log-sum-exps that attention did not return: the forward kernel computes them, without an output
     if lse is None or (noise is not None and noisy is None):
         options = shape | {"sinks_HG": geometry.sinks_HG, "holes": keys.holes, "lse_BHGQ": lse} | _describe_noise(noise)
         sums = forward.attend(*inputs, None, *places, **options)
         lse, noisy = sums.lse, sums.noisy
+    # a launch for the noisy softmax, and one for all other sums
     if noisy is not None:
         result["gumbel"] = column_statistics(*inputs, *places, noisy, ("sum",), **(shape | _describe_noise(noise)))["sum"]
     if plain:
