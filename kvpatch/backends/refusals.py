@@ -33,7 +33,8 @@ def attempt(
 ) -> T | None:
     """Run a kernel and return its result; if its first launch for this case fails, log and remember it, and return None.
 
-    `Choice.attempt` calls it. Later launches are not guarded: their errors are raised. FATAL: errors of any kernel.
+    `Choice.attempt` calls it. Later launches are not guarded: their errors are raised. FATAL: errors that every kernel would
+    raise.
 
     Args:
         kernel: name.

@@ -241,7 +241,7 @@ def _attend_in_blocks(
 
 
 def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry) -> Iterator[tuple[int, int]]:
-    """Yield ranges [start, stop) of a prompt's rows: blocks whose masks for `heads` heads are of bounded size."""
+    """Yield ranges [start, stop) of a prompt's rows, for `_attend_masked`: blocks whose masks for `heads` heads are bounded."""
     most, start = (MASK_BLOCK if device == "cpu" else DEVICE_BLOCK) // heads, 0
     while start < Q:
         lo, hi = _find_columns(keys, geometry, start, start)  # columns before the block; its R rows see R more

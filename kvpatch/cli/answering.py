@@ -35,7 +35,7 @@ USUAL = 1024  # new tokens of a request that does not say how many
 
 
 def start_engine(model: Any, options: dict[str, Any], conversations: Conversations | None = None, patience: float = 600) -> Any:
-    """Start transformers' continuous batching for `run`; return its manager once it can take requests (in its own thread).
+    """Start transformers' continuous batching for `kvpatch serve`; return its manager once its thread can take requests.
 
     Args:
         model: the patched model.
@@ -79,7 +79,7 @@ class Answers(CBGenerateManager):
     engine: Any
 
     def __init__(self, engine: Any, model: Any, positions: int | None) -> None:
-        """Begin without requests, when `run` starts the server. `_cb` is the base class's name for the engine."""
+        """Begin without requests, when `kvpatch serve` starts. `_cb` is the base class's name for the engine."""
         super().__init__()
         self._cb = self.engine = engine
         self.model, self.positions, self.metrics = model, positions, ServerMetrics(engine)

@@ -86,9 +86,10 @@ class BatchingManager(ContinuousBatchingManager):
         tokenizer: Any,
         conversations: Conversations | None = None,
     ) -> None:
-        """Make a manager that has not started; `find_manager` calls it. Its thread makes the pool, kvpatch's paged cache.
+        """Make a manager that has not started; `find_manager` calls it.
 
-        terms: facts of the patch and the model. tokenizer: for stop strings. conversations: where caches of ended requests go.
+        Its thread makes the pool, which takes the place of transformers' paged cache. terms: facts of the patch and the model.
+        tokenizer: for stop strings. conversations: where caches of ended requests go.
         """
         self.terms, self.conversations = terms, conversations
         self.stops = _make_stops(getattr(generation_config, "stop_strings", None), tokenizer)

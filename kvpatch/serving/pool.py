@@ -87,7 +87,9 @@ class RequestPool:
     # ---- admission ----
 
     def count_blocks(self, prompt: int, new: int | None, prefix: Prefix | Beginning | None = None) -> int:
-        """Return how many blocks of `page` tokens a request claims to be admitted. new: tokens to generate; None: no limit.
+        """Return how many blocks of `page` tokens a request claims, for `check` and for its admission.
+
+        new: tokens; None: no limit.
 
         Raises:
             KVPatchError: its text has no limit, and the number of held tokens grows with the text.
@@ -170,7 +172,7 @@ class RequestPool:
         return beginning if self.claimed + self.count_blocks(prompt, new, beginning) <= self.num_blocks else None
 
     def keep(self, state: Any) -> None:
-        """Keep the cache of a request that ends in `conversations`, unless it has failed or its prompt was not read whole."""
+        """Store an ended request's cache in `conversations`, for Admission, unless it failed or its prompt is partly unread."""
         request = self.requests.get(state.request_id)
         if self.conversations is None or request is None or state.error is not None or state.request_id in self._forked:
             return
