@@ -87,9 +87,7 @@ class RequestPool:
     # ---- admission ----
 
     def count_blocks(self, prompt: int, new: int | None, prefix: Prefix | Beginning | None = None) -> int:
-        """Return how many blocks of `page` tokens a request claims, for `check` and for its admission.
-
-        new: tokens; None: no limit.
+        """Return how many blocks of `page` tokens a request claims to be admitted. new: tokens to generate; None: no limit.
 
         Raises:
             KVPatchError: its text has no limit, and the number of held tokens grows with the text.
