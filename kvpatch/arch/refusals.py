@@ -96,7 +96,7 @@ def home_of(code: Any) -> str:
 def refuse_replaced(attn: nn.Module, adapter: Adapter) -> None:
     """Raise KVPatchError if a transformers module attends by the user's own function, which would not run under a budget.
 
-    `Target.find` calls it when a model is patched, and `check_reader` before each prompt. A forward that the user replaced does
+    `Target.find` calls it when a model is patched, and `note_reader` before each prompt. A forward that the user replaced does
     not run either, if the adapter computes attention without it. That is only logged, once, since the user's code may compute
     the same. HOMES: packages whose code counts as no user's.
     """

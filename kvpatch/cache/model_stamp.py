@@ -37,7 +37,7 @@ class ModelStamp:
     def differs(self, now: ModelStamp) -> Difference | None:
         """Compare the model that has read a cache with `now`, the stamp of the model that is to go on.
 
-        `check_reader` calls it before a pass, `_check_reader` as caches are joined. Returns what differs as (name, there,
+        `note_reader` calls it before a pass, `_check_reader` as caches are joined. Returns what differs as (name, there,
         here); None if nothing visible does.
         """
         if now is self:
