@@ -124,7 +124,10 @@ class Conversations:
         """
         before = [one for one in self._kept if one.ids == new.ids[: len(one.ids)] and len(one.ids) < len(new.ids)]
         others = [one for one in self._kept if one.ids != new.ids[: len(one.ids)]]
-        kept = [*before, *others, new] if new.nbytes <= self.most else self._kept
+        self._keep_newest([*before, *others, new] if new.nbytes <= self.most else self._kept)
+
+    def _keep_newest(self, kept: list[Conversation]) -> None:
+        """Keep these, the first to go first, without as many of the first as have too many bytes."""
         while sum(one.nbytes for one in kept) > self.most:
             kept = kept[1:]
         self._kept = kept  # at once, for whoever counts them in another thread
@@ -137,8 +140,8 @@ class Conversations:
         """Return the longest beginning of a text, without its last token, that a kept conversation has read, or None.
 
         `RequestPool.find_beginning` calls it for each request that waits. A conversation that differs from the text at some
-        token is cut there if its cache can be, or, with `edits`, edited in place. The one returned becomes the most recently
-        used. If the model was changed since, all are dropped.
+        token is cut there if its cache can be, or, with `edits`, an edited copy is kept, too. The one returned becomes the most
+        recently used. If the model was changed since, all are dropped.
         """
         text = list(ids)
         # the conversation that begins like the text for the most tokens, of those whose cache can be cut there
@@ -150,7 +153,8 @@ class Conversations:
         continues = best is not None and len(best.ids) == n_reused == max(common, key=lambda pair: pair[0])[0]
         if self.edits and not continues:
             candidate = self._find_edited(text, common, n_reused)
-            if candidate is not None and (changed := self._edit_conversation(*candidate)) is not None:
+            alike = candidate is not None and self.read_alike(candidate[0].cache)
+            if candidate is not None and alike and (changed := self._edit_conversation(*candidate)) is not None:
                 best, n_reused, length = changed, candidate[1].reused, candidate[1].length
         if best is None:
             return None
@@ -174,9 +178,10 @@ class Conversations:
         return best if best is not None and best[1].reused > most else None
 
     def _edit_conversation(self, one: Conversation, edited: Edited) -> Conversation | None:
-        """Return an edited copy of a conversation, which takes its place in `_kept`; None, with a line in the log, if it fails.
+        """Return an edited copy of a conversation, and keep it; None, with a line in the log, if the edit fails.
 
-        `find` calls it, for a waiting request. A span of `edited` is (start, stop, new ids): without ids, its tokens are gone.
+        `find` calls it, for a waiting request, which may be of another chat or go on without it: so the conversation itself
+        stays, as the first to go. A span of `edited` is (start, stop, new ids): without ids, its tokens are gone.
         """
         try:
             cache = one.cache.clone()
@@ -197,7 +202,9 @@ class Conversations:
             first = one.positions[start]
             ids[start:stop], positions[start:stop] = new, range(first, first + len(new))
         changed = Conversation(ids, positions, _count_before(one.answer, edited), cache)
-        self._kept[_find_index(self._kept, one)] = changed
+        if changed.nbytes > self.most:
+            return None
+        self._keep_newest([one, *(other for other in self._kept if other is not one), changed])
         return changed
 
 

@@ -353,6 +353,21 @@ def test_an_edited_conversation_whose_last_answer_differs():
         assert kept.ask(ids[:37] + THIRD) == ([go_on(model, cache, FIRST + first[:5] + THIRD)], [37])
 
 
+def test_an_edited_conversation_stays_beside_its_copy():
+    """Another text that is an edit of it takes nothing from its own next turn, unless there is no room for both."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 24) as patch, keeping(model, edits=True) as kept:
+        cache = patch.new_cache()
+        first = go_on(model, cache, FIRST)
+        kept.ask(FIRST)
+        kept.ask(FIRST[:10] + FIRST[25:] + first + SECOND)
+        assert kept.ask(FIRST + first + THIRD) == ([go_on(model, cache, FIRST + first + THIRD)], [len(FIRST + first) - 1])
+        newest = kept.conversations._kept[-1]
+        kept.conversations.most = newest.nbytes * 3 // 2
+        kept.ask(FIRST[:10] + FIRST[25:] + first + THIRD + SECOND)
+        assert newest not in kept.conversations._kept and len(kept.conversations) == 1
+
+
 def test_spans_that_are_replaced():
     """Behind one that is gone since an earlier turn, and before one that goes later: places are those of the cache."""
     model = make("llama_gqa")
