@@ -241,9 +241,8 @@ def choose_policies(names: str, options: dict[str, Any], new: int) -> dict[str, 
             raise KVPatchError(
                 f"--option {name}: none of {', '.join(named)} has it.{suggest(name, allowed)} They have: {', '.join(allowed)}."
             )
-    chosen = {}
+    chosen, given = {}, {"generation_length": new} | read_calibration(options)
     for name, policy in ({CHANCE: get_policy(CHANCE).with_options(**SPARED)} | named).items():
-        given = {"generation_length": new} | read_calibration(options)
         chosen[name] = policy.with_options(**{key: given[key] for key in policy.options() if key in given})
     return chosen
 
