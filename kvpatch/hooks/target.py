@@ -46,6 +46,8 @@ def already_patched(module: nn.Module) -> KVPatchError:
 
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")  # names in configurations
 SOUND_TOKENS = ("audio_token_id", "audio_token_index")
+Attention = tuple[nn.Module, Adapter]
+"""An attention module, and the adapter that runs its code."""
 
 
 class Target:
@@ -59,8 +61,8 @@ class Target:
 
     def __init__(
         self,
-        attentions: list[tuple[nn.Module, Adapter]],
-        readers: list[tuple[int, tuple[nn.Module, Adapter]]],
+        attentions: list[Attention],
+        readers: list[tuple[int, Attention]],
         decoder: nn.Module,
         generators: list[nn.Module],
         parallel: Parallel,
@@ -87,54 +89,23 @@ class Target:
         Raises:
             KVPatchError: the model is no decoder, has no adapter, is patched already, or lacks layers on this process.
         """
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
-        # attention modules, each with the adapter of its family, which runs its code
-        known = ((module, adapter_of(module)) for name, module in model.named_modules() if not is_cross_attention(name, module))
-        found: list[tuple[nn.Module, Adapter]] = [(module, adapter) for module, adapter in known if adapter is not None]
-        if not found:  # no attention module is of a registered family
-            refuse_other_kinds(model)
-            found = [*automatic_adapters(model)] if auto else []
-        if not found:
-            raise make_unknown_error(model)
-        for module in model.modules():
-            if "_kvpatch" in vars(module):
-                raise already_patched(module)
-        _refuse_prefix_tuning(model)
-        # the decoder, and whether it can be patched
+        found = _find_attentions(model, auto)
         needed = {id(module) for module, _ in found}
         holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and needed <= {id(one) for one in m.modules()}]
         decoder = holders[-1] if holders else model  # the innermost model around all attention modules
-        if next(decoder.parameters(), None) is None:
-            raise KVPatchError(
-                f"{type(decoder).__name__} has no parameters of its own: FullyShardedDataParallel keeps them in one flat "
-                "tensor. Patch the model before it is wrapped, wrap it with use_orig_params=True, or use fully_shard()."
-            )
-        for adapter in {id(adapter): adapter for _, adapter in found}.values():
-            adapter.check(decoder)  # raises for variants of the family that it cannot run
-        for module, adapter in found:
-            refuse_replaced(module, adapter)  # raises if another library has put its code in place of the family's
-        _check_decoder(decoder)
+        _check_code(decoder, found)
         generators: list[nn.Module] = [m for m in model.modules() if isinstance(m, GenerationMixin)]
-        # the layers: those with keys, and readers
         numbers = layer_numbers(decoder, [module for module, _ in found])
         found.sort(key=lambda pair: numbers[pair[0]])
-        stack = with_readers(stack_of(decoder), numbers)  # readers use the keys of another layer
-        reads = dict(stack.readers) if stack else {}
-        with_keys = [pair for pair in found if numbers[pair[0]] not in reads]
-        layers = {module: numbers[module] for module, _ in with_keys}
-        used = (layers[module] for _, module in decoder.named_modules(remove_duplicate=False) if module in layers)
-        check_layers(sorted(used), stack.attention if stack else None)  # a model may use a module as two layers
-        indices = {numbers[module]: index for index, (module, _) in enumerate(with_keys)}  # of layers in the cache
-        readers = [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
-        # shell: makes the decoder's masks; outer: may merge images into embeddings
+        stack = with_readers(stack_of(decoder), numbers)
+        with_keys, readers = _divide_layers(decoder, found, numbers, stack)
         shell = next((holder for holder in holders[:-1] if makes_masks(holder)), None)
         around = holders[-2::-1]  # models around the decoder, the innermost first
         merging = [holder for holder in around if _read_token_ids(holder, IMAGE_TOKENS + SOUND_TOKENS)]
         outer = next(iter([*merging, *(holder for holder in around if holder.config is not decoder.config), *around]), None)
         return cls(with_keys, readers, decoder, generators, parallel_of(model, found), shell, outer, stack, model)
 
-    def modules(self) -> Iterator[tuple[int, bool, tuple[nn.Module, Adapter]]]:
+    def modules(self) -> Iterator[tuple[int, bool, Attention]]:
         """Yield for each attention module: index of the layer whose keys it uses; if it only reads them; (module, adapter)."""
         yield from ((layer, False, pair) for layer, pair in enumerate(self.attentions))
         yield from ((layer, True, pair) for layer, pair in self.readers)
@@ -355,6 +326,58 @@ def _check_decoder(decoder: nn.Module) -> None:
             f"{CACHE}, a mask as attention_mask, and use_cache; add them, and hand the cache and the mask on to the "
             "attention modules."
         )
+
+
+def _find_attentions(model: nn.Module, auto: bool) -> list[Attention]:
+    """Return a model's attention modules, each with the adapter that runs its code, for `Target.find`.
+
+    auto: whether a family without an adapter may get one that is derived from its code. Raises KVPatchError if there is none,
+    or if the model is patched already.
+    """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise KVPatchError(f"{type(model).__name__} is an encoder-decoder; kvpatch serves decoder-only models.")
+    known = ((module, adapter_of(module)) for name, module in model.named_modules() if not is_cross_attention(name, module))
+    found = [(module, adapter) for module, adapter in known if adapter is not None]
+    if not found:  # no attention module is of a registered family
+        refuse_other_kinds(model)
+        found = [*automatic_adapters(model)] if auto else []
+    if not found:
+        raise make_unknown_error(model)
+    for module in model.modules():
+        if "_kvpatch" in vars(module):
+            raise already_patched(module)
+    _refuse_prefix_tuning(model)
+    return found
+
+
+def _check_code(decoder: nn.Module, found: list[Attention]) -> None:
+    """Raise KVPatchError, for `Target.find`, unless the adapters of a decoder's attentions can run its code."""
+    if next(decoder.parameters(), None) is None:
+        raise KVPatchError(
+            f"{type(decoder).__name__} has no parameters of its own: FullyShardedDataParallel keeps them in one flat "
+            "tensor. Patch the model before it is wrapped, wrap it with use_orig_params=True, or use fully_shard()."
+        )
+    for adapter in {id(adapter): adapter for _, adapter in found}.values():
+        adapter.check(decoder)  # raises for variants of the family that it cannot run
+    for module, adapter in found:
+        refuse_replaced(module, adapter)  # raises if another library has put its code in place of the family's
+    _check_decoder(decoder)
+
+
+def _divide_layers(
+    decoder: nn.Module, found: list[Attention], numbers: dict[nn.Module, int], stack: Stack | None
+) -> tuple[list[Attention], list[tuple[int, Attention]]]:
+    """Divide attentions, for `Target.find`, into those with keys of their own and those that use another layer's.
+
+    The latter come with the index of that layer in the cache. numbers: of the layer of each module, by which `found` is sorted.
+    """
+    reads = dict(stack.readers) if stack else {}
+    with_keys = [pair for pair in found if numbers[pair[0]] not in reads]
+    layers = {module: numbers[module] for module, _ in with_keys}
+    used = (layers[module] for _, module in decoder.named_modules(remove_duplicate=False) if module in layers)
+    check_layers(sorted(used), stack.attention if stack else None)  # a model may use a module as two layers
+    indices = {numbers[module]: index for index, (module, _) in enumerate(with_keys)}
+    return with_keys, [(indices[reads[numbers[pair[0]]]], pair) for pair in found if numbers[pair[0]] in reads]
 
 
 def _read_token_ids(model: Any, names: tuple[str, ...]) -> tuple[int, ...]:
