@@ -269,6 +269,7 @@ def _score_by_window(
     lse_BHGW: Tensor | None = None,
     fold: Fold | None = None,
     join: str = "sum",
+    last: bool = False,
 ) -> Tensor:
     """Return each used slot's score [B,H,T]: the attention that an observation window's rows pay it, summed or folded.
 
@@ -283,7 +284,7 @@ def _score_by_window(
         candidate = keys.positions_BHT >= 0
         if call.now.ends_prompt:  # else the window's size is not set yet
             candidate &= keys.positions_BHT <= find_newest(call) - call.limits.observed
-        return torch_backend.window_folds(*arguments, candidate, fold, _JOINS[join])
+        return torch_backend.window_folds(*arguments, candidate, fold, _JOINS[join], last)
     case = call.case("statistics", q_BHGWD, keys, scores=bool(call.policy.needs.sums))  # one backend for both
     name, total = choice.of("statistics", case), None
     if name != "torch":
@@ -291,7 +292,7 @@ def _score_by_window(
         # layers that pass the same tensor of rows share its spans
         spans = call.once(f"spans of the rows {id(rows_BW)}", make) if call.now.shares(rows_BW) else None
         total = choice.attempt("statistics", case, functools.partial(sums, *arguments, spans))
-    return torch_backend.window_sums(*arguments) if total is None else total
+    return torch_backend.window_sums(*arguments, last) if total is None else total
 
 
 _JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"max": torch.maximum, "sum": torch.add}

@@ -519,7 +519,8 @@ class _Mask:
                 self.future = torch.ones(R, R, dtype=torch.bool, device=x_NGRM.device).triu(1)
             x_NGRM[..., -R:].masked_fill_(self.future[:R, :R], -torch.inf)
         else:  # only some rows of the prompt: their own columns are not the last ones, so positions are compared
-            first = 0 if self.padded else self.ends[start] - lo  # all rows of the block see the keys before
+            # all rows of the block see the keys before the first one's own column, if that is known (_find_ends)
+            first = 0 if self.padded or self.ends[start] == self.keys.k_BHTD.shape[2] else self.ends[start] - lo
             unseen = positions[..., first:] > self.rows_NQ[n0:n1, None, start:stop, None]
             x_NGRM[..., first:].masked_fill_(unseen, -torch.inf)
         if self.padded:
@@ -622,8 +623,10 @@ def _size_blocks(N: int, keys: int, on_cpu: bool) -> tuple[int, int]:
     return heads, max(64, DEVICE_BLOCK // (heads * keys))
 
 
-def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None) -> Tensor:
-    """Return the attention [B,H,T] that a prompt's last rows (a window) pay each key, for scores such as SnapKV's.
+def window_sums(
+    q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry, lse_BHGW: Tensor | None = None, last: bool = False
+) -> Tensor:
+    """Return the attention [B,H,T] that some rows of a prompt (a window) pay each key, for scores such as SnapKV's.
 
     `_score_by_window` calls it when a prompt has been read. It is summed over rows, and averaged over the group of query heads.
 
@@ -633,6 +636,7 @@ def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry
         rows_BW: positions of the queries; -1 for rows that do not count.
         geometry: variant of attention.
         lse_BHGW: log-sum-exp of the rows, if a kernel returned it.
+        last: whether these are the prompt's last rows, in their order.
     """
     B, H, G, W, _ = q_BHGWD.shape
     T = keys.k_BHTD.shape[2]
@@ -641,9 +645,7 @@ def window_sums(q_BHGWD: Tensor, keys: Keys, rows_BW: Tensor, geometry: Geometry
     def add(rows: ProbabilityRows) -> None:
         total_NT[rows.n0 : rows.n1, rows.lo : rows.hi] += rows.p_NGRM.sum((1, 2))
 
-    # columns up to each row's own; with padding a row's own column is not known here, and positions decide
-    ends = [T] * W if keys.holes else range(T - W + 1, T + 1)
-    observe(q_BHGWD, keys, rows_BW, geometry, lse_BHGW, add, ends=ends)
+    observe(q_BHGWD, keys, rows_BW, geometry, lse_BHGW, add, ends=_find_ends(keys, W, last))
     return total_NT.view(B, H, T) / G
 
 
@@ -656,8 +658,9 @@ def window_folds(
     candidate_BHT: Tensor,
     fold: Callable[[Observed], Tensor],
     join: Callable[[Tensor, Tensor], Tensor],
+    last: bool = False,
 ) -> Tensor:
-    """Return a number for each key [B,H,T]: what `fold` computes from the attention of an observation window (the last rows).
+    """Return a number for each key [B,H,T]: what `fold` computes from the attention of some rows (an observation window).
 
     `_score_by_window` calls it when a prompt has been read, for policies whose score is another function of that attention than
     its sum (`fold`). candidate_BHT: bool, keys before the window. fold: takes an Observed (probabilities and values, keys in
@@ -682,9 +685,18 @@ def window_folds(
 
         found_NT[heads] = join(found_NT[heads], fold(Observed(p, candidate_NT[heads], values)))
 
-    ends = [T] * W if keys.holes else range(T - W + 1, T + 1)
-    observe(q_BHGWD, keys, rows_BW, geometry, lse_BHGW, fold_rows, ends=ends)
+    observe(q_BHGWD, keys, rows_BW, geometry, lse_BHGW, fold_rows, ends=_find_ends(keys, W, last))
     return torch.empty_like(found_NT).scatter_(-1, order_NT, found_NT).view(B, H, T)
+
+
+def _find_ends(keys: Keys, W: int, last: bool) -> Sequence[int]:
+    """Return up to which column each of W rows may see keys, for `observe`: its own if it is known, else all columns.
+
+    It is known of the last rows of a prompt without padding. Else the mask compares positions. `window_sums` and
+    `window_folds` call it.
+    """
+    T = keys.k_BHTD.shape[2]
+    return range(T - W + 1, T + 1) if last and not keys.holes else [T] * W
 
 
 def window_logits(q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_BW: Tensor, geometry: Geometry) -> Tensor:

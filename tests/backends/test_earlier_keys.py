@@ -1,12 +1,15 @@
 """Earlier keys, which all rows see: attention to them and to the rows' own, and the greatest probability that each receives."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.backends.on_triton import DEVICE  # isort: skip
 from kvpatch.backends import torch_backend
 from kvpatch.backends.protocol import Geometry, Keys
+from kvpatch.backends.triton import triton_backend
 
 B, H, G, Q, PAST, D, SCALE = 2, 2, 3, 6, 9, 4, 0.7
 
@@ -58,6 +61,29 @@ def test_the_greatest_probability_of_each_earlier_key(holes, cap, weighted, monk
     for lse in (None, x.logsumexp(-1)):
         got = torch_backend.find_greatest(q, keys, rows, Geometry(SCALE, None, None, cap), lse, factors)
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("columns", [[2], [0, 3], [1, 2], [4, 5], [*range(Q)]], ids=str)
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("backend", [torch_backend, triton_backend])
+def test_what_any_rows_give_to_each_key(backend, holes, columns, monkeypatch):
+    """Each row sees the keys up to its own, wherever it lies in the prompt: a need may ask for any (PromptRead.attention)."""
+    monkeypatch.setattr(torch_backend, "CPU_BLOCK", 2 * G)  # a block a row
+    q, keys, rows = case(holes)
+    p = logits(q, keys).softmax(-1).nan_to_num(0.0) * (rows >= 0)[:, None, None, :, None]
+    want = p[:, :, :, columns].sum((2, 3)) / G
+    if backend is triton_backend:
+        pytest.importorskip("triton")
+        q, keys = (
+            q.float().to(DEVICE),
+            replace(keys, k_BHTD=keys.k_BHTD.float().to(DEVICE), v_BHTD=keys.v_BHTD.float().to(DEVICE)),
+        )
+        keys.positions_BHT, rows = keys.positions_BHT.to(DEVICE), rows.to(DEVICE)
+    got = backend.window_sums(q[:, :, :, columns], keys, rows[:, columns], Geometry(SCALE, None, None))
+    torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-5)
+    if backend is torch_backend and columns == [4, 5]:
+        last = backend.window_sums(q[:, :, :, columns], keys, rows[:, columns], Geometry(SCALE, None, None), last=True)
+        torch.testing.assert_close(last, want)
 
 
 def test_a_row_that_sees_no_key_joins_as_nothing():

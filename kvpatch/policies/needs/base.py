@@ -126,10 +126,11 @@ class PromptRead:
         newest: newest() returns the position of the newest token [B,1,1].
         sinks: first tokens that are protected.
         at_once: numbers of a temporary tensor that are worth holding; 0 for as few as possible.
-        attention: attention(q_BHGWD, rows_BW, lse_BHGW=None, fold=None, join="sum") returns what some queries give to each used
-            slot [B,H,T], by the fastest backend that can: their probabilities summed over rows and averaged over the group, or
-            what `fold` makes of each block of rows, joined by "sum" or "max". A row of -1 does not count. lse_BHGW: of these
-            rows, where it is known.
+        attention: attention(q_BHGWD, rows_BW, lse_BHGW=None, fold=None, join="sum", last=False) returns what some queries give
+            to each used slot [B,H,T], by the fastest backend that can: their probabilities summed over rows and averaged over
+            the group, or what `fold` makes of each block of rows, joined by "sum" or "max". A row of -1 does not count.
+            lse_BHGW: of these rows, where it is known. last: True promises that they are the last rows, in their order; a mask
+            is then cheaper.
         once: once(name, make) returns a tensor that is the same for all layers, made by the first of them.
     """
 

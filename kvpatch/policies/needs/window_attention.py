@@ -79,7 +79,7 @@ class WindowAttention(Need[Tensor]):
 
         counted_BW = once(f"{W} rows under {id(layer.limits)}", mark_rows)  # layers of equal limits share them
         # the sum over the window's rows (written as a mean), or what the score's `fold` makes of them
-        attention = prompt.attention(q_BHGWD, counted_BW, lse, self.fold, self.join)
+        attention = prompt.attention(q_BHGWD, counted_BW, lse, self.fold, self.join, last=True)
         layer.statistic("observed").copy_(attention if self.fold else attention / n_observed.clamp(min=1))
 
     def step(self, step: StepRead) -> None:
