@@ -98,21 +98,22 @@ def bind_passes(
 def _read_pass(need: AnyNeed, method: str, policy: str, run: Callable[[Any], None], read: PromptRead | StepRead) -> None:
     unread = isinstance(read, StepRead) and read.p_BHGT is None
     hint = f' step.p_BHGT is None: {type(need).__name__}.rows is {need.rows!r}, and "window" asks for it.' if unread else ""
-    _run_method(_name_method(need, method, policy), "nothing, and change notes and numbers in place", lambda _: hint, run, read)
+    _run_method(_name_method(need, method, policy), "", lambda _: hint, run, read)
 
 
 def _run_method(where: str, wanted: str, hint: Callable[[Exception], str], method: Callable[..., Any], *arguments: Any) -> Any:
     """Call a user's method and return its result; an error in it becomes a KVPatchError that names the method.
 
-    `call_value`, `call_mask`, `call_entry` and `_read_pass` call it. where, wanted: the method and what it must return, for the
-    message. hint: more to say about an error.
+    `call_value`, `call_mask`, `call_entry` and `_read_pass` call it. where, wanted: the method and what it must return ("":
+    nothing), for the message. hint: more to say about an error.
     """
     try:
         return method(*arguments)
     except (KVPatchError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        message = f"{where} raised {type(error).__name__}: {error}. It must return {wanted}.{hint(error)}"
+        returns = f" It must return {wanted}." if wanted else ""
+        message = f"{where} raised {type(error).__name__}: {error}.{returns}{hint(error)}"
         raise KVPatchError(message) from error
 
 

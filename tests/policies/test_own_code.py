@@ -218,7 +218,7 @@ class Peaks(Score):
 
 
 READS = [
-    (Peak("read"), r"Peak\.read\(prompt\) of policy 'mine' raised AttributeError: .*'positions'.*return nothing"),
+    (Peak("read"), r"Peak\.read\(prompt\) of policy 'mine' raised AttributeError: .*'positions'[^:]*$"),
     (Peak("name"), r"no numbers 'peek', but .*peak.*entry\(new\)"),
     (Peak("shape"), r"Peak\.step\(step\) of policy 'mine' raised RuntimeError"),
     (Unasked(), r"Unasked\.step\(step\).*NoneType.*Unasked\.rows is 'none', and \"window\" asks for it"),
