@@ -54,7 +54,7 @@ class Report:
         part: the heads of this process, if several processes share the model; all numbers here count those alone.
         acted: True if some token of the text was computed after an eviction; tokens before it have a full cache's logits.
         peak_nbytes: most bytes allocated for keys and values at any time, counted where buffers are made.
-        passes: of the patch, by kind ("training", "no_cache", "prompt", "decode"): (all, those in which the budget acted).
+        passes: of the patch, by kind ("training", "no_cache", "prompt", "decode", "full"): (all, those in which it acted).
         dropped: prompts from whose cache nothing went on.
         layers: of each layer on the budget, its number in the decoder.
         states: numbers of a hybrid's layers that keep a state of fixed size, which no budget applies to.

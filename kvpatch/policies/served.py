@@ -292,7 +292,8 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "compress": {
         "lossless": "patch.compress() keeps what a budget holds of a prompt, and lossless=True keeps all of it: give "
-        "generate() the prompt itself, or leave lossless out."
+        "generate() the prompt itself, or leave lossless out.",
+        "block": "block={it.block} evicts while a prompt is read, but this one is read already: leave block out.",
     },
     # of a model's attention module
     "rotations undone": {
@@ -348,9 +349,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "quota=": "quota= marks spans of a prompt as it is read: run the prompt inside the block.",
         "states": "A {it.past} of a hybrid, whose layers {it.states} keep a state of their own, is not taken over: run the "
         "prompt inside the block.",
-    },
-    "compress()": {
-        "block": "block={it.block} evicts while a prompt is read, but this one is read already: leave block out.",
     },
     "forget": {
         "states": "forget(): layers {it.states} of this hybrid keep a state of all that was read, and no token can be taken "
